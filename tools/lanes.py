@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Make the test environments ("lanes", one per torch release) and run commands in them.
+
+    python3 tools/lanes.py list
+    python3 tools/lanes.py make LANE...
+    python3 tools/lanes.py run LANE -- COMMAND ARG...
+
+Needs Python >= 3.9 with venv, nothing else. Environments live in the user's cache folder
+under a key made from their requirements, so that every clone shares them; this checkout is put
+on PYTHONPATH, never installed into them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TOOLS = ("pytest>=8.3,<9", "hypothesis>=6.100,<7", "pytest-timeout>=2.3,<3", "wrapt>=1.16", "packaging>=23")
+VERIFY = ("transformers>=4.51,<4.58", "safetensors>=0.4.3,<1", "matplotlib>=3.8,<4")
+OLD = ("numpy<2", "setuptools<80")
+
+LANES: dict[str, tuple[str, ...]] = {
+    "2.4": ("torch==2.4.1", *OLD, *TOOLS),
+    "2.5": ("torch==2.5.1", *OLD, *TOOLS),
+    "2.6": ("torch==2.6.0", *TOOLS, *VERIFY),
+    "2.7": ("torch==2.7.1", *TOOLS, *VERIFY),
+    # The last torch for Python 3.9 is 2.8.
+    "current": (
+        "torch==2.13.0; python_version >= '3.10'",
+        "torch==2.8.0; python_version < '3.10'",
+        *TOOLS,
+        *VERIFY,
+    ),
+    "lint": ("ruff==0.14.5", "mypy==1.18.2", "packaging>=23", "build==1.3.0", "hatchling>=1.26", "twine>=6"),
+}
+UV = "uv>=0.9,<1"
+
+
+def cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "torch-dcp-backport"
+
+
+def key(name: str, requirements: tuple[str, ...]) -> str:
+    text = "\n".join((platform.python_version(), platform.machine(), sys.platform, *sorted(requirements)))
+    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def bin_of(env: Path, name: str) -> Path:
+    return env / "bin" / name
+
+
+def fresh(env: Path, create: list[str], install: list[list[str]]) -> None:
+    """Make `env` unless its last step was reached before; a half-made one is thrown away."""
+    with locked(env.with_name(env.name + ".lock")):
+        done = env / ".complete"
+        if done.exists():
+            return
+        shutil.rmtree(env, ignore_errors=True)
+        for command in (create, *install):
+            print("+", " ".join(command), file=sys.stderr, flush=True)
+            subprocess.run(command, check=True, stdout=sys.stderr)
+        done.touch()
+
+
+def make(name: str) -> Path:
+    """The lane's Python, its environment made first if it is not there yet."""
+    tool = cache_dir() / key("uv", (UV,))
+    fresh(tool, [sys.executable, "-m", "venv", str(tool)], [[str(bin_of(tool, "pip")), "install", "--quiet", UV]])
+    env = cache_dir() / key(name, LANES[name])
+    uv = str(bin_of(tool, "uv"))
+    install = [uv, "pip", "install", "--python", str(bin_of(env, "python"))]
+    # uv does not read pip's variable.
+    for place in os.environ.get("PIP_FIND_LINKS", "").split():
+        install += ["--find-links", place]
+    # Byte code once, at install: without it every process compiles torch anew where
+    # PYTHONDONTWRITEBYTECODE is set (20 s instead of 3 s).
+    install += ["--compile-bytecode", *LANES[name]]
+    fresh(env, [uv, "venv", "--quiet", "--python", sys.executable, str(env)], [install])
+    return bin_of(env, "python")
+
+
+def run(name: str, command: list[str]) -> int:
+    python = make(name)
+    env = dict(os.environ)
+    env["PATH"] = f"{python.parent}{os.pathsep}{env.get('PATH', '')}"
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH", ""))))
+    env["VIRTUAL_ENV"] = str(python.parent.parent)
+    return subprocess.run(command, env=env).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sub = parser.add_subparsers(dest="verb", required=True)
+    sub.add_parser("list", help="the lanes and what they install")
+    sub.add_parser("make", help="make lanes, print their Pythons").add_argument("lane", nargs="+", choices=LANES)
+    runner = sub.add_parser("run", help="run a command in a lane, this checkout on PYTHONPATH")
+    runner.add_argument("lane", choices=LANES)
+    runner.add_argument("command", nargs=argparse.REMAINDER, help="after --")
+    args = parser.parse_args()
+    if args.verb == "list":
+        for name, requirements in LANES.items():
+            print(f"{name:8s} {' '.join(requirements)}")
+        return 0
+    if args.verb == "make":
+        for name in args.lane:
+            print(make(name))
+        return 0
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        parser.error("run needs a command")
+    return run(args.lane, command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

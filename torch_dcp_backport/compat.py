@@ -1,0 +1,105 @@
+"""Every difference between torch 2.4 and the newest that the library has to know, and nothing else.
+
+No other module below `activation` may ask which torch this is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Optional, cast
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+else:
+    try:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+    except ImportError:  # torch 2.4
+        from torch.distributed._tensor import DTensor, Replicate, Shard
+
+__all__ = [
+    "DTensor",
+    "comm_device_type",
+    "current_device",
+    "from_local",
+    "group_ranks",
+    "local_part",
+    "split_of",
+]
+
+
+def split_of(placement: object) -> Optional[tuple[int, int]]:
+    """(tensor dim, split factor) of a sharding placement, None for Replicate.
+
+    The factor is 1 except for a strided shard (FSDP2 over TP), which torch 2.5 introduced as a
+    kind of `Shard` and later made a class of its own.
+
+    Raises:
+        NotImplementedError: a placement that does not say where elements live (Partial and the like).
+    """
+    if isinstance(placement, Replicate):
+        return None
+    if isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard":
+        dim = cast("Shard", placement).dim
+        return dim, int(getattr(placement, "split_factor", 1))
+    raise NotImplementedError(f"placement {placement!r} is neither a shard nor a replica")
+
+
+def local_part(tensor: DTensor) -> torch.Tensor:
+    """The local tensor itself. `to_local()` goes through autograd and costs 100 times as much."""
+    return cast(torch.Tensor, tensor._local_tensor)
+
+
+def from_local(local: torch.Tensor, like: DTensor) -> DTensor:
+    """`local` as a DTensor of `like`'s global shape, stride, mesh and placements, without traffic.
+
+    torch 2.4 checks (and broadcasts) unless told not to; uneven shards need the global shape.
+    """
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(mesh shape, global ranks in row-major order)."""
+    return tuple(mesh.mesh.shape), tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
+
+
+def group_ranks(group: Optional[dist.ProcessGroup] = None) -> tuple[int, ...]:
+    """Global ranks of a group, in group order."""
+    return tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+
+
+def comm_device_type(group: Optional[dist.ProcessGroup], prefer: str) -> str:
+    """The device type collectives of `group` run on: `prefer` if it can, else one that it has.
+
+    torch 2.4 has no public way to ask; the attribute below is the same from 2.1 to the newest.
+    """
+    members = group if group is not None else dist.group.WORLD
+    kinds = [device.type for device in cast(Any, members)._device_types]
+    if prefer in kinds or not kinds:
+        return prefer if kinds else "cpu"
+    return "cpu" if "cpu" in kinds else kinds[0]
+
+
+def current_device(kind: str) -> torch.device:
+    """This process's device of a type: the CPU, or the current index of an accelerator."""
+    if kind in ("cpu", "meta"):
+        return torch.device(kind)
+    module = getattr(torch, kind, None)
+    if module is None or not hasattr(module, "current_device"):
+        return torch.device(kind)
+    return torch.device(kind, module.current_device())
+
+
+def unwrap(sequence: Sequence[Any]) -> Any:
+    (only,) = sequence
+    return only

@@ -1,0 +1,120 @@
+"""Names: from a module's own attribute paths to canonical FQNs, without wrappers' prefixes.
+
+Nothing is cached: torch 2.4 to 2.7 cache these names per model, which keeps every model alive
+after `del` (pytorch#149354).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Union
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
+from torch.nn.parallel import DistributedDataParallel
+
+FLAT_PARAM = "_flat_param"
+#: Method by which a module declares children that its state dict hooks rename (pytorch#146053).
+FQN_MODIFIERS = "_fqn_modifiers"
+
+
+class ExtraState:
+    """Stands for a module's extra state, whose value only the module itself can make."""
+
+
+def get_fqns(
+    model: nn.Module,
+    name: str,
+    skip_ddp_prefix: bool = True,
+    skip_compiler_prefix: bool = True,
+    *,
+    dsd_fqn_modifiers: str = FQN_MODIFIERS,
+) -> set[str]:
+    """The canonical FQNs of a parameter, buffer or submodule of `model`.
+
+    One name, except for a FlatParameter of FSDP1, which stands for several.
+
+    Args:
+        model: the root model.
+        name: as `model.named_parameters()` and the like give it.
+        skip_ddp_prefix: leave DDP's "module" out.
+        skip_compiler_prefix: leave torch.compile's "_orig_mod" out.
+        dsd_fqn_modifiers: name of the method with a module's renamed children.
+    """
+    name = name.replace(_CHECKPOINT_PREFIX, "")
+    path = name.split(".")
+    if len(path) == 1:
+        return {name}
+    kept: list[str] = []
+    here: Any = model
+    for depth, step in enumerate(path):
+        if isinstance(here, DistributedDataParallel):
+            here = child(here, step, "module")
+            if not skip_ddp_prefix:
+                kept.append(step)
+            continue
+        if isinstance(here, OptimizedModule):
+            here = child(here, step, "_orig_mod")
+            if not skip_compiler_prefix:
+                kept.append(step)
+            continue
+        if isinstance(here, FullyShardedDataParallel):
+            if path[depth + 1 : depth + 2] == [FLAT_PARAM]:
+                return {".".join([*kept, fqn]) for fqn in getattr(here, FLAT_PARAM)._fqns}
+            here = getattr(here, FSDP_WRAPPED_MODULE)
+            if step == FSDP_WRAPPED_MODULE:
+                continue
+        kept.append(step)
+        if step == EXTRA_STATE:
+            if depth != len(path) - 1:
+                raise RuntimeError(f"{EXTRA_STATE} must be the last part of a name, but it is not in {name!r}")
+            continue
+        renamed = getattr(here, dsd_fqn_modifiers)().get(step) if hasattr(here, dsd_fqn_modifiers) else None
+        if renamed and hasattr(here, renamed):
+            here = getattr(here, renamed)
+        here = getattr(here, step)
+    return {".".join(kept).replace(_CHECKPOINT_PREFIX, "")}
+
+
+def child(wrapper: nn.Module, step: str, expected: str) -> Any:
+    if step != expected:
+        raise RuntimeError(f"{type(wrapper).__name__} holds its module as {expected!r}, but the name says {step!r}")
+    return getattr(wrapper, expected)
+
+
+def walk_model_state(
+    model: nn.Module, dsd_fqn_modifiers: str = FQN_MODIFIERS
+) -> Iterator[tuple[str, Union[torch.Tensor, ExtraState]]]:
+    """(name, value) of everything a state dict of `model` holds; each module once, children first."""
+    for name, value, _ in walk_with_owner(model, dsd_fqn_modifiers):
+        yield name, value
+
+
+def walk_with_owner(
+    model: nn.Module, dsd_fqn_modifiers: str = FQN_MODIFIERS
+) -> Iterator[tuple[str, Union[torch.Tensor, ExtraState], nn.Module]]:
+    """As `walk_model_state`, with the module that owns the value."""
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any, nn.Module]]:
+        seen.add(module)
+        hidden = set(getattr(module, dsd_fqn_modifiers)().values()) if hasattr(module, dsd_fqn_modifiers) else set()
+        for name, submodule in module.named_children():
+            if submodule not in seen:
+                # A renamed child's state stands under its parent's own name.
+                yield from visit(submodule, prefix if name in hidden else f"{prefix}{name}.")
+        transient = module._non_persistent_buffers_set
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in transient:
+                yield prefix + name, buffer, module
+        for name, param in module.named_parameters(recurse=False):
+            yield prefix + name, param, module
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield prefix + EXTRA_STATE, ExtraState(), module
+
+    yield from visit(model, "")

@@ -1,0 +1,97 @@
+"""Private helpers of torch that other projects call, with torch's signatures, on our engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.state_dict.load import Load, run
+from torch_dcp_backport.transfer import TensorInfo
+
+
+class DictLoad(Load):
+    """Full tensors into the entries of a flat dict, as torch's helpers do it."""
+
+    title = "cannot distribute this state dict"
+
+    def __init__(self, local: dict[str, Any], device: torch.device, cpu_offload: bool) -> None:
+        super().__init__([])
+        self.local = local
+        self.device = device
+        self.cpu_offload = cpu_offload
+        self.offered: set[str] = set()
+
+    def live(self) -> Iterable[object]:
+        return self.local.values()
+
+    def plan(self, inventory: Mapping[Any, Any]) -> None:
+        self.offered = set(inventory)
+        for key, offered in inventory.items():
+            if key in self.local:
+                self.plan_entry(key, self.local[key], offered)
+
+    def plan_entry(self, key: str, live: Any, offered: Any) -> None:
+        settle = functools.partial(self.settle, key)
+        if not isinstance(live, compat.DTensor):
+            if isinstance(offered, TensorInfo):
+                # Scalars stay on the CPU.
+                self.want_whole(key, offered, self.device if offered.shape else torch.device("cpu"), settle)
+            else:
+                self.local[key] = offered
+        elif self.accepts(key, offered, tuple(live.shape)):
+            if live.is_meta:
+                self.want_fresh(key, live, offered, self.device, settle)
+            else:
+                self.want_in_place(key, live, lambda: settle(live))
+
+    def settle(self, key: str, value: torch.Tensor) -> None:
+        self.local[key] = value.cpu() if self.cpu_offload else value
+
+
+@torch.no_grad()
+def broadcast_state_dict(
+    full_state_dict: dict[str, Any],
+    local_state_dict: dict[str, Any],
+    device: torch.device,
+    pg: Optional[dist.ProcessGroup] = None,
+    strict: bool = False,
+    cpu_offload: bool = False,
+) -> None:
+    """From the full dict of the group's first rank to every rank's `local_state_dict`, in place.
+
+    Args:
+        full_state_dict: FQN -> whole tensor or small value, on the first rank.
+        local_state_dict: FQN -> this rank's DTensor (or plain tensor, or anything) to fill or replace.
+        device: where new tensors are made.
+        pg: the process group; None is the default group.
+        strict: drop the entries of `local_state_dict` that the full dict does not have.
+        cpu_offload: move what was received to the CPU.
+
+    Raises:
+        RuntimeError: wrong shapes or types; on every rank, before anything was written.
+    """
+    load = DictLoad(local_state_dict, torch.device(device), cpu_offload)
+    run(load, full_state_dict, broadcast=True, group=pg)
+    if strict:
+        for key in set(local_state_dict) - load.offered:
+            del local_state_dict[key]
+
+
+@torch.no_grad()
+def distribute_state_dict(
+    full_state_dict: dict[str, Any],
+    local_state_dict: dict[str, Any],
+    device: torch.device,
+    pg: Optional[dist.ProcessGroup] = None,
+) -> None:
+    """As `broadcast_state_dict`, where every rank holds the full dict: each takes its own slices."""
+    load = DictLoad(local_state_dict, torch.device(device), False)
+    run(load, full_state_dict, broadcast=False)
+    for key, value in full_state_dict.items():
+        if not torch.is_tensor(value):
+            local_state_dict[key] = value

@@ -1,0 +1,232 @@
+"""The course of every load of full tensors: inventory, plan, agreement, movement, settling.
+
+Models and optimizers say where they want each tensor (`Load.plan`); how it gets there is decided
+here and in `transfer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.transfer import (
+    Problem,
+    Target,
+    TensorInfo,
+    Want,
+    agree,
+    layout_of,
+    publish,
+    raise_together,
+    scatter,
+)
+from torch_dcp_backport.transfer.layout import Box, Layout, whole
+from torch_dcp_backport.transfer.plan import agree_on_mesh
+
+Key = Hashable
+
+
+class Destination(NamedTuple):
+    """Where one tensor of the checkpoint goes on this rank."""
+
+    layout: Layout
+    #: dtype of the destination.
+    dtype: torch.dtype
+    #: Gives the local tensor to write, made (if need be) only after every rank agreed.
+    make: Callable[[Box], torch.Tensor]
+    #: Called with the local tensor once it is filled.
+    settle: Callable[[torch.Tensor], None]
+    #: The DTensor that the checkpoint's value may equal in layout, or None.
+    like: Optional[torch.Tensor] = None
+
+
+class Unusable(NamedTuple):
+    """Stands in an inventory for a tensor that cannot be sliced."""
+
+    why: str
+
+
+class Load:
+    """One load of full tensors into one object."""
+
+    #: First words of an error.
+    title = "cannot load"
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        self.destinations: dict[Key, Destination] = {}
+
+    def plan(self, inventory: Mapping[Any, Any]) -> None:
+        """Fill `destinations` and `problems`. Must not write anything."""
+        raise NotImplementedError
+
+    def meshes(self) -> list[DeviceMesh]:
+        """The device meshes of what is loaded, in the same order on every rank."""
+        found: list[DeviceMesh] = []
+        for value in self.live():
+            if isinstance(value, compat.DTensor) and value.device_mesh not in found:
+                found.append(value.device_mesh)
+        return found
+
+    def live(self) -> Iterable[object]:
+        """Everything that the loaded object holds now."""
+        raise NotImplementedError
+
+    def accepts(self, key: Key, offered: Any, shape: tuple[int, ...]) -> bool:
+        """Whether `offered` is a tensor of this shape; if not, that is a problem."""
+        name = spell_key(key)
+        if not isinstance(offered, TensorInfo):
+            got = offered.why if isinstance(offered, Unusable) else type(offered).__name__
+            self.problems.append(Problem("not a tensor that can be loaded", name, got, f"a tensor of {shape}"))
+            return False
+        if offered.shape != shape:
+            what = "wrong shape" if len(offered.shape) == len(shape) else "wrong number of dimensions"
+            self.problems.append(Problem(what, name, got=str(offered.shape), expected=str(shape)))
+            return False
+        return True
+
+    def want_in_place(self, key: Key, live: torch.Tensor, settle: Callable[[], None]) -> None:
+        """`live` (plain or DTensor) receives its part of the checkpoint's tensor in place."""
+        local = compat.local_part(live) if isinstance(live, compat.DTensor) else live.detach()
+        plain = type(local) in (torch.Tensor, torch.nn.Parameter)
+
+        def make(box: Box) -> torch.Tensor:
+            # A subclass (quantized weights) takes a whole box or nothing.
+            return local if plain else torch.empty(box.size, dtype=live.dtype, device=local.device)
+
+        def finish(filled: torch.Tensor) -> None:
+            if not plain:
+                local.copy_(filled)
+            settle()
+
+        self.destinations[key] = Destination(layout_of(live), live.dtype, make, finish, live)
+
+    def want_fresh(
+        self,
+        key: Key,
+        like: torch.Tensor,
+        offered: TensorInfo,
+        device: torch.device,
+        settle: Callable[[torch.Tensor], None],
+    ) -> None:
+        """A new tensor of the checkpoint's dtype, laid out as `like` (plain or DTensor)."""
+
+        def make(box: Box) -> torch.Tensor:
+            return torch.empty(box.size, dtype=offered.dtype, device=device)
+
+        def finish(filled: torch.Tensor) -> None:
+            settle(compat.from_local(filled, like) if isinstance(like, compat.DTensor) else filled)
+
+        self.destinations[key] = Destination(layout_of(like), offered.dtype, make, finish, like)
+
+    def want_whole(
+        self, key: Key, offered: TensorInfo, device: torch.device, settle: Callable[[torch.Tensor], None]
+    ) -> None:
+        """A new whole tensor, whatever its shape, on every rank."""
+
+        def make(box: Box) -> torch.Tensor:
+            return torch.empty(box.size, dtype=offered.dtype, device=device)
+
+        self.destinations[key] = Destination(Layout(offered.shape), offered.dtype, make, settle)
+
+
+def run(
+    load: Load, given: Mapping[Any, Any], *, broadcast: bool, group: Optional[dist.ProcessGroup] = None
+) -> None:
+    """Carry out a load: from the `given` of the group's first rank, or from every rank's own.
+
+    Raises:
+        RuntimeError: what `load.plan` or the inventory found, of all ranks, on all ranks; before
+            anything was written.
+    """
+    if broadcast:
+        run_broadcast(load, given, group)
+    else:
+        run_local(load, given)
+
+
+def run_broadcast(load: Load, given: Mapping[Any, Any], group: Optional[dist.ProcessGroup]) -> None:
+    is_source = dist.get_rank(group) == 0
+    inventory = publish(inventory_of(given) if is_source else None, load.problems, load.title, group)
+    cause = guarded_plan(load, inventory)
+    wants = {key: Want(one.layout, one.dtype) for key, one in load.destinations.items()}
+    agreement = agree(wants, load.problems, load.title, group, cause)
+    targets = make_targets(load)
+    scatter(lambda key: given[key], inventory, targets, agreement, group=group)
+    settle(load, targets)
+
+
+def run_local(load: Load, given: Mapping[Any, Any]) -> None:
+    inventory = inventory_of(given, whole_only=False)
+    cause = guarded_plan(load, inventory)
+    for key, one in load.destinations.items():
+        value = given[key]
+        if isinstance(value, compat.DTensor) and (one.like is None or layout_of(value) != one.layout):
+            load.problems.append(
+                Problem("a DTensor of another layout", spell_key(key), got=str(value.placements), expected="a whole tensor")
+            )
+    meshes = load.meshes() if dist.is_initialized() else []
+    if meshes:
+        mesh = max(meshes, key=lambda one: one.size())
+        agree_on_mesh(load.problems, load.title, [mesh.get_group(dim) for dim in range(mesh.ndim)], cause)
+    raise_together(load.title, [(0, problem) for problem in load.problems], cause)
+    targets = make_targets(load)
+    for key, target in targets.items():
+        value = given[key].detach()
+        if isinstance(value, compat.DTensor):
+            target.tensor.copy_(compat.local_part(value))
+        else:
+            target.tensor.copy_(value[target.box.within(whole(tuple(value.shape)))])
+    settle(load, targets)
+
+
+def guarded_plan(load: Load, inventory: Mapping[Any, Any]) -> Optional[Exception]:
+    """Plan; a rank whose plan fails still takes part in the agreement, which then fails for all."""
+    if load.problems:
+        return None
+    try:
+        load.plan(inventory)
+    except Exception as error:
+        load.problems.append(Problem(f"{type(error).__name__}: {error}"))
+        return error
+    return None
+
+
+def inventory_of(given: Mapping[Any, Any], whole_only: bool = True) -> dict[Key, Any]:
+    """What a dict holds: TensorInfo for tensors (Unusable for some), everything else as it is."""
+    return {key: offer_of(value, whole_only) if torch.is_tensor(value) else value for key, value in given.items()}
+
+
+def offer_of(value: torch.Tensor, whole_only: bool) -> Union[TensorInfo, Unusable]:
+    if isinstance(value, compat.DTensor):
+        if whole_only:
+            return Unusable("a DTensor; a full state dict holds whole tensors, see DTensor.full_tensor()")
+    elif value.is_meta:
+        return Unusable("a tensor on the meta device, which holds no values")
+    elif value.layout is not torch.strided or value.is_quantized:
+        return Unusable(f"a tensor that is not dense ({value.layout})")
+    return TensorInfo(tuple(value.shape), value.dtype)
+
+
+def spell_key(key: Key) -> str:
+    return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
+
+
+def make_targets(load: Load) -> dict[Key, Target]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    targets = {}
+    for key, one in load.destinations.items():
+        # A rank outside the mesh holds an empty tensor.
+        box = one.layout.box(rank) or Box((0,) * len(one.layout.shape), (0,) * len(one.layout.shape))
+        targets[key] = Target(one.make(box), box)
+    return targets
+
+
+def settle(load: Load, targets: Mapping[Key, Target]) -> None:
+    for key, target in targets.items():
+        load.destinations[key].settle(target.tensor)

@@ -1,0 +1,487 @@
+"""Get and load optimizer state: initialise, name by FQN, flatten, split.
+
+The caller's dict is never changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.state_dict.collect import Index, Path, full_or_cpu, leaves
+from torch_dcp_backport.state_dict.fqn import get_fqns
+from torch_dcp_backport.state_dict.load import Load, run, spell_key
+from torch_dcp_backport.state_dict.model import own_method
+from torch_dcp_backport.state_dict.options import StateDictInfo
+from torch_dcp_backport.transfer import Problem, TensorInfo
+
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+TITLE = "cannot load this optimizer state dict"
+COMPILED = "_orig_mod."
+
+logger = logging.getLogger(__name__)
+
+#: Temporary gradients that initialising the state of one of torch's own optimizers may hold at a time.
+GRAD_BYTES = 16 * 2**20
+
+
+# --- initialise ------------------------------------------------------------------------------
+
+
+def init_optim_state(optim: Optimizer, *, despite_grads: bool = False) -> None:
+    """Make the optimizer create its states, by steps with zero gradients and zero learning rate.
+
+    Nothing happens where states exist, or where gradients exist (a stateless optimizer such as SGD
+    has no states after real steps either) unless `despite_grads`; the gradients are put back.
+    """
+    params = [param for group in optim.param_groups for param in group[PARAMS]]
+    if optim.state or (not despite_grads and any(param.grad is not None for param in params)):
+        return
+    grads = [param.grad for param in params]
+    groups = optim.param_groups
+    rates = [group.get("lr") for group in groups]
+    try:
+        for param in params:
+            param.grad = None
+        for group, rate in zip(groups, rates):
+            if rate is not None:
+                # Some optimizers move parameters by lr alone.
+                group["lr"] = torch.zeros_like(rate) if torch.is_tensor(rate) else 0.0
+        for batch in batches(optim):
+            optim.param_groups = batch
+            for group in batch:
+                for param in group[PARAMS]:
+                    if param.requires_grad:
+                        param.grad = torch.zeros_like(param)
+            optim.step(closure=None)
+            for group in batch:
+                for param in group[PARAMS]:
+                    param.grad = None
+    finally:
+        optim.param_groups = groups
+        for group, rate in zip(groups, rates):
+            if rate is not None:
+                group["lr"] = rate
+        for param, grad in zip(params, grads):
+            param.grad = grad
+
+
+def batches(optim: Optimizer) -> Iterator[list[dict[str, Any]]]:
+    """The param groups in portions whose gradients weigh at most GRAD_BYTES.
+
+    Only for torch's own optimizers, whose step() treats every parameter by itself; others may look
+    at all their groups at once.
+    """
+    if not type(optim).__module__.startswith("torch.optim."):
+        yield optim.param_groups
+        return
+    for group in optim.param_groups:
+        batch: list[torch.Tensor] = []
+        weight = 0
+        for param in group[PARAMS]:
+            local = compat.local_part(param) if isinstance(param, compat.DTensor) else param
+            nbytes = local.numel() * local.element_size()
+            if batch and weight + nbytes > GRAD_BYTES:
+                yield [{**group, PARAMS: batch}]
+                batch, weight = [], 0
+            batch.append(param)
+            weight += nbytes
+        if batch:
+            yield [{**group, PARAMS: batch}]
+
+
+# --- get -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def get_optim_state(model: nn.Module, optimizers: Sequence[Optimizer], info: StateDictInfo) -> dict[str, Any]:
+    if not info.handle_optim:
+        return {}
+    result: dict[str, Any] = {STATE: {}, GROUPS: []}
+    for optim in optimizers:
+        init_optim_state(optim)
+        named = fsdp1_named_state(model, optim, info) if info.fsdp_modules else named_state(model, optim)
+        if named:
+            result[STATE].update(named[STATE])
+            result[GROUPS].extend(named[GROUPS])
+    if info.flatten_optimizer_state_dict:
+        result = flatten_optim_state(result)
+    return full_or_cpu(result, info)  # type: ignore[no-any-return]
+
+
+def named_state(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
+    """`optim.state_dict()` with FQNs for parameter numbers."""
+    state = own_method(optim, "state_dict")()
+    number = {
+        param: index for index, param in enumerate(param for group in optim.param_groups for param in group[PARAMS])
+    }
+    names: dict[int, str] = {}
+    for name, param in model.named_parameters():
+        if param in number:
+            (fqn,) = get_fqns(model, name)
+            names[number[param]] = fqn
+
+    def name_of(index: int) -> str:
+        if index not in names:
+            raise KeyError(f"parameter {index} of {type(optim).__name__} is not a parameter of the model")
+        return names[index]
+
+    return {
+        **state,
+        STATE: {name_of(index): value for index, value in state[STATE].items()},
+        GROUPS: [{**group, PARAMS: [name_of(index) for index in group[PARAMS]]} for group in state[GROUPS]],
+    }
+
+
+def fsdp1_named_state(model: nn.Module, optim: Optimizer, info: StateDictInfo) -> dict[str, Any]:
+    """FSDP1 names its states itself, but keeps the compiler's prefix."""
+    state = own_method(optim, "state_dict")()
+    with info.fsdp_context():
+        state = FullyShardedDataParallel.optim_state_dict(model, optim, state)
+    if not state:
+        return {}
+    return {
+        **state,
+        STATE: {fqn.replace(COMPILED, ""): value for fqn, value in state[STATE].items()},
+        GROUPS: [
+            {**group, PARAMS: [fqn.replace(COMPILED, "") for fqn in group[PARAMS]]} for group in state[GROUPS]
+        ],
+    }
+
+
+def complaint_about(state: Mapping[Any, Any], info: StateDictInfo) -> Optional[str]:
+    """Why an optimizer state dict cannot be one that this call gives or takes; None where it can."""
+    may_be_empty = (info.cpu_offload and info.full_state_dict) or info.broadcast_from_rank0
+    if info.handle_optim and not state and not may_be_empty:
+        return "the optimizer state dict is empty"
+    return None
+
+
+# --- flatten ---------------------------------------------------------------------------------
+
+
+def flatten_optim_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """{"state": ..., "param_groups": ...} as one flat dict.
+
+    Keys are "state.FQN.name" and "param_groups.FQN.name"; every parameter carries its group's
+    values, so that a reader with other groups finds them (pipeline parallel resharding).
+
+    Raises:
+        NotImplementedError: a state that is neither a tensor nor a number.
+    """
+    flat: dict[str, Any] = {}
+    for fqn, states in state[STATE].items():
+        for path, value in leaves(states, opens=lambda _: False).items():
+            if not isinstance(value, (torch.Tensor, int, float)):
+                raise NotImplementedError(
+                    f"flattening takes tensors and numbers, but {fqn}.{spell_key(path)} is a {type(value).__name__}"
+                )
+            flat[".".join([STATE, fqn, *map(str, path)])] = value
+    for group in state[GROUPS]:
+        for fqn in group[PARAMS]:
+            for name, value in group.items():
+                if name != PARAMS:
+                    flat[f"{GROUPS}.{fqn}.{name}"] = value
+    return flat
+
+
+def unflatten_optim_state(optim: Optimizer, flat: Mapping[str, Any], info: StateDictInfo) -> dict[str, Any]:
+    """The inverse of `flatten_optim_state`, for the groups and states that `optim` has.
+
+    Raises:
+        KeyError: a state or a group value that is not there.
+        RuntimeError: parameters of one group that were saved with different values.
+    """
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for group in optim.param_groups:
+        keys = [name for name in group if name != PARAMS]
+        loaded: dict[str, Any] = {PARAMS: []}
+        groups.append(loaded)
+        for param in group[PARAMS]:
+            for fqn in sorted(fqns_of(param, info)):
+                if fqn in info.shared_params_mapping and not any(f"{GROUPS}.{fqn}.{key}" in flat for key in keys):
+                    # Of a shared parameter's names, the state dict holds the one that was saved.
+                    continue
+                loaded[PARAMS].append(fqn)
+                if param.requires_grad:
+                    state[fqn] = nested_from(flat, f"{STATE}.{fqn}", optim.state.get(param, {}))
+                for key in keys:
+                    value = flat[f"{GROUPS}.{fqn}.{key}"]
+                    if loaded.setdefault(key, value) != value:
+                        raise RuntimeError(
+                            f"parameters of one group must have been saved with the same {key}, but {fqn} "
+                            f"has {value} and others have {loaded[key]}"
+                        )
+    return {STATE: state, GROUPS: groups}
+
+
+def nested_from(flat: Mapping[str, Any], prefix: str, like: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {
+        name: nested_from(flat, f"{prefix}.{name}", value)
+        if isinstance(value, Mapping) and value
+        else flat[f"{prefix}.{name}"]
+        for name, value in like.items()
+    }
+
+
+def fqns_of(param: torch.Tensor, info: StateDictInfo) -> Iterable[str]:
+    names = info.fqn_param_mapping.get(param)
+    if not isinstance(names, (set, frozenset)):
+        raise KeyError(f"a parameter of shape {tuple(param.shape)} of the optimizer is not one of the model's")
+    return names
+
+
+# --- split -----------------------------------------------------------------------------------
+
+
+def split_optim_state(optim: Optimizer, loaded: Mapping[str, Any], info: StateDictInfo) -> dict[str, Any]:
+    """The part of a state dict (of several optimizers perhaps) that is `optim`'s, in its order.
+
+    Raises:
+        RuntimeError: no state for a parameter that requires gradients (strict).
+    """
+    states, saved = loaded[STATE], loaded[GROUPS]
+    if states and all(isinstance(key, int) for key in states):
+        return dict(loaded)
+    group_of = {fqn: group for group in saved for fqn in group[PARAMS]}
+    empty = [group for group in saved if not group[PARAMS]]
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    stateful = bool(states)
+    for index, group in enumerate(optim.param_groups):
+        result: dict[str, Any] = {PARAMS: []}
+        sources = []
+        for param in group[PARAMS]:
+            for fqn in sorted(fqns_of(param, info)):
+                if fqn in info.shared_params_mapping and fqn not in group_of:
+                    # Of a shared parameter's names, the state dict holds the one that was saved.
+                    continue
+                result[PARAMS].append(fqn)
+                if fqn in group_of and group_of[fqn] not in sources:
+                    sources.append(group_of[fqn])
+                if not param.requires_grad:
+                    continue
+                if fqn in states:
+                    state[fqn] = states[fqn]
+                elif info.strict and stateful:
+                    raise RuntimeError(
+                        f"Missing optimizer state for parameter '{fqn}': it requires gradients but has no "
+                        "saved state. To load what is there, use StateDictOptions(strict=False)."
+                    )
+        if not group[PARAMS] and empty:
+            # Nothing names a group without parameters but its place.
+            own_place = len(saved) == len(optim.param_groups) and not saved[index][PARAMS]
+            sources.append(saved[index] if own_place else empty[0])
+        for source in sources:
+            result.update({key: value for key, value in source.items() if key != PARAMS})
+        # A value that the state dict does not know stays as it is.
+        for key, value in group.items():
+            result.setdefault(key, value)
+        groups.append(result)
+    return {STATE: state, GROUPS: groups}
+
+
+# --- load ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load_optim_state(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    state_dict: Mapping[str, Any],
+    info: StateDictInfo,
+    complaint: Optional[str] = None,
+) -> None:
+    """Load `state_dict` into the optimizers; `complaint` is what is already known to be wrong with it.
+
+    Raises:
+        RuntimeError: missing states (strict), wrong shapes, wrong types. With `full_state_dict`
+            the same on every rank and before any state of that optimizer was written.
+    """
+    if not info.handle_optim:
+        return
+    for optim in optimizers:
+        full = info.full_state_dict and not info.fsdp_modules
+        init_optim_state(optim, despite_grads=full)
+        if not full:
+            if complaint:
+                raise RuntimeError(complaint)
+            mine = own_part(optim, state_dict, info)
+            if info.fsdp_modules:
+                mine = fsdp1_to_load(model, optim, mine, info)
+            own_method(optim, "load_state_dict")(state_dict=mine)
+            continue
+        load = OptimizerLoad(model, optim, [Problem(complaint)] if complaint else [])
+        given: dict[Path, Any] = {}
+        if not info.broadcast_from_rank0 or dist.get_rank() == 0:
+            try:
+                given = paths_of(by_name(own_part(optim, state_dict, info), load.names))
+            except Exception as error:
+                # Heard by every rank in the agreement, instead of raised by one.
+                load.problems.append(Problem(str(error) or type(error).__name__))
+        run(load, given, broadcast=info.broadcast_from_rank0)
+        own_method(optim, "load_state_dict")(state_dict=load.result())
+
+
+def own_part(optim: Optimizer, state_dict: Mapping[str, Any], info: StateDictInfo) -> dict[str, Any]:
+    if not state_dict:
+        return {}
+    if STATE in state_dict:
+        return split_optim_state(optim, state_dict, info)
+    return unflatten_optim_state(optim, state_dict, info)
+
+
+def by_name(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """A state dict with parameter numbers, by the FQNs that stand at the same places."""
+    if not state or not all(isinstance(key, int) for key in state[STATE]):
+        return state
+    numbers = [number for group in state[GROUPS] for number in group[PARAMS]]
+    flat = [name for group in names for name in group]
+    if len(numbers) != len(flat):
+        raise RuntimeError(
+            f"the state dict numbers {len(numbers)} parameters, the optimizer has {len(flat)}; use FQNs as keys"
+        )
+    fqn_of = dict(zip(numbers, flat))
+    return {**state, STATE: {fqn_of[number]: value for number, value in state[STATE].items()}}
+
+
+def fsdp1_to_load(model: nn.Module, optim: Optimizer, state: dict[str, Any], info: StateDictInfo) -> dict[str, Any]:
+    """FSDP1 maps the states to its FlatParameters itself, under names with the compiler's prefix."""
+    prefixed: dict[str, str] = {}
+    for name, _ in model.named_parameters():
+        plain, compiled = get_fqns(model, name), get_fqns(model, name, skip_compiler_prefix=False)
+        if plain != compiled:
+            (fqn,), (with_prefix,) = plain, compiled
+            prefixed[fqn] = with_prefix
+    if state:
+        state = {
+            **state,
+            STATE: {prefixed.get(fqn, fqn): value for fqn, value in state[STATE].items()},
+            GROUPS: [{**group, PARAMS: [prefixed.get(fqn, fqn) for fqn in group[PARAMS]]} for group in state[GROUPS]],
+        }
+    with info.fsdp_context():
+        return FullyShardedDataParallel.optim_state_dict_to_load(model, optim, state)
+
+
+def holds_tensors(values: Sequence[Any]) -> bool:
+    return any(torch.is_tensor(value) for value in values)
+
+
+def paths_of(state: Mapping[str, Any]) -> dict[Path, Any]:
+    """path -> value: ("state", FQN, name, ...) and ("param_groups", index, name)."""
+    if not state:
+        return {}
+    found: dict[Path, Any] = {}
+    for fqn, states in state[STATE].items():
+        found.update({(STATE, fqn, *path): value for path, value in leaves(states, holds_tensors).items() if path})
+    for index, group in enumerate(state[GROUPS]):
+        for name, value in group.items():
+            if name != PARAMS:
+                found[GROUPS, index, name] = Boxed(value)
+    return found
+
+
+class Boxed(NamedTuple):
+    """A group's value. It travels with the inventory even if it is a tensor (a learning rate may be one)."""
+
+    value: Any
+
+
+class OptimizerLoad(Load):
+    """Where an optimizer wants the tensors of a full state dict, and its own dict once they are there."""
+
+    title = TITLE
+
+    def __init__(self, model: nn.Module, optim: Optimizer, problems: list[Problem]) -> None:
+        super().__init__(problems)
+        local = named_state(model, optim)
+        self.params = {
+            fqn: param
+            for packed, group in zip(local[GROUPS], optim.param_groups)
+            for fqn, param in zip(packed[PARAMS], group[PARAMS])
+        }
+        self.names = [group[PARAMS] for group in local[GROUPS]]
+        #: path -> value, of the optimizer as it is; overwritten by what is loaded.
+        self.values = paths_of(local)
+
+    def live(self) -> Iterable[object]:
+        return self.params.values()
+
+    def plan(self, inventory: Mapping[Any, Any]) -> None:
+        for path, offered in inventory.items():
+            if path[0] == GROUPS:
+                self.plan_group_value(path, offered)
+            elif path[1] in self.params:
+                self.plan_state(path, offered)
+        untouched = [path for path in self.values if path[0] == STATE and path not in inventory]
+        if untouched and len(untouched) < len(self.values):
+            logger.warning(
+                "%d optimizer states are not in the state dict and keep their values, for instance %s",
+                len(untouched),
+                spell_key(untouched[0]),
+            )
+
+    def plan_group_value(self, path: Path, offered: Boxed) -> None:
+        live = self.values.get(path, Boxed(None)).value
+        if torch.is_tensor(live) and torch.is_tensor(offered.value):
+            offered = Boxed(offered.value.to(live.device))
+        self.values[path] = offered
+
+    def plan_state(self, path: Path, offered: Any) -> None:
+        live = self.values.get(path)
+        param = self.params[str(path[1])]
+
+        def settle(value: Any) -> None:
+            self.values[path] = value
+
+        if torch.is_tensor(live):
+            if live.dim() == 0 and isinstance(offered, (int, float)):
+                settle(offered)
+            elif self.accepts(path, offered, tuple(live.shape)):
+                self.want_in_place(path, live, lambda: settle(live))
+        elif isinstance(offered, TensorInfo):
+            device = compat.local_part(param).device if isinstance(param, compat.DTensor) else param.device
+            if offered.shape == tuple(param.shape):
+                self.want_fresh(path, param, offered, device, settle)
+            else:
+                # As scalars are where an optimizer makes them itself.
+                self.want_whole(path, offered, torch.device("cpu") if offered.shape == () else device, settle)
+        else:
+            settle(offered)
+
+    def result(self) -> dict[str, Any]:
+        """The state dict for the optimizer's own load_state_dict()."""
+        state: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = [{} for _ in self.names]
+        for path, value in self.values.items():
+            if path[0] == GROUPS:
+                groups[int(str(path[1]))][str(path[2])] = value.value
+            else:
+                place(state, path[1:], value)
+        for group, names in zip(groups, self.names):
+            group[PARAMS] = names
+        return {STATE: {fqn: relisted(states) for fqn, states in state.items()}, GROUPS: groups}
+
+
+def relisted(tree: Any) -> Any:
+    """Lists again, where `leaves` opened lists."""
+    if not isinstance(tree, dict):
+        return tree
+    if tree and all(isinstance(key, Index) for key in tree):
+        return [relisted(tree[key]) for key in sorted(tree)]
+    return {key: relisted(value) for key, value in tree.items()}
+
+
+def place(tree: dict[Any, Any], path: Path, value: Any) -> None:
+    for step in path[:-1]:
+        tree = tree.setdefault(step, {})
+    tree[path[-1]] = value

@@ -1,0 +1,170 @@
+"""What a caller may ask for, and what a verified call knows about its model.
+
+No state dict is read or written here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, Optional, Union
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+
+from torch_dcp_backport.state_dict.fqn import FQN_MODIFIERS, ExtraState, get_fqns, walk_model_state
+
+FQNS_T = set[str]
+ParamMapping = dict[Union[str, torch.Tensor], Union[FQNS_T, torch.Tensor]]
+
+
+@dataclass
+class StateDictOptions:
+    """How the get and set functions of this package work; upstream's fields, in upstream's order.
+
+    Attributes:
+        full_state_dict: whole tensors instead of shards. On get every shard is gathered; on set the
+            given tensors are whole and each rank takes its own slice.
+        cpu_offload: on get, tensors come back on the CPU, and with `full_state_dict` on global
+            rank 0 alone (the other ranks get an empty dict). On set, parameters that are on the
+            meta device are made on the CPU.
+        ignore_frozen_params: leave parameters without `requires_grad` out on get.
+        keep_submodule_prefixes: deprecated, with `submodules`: whether keys keep the submodule's prefix.
+        strict: a missing or an unexpected key is an error.
+        broadcast_from_rank0: on set, only global rank 0 holds the state dict, the others pass an
+            empty one. Requires `full_state_dict`.
+        flatten_optimizer_state_dict: optimizer states under flat keys ("state.FQN.exp_avg").
+        dsd_fqn_modifiers: name of a method by which a module declares renamed children (upstream
+            has it since torch 2.7).
+    """
+
+    full_state_dict: bool = False
+    cpu_offload: bool = False
+    ignore_frozen_params: bool = False
+    keep_submodule_prefixes: bool = True
+    strict: bool = True
+    broadcast_from_rank0: bool = False
+    flatten_optimizer_state_dict: bool = False
+    dsd_fqn_modifiers: str = FQN_MODIFIERS
+
+
+@dataclass
+class StateDictInfo(StateDictOptions):
+    """The options of one call, and what `verify_options` found in its model."""
+
+    #: parameter or buffer -> its FQNs, and FQN -> parameter or buffer.
+    fqn_param_mapping: ParamMapping = field(default_factory=dict)
+    #: The same, of those that have several FQNs.
+    shared_params_mapping: ParamMapping = field(default_factory=dict)
+    submodule_prefixes: set[str] = field(default_factory=set)
+    handle_model: bool = True
+    handle_optim: bool = True
+    #: Makes FSDP1's own state_dict() return the asked-for kind.
+    fsdp_context: Callable[[], Any] = contextlib.nullcontext
+    #: FSDP1 modules; FSDP2 has none of them.
+    fsdp_modules: list[nn.Module] = field(default_factory=list)
+
+
+def verify_options(
+    model: nn.Module,
+    optims: tuple[torch.optim.Optimizer, ...],
+    optim_only: bool,
+    *,
+    submodules: Optional[set[nn.Module]] = None,
+    options: Optional[StateDictOptions] = None,
+) -> StateDictInfo:
+    """Check the options of a call against its model.
+
+    Raises:
+        RuntimeError: an optimizer call without optimizers.
+        ValueError: `broadcast_from_rank0` without `full_state_dict`.
+    """
+    if submodules:
+        warnings.warn(
+            "submodules is deprecated: filter the keys of the returned state dict instead.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if optim_only and not optims:
+        raise RuntimeError("This call is about optimizers, but none was passed.")
+    # An instance of torch's own class, made before activation, lacks the newer fields.
+    asked = {
+        one.name: getattr(options, one.name) for one in fields(StateDictOptions) if hasattr(options, one.name)
+    }
+    if asked.get("broadcast_from_rank0") and not asked.get("full_state_dict"):
+        raise ValueError("full_state_dict must be True when broadcast_from_rank0 is True.")
+
+    names, shared = map_parameters(model, asked.get("dsd_fqn_modifiers", FQN_MODIFIERS))
+    fsdp_modules: list[nn.Module] = list(FullyShardedDataParallel.fsdp_modules(model))
+    info = StateDictInfo(
+        **asked,
+        fqn_param_mapping=names,
+        shared_params_mapping=shared,
+        submodule_prefixes=prefixes_of(model, submodules or set()),
+        handle_model=not optim_only,
+        handle_optim=bool(optims),
+        fsdp_modules=fsdp_modules,
+    )
+    if fsdp_modules:
+        info.fsdp_context = functools.partial(fsdp1_state_dict_type, model, info)
+    return info
+
+
+def map_parameters(model: nn.Module, modifiers: str) -> tuple[ParamMapping, ParamMapping]:
+    """(both directions of parameter <-> FQNs, the part of it that is about shared parameters)."""
+    by_tensor: dict[torch.Tensor, set[str]] = {}
+    names: ParamMapping = {}
+    shared: ParamMapping = {}
+    for name, value in walk_model_state(model, modifiers):
+        if isinstance(value, ExtraState):
+            continue
+        found = get_fqns(model, name, dsd_fqn_modifiers=modifiers)
+        known = by_tensor.setdefault(value, set())
+        if known:
+            shared[value] = known
+        known |= found
+        names[value] = known
+        names.update(dict.fromkeys(found, value))
+    for value in list(shared):
+        shared.update(dict.fromkeys(by_tensor[value], value))  # type: ignore[index]
+    return names, shared
+
+
+def prefixes_of(model: nn.Module, submodules: set[nn.Module]) -> set[str]:
+    return {
+        f"{fqn}."
+        for name, module in model.named_modules()
+        if module in submodules
+        for fqn in get_fqns(model, name)
+    }
+
+
+@contextlib.contextmanager
+def fsdp1_state_dict_type(model: nn.Module, info: StateDictInfo) -> Iterator[None]:
+    """FSDP1's own switch between full and sharded state dicts, without its deprecation warning."""
+    offload = info.cpu_offload
+    if info.full_state_dict:
+        kind = StateDictType.FULL_STATE_DICT
+        config: Any = FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
+        optim_config: Any = FullOptimStateDictConfig(
+            offload_to_cpu=offload, rank0_only=offload or info.broadcast_from_rank0
+        )
+    else:
+        kind = StateDictType.SHARDED_STATE_DICT
+        config = ShardedStateDictConfig(offload_to_cpu=offload)
+        optim_config = ShardedOptimStateDictConfig(offload_to_cpu=offload)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+        with FullyShardedDataParallel.state_dict_type(model, kind, config, optim_config):
+            yield

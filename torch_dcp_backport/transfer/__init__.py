@@ -1,0 +1,26 @@
+"""Bounded movement of boxes of global tensors between ranks.
+
+Knows tensors, layouts and process groups. Must never know what a model or an optimizer is.
+"""
+
+from torch_dcp_backport.transfer.errors import Problem, raise_together
+from torch_dcp_backport.transfer.gather import Held, gather
+from torch_dcp_backport.transfer.layout import Box, Layout, layout_of
+from torch_dcp_backport.transfer.plan import TensorInfo, Want, agree, publish
+from torch_dcp_backport.transfer.scatter import Target, scatter
+
+__all__ = [
+    "Box",
+    "Held",
+    "Layout",
+    "Problem",
+    "Target",
+    "TensorInfo",
+    "Want",
+    "agree",
+    "gather",
+    "layout_of",
+    "publish",
+    "raise_together",
+    "scatter",
+]

@@ -1,0 +1,63 @@
+"""What is wrong with a transfer, said once and in the same words on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Optional
+
+#: A message names at most so many problems; the rest are counted.
+SHOWN = 20
+
+
+class Problem(NamedTuple):
+    """One finding of one rank. Plain text and numbers only: it travels between ranks."""
+
+    #: What is wrong, in a few words: "wrong shape".
+    what: str
+    key: str = ""
+    got: str = ""
+    expected: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.what}: {self.key}" if self.key else self.what
+        if self.expected:
+            text += f" (expected {self.expected}, got {self.got})"
+        return text
+
+
+def compose(title: str, found: Iterable[tuple[int, Problem]], hint: str = "") -> str:
+    """One message of many ranks' findings; the same finding of several ranks stands once."""
+    by_problem: dict[Problem, list[int]] = {}
+    for rank, problem in found:
+        by_problem.setdefault(problem, []).append(rank)
+    lines = [f"{title}: {len(by_problem)} problem(s), nothing was changed."]
+    for problem, ranks in list(by_problem.items())[:SHOWN]:
+        lines.append(f"  {spell(ranks)}: {problem}")
+    if len(by_problem) > SHOWN:
+        lines.append(f"  ... and {len(by_problem) - SHOWN} more")
+    if hint:
+        lines.append(hint)
+    return "\n".join(lines)
+
+
+def spell(ranks: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank{'s' if len(set(ranks)) > 1 else ''} {text}"
+
+
+def raise_together(
+    title: str,
+    found: Sequence[tuple[int, Problem]],
+    cause: Optional[BaseException] = None,
+    error: type[Exception] = RuntimeError,
+) -> None:
+    """Raise one error for all findings; return where there are none."""
+    if found:
+        raise error(compose(title, found)) from cause

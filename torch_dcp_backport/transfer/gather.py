@@ -1,0 +1,119 @@
+"""From everyone's shards to whole tensors on one rank or on all, in bounded chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.errors import Problem
+from torch_dcp_backport.transfer.layout import Box, Layout, whole
+from torch_dcp_backport.transfer.plan import (
+    STAGING_BYTES,
+    Group,
+    Key,
+    Want,
+    agree,
+    capacity_of,
+    chunk_bytes,
+    chunks,
+)
+from torch_dcp_backport.transfer.staging import Staging, part_of, view_of
+
+
+class Held(NamedTuple):
+    """What a rank holds of a tensor: the local tensor of its box in a layout."""
+
+    tensor: torch.Tensor
+    layout: Layout
+
+
+def gather(
+    held: Mapping[Key, Held],
+    make: Callable[[Key], torch.Tensor],
+    *,
+    to: Optional[int] = None,
+    group: Group = None,
+    staging_bytes: int = STAGING_BYTES,
+) -> dict[Key, torch.Tensor]:
+    """Whole tensors of every key, on the rank `to` (a global rank) or, with None, on every rank.
+
+    Every rank of the group calls with the same keys, dtypes and layouts; replicas travel once.
+
+    Args:
+        held: this rank's local tensors.
+        make: allocates a key's whole tensor, on a receiving rank.
+        group: the process group; it must contain every rank of the layouts. None is the default one.
+        staging_bytes: peak bytes of staging buffers, on any rank.
+
+    Returns:
+        key -> whole tensor; empty on ranks that receive nothing.
+
+    Raises:
+        RuntimeError: the ranks hold different keys, dtypes or layouts; on every rank.
+    """
+    ranks, rank = compat.group_ranks(group), dist.get_rank()
+    wants = {key: Want(one.layout, one.tensor.dtype) for key, one in held.items()}
+    agreement = agree(wants, [], "cannot gather", group)
+    if agreement.by_rank is not None:
+        agree(wants, differences(agreement.by_rank[ranks[0]], wants, ranks[0]), "cannot gather", group)
+    receives = to is None or to == rank
+    out = {key: make(key) for key in held} if receives else {}
+
+    capacity = capacity_of(staging_bytes, len(ranks) + 1)
+    staging = Staging(common_device(held, group), capacity)
+    streams = [chunks(boxes_of(wants, sender), capacity) for sender in ranks]
+    while True:
+        # Every rank derives every sender's chunk, so that all agree on the round's size without asking.
+        parts = [next(stream, []) for stream in streams]
+        size = max(map(chunk_bytes, parts))
+        if size == 0:
+            return out
+        mine, *others = staging.buffers(len(ranks) + 1 if receives else 1, size)
+        for piece in parts[ranks.index(rank)]:
+            one = held[piece.key]
+            box = one.layout.box(rank)
+            assert box is not None
+            view_of(mine, piece, one.tensor.dtype).copy_(part_of(one.tensor, box, piece))
+        if to is None:
+            dist.all_gather(others, mine, group=group)
+        else:
+            dist.gather(mine, others if receives else None, dst=to, group=group)
+        if receives:
+            for buffer, pieces in zip(others, parts):
+                for piece in pieces:
+                    target = out[piece.key]
+                    part_of(target, whole(tuple(target.shape)), piece).copy_(view_of(buffer, piece, target.dtype))
+
+
+def boxes_of(wants: Mapping[Key, Want], sender: int) -> Iterator[tuple[Key, Box, int]]:
+    """What `sender` contributes: of boxes that several ranks hold, the first holder's only."""
+    for key, want in wants.items():
+        box = want.layout.box(sender) if want.layout.is_first_holder(sender) else None
+        if box is not None:
+            yield key, box, want.dtype.itemsize
+
+
+def common_device(held: Mapping[Key, Held], group: Group) -> torch.device:
+    kinds = {one.tensor.device.type for one in held.values()}
+    return compat.current_device(compat.comm_device_type(group, kinds.pop() if len(kinds) == 1 else "cpu"))
+
+
+def differences(theirs: Mapping[Key, Want], mine: Mapping[Key, Want], first: int) -> list[Problem]:
+    if list(theirs.items()) == list(mine.items()):
+        return []
+    found = []
+    for key in {**theirs, **mine}:
+        a, b = theirs.get(key), mine.get(key)
+        if a != b:
+            found.append(Problem("held differently", str(key), got=describe(b), expected=f"{describe(a)} as rank {first}"))
+    return found or [Problem("the same keys in another order", got=str(list(mine)[:3]), expected=str(list(theirs)[:3]))]
+
+
+def describe(want: Optional[Want]) -> str:
+    if want is None:
+        return "nothing"
+    return f"{tuple(want.layout.shape)} {want.dtype} {want.layout.placements}"

@@ -1,0 +1,192 @@
+"""The source's inventory, everyone's demand, and the schedule of chunks both agree on.
+
+Only small metadata crosses ranks here; no tensor is read or written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.errors import Problem, raise_together
+from torch_dcp_backport.transfer.layout import Box, Layout, row_of
+
+Key = Hashable
+Group = Optional[dist.ProcessGroup]
+
+#: Peak bytes of staging buffers on any rank, unless the caller says otherwise.
+STAGING_BYTES = 64 * 2**20
+#: Every piece of a chunk starts at a multiple of this, so that it can be viewed as any dtype.
+ALIGNMENT = 16
+
+
+class TensorInfo(NamedTuple):
+    """What the source holds under a key, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Want(NamedTuple):
+    """What one rank wants of a key: its box of this layout."""
+
+    layout: Layout
+    dtype: torch.dtype
+
+
+class Piece(NamedTuple):
+    """A part of one tensor in one chunk."""
+
+    key: Key
+    box: Box
+    start: int
+    nbytes: int
+
+
+class Agreement(NamedTuple):
+    """Everyone's wants: the same for all (then `by_rank` is None), or each rank's own."""
+
+    mine: Mapping[Key, Want]
+    by_rank: Optional[Mapping[int, Mapping[Key, Want]]]
+
+    def of(self, rank: int) -> Mapping[Key, Want]:
+        return self.mine if self.by_rank is None else self.by_rank[rank]
+
+
+def broadcast_object(value: object, group: Group) -> Any:
+    """The first rank's object, on every rank of the group."""
+    box = [value]
+    dist.broadcast_object_list(box, src=compat.group_ranks(group)[0], group=group)
+    return box[0]
+
+
+def publish(
+    inventory: Optional[Mapping[Key, object]], problems: Sequence[Problem], title: str, group: Group = None
+) -> dict[Key, Any]:
+    """The source's inventory (key -> TensorInfo, or a small value itself) on every rank.
+
+    The source is the group's first rank; what other ranks pass is ignored, but their `problems`
+    are not: they are raised by `agree`, which every rank must call next.
+
+    Raises:
+        RuntimeError: the source has problems; on every rank.
+    """
+    ranks = compat.group_ranks(group)
+    payload: Any = None
+    if dist.get_rank() == ranks[0]:
+        payload = list(problems) if problems else inventory
+    received = broadcast_object(payload, group)
+    if isinstance(received, list):
+        raise_together(title, [(ranks[0], Problem(*problem)) for problem in received])
+    return dict(received)
+
+
+def agree(
+    wants: Mapping[Key, Want],
+    problems: Sequence[Problem],
+    title: str,
+    group: Group = None,
+    cause: Optional[BaseException] = None,
+) -> Agreement:
+    """Raise every rank's problems on every rank, or learn what everyone wants.
+
+    One small all-gather where nothing is wrong and all ranks want the same.
+
+    Raises:
+        RuntimeError: some rank has problems; the same message on every rank of the group.
+    """
+    ranks = compat.group_ranks(group)
+    marks = gather_marks(digest(wants), bool(problems), group)
+    if any(troubled for _, troubled in marks):
+        raise_together(title, collect_problems(problems, group), cause)
+    if len({mark for mark, _ in marks}) == 1:
+        return Agreement(wants, None)
+    everyone: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(everyone, dict(wants), group=group)
+    return Agreement(wants, dict(zip(ranks, everyone)))
+
+
+def agree_on_mesh(problems: Sequence[Problem], title: str, groups: Sequence[Group], cause: Any = None) -> None:
+    """Raise every rank's problems on every rank of a mesh, given its groups, one per dimension.
+
+    No group may span the mesh as a whole; passing the findings on along one dimension after the
+    other reaches every rank.
+    """
+    known: list[tuple[int, Problem]] = [(dist.get_rank(), problem) for problem in problems]
+    for group in groups:
+        if any(troubled for _, troubled in gather_marks(b"", bool(known), group)):
+            everyone: list[Any] = [None] * len(compat.group_ranks(group))
+            dist.all_gather_object(everyone, known, group=group)
+            known = [(rank, Problem(*problem)) for one in everyone for rank, problem in one]
+    raise_together(title, known, cause)
+
+
+def collect_problems(problems: Sequence[Problem], group: Group) -> list[tuple[int, Problem]]:
+    ranks = compat.group_ranks(group)
+    everyone: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(everyone, list(problems), group=group)
+    return [(rank, Problem(*problem)) for rank, found in zip(ranks, everyone) for problem in found]
+
+
+def digest(wants: Mapping[Key, Want]) -> bytes:
+    """The same bytes on ranks that want the same keys in the same layouts."""
+    text = "\n".join(f"{key!r} {want.dtype} {want.layout.signature}" for key, want in wants.items())
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def gather_marks(mark: bytes, troubled: bool, group: Group) -> list[tuple[bytes, bool]]:
+    """Everyone's (mark of up to 16 bytes, flag), with one fixed-size collective."""
+    device = compat.current_device(compat.comm_device_type(group, "cpu"))
+    mine = torch.tensor([*mark.ljust(16, b"\0"), troubled], dtype=torch.uint8, device=device)
+    everyone = [torch.empty_like(mine) for _ in compat.group_ranks(group)]
+    dist.all_gather(everyone, mine, group=group)
+    rows = [bytes(row.tolist()) for row in everyone]
+    return [(row[:16], bool(row[16])) for row in rows]
+
+
+def chunks(boxes: Iterable[tuple[Key, Box, int]], capacity: int) -> Iterator[list[Piece]]:
+    """Pack boxes of (key, box, bytes per element) into chunks of at most `capacity` bytes.
+
+    Small boxes share a chunk, whatever their dtypes; large ones are cut along their outermost
+    dimensions. Every rank derives the same chunks from the same boxes.
+    """
+    pieces: list[Piece] = []
+    used = 0
+    for key, box, itemsize in boxes:
+        left = [box] if box.numel else []
+        while left:
+            part = left.pop()
+            nbytes = part.numel * itemsize
+            room = capacity - used
+            if nbytes <= room:
+                pieces.append(Piece(key, part, used, nbytes))
+                used += aligned(nbytes)
+                continue
+            dim, row = row_of(part, itemsize)
+            if row > room and (row <= capacity or part.numel == 1):
+                yield pieces
+                pieces, used = [], 0
+                left.append(part)
+                continue
+            length = max(1, room // row)
+            left += [part.tail(dim, length), part.head(dim, length)]
+    if pieces:
+        yield pieces
+
+
+def chunk_bytes(pieces: Sequence[Piece]) -> int:
+    return aligned(pieces[-1].start + pieces[-1].nbytes) if pieces else 0
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def capacity_of(staging_bytes: int, parts: int) -> int:
+    """Bytes of one of `parts` equal buffers within the budget."""
+    return max(staging_bytes // parts // ALIGNMENT * ALIGNMENT, 64 * ALIGNMENT)

@@ -1,0 +1,174 @@
+"""From the source rank to everyone's shards: each rank receives its own boxes, in bounded chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.layout import Box, whole
+from torch_dcp_backport.transfer.plan import (
+    STAGING_BYTES,
+    Agreement,
+    Group,
+    Key,
+    Piece,
+    TensorInfo,
+    broadcast_object,
+    capacity_of,
+    chunk_bytes,
+    chunks,
+)
+from torch_dcp_backport.transfer.staging import Staging, part_of, view_of
+
+Read = Callable[[Key], torch.Tensor]
+
+
+class Target(NamedTuple):
+    """Where a rank's box of a key goes: a local tensor of the box's shape, written in place."""
+
+    tensor: torch.Tensor
+    box: Box
+
+
+def scatter(
+    read: Optional[Read],
+    inventory: Mapping[Key, object],
+    targets: Mapping[Key, Target],
+    agreement: Agreement,
+    *,
+    group: Group = None,
+    staging_bytes: int = STAGING_BYTES,
+) -> None:
+    """Fill every rank's targets from the group's first rank.
+
+    Args:
+        read: on the source, the full tensor of a key (any device, any strides; only sliced).
+        inventory: what `publish` returned.
+        targets: this rank's destinations, one for each key that it wants.
+        agreement: what `agree` returned.
+        group: the process group; its first rank is the source. None is the default group.
+        staging_bytes: peak bytes of staging buffers, on any rank.
+    """
+    route = Route(read, inventory, targets, agreement, group)
+    # The source holds one buffer per rank, and one more that its own call to scatter asks for.
+    capacity = capacity_of(staging_bytes, len(route.ranks) + 1)
+    kind, sizes = route.schedule(capacity)
+    staging = Staging(compat.current_device(kind), capacity)
+    route.send_common(staging)
+    route.send_own(staging, sizes)
+    route.copy_own()
+
+
+class Route:
+    """One scatter call: who gets what, and the buffers it passes through."""
+
+    def __init__(
+        self,
+        read: Optional[Read],
+        inventory: Mapping[Key, object],
+        targets: Mapping[Key, Target],
+        agreement: Agreement,
+        group: Group,
+    ) -> None:
+        self.ranks = compat.group_ranks(group)
+        self.rank = dist.get_rank()
+        self.source = self.ranks[0]
+        self.group = group
+        self.read = read
+        self.targets = targets
+        self.agreement = agreement
+        self.tensors = {key: info for key, info in inventory.items() if isinstance(info, TensorInfo)}
+        self.common = {key for key in self.tensors if self.wanted_whole_by_all(key)}
+
+    def wanted_whole_by_all(self, key: Key) -> bool:
+        if self.agreement.by_rank is None:
+            want = self.agreement.mine.get(key)
+            return want is not None and want.layout.held_whole_by(self.ranks)
+        wants = [self.agreement.of(rank).get(key) for rank in self.ranks]
+        return all(want is not None and want.layout.held_whole_by(self.ranks) for want in wants)
+
+    def boxes_of(self, rank: int) -> Iterator[tuple[Key, Box, int]]:
+        """What only the source can give to `rank`, apart from what everyone gets."""
+        wants = self.agreement.of(rank)
+        for key, info in self.tensors.items():
+            want = wants.get(key)
+            box = want.layout.box(rank) if want is not None and key not in self.common else None
+            if box is not None:
+                yield key, box, info.dtype.itemsize
+
+    def schedule(self, capacity: int) -> tuple[str, list[int]]:
+        """The source's choice for all: the device type of the buffers, and each round's bytes per rank."""
+        choice = None
+        if self.rank == self.source:
+            kinds = {target.tensor.device.type for target in self.targets.values()}
+            kind = compat.comm_device_type(self.group, kinds.pop() if len(kinds) == 1 else "cpu")
+            choice = kind, round_sizes((self.boxes_of(rank) for rank in self.ranks[1:]), capacity)
+        kind, sizes = broadcast_object(choice, self.group)
+        return kind, sizes
+
+    def copy_own(self) -> None:
+        """The source's own boxes need no traffic."""
+        if self.rank == self.source:
+            for key, target in self.targets.items():
+                target.tensor.copy_(self.full(key)[target.box.within(whole(self.tensors[key].shape))])
+
+    def send_common(self, staging: Staging) -> None:
+        """What every rank wants whole (DDP, plain modules, replicas) is broadcast once."""
+        boxes = [(key, whole(self.tensors[key].shape), info.dtype.itemsize) for key, info in self.common_tensors()]
+        for pieces in chunks(boxes, staging.capacity):
+            (buffer,) = staging.buffers(1, chunk_bytes(pieces))
+            if self.rank == self.source:
+                self.pack(buffer, pieces)
+            dist.broadcast(buffer, src=self.source, group=self.group)
+            if self.rank != self.source:
+                self.unpack(buffer, pieces)
+
+    def common_tensors(self) -> list[tuple[Key, TensorInfo]]:
+        return [(key, info) for key, info in self.tensors.items() if key in self.common]
+
+    def send_own(self, staging: Staging, sizes: Sequence[int]) -> None:
+        """Everything else goes to its rank alone, one part per rank in each round."""
+        if self.rank != self.source:
+            stream = chunks(self.boxes_of(self.rank), staging.capacity)
+            for size in sizes:
+                (own,) = staging.buffers(1, size)
+                dist.scatter(own, None, src=self.source, group=self.group)
+                self.unpack(own, next(stream, []))
+            return
+        streams = [chunks(self.boxes_of(rank), staging.capacity) for rank in self.ranks[1:]]
+        for size in sizes:
+            # The source's own part is never filled; scatter wants one all the same.
+            own, *parts = staging.buffers(len(self.ranks) + 1, size)
+            for part, stream in zip(parts[1:], streams):
+                self.pack(part, next(stream, []))
+            dist.scatter(own, parts, src=self.source, group=self.group)
+
+    def full(self, key: Key) -> torch.Tensor:
+        assert self.read is not None, "only the source reads"
+        return self.read(key).detach()
+
+    def pack(self, buffer: torch.Tensor, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            info = self.tensors[piece.key]
+            source = part_of(self.full(piece.key), whole(info.shape), piece)
+            view_of(buffer, piece, info.dtype).copy_(source)
+
+    def unpack(self, buffer: torch.Tensor, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            target = self.targets[piece.key]
+            part_of(target.tensor, target.box, piece).copy_(view_of(buffer, piece, self.tensors[piece.key].dtype))
+
+
+def round_sizes(streams: Iterable[Iterable[tuple[Key, Box, int]]], capacity: int) -> list[int]:
+    """Bytes per rank of each round: that of the rank that needs most in it."""
+    sizes: list[int] = []
+    for boxes in streams:
+        for number, pieces in enumerate(chunks(boxes, capacity)):
+            if number == len(sizes):
+                sizes.append(0)
+            sizes[number] = max(sizes[number], chunk_bytes(pieces))
+    return sizes
