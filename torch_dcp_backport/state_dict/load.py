@@ -152,7 +152,8 @@ def run(
 
 def run_broadcast(load: Load, given: Mapping[Any, Any], group: Optional[dist.ProcessGroup]) -> None:
     is_source = dist.get_rank(group) == 0
-    inventory = publish(inventory_of(given) if is_source else None, load.problems, load.title, group)
+    mine = inventory_of(given) if is_source and not load.problems else None
+    inventory = publish(mine, load.problems, load.title, group)
     cause = guarded_plan(load, inventory)
     wants = {key: Want(one.layout, one.dtype) for key, one in load.destinations.items()}
     agreement = agree(wants, load.problems, load.title, group, cause)
@@ -162,7 +163,7 @@ def run_broadcast(load: Load, given: Mapping[Any, Any], group: Optional[dist.Pro
 
 
 def run_local(load: Load, given: Mapping[Any, Any]) -> None:
-    inventory = inventory_of(given, whole_only=False)
+    inventory = {} if load.problems else inventory_of(given, whole_only=False)
     cause = guarded_plan(load, inventory)
     for key, one in load.destinations.items():
         value = given[key]

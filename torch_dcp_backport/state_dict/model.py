@@ -97,6 +97,8 @@ def below(state: Mapping[str, Any], prefixes: Iterable[str], keep: bool) -> dict
 
 def complaint_about(state: Mapping[Any, Any], info: StateDictInfo) -> Optional[str]:
     """Why a model state dict cannot be one that this call gives or takes; None where it can."""
+    if not isinstance(state, Mapping):
+        return f"not a state dict but a {type(state).__name__}"
     may_be_empty = (
         info.submodule_prefixes
         or info.ignore_frozen_params
@@ -353,7 +355,7 @@ class ModelLoad(Load):
 
 def unflatten_model_state(model: nn.Module, state_dict: Mapping[Any, Any]) -> Mapping[str, Any]:
     """The deprecated form {submodule: its state dict} as one state dict with FQNs."""
-    if not state_dict or not isinstance(next(iter(state_dict)), nn.Module):
+    if not isinstance(state_dict, Mapping) or not any(isinstance(key, nn.Module) for key in state_dict):
         return state_dict
     warnings.warn(
         "A model state dict with modules as keys is deprecated: use one state dict with FQNs as keys.",

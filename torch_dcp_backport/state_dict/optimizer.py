@@ -159,6 +159,8 @@ def fsdp1_named_state(model: nn.Module, optim: Optimizer, info: StateDictInfo) -
 
 def complaint_about(state: Mapping[Any, Any], info: StateDictInfo) -> Optional[str]:
     """Why an optimizer state dict cannot be one that this call gives or takes; None where it can."""
+    if not isinstance(state, Mapping):
+        return f"not a state dict but a {type(state).__name__}"
     may_be_empty = (info.cpu_offload and info.full_state_dict) or info.broadcast_from_rank0
     if info.handle_optim and not state and not may_be_empty:
         return "the optimizer state dict is empty"
@@ -322,7 +324,7 @@ def load_optim_state(
             continue
         load = OptimizerLoad(model, optim, [Problem(complaint)] if complaint else [])
         given: dict[Path, Any] = {}
-        if not info.broadcast_from_rank0 or dist.get_rank() == 0:
+        if not complaint and (not info.broadcast_from_rank0 or dist.get_rank() == 0):
             try:
                 given = paths_of(by_name(own_part(optim, state_dict, info), load.names))
             except Exception as error:

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from pool import OURS, STOCK, Pool, RankError
+
+#: Whether torch's own functions are the broken ones.
+BROKEN = Version(torch.__version__).release < (2, 7)
+
+
+class Pools:
+    def __init__(self) -> None:
+        self.open: dict[tuple[int, str], Pool] = {}
+
+    def get(self, world: int, api: str = OURS) -> Pool:
+        pool = self.open.get((world, api))
+        if pool is None or not pool.usable:
+            pool = self.open[world, api] = Pool(world, api)
+        return pool
+
+    def close(self) -> None:
+        for pool in self.open.values():
+            pool.close()
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def ranks(pools: Pools) -> Callable[..., list[Any]]:
+    """Run a function on 4 ranks (or `world=`) with our functions."""
+
+    def run(function: Callable[..., Any], *args: Any, world: int = 4, **kwargs: Any) -> list[Any]:
+        return pools.get(world).run(function, *args, **kwargs)
+
+    return run
+
+
+@pytest.fixture
+def fixed(pools: Pools, ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """As `ranks`, and the same function must fail with stock torch 2.4 to 2.6."""
+
+    def run(function: Callable[..., Any], *args: Any, world: int = 4, **kwargs: Any) -> list[Any]:
+        results = ranks(function, *args, world=world, **kwargs)
+        if BROKEN:
+            with pytest.raises(RankError):
+                pools.get(world, STOCK).run(function, *args, **kwargs)
+        return results
+
+    return run

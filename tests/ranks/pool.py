@@ -1,0 +1,117 @@
+"""Rank processes that live for a whole test session and run functions sent to them.
+
+A hang is a failure: after the limit every process dumps its stacks and is killed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+OURS = "torch_dcp_backport.state_dict"
+STOCK = "torch.distributed.checkpoint.state_dict"
+LIMIT = 90.0
+
+
+class RankError(AssertionError):
+    """A function raised on some ranks; the message holds every traceback."""
+
+
+class Pool:
+    """`world` processes in one gloo group; functions get the API module under test first."""
+
+    def __init__(self, world: int, api: str) -> None:
+        self.world = world
+        self.folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        before = os.environ.get("TORCH_DCP_BACKPORT")
+        os.environ["TORCH_DCP_BACKPORT"] = "off" if api == STOCK else "auto"
+        try:
+            for rank in range(world):
+                ours, theirs = context.Pipe()
+                args = (rank, world, api, f"file://{self.folder.name}/rendezvous", theirs)
+                process = context.Process(target=serve, args=args, daemon=True)
+                process.start()
+                theirs.close()
+                self.pipes.append(ours)
+                self.processes.append(process)
+        finally:
+            os.environ.pop("TORCH_DCP_BACKPORT")
+            if before is not None:
+                os.environ["TORCH_DCP_BACKPORT"] = before
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """function(api, *args, **kwargs) on every rank; its results by rank."""
+        for pipe in self.pipes:
+            pipe.send((function.__module__, function.__qualname__, args, kwargs))
+        end = time.monotonic() + LIMIT
+        answers: list[Any] = []
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                answers.append(pipe.recv() if pipe.poll(max(0.0, end - time.monotonic())) else None)
+            except EOFError:
+                answers.append((False, f"the process of rank {rank} died"))
+        if any(answer is None for answer in answers):
+            for process in self.processes:
+                os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(1)
+        failed = [
+            f"--- rank {rank}: " + (answer[1] if answer else f"no answer in {LIMIT:.0f} s, stacks on stderr")
+            for rank, answer in enumerate(answers)
+            if not answer or not answer[0]
+        ]
+        if failed:
+            # Collectives may be out of step now.
+            self.close()
+            raise RankError("\n".join(failed))
+        return [answer[1] for answer in answers]
+
+    @property
+    def usable(self) -> bool:
+        return bool(self.processes) and all(process.is_alive() for process in self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.processes = []
+        self.folder.cleanup()
+
+
+def serve(rank: int, world: int, api: str, rendezvous: str, pipe: Any) -> None:
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    import torch_dcp_backport  # noqa: F401, I001  first, as users do it
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=rendezvous, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=30)
+    )
+    module = importlib.import_module(api)
+    while True:
+        try:
+            where, name, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            function = importlib.import_module(where)
+            for part in name.split("."):
+                function = getattr(function, part)
+            answer = True, function(module, *args, **kwargs)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)

@@ -1,0 +1,214 @@
+"""Bad input: one error, the same on every rank, before anything is written; and the group still works."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Model, build, check_values, full_state
+from test_optimizer import optimizer_of, full_optimizer_state, snapshot
+
+
+
+def no_longer_there(state: dict[str, Any]) -> None:
+    del state["layers.1.uneven.weight"]
+
+
+def unknown(state: dict[str, Any]) -> None:
+    state["layers.9.weight"] = torch.ones(3)
+
+
+def wrong_shape(state: dict[str, Any]) -> None:
+    state["layers.1.uneven.weight"] = torch.ones(9, 5)
+
+
+def wrong_rank(state: dict[str, Any]) -> None:
+    state["layers.1.uneven.weight"] = torch.ones(7, 5, 1)
+
+
+def a_string(state: dict[str, Any]) -> None:
+    state["layers.1.uneven.weight"] = "seven"
+
+
+def a_meta_tensor(state: dict[str, Any]) -> None:
+    state["layers.1.uneven.weight"] = torch.ones(7, 5, device="meta")
+
+
+def sparse(state: dict[str, Any]) -> None:
+    state["layers.1.uneven.weight"] = torch.ones(7, 5).to_sparse()
+
+
+
+
+SPOILERS = {
+    "missing": (no_longer_there, ["Missing key(s)", "layers.1.uneven.weight"]),
+    "unexpected": (unknown, ["Unexpected key(s)", "layers.9.weight"]),
+    "shape": (wrong_shape, ["wrong shape: layers.1.uneven.weight", "expected (7, 5), got (9, 5)"]),
+    "dimensions": (wrong_rank, ["wrong number of dimensions: layers.1.uneven.weight", "(7, 5, 1)"]),
+    "string": (a_string, ["layers.1.uneven.weight", "got str"]),
+    "meta": (a_meta_tensor, ["layers.1.uneven.weight", "meta device"]),
+    "sparse": (sparse, ["layers.1.uneven.weight", "not dense"]),
+}
+
+
+def error_of(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def same_everywhere(error: tuple[str, str]) -> None:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, error)
+    assert len(set(everyone)) == 1, f"different errors: {everyone}"
+    assert error[0], "no error"
+
+
+def spoiled(api: Any, spoiler: str, how: str, device: str) -> tuple[str, str]:
+    model, state = build(device), full_state()
+    SPOILERS[spoiler][0](state)
+    mine = state if how == "all" or dist.get_rank() == 0 else {}
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "rank0")
+    error = error_of(lambda: api.set_model_state_dict(model, mine, options=options))
+    same_everywhere(error)
+    for key, param in model.named_parameters():
+        assert param.is_meta == (device == "meta"), key
+        assert param.is_meta or not param.full_tensor().any(), f"{key} was written"
+    # The group is in step, and the model can still be loaded.
+    good = full_state()
+    api.set_model_state_dict(model, good if how == "all" or dist.get_rank() == 0 else {}, options=options)
+    check_values(model, good)
+    return error
+
+
+def forgot_to_broadcast(api: Any) -> tuple[str, str]:
+    model = build()
+    mine = full_state() if dist.get_rank() == 0 else {}
+    options = api.StateDictOptions(full_state_dict=True)
+    error = error_of(lambda: api.set_model_state_dict(model, mine, options=options))
+    same_everywhere(error)
+    return error
+
+
+def differs_on_one_rank(api: Any) -> tuple[str, str]:
+    model, state = build(), full_state()
+    if dist.get_rank() == 2:
+        wrong_shape(state)
+    options = api.StateDictOptions(full_state_dict=True)
+    error = error_of(lambda: api.set_model_state_dict(model, state, options=options))
+    same_everywhere(error)
+    return error
+
+
+def not_a_dict(api: Any) -> tuple[str, str]:
+    model = build()
+    mine: Any = ["no", "dict"] if dist.get_rank() == 0 else {}
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    error = error_of(lambda: api.set_model_state_dict(model, mine, options=options))
+    same_everywhere(error)
+    return error
+
+
+def model_differs(api: Any) -> tuple[str, str]:
+    """One rank's model has another shape than the checkpoint."""
+
+    class Other(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            if dist.get_rank() == 1:
+                self.head = torch.nn.Linear(8, 33, bias=False)
+
+    model = build(kind=Other)
+    mine = full_state() if dist.get_rank() == 0 else {}
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    error = error_of(lambda: api.set_model_state_dict(model, mine, options=options))
+    same_everywhere(error)
+    return error
+
+
+def broadcast_alone(api: Any) -> None:
+    model = build()
+    with pytest.raises(ValueError, match="full_state_dict must be True when broadcast_from_rank0 is True"):
+        api.set_model_state_dict(model, {}, options=api.StateDictOptions(broadcast_from_rank0=True))
+
+
+def spoil_optimizer(state: dict[str, Any], spoiler: str) -> None:
+    mine = state["state"]["layers.1.uneven.weight"]
+    if spoiler == "shape":
+        mine["exp_avg"] = torch.ones(9, 5)
+    elif spoiler == "string":
+        mine["exp_avg"] = "seven"
+    else:
+        del state["state"]["layers.1.uneven.weight"]
+
+
+def spoiled_optimizer(api: Any, spoiler: str, how: str) -> tuple[str, str]:
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    state = full_optimizer_state(model, optim)
+    api.set_optimizer_state_dict(model, optim, state, options=api.StateDictOptions(full_state_dict=True))
+    before = snapshot(optim)
+    other = full_optimizer_state(model, optim, salt="other")
+    spoil_optimizer(other, spoiler)
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "rank0")
+    mine = other if how == "all" or dist.get_rank() == 0 else {}
+    error = error_of(lambda: api.set_optimizer_state_dict(model, optim, mine, options=options))
+    same_everywhere(error)
+    assert snapshot(optim) == before, "states were written"
+    return error
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("how", ["rank0", "all"])
+@pytest.mark.parametrize("spoiler", SPOILERS)
+def test_one_error_on_every_rank_and_nothing_written(ranks, spoiler, how, device):
+    for kind, text in ranks(spoiled, spoiler, how, device):
+        assert kind == "RuntimeError"
+        for part in SPOILERS[spoiler][1]:
+            assert part in text
+        assert "nothing was changed" in text
+        assert "rank" in text
+
+
+def test_stock_loads_a_wrong_shape(fixed):
+    fixed(spoiled, "shape", "rank0", "cpu")
+
+
+def test_forgotten_broadcast(ranks):
+    for kind, text in ranks(forgot_to_broadcast):
+        assert kind == "RuntimeError"
+        assert "ranks 1-3: the model state dict is empty" in text
+        assert "broadcast_from_rank0" in text
+
+
+def test_a_problem_of_one_rank_names_it(ranks):
+    for _, text in ranks(differs_on_one_rank):
+        assert "rank 2: wrong shape: layers.1.uneven.weight (expected (7, 5), got (9, 5))" in text
+
+
+def test_a_model_that_differs_on_one_rank(ranks):
+    for _, text in ranks(model_differs):
+        assert "rank 1: wrong shape: head.weight (expected (33, 8), got (32, 8))" in text
+
+
+def test_not_a_dict_at_all(ranks):
+    for kind, text in ranks(not_a_dict):
+        assert kind == "RuntimeError"
+        assert "not a state dict" in text
+        assert "list" in text
+
+
+def test_broadcast_without_full_state_dict(ranks):
+    ranks(broadcast_alone)
+
+
+@pytest.mark.parametrize("how", ["rank0", "all"])
+@pytest.mark.parametrize("spoiler", ["shape", "string", "missing"])
+def test_optimizer_error_on_every_rank_and_nothing_written(ranks, spoiler, how):
+    for kind, text in ranks(spoiled_optimizer, spoiler, how):
+        assert kind == "RuntimeError"
+        assert "layers.1.uneven.weight" in text

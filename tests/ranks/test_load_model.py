@@ -1,0 +1,252 @@
+"""set_model_state_dict with full tensors: FSDP2, DDP and plain models."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import ExtraState, Model, WithExtraState, build, check_storages, check_values, full_state, local_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+BROADCAST = {"full_state_dict": True, "broadcast_from_rank0": True}
+
+
+def given(state: dict[str, Any], how: str) -> dict[str, Any]:
+    return state if how == "all" or dist.get_rank() == 0 else {}
+
+
+def options(api: Any, how: str, **more: Any) -> Any:
+    return api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "rank0", **more)
+
+
+# The functions below run on the ranks, with the API under test as their first argument.
+
+
+def load(api: Any, how: str, device: str, mesh_shape: tuple[int, ...] = ()) -> None:
+    mesh = None
+    if mesh_shape:
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+    model, state = build(device, mesh), full_state()
+    result = api.set_model_state_dict(model, given(dict(state), how), options=options(api, how))
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    check_values(model, state)
+    check_storages(dict(model.named_parameters()), mesh_shape[-1] if mesh_shape else dist.get_world_size())
+
+
+def load_in_dtype(api: Any, device: str) -> None:
+    """Materialised parameters keep their dtype, those from meta take the checkpoint's."""
+    model = build(device)
+    state = {key: value.bfloat16() if value.is_floating_point() else value for key, value in full_state().items()}
+    api.set_model_state_dict(model, given(dict(state), "rank0"), options=options(api, "rank0"))
+    dtype = torch.bfloat16 if device == "meta" else torch.float32
+    assert {param.dtype for param in model.parameters()} == {dtype}
+    check_values(model, {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()})
+
+
+def load_tied(api: Any, device: str) -> None:
+    model, state = build(device, tied=True), full_state(tied=True)
+    state["head.weight"] = state["embed.weight"]
+    api.set_model_state_dict(model, given(dict(state), "rank0"), options=options(api, "rank0"))
+    assert model.head.weight is model.embed.weight
+    check_values(model, state)
+
+
+def load_with_optimizer_and_meta(api: Any) -> None:
+    """A parameter on the meta device must not make the real ones new objects: an optimizer holds them."""
+    model, state = build(), full_state()
+    model.adapter = nn.Linear(4, 4, bias=False, device="meta")
+    state["adapter.weight"] = torch.ones(4, 4)
+    before = dict(model.named_parameters())
+    api.set_model_state_dict(model, given(dict(state), "rank0"), options=options(api, "rank0"))
+    for key, param in model.named_parameters():
+        assert param is before[key] or key == "adapter.weight", f"{key} was replaced"
+    check_values(model, state)
+
+
+def load_leaves_the_dict(api: Any, how: str) -> None:
+    model, state = build(), full_state()
+    mine = given(dict(state), how)
+    kept, keys = dict(mine), list(mine)
+    api.set_model_state_dict(model, mine, options=options(api, how))
+    assert list(mine) == keys
+    assert all(mine[key] is kept[key] for key in mine)
+
+
+def load_ddp(api: Any, how: str, device: str, compiled: bool) -> None:
+    torch.manual_seed(0)
+    inner = torch.compile(Model()) if compiled else Model()
+    model = DistributedDataParallel(inner)
+    state = full_state()
+    before = local_of(next(iter(model.parameters()))).untyped_storage().data_ptr()
+    api.set_model_state_dict(model, given(dict(state), how), options=options(api, how))
+    check_values(inner._orig_mod if compiled else inner, state)
+    assert local_of(next(iter(model.parameters()))).untyped_storage().data_ptr() == before
+
+
+def load_plain(api: Any, how: str, device: str) -> None:
+    with torch.device(device):
+        model = Model()
+    if device == "meta":
+        model.layers[0].cache = model.layers[1].cache = None
+    state = full_state()
+    mine = given(dict(state), how)
+    api.set_model_state_dict(model, mine, options=options(api, how))
+    check_values(model, state)
+    for key, param in model.named_parameters():
+        if key in mine:
+            assert param.untyped_storage().data_ptr() != mine[key].untyped_storage().data_ptr(), f"{key} aliases"
+
+
+def load_extra_state(api: Any) -> None:
+    model = build(kind=WithExtraState)
+    state = full_state(kind=WithExtraState)
+    state["extra._extra_state"] = {"seen": 7}
+    api.set_model_state_dict(model, given(dict(state), "rank0"), options=options(api, "rank0"))
+    assert model.extra.note == {"seen": 7}
+    assert isinstance(model.extra, ExtraState)
+
+
+def load_odd_tensors(api: Any) -> None:
+    """Transposed, expanded and requires_grad sources; -0.0 and NaN payloads bit for bit."""
+    model, state = build(), full_state()
+    odd = dict(state)
+    odd["embed.weight"] = state["embed.weight"].t().contiguous().t()
+    odd["head.weight"] = nn.Parameter(state["head.weight"])
+    odd["layers.0.even.bias"] = torch.tensor(-0.0).expand(16)
+    bits = torch.full((16, 8), 0x7FC01234, dtype=torch.int32)
+    odd["layers.0.even.weight"] = bits.view(torch.float32)
+    api.set_model_state_dict(model, given(odd, "rank0"), options=options(api, "rank0"))
+    assert torch.equal(model.embed.weight.full_tensor(), state["embed.weight"])
+    assert torch.equal(model.head.weight.full_tensor(), state["head.weight"])
+    rows = local_of(model.layers[0].even.weight).view(torch.int32)
+    assert torch.equal(rows, bits[: len(rows)])
+    assert torch.equal(local_of(model.layers[0].even.bias).view(torch.int32), torch.full((4,), -(2**31)).int())
+
+
+def load_partly(api: Any) -> None:
+    """strict=False: what is missing stays, and is reported; what is extra is reported, on every rank."""
+    model, state = build(), full_state()
+    partial = dict(state)
+    del partial["head.weight"]
+    partial["unknown"] = torch.ones(2)
+    result = api.set_model_state_dict(model, given(partial, "rank0"), options=options(api, "rank0", strict=False))
+    assert result.missing_keys == ["head.weight"]
+    assert result.unexpected_keys == ["unknown"]
+    check_values(model, {**state, "head.weight": torch.zeros(32, 8)})
+
+
+def load_per_submodule(api: Any) -> None:
+    """As Lightning calls it: one parameter at a time, on submodules."""
+    model, state = build(), full_state()
+    for name, module in model.named_modules():
+        for key, _ in module.named_parameters(recurse=False):
+            one = {key: state[f"{name}.{key}"]}
+            api.set_model_state_dict(module, one, options=options(api, "all", strict=False))
+    for key, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), state[key]), key
+
+
+def load_sharded(api: Any) -> None:
+    """Without full_state_dict: DTensors of get_model_state_dict go back as they are."""
+    model, state = build(), full_state()
+    api.set_model_state_dict(model, given(dict(state), "rank0"), options=options(api, "rank0"))
+    saved = copy.deepcopy(api.get_model_state_dict(model))
+    other = build()
+    api.set_model_state_dict(other, saved)
+    check_values(other, state)
+
+
+def model_is_freed(api: Any) -> None:
+    model = build()
+    gone = weakref.ref(model)
+    api.set_model_state_dict(model, given(full_state(), "rank0"), options=options(api, "rank0"))
+    api.get_model_state_dict(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+# The tests.
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("how", ["rank0", "all"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_rank_gets_its_slices_bit_for_bit(ranks, world, how, device):
+    ranks(load, how, device, world=world)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("how", ["rank0", "all"])
+def test_hsdp_replicas_get_the_same(ranks, how, device):
+    ranks(load, how, device, (2, 2))
+
+
+def test_no_shard_keeps_the_full_tensor_alive(fixed):
+    fixed(load, "rank0", "meta")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_dtype_is_kept_or_taken(ranks, device):
+    ranks(load_in_dtype, device)
+
+
+def test_tied_weights_stay_tied(ranks):
+    ranks(load_tied, "cpu")
+
+
+def test_tied_weights_stay_tied_from_meta(fixed):
+    fixed(load_tied, "meta")
+
+
+def test_a_meta_parameter_leaves_the_others_in_place(fixed):
+    fixed(load_with_optimizer_and_meta)
+
+
+@pytest.mark.parametrize("how", ["rank0", "all"])
+def test_the_callers_dict_is_left_as_it_is(fixed, how):
+    fixed(load_leaves_the_dict, how)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", ["rank0", "all"])
+def test_ddp(ranks, how, compiled):
+    ranks(load_ddp, how, "cpu", compiled, world=2)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("how", ["rank0", "all"])
+def test_plain_model(ranks, how, device):
+    ranks(load_plain, how, device, world=2)
+
+
+def test_extra_state_travels(ranks):
+    ranks(load_extra_state)
+
+
+def test_odd_sources_are_exact(ranks):
+    ranks(load_odd_tensors)
+
+
+def test_not_strict_reports_on_every_rank(ranks):
+    ranks(load_partly)
+
+
+def test_one_parameter_at_a_time(ranks):
+    ranks(load_per_submodule)
+
+
+def test_sharded_round_trip(ranks):
+    ranks(load_sharded)
+
+
+def test_the_model_is_freed(fixed):
+    fixed(model_is_freed)

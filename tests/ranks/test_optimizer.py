@@ -1,0 +1,316 @@
+"""get/set_optimizer_state_dict: every optimizer kind, nested and flat, full and sharded."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Model, build, check_storages, local_of, value_of, whole
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+KINDS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-2, "betas": (0.8, 0.9), "foreach": False},
+    "Adam": {"lr": 1e-2, "amsgrad": True},
+    "SGD": {"lr": 1e-2},
+    "SGD-momentum": {"lr": 1e-2, "momentum": 0.9},
+    "AdamW-tensor-lr": {"lr": 1e-2, "foreach": False},
+    "Adagrad": {"lr": 1e-2},
+}
+
+
+def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    """Two param groups with different hyperparameters; embed.weight alone in the second."""
+    settings = dict(KINDS[kind])
+    if kind.endswith("tensor-lr"):
+        settings["lr"] = torch.tensor(settings["lr"])
+    params = dict(model.named_parameters())
+    second = [params.pop(key) for key in list(params) if key.endswith("embed.weight")]
+    other_lr = torch.tensor(0.5) if kind.endswith("tensor-lr") else 0.5
+    groups = [{"params": list(params.values())}, {"params": second, "lr": other_lr, "initial_lr": 0.25}]
+    return getattr(torch.optim, kind.partition("-")[0])(groups, **settings)
+
+
+def train_a_step(model: nn.Module, optim: torch.optim.Optimizer, salt: str = "") -> None:
+    """Gradients by hand: FSDP2's own step needs streams that the CPU lacks on older torch."""
+    for name, param in model.named_parameters():
+        grad = torch.zeros_like(param)
+        rank = dist.get_rank() if hasattr(param, "_local_tensor") else 0
+        local = local_of(grad)
+        local.copy_(value_of(f"{name}{salt}{rank}", tuple(local.shape)))
+        param.grad = grad
+    optim.step()
+    optim.zero_grad(set_to_none=True)
+
+
+def full_optimizer_state(model: nn.Module, optim: torch.optim.Optimizer, salt: str = "") -> dict[str, Any]:
+    """An AdamW checkpoint made by hand, without any library code."""
+    names = {param: name for name, param in model.named_parameters()}
+    groups, states = [], {}
+    for index, group in enumerate(optim.param_groups):
+        saved = {key: value for key, value in group.items() if key != "params"}
+        saved["weight_decay"] = 0.125 + index
+        saved["params"] = [names[param] for param in group["params"]]
+        groups.append(saved)
+        for param in group["params"]:
+            name, shape = names[param], tuple(param.shape)
+            states[name] = {
+                "step": torch.tensor(7.0),
+                "exp_avg": value_of(f"{name}.avg{salt}", shape),
+                "exp_avg_sq": value_of(f"{name}.sq{salt}", shape).abs(),
+            }
+    return {"state": states, "param_groups": groups}
+
+
+def snapshot(optim: torch.optim.Optimizer) -> str:
+    """A digest of every state value of this rank."""
+    text = hashlib.sha256()
+    for group in optim.param_groups:
+        text.update(repr({key: value for key, value in group.items() if key != "params"}).encode())
+        for param in group["params"]:
+            for name, value in sorted(optim.state.get(param, {}).items()):
+                text.update(name.encode())
+                text.update(local_of(value).numpy().tobytes() if torch.is_tensor(value) else repr(value).encode())
+    return text.hexdigest()
+
+
+def params_digest(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(local_of(one).numpy().tobytes() for one in model.parameters())).hexdigest()
+
+
+def full(api: Any, how: str = "rank0", **more: Any) -> Any:
+    return api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "rank0", **more)
+
+
+# The functions below run on the ranks.
+
+
+def load(api: Any, how: str) -> None:
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    state = full_optimizer_state(model, optim)
+    before, weights = copy.deepcopy(state), params_digest(model)
+    mine = state if how == "all" or dist.get_rank() == 0 else {}
+    api.set_optimizer_state_dict(model, optim, mine, options=full(api, how))
+    assert params_digest(model) == weights
+    names = {param: name for name, param in model.named_parameters()}
+    for group, saved in zip(optim.param_groups, before["param_groups"]):
+        for key, value in saved.items():
+            assert key == "params" or group[key] == value, (key, group[key], value)
+        assert type(group["betas"]) is tuple
+        for param in group["params"]:
+            got, want = optim.state[param], before["state"][names[param]]
+            assert set(got) == set(want)
+            for key in want:
+                assert torch.equal(whole(got[key]), want[key]), f"{names[param]}.{key}"
+                assert got[key].dtype == want[key].dtype
+            check_storages({key: value for key, value in got.items() if key != "step"}, dist.get_world_size())
+            assert param.grad is None
+    if mine:
+        assert state["param_groups"] == before["param_groups"]
+        assert all(torch.equal(state["state"][n][k], before["state"][n][k]) for n in names.values() for k in want)
+
+
+def round_trip(api: Any, kind: str, flat: bool, offload: bool, ddp: bool = False) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        if ddp:
+            torch.manual_seed(0)
+            model: nn.Module = DistributedDataParallel(Model())
+        else:
+            model = build()
+        return model, optimizer_of(model, kind)
+
+    model, optim = make()
+    train_a_step(model, optim)
+    want = snapshot(optim)
+    saved = api.get_optimizer_state_dict(
+        model, optim, options=full(api, "all", cpu_offload=offload, flatten_optimizer_state_dict=flat)
+    )
+    if offload and dist.get_rank() != 0:
+        assert saved == {}
+    elif not flat:
+        for states in saved["state"].values():
+            assert all(type(value) is not type(next(model.parameters())) for value in states.values())
+            assert not any(hasattr(value, "_local_tensor") for value in states.values())
+    other, fresh = make()
+    weights = params_digest(other)
+    how = "rank0" if offload else "all"
+    api.set_optimizer_state_dict(
+        other, fresh, saved, options=full(api, how, flatten_optimizer_state_dict=flat)
+    )
+    assert snapshot(fresh) == want
+    assert params_digest(other) == weights
+
+
+def sharded_round_trip(api: Any, flat: bool) -> None:
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    train_a_step(model, optim)
+    want = snapshot(optim)
+    options = api.StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = copy.deepcopy(api.get_optimizer_state_dict(model, optim, options=options))
+    other = build()
+    fresh = optimizer_of(other, "AdamW")
+    api.set_optimizer_state_dict(other, fresh, saved, options=options)
+    assert snapshot(fresh) == want
+
+
+def load_stateless(api: Any) -> None:
+    round_trip(api, "SGD", flat=False, offload=True)
+
+
+def load_despite_grads(api: Any) -> None:
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    state = full_optimizer_state(model, optim)
+    grads = []
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+        grads.append(param.grad)
+    api.set_optimizer_state_dict(model, optim, state if dist.get_rank() == 0 else {}, options=full(api))
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), grads))
+    assert float(optim.state[model.embed.weight]["step"]) == 7.0
+
+
+def empty_group_first(api: Any) -> None:
+    """A param group without parameters that is not the last one."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = build()
+        groups = [{"params": [], "lr": 0.75}, {"params": list(model.parameters()), "lr": 0.125}]
+        return model, torch.optim.AdamW(groups)
+
+    model, optim = make()
+    train_a_step(model, optim)
+    saved = api.get_optimizer_state_dict(model, optim, options=full(api, "all", cpu_offload=True))
+    other, fresh = make()
+    fresh.param_groups[0]["lr"] = fresh.param_groups[1]["lr"] = 9.0
+    api.set_optimizer_state_dict(other, fresh, saved, options=full(api))
+    assert [group["lr"] for group in fresh.param_groups] == [0.75, 0.125]
+    assert [group["betas"] for group in fresh.param_groups] == [(0.9, 0.999)] * 2
+
+
+def extra_group_values(api: Any) -> None:
+    """A value that only the loaded groups have (initial_lr of a scheduler) arrives on every rank."""
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    state = full_optimizer_state(model, optim)
+    for group in state["param_groups"]:
+        group["from_scheduler"] = 0.5
+    api.set_optimizer_state_dict(model, optim, state if dist.get_rank() == 0 else {}, options=full(api))
+    assert [group.get("from_scheduler") for group in optim.param_groups] == [0.5, 0.5]
+
+
+def two_optimizers(api: Any) -> None:
+    def make() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        model = build()
+        params = list(model.parameters())
+        return model, [torch.optim.AdamW(params[:3], lr=0.5), torch.optim.SGD(params[3:], lr=0.25, momentum=0.9)]
+
+    model, optims = make()
+    for salt, optim in enumerate(optims):
+        train_a_step(model, optim, str(salt))
+    want = [snapshot(optim) for optim in optims]
+    saved = api.get_optimizer_state_dict(model, optims, options=full(api, "all", cpu_offload=True))
+    other, fresh = make()
+    api.set_optimizer_state_dict(other, fresh, saved, options=full(api))
+    assert [snapshot(optim) for optim in fresh] == want
+
+
+def both_at_once(api: Any) -> None:
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    train_a_step(model, optim)
+    want, weights = snapshot(optim), params_digest(model)
+    model_state, optim_state = api.get_state_dict(model, optim, options=full(api, "all", cpu_offload=True))
+    other = build()
+    fresh = optimizer_of(other, "AdamW")
+    result = api.set_state_dict(
+        other, fresh, model_state_dict=model_state, optim_state_dict=optim_state, options=full(api)
+    )
+    assert not result.missing_keys
+    assert snapshot(fresh) == want
+    assert params_digest(other) == weights
+
+
+def temporary_gradients_are_bounded(api: Any) -> int:
+    """The most gradient bytes that initialising the states held at a time."""
+    from torch_dcp_backport.state_dict import optimizer
+
+    optimizer.GRAD_BYTES = 256
+    model = build()
+    optim = torch.optim.AdamW(model.parameters())
+    most = []
+    step = optim.step
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        most.append(sum(local_of(p.grad).nbytes for p in model.parameters() if p.grad is not None))
+        return step(*args, **kwargs)
+
+    optim.step = spy
+    optimizer.init_optim_state(optim)
+    assert all(param in optim.state for param in model.parameters())
+    assert all(param.grad is None for param in model.parameters())
+    return max(most)
+
+
+# The tests.
+
+
+@pytest.mark.parametrize("how", ["rank0", "all"])
+def test_full_state_is_loaded_bit_for_bit(ranks, how):
+    ranks(load, how)
+
+
+def test_no_state_keeps_the_full_tensor_alive(fixed):
+    fixed(load, "rank0")
+
+
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip(ranks, kind, flat, offload):
+    ranks(round_trip, kind, flat, offload)
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_round_trip_ddp(ranks, offload):
+    ranks(round_trip, "AdamW", False, offload, True, world=2)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_sharded_round_trip(ranks, flat):
+    ranks(sharded_round_trip, flat)
+
+
+def test_stateless_optimizer(fixed):
+    fixed(load_stateless)
+
+
+def test_load_while_gradients_are_present(fixed):
+    fixed(load_despite_grads)
+
+
+def test_an_empty_group_keeps_every_groups_values(fixed):
+    fixed(empty_group_first)
+
+
+def test_values_of_loaded_groups_reach_every_rank(fixed):
+    fixed(extra_group_values)
+
+
+def test_several_optimizers(ranks):
+    ranks(two_optimizers)
+
+
+def test_model_and_optimizer_in_one_call(ranks):
+    ranks(both_at_once)
+
+
+def test_initialising_states_needs_no_full_set_of_gradients(ranks):
+    # One weight may exceed the limit alone: embed.weight, 32 x 8 floats on 4 ranks.
+    assert max(ranks(temporary_gradients_are_bounded)) <= 256
