@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,13 @@ from pool import OURS, STOCK, Pool, RankError
 
 #: Whether torch's own functions are the broken ones.
 BROKEN = Version(torch.__version__).release < (2, 7)
+
+
+def hsdp_support() -> contextlib.AbstractContextManager[object]:
+    """torch 2.4's FSDP2 refuses every state dict on a 2-D mesh, with or without us."""
+    if Version(torch.__version__).release < (2, 5):
+        return pytest.raises(RankError, match="NotImplementedError")
+    return contextlib.nullcontext()
 
 
 class Pools:
