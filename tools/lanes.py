@@ -4,6 +4,7 @@
     python3 tools/lanes.py list
     python3 tools/lanes.py make LANE...
     python3 tools/lanes.py run LANE -- COMMAND ARG...
+    python3 tools/lanes.py test LANE... [-- PYTEST-ARG...]
 
 Needs Python >= 3.9 with venv, nothing else. Environments live in the user's cache folder
 under a key made from their requirements, so that every clone shares them; this checkout is put
@@ -85,7 +86,11 @@ def fresh(env: Path, create: list[str], install: list[list[str]]) -> None:
 def make(name: str) -> Path:
     """The lane's Python, its environment made first if it is not there yet."""
     tool = cache_dir() / key("uv", (UV,))
-    fresh(tool, [sys.executable, "-m", "venv", str(tool)], [[str(bin_of(tool, "pip")), "install", "--quiet", UV]])
+    fresh(
+        tool,
+        [sys.executable, "-m", "venv", str(tool)],
+        [[str(bin_of(tool, "pip")), "install", "--quiet", UV]],
+    )
     env = cache_dir() / key(name, LANES[name])
     uv = str(bin_of(tool, "uv"))
     install = [uv, "pip", "install", "--python", str(bin_of(env, "python"))]
@@ -108,15 +113,38 @@ def run(name: str, command: list[str]) -> int:
     return subprocess.run(command, env=env).returncode
 
 
+def test(names: list[str], extra: list[str]) -> int:
+    """Run the suite in each lane, in order; stop at the first that fails. Pytest has the last word."""
+    # A switch of the caller's would decide what is tested.
+    os.environ.pop("TORCH_DCP_BACKPORT", None)
+    for name in names:
+        print(f"=== lane {name}: {' '.join(LANES[name][:1])}", flush=True)
+        code = run(name, ["python", "-m", "pytest", *extra])
+        if code:
+            print(f"=== lane {name} failed", file=sys.stderr, flush=True)
+            return code
+    return 0
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     sub = parser.add_subparsers(dest="verb", required=True)
     sub.add_parser("list", help="the lanes and what they install")
-    sub.add_parser("make", help="make lanes, print their Pythons").add_argument("lane", nargs="+", choices=LANES)
+    sub.add_parser("make", help="make lanes, print their Pythons").add_argument(
+        "lane", nargs="+", choices=LANES
+    )
     runner = sub.add_parser("run", help="run a command in a lane, this checkout on PYTHONPATH")
     runner.add_argument("lane", choices=LANES)
     runner.add_argument("command", nargs=argparse.REMAINDER, help="after --")
-    args = parser.parse_args()
+    tester = sub.add_parser("test", help="run the test suite in lanes; pytest's own arguments after --")
+    tester.add_argument("lane", nargs="+", metavar="LANE")
+    argv = sys.argv[1:]
+    extra: list[str] = []
+    if argv[:1] == ["test"] and "--" in argv:
+        extra, argv = argv[argv.index("--") + 1 :], argv[: argv.index("--")]
+    args = parser.parse_args(argv)
     if args.verb == "list":
         for name, requirements in LANES.items():
             print(f"{name:8s} {' '.join(requirements)}")
@@ -125,6 +153,11 @@ def main() -> int:
         for name in args.lane:
             print(make(name))
         return 0
+    if args.verb == "test":
+        unknown = [name for name in args.lane if name not in LANES]
+        if unknown:
+            parser.error(f"no such lane: {', '.join(unknown)} (there are {', '.join(LANES)})")
+        return test(args.lane, extra)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         parser.error("run needs a command")

@@ -5,7 +5,6 @@ No other module below `activation` may ask which torch this is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional, cast
 
 import torch
@@ -50,7 +49,7 @@ def split_of(placement: object) -> Optional[tuple[int, int]]:
 
 def local_part(tensor: DTensor) -> torch.Tensor:
     """The local tensor itself. `to_local()` goes through autograd and costs 100 times as much."""
-    return cast(torch.Tensor, tensor._local_tensor)
+    return tensor._local_tensor
 
 
 def from_local(local: torch.Tensor, like: DTensor) -> DTensor:
@@ -58,7 +57,7 @@ def from_local(local: torch.Tensor, like: DTensor) -> DTensor:
 
     torch 2.4 checks (and broadcasts) unless told not to; uneven shards need the global shape.
     """
-    return DTensor.from_local(
+    wrapped = DTensor.from_local(
         local,
         like.device_mesh,
         like.placements,
@@ -66,6 +65,7 @@ def from_local(local: torch.Tensor, like: DTensor) -> DTensor:
         shape=like.shape,
         stride=like.stride(),
     )
+    return cast(DTensor, wrapped)
 
 
 def mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -75,7 +75,8 @@ def mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def group_ranks(group: Optional[dist.ProcessGroup] = None) -> tuple[int, ...]:
     """Global ranks of a group, in group order."""
-    return tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    members = group if group is not None else dist.group.WORLD
+    return tuple(dist.get_process_group_ranks(cast(dist.ProcessGroup, members)))
 
 
 def comm_device_type(group: Optional[dist.ProcessGroup], prefer: str) -> str:
@@ -98,8 +99,3 @@ def current_device(kind: str) -> torch.device:
     if module is None or not hasattr(module, "current_device"):
         return torch.device(kind)
     return torch.device(kind, module.current_device())
-
-
-def unwrap(sequence: Sequence[Any]) -> Any:
-    (only,) = sequence
-    return only

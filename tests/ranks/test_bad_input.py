@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Model, build, check_values, full_state
-from test_optimizer import optimizer_of, full_optimizer_state, snapshot
-
+from test_optimizer import full_optimizer_state, optimizer_of, snapshot
 
 
 def no_longer_there(state: dict[str, Any]) -> None:
@@ -38,8 +37,6 @@ def a_meta_tensor(state: dict[str, Any]) -> None:
 
 def sparse(state: dict[str, Any]) -> None:
     state["layers.1.uneven.weight"] = torch.ones(7, 5).to_sparse()
-
-
 
 
 SPOILERS = {

@@ -11,7 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import hsdp_support
-from models import ExtraState, Model, WithExtraState, build, check_storages, check_values, full_state, local_of
+from models import (
+    ExtraState,
+    Model,
+    WithExtraState,
+    build,
+    check_storages,
+    check_values,
+    full_state,
+    local_of,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -45,11 +54,15 @@ def load(api: Any, how: str, device: str, mesh_shape: tuple[int, ...] = ()) -> N
 def load_in_dtype(api: Any, device: str) -> None:
     """Materialised parameters keep their dtype, those from meta take the checkpoint's."""
     model = build(device)
-    state = {key: value.bfloat16() if value.is_floating_point() else value for key, value in full_state().items()}
+    state = {
+        key: value.bfloat16() if value.is_floating_point() else value for key, value in full_state().items()
+    }
     api.set_model_state_dict(model, given(dict(state), "rank0"), options=options(api, "rank0"))
     dtype = torch.bfloat16 if device == "meta" else torch.float32
     assert {param.dtype for param in model.parameters()} == {dtype}
-    check_values(model, {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()})
+    check_values(
+        model, {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
+    )
 
 
 def load_tied(api: Any, device: str) -> None:
@@ -103,7 +116,9 @@ def load_plain(api: Any, how: str, device: str) -> None:
     check_values(model, state)
     for key, param in model.named_parameters():
         if key in mine:
-            assert param.untyped_storage().data_ptr() != mine[key].untyped_storage().data_ptr(), f"{key} aliases"
+            assert param.untyped_storage().data_ptr() != mine[key].untyped_storage().data_ptr(), (
+                f"{key} aliases"
+            )
 
 
 def load_extra_state(api: Any) -> None:
@@ -129,7 +144,9 @@ def load_odd_tensors(api: Any) -> None:
     assert torch.equal(model.head.weight.full_tensor(), state["head.weight"])
     rows = local_of(model.layers[0].even.weight).view(torch.int32)
     assert torch.equal(rows, bits[: len(rows)])
-    assert torch.equal(local_of(model.layers[0].even.bias).view(torch.int32), torch.full((4,), -(2**31)).int())
+    assert torch.equal(
+        local_of(model.layers[0].even.bias).view(torch.int32), torch.full((4,), -(2**31)).int()
+    )
 
 
 def load_partly(api: Any) -> None:
@@ -138,7 +155,9 @@ def load_partly(api: Any) -> None:
     partial = dict(state)
     del partial["head.weight"]
     partial["unknown"] = torch.ones(2)
-    result = api.set_model_state_dict(model, given(partial, "rank0"), options=options(api, "rank0", strict=False))
+    result = api.set_model_state_dict(
+        model, given(partial, "rank0"), options=options(api, "rank0", strict=False)
+    )
     assert result.missing_keys == ["head.weight"]
     assert result.unexpected_keys == ["unknown"]
     check_values(model, {**state, "head.weight": torch.zeros(32, 8)})

@@ -74,7 +74,9 @@ def snapshot(optim: torch.optim.Optimizer) -> str:
         for param in group["params"]:
             for name, value in sorted(optim.state.get(param, {}).items()):
                 text.update(name.encode())
-                text.update(local_of(value).numpy().tobytes() if torch.is_tensor(value) else repr(value).encode())
+                text.update(
+                    local_of(value).numpy().tobytes() if torch.is_tensor(value) else repr(value).encode()
+                )
     return text.hexdigest()
 
 
@@ -112,7 +114,9 @@ def load(api: Any, how: str) -> None:
             assert param.grad is None
     if mine:
         assert state["param_groups"] == before["param_groups"]
-        assert all(torch.equal(state["state"][n][k], before["state"][n][k]) for n in names.values() for k in want)
+        assert all(
+            torch.equal(state["state"][n][k], before["state"][n][k]) for n in names.values() for k in want
+        )
 
 
 def round_trip(api: Any, kind: str, flat: bool, offload: bool, ddp: bool = False) -> None:
@@ -209,7 +213,10 @@ def two_optimizers(api: Any) -> None:
     def make() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         model = build()
         params = list(model.parameters())
-        return model, [torch.optim.AdamW(params[:3], lr=0.5), torch.optim.SGD(params[3:], lr=0.25, momentum=0.9)]
+        return model, [
+            torch.optim.AdamW(params[:3], lr=0.5),
+            torch.optim.SGD(params[3:], lr=0.25, momentum=0.9),
+        ]
 
     model, optims = make()
     for salt, optim in enumerate(optims):

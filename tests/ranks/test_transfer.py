@@ -13,8 +13,14 @@ from torch_dcp_backport import transfer
 from torch_dcp_backport.transfer import Box, Held, Layout, Target, TensorInfo, Want
 
 SHAPES = {"a": (7, 5), "b": (64, 3), "one": (1,), "scalar": (), "none": (0, 4), "deep": (3, 5, 2, 4)}
-DTYPES = {"a": torch.float32, "b": torch.bfloat16, "one": torch.int64, "scalar": torch.float64, "none": torch.int8,
-          "deep": torch.bool}  # fmt: skip
+DTYPES = {
+    "a": torch.float32,
+    "b": torch.bfloat16,
+    "one": torch.int64,
+    "scalar": torch.float64,
+    "none": torch.int8,
+    "deep": torch.bool,
+}
 
 PLACEMENTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]] = {
     "shard0": ((4,), (0, 1, 2, 3), ((0, 1),)),
@@ -38,7 +44,9 @@ def layout(key: str, kind: str) -> Layout:
 
 def full_values() -> dict[str, torch.Tensor]:
     return {
-        key: value_of(key, shape, torch.float32).to(DTYPES[key]) if shape != () else torch.tensor(2.5, dtype=DTYPES[key])
+        key: value_of(key, shape, torch.float32).to(DTYPES[key])
+        if shape != ()
+        else torch.tensor(2.5, dtype=DTYPES[key])
         for key, shape in SHAPES.items()
     }
 
@@ -49,7 +57,9 @@ def scatter_to(api: Any, kinds: list[str], staging: int) -> None:
     kind = kinds[rank % len(kinds)]
     values = full_values()
     inventory = transfer.publish(
-        {key: TensorInfo(tuple(v.shape), v.dtype) for key, v in values.items()} if rank == 0 else None, [], "test"
+        {key: TensorInfo(tuple(v.shape), v.dtype) for key, v in values.items()} if rank == 0 else None,
+        [],
+        "test",
     )
     wants = {key: Want(layout(key, kind), DTYPES[key]) for key in SHAPES}
     targets = {}
@@ -75,9 +85,7 @@ def gather_from(api: Any, kind: str, staging: int, to: Any) -> None:
         box = one.box(rank) or Box((0,) * value.dim(), (0,) * value.dim())
         whole = Box((0,) * value.dim(), tuple(value.shape))
         held[key] = Held(value[box.within(whole)].clone(), one)
-    out = transfer.gather(
-        held, lambda key: torch.full_like(values[key], 1), to=to, staging_bytes=staging
-    )
+    out = transfer.gather(held, lambda key: torch.full_like(values[key], 1), to=to, staging_bytes=staging)
     if to is not None and rank != to:
         assert out == {}
     else:

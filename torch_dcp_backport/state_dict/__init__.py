@@ -13,7 +13,7 @@ from typing import Any, Optional, Union
 
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from torch_dcp_backport.compat import DTensor
@@ -26,11 +26,11 @@ from torch_dcp_backport.state_dict.fqn import walk_model_state as _iterate_valid
 from torch_dcp_backport.state_dict.helpers import broadcast_state_dict as _broadcast_state_dict
 from torch_dcp_backport.state_dict.helpers import distribute_state_dict as _distribute_state_dict
 from torch_dcp_backport.state_dict.model import own_method as _state_dict_fn
+from torch_dcp_backport.state_dict.optimizer import flatten_optim_state as _flatten_optim_state_dict
+from torch_dcp_backport.state_dict.optimizer import unflatten_optim_state as _unflatten_optim_state_dict
 from torch_dcp_backport.state_dict.options import FQNS_T, StateDictOptions
 from torch_dcp_backport.state_dict.options import StateDictInfo as _StateDictInfo
 from torch_dcp_backport.state_dict.options import verify_options as _verify_options
-from torch_dcp_backport.state_dict.optimizer import flatten_optim_state as _flatten_optim_state_dict
-from torch_dcp_backport.state_dict.optimizer import unflatten_optim_state as _unflatten_optim_state_dict
 
 PrimitiveType = Union[DTensor, ShardedTensor, torch.Tensor, int, float, str]
 ValueType = Union[PrimitiveType, list[PrimitiveType], tuple[PrimitiveType], dict[str, "ValueType"]]
@@ -198,7 +198,7 @@ def _as_tuple(optimizers: _Optimizers) -> tuple[torch.optim.Optimizer, ...]:
 
 @contextlib.contextmanager
 def _gc_context() -> Iterator[None]:
-    """No garbage collection meanwhile: the many small objects of a state dict would trigger it over and over."""
+    """No garbage collection meanwhile: a state dict's many small objects would trigger it over and over."""
     enabled = gc.isenabled()
     gc.disable()
     try:

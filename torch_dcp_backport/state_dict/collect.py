@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._state_dict_utils import _gather_state_dict
 
 from torch_dcp_backport import compat
@@ -40,7 +40,9 @@ def full_or_cpu(tree: Any, info: StateDictInfo) -> Any:
 def whole_tree(tree: Any, to: Optional[int], cpu_offload: bool) -> Any:
     """`tree` with whole tensors in place of DTensors, on the global rank `to` or on every rank."""
     sharded: dict[Path, compat.DTensor] = {}
-    rebuild(tree, lambda path, value: sharded.update({path: value}) if isinstance(value, compat.DTensor) else None)
+    rebuild(
+        tree, lambda path, value: sharded.update({path: value}) if isinstance(value, compat.DTensor) else None
+    )
     whole: dict[Path, torch.Tensor] = {}
     for group, tensors in by_group(sharded):
         whole.update(whole_tensors(tensors, group, to, cpu_offload))
@@ -110,10 +112,9 @@ def whole_tensors(
         return torch.empty(like.shape, dtype=like.dtype, device=device)
 
     members = compat.group_ranks(group)
-    if moving:
-        # Where rank 0 is not a member nobody keeps the result, and nothing needs to travel.
-        if to is None or to in members:
-            found.update(gather(moving, make, to=to, group=group))  # type: ignore[arg-type]
+    # Where rank 0 is not a member nobody keeps the result, and nothing needs to travel.
+    if moving and (to is None or to in members):
+        found.update(gather(moving, make, to=to, group=group))  # type: ignore[arg-type]
     return found
 
 

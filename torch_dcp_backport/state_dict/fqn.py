@@ -72,7 +72,9 @@ def get_fqns(
         kept.append(step)
         if step == EXTRA_STATE:
             if depth != len(path) - 1:
-                raise RuntimeError(f"{EXTRA_STATE} must be the last part of a name, but it is not in {name!r}")
+                raise RuntimeError(
+                    f"{EXTRA_STATE} must be the last part of a name, but it is not in {name!r}"
+                )
             continue
         renamed = getattr(here, dsd_fqn_modifiers)().get(step) if hasattr(here, dsd_fqn_modifiers) else None
         if renamed and hasattr(here, renamed):
@@ -83,7 +85,9 @@ def get_fqns(
 
 def child(wrapper: nn.Module, step: str, expected: str) -> Any:
     if step != expected:
-        raise RuntimeError(f"{type(wrapper).__name__} holds its module as {expected!r}, but the name says {step!r}")
+        raise RuntimeError(
+            f"{type(wrapper).__name__} holds its module as {expected!r}, but the name says {step!r}"
+        )
     return getattr(wrapper, expected)
 
 
@@ -103,7 +107,11 @@ def walk_with_owner(
 
     def visit(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any, nn.Module]]:
         seen.add(module)
-        hidden = set(getattr(module, dsd_fqn_modifiers)().values()) if hasattr(module, dsd_fqn_modifiers) else set()
+        hidden = (
+            set(getattr(module, dsd_fqn_modifiers)().values())
+            if hasattr(module, dsd_fqn_modifiers)
+            else set()
+        )
         for name, submodule in module.named_children():
             if submodule not in seen:
                 # A renamed child's state stands under its parent's own name.

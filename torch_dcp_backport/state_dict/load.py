@@ -24,6 +24,7 @@ from torch_dcp_backport.transfer import (
     publish,
     raise_together,
     scatter,
+    spell_key,
 )
 from torch_dcp_backport.transfer.layout import Box, Layout, whole
 from torch_dcp_backport.transfer.plan import agree_on_mesh
@@ -82,7 +83,9 @@ class Load:
         name = spell_key(key)
         if not isinstance(offered, TensorInfo):
             got = offered.why if isinstance(offered, Unusable) else type(offered).__name__
-            self.problems.append(Problem("not a tensor that can be loaded", name, got, f"a tensor of {shape}"))
+            self.problems.append(
+                Problem("not a tensor that can be loaded", name, got, f"a tensor of {shape}")
+            )
             return False
         if offered.shape != shape:
             what = "wrong shape" if len(offered.shape) == len(shape) else "wrong number of dimensions"
@@ -169,7 +172,12 @@ def run_local(load: Load, given: Mapping[Any, Any]) -> None:
         value = given[key]
         if isinstance(value, compat.DTensor) and (one.like is None or layout_of(value) != one.layout):
             load.problems.append(
-                Problem("a DTensor of another layout", spell_key(key), got=str(value.placements), expected="a whole tensor")
+                Problem(
+                    "a DTensor of another layout",
+                    spell_key(key),
+                    got=str(value.placements),
+                    expected="a whole tensor",
+                )
             )
     meshes = load.meshes() if dist.is_initialized() else []
     if meshes:
@@ -200,7 +208,9 @@ def guarded_plan(load: Load, inventory: Mapping[Any, Any]) -> Optional[Exception
 
 def inventory_of(given: Mapping[Any, Any], whole_only: bool = True) -> dict[Key, Any]:
     """What a dict holds: TensorInfo for tensors (Unusable for some), everything else as it is."""
-    return {key: offer_of(value, whole_only) if torch.is_tensor(value) else value for key, value in given.items()}
+    return {
+        key: offer_of(value, whole_only) if torch.is_tensor(value) else value for key, value in given.items()
+    }
 
 
 def offer_of(value: torch.Tensor, whole_only: bool) -> Union[TensorInfo, Unusable]:
@@ -212,10 +222,6 @@ def offer_of(value: torch.Tensor, whole_only: bool) -> Union[TensorInfo, Unusabl
     elif value.layout is not torch.strided or value.is_quantized:
         return Unusable(f"a tensor that is not dense ({value.layout})")
     return TensorInfo(tuple(value.shape), value.dtype)
-
-
-def spell_key(key: Key) -> str:
-    return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def make_targets(load: Load) -> dict[Key, Target]:

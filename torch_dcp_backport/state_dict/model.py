@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional, Union
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.collect import full_or_cpu
@@ -107,9 +108,8 @@ def complaint_about(state: Mapping[Any, Any], info: StateDictInfo) -> Optional[s
         or info.broadcast_from_rank0
     )
     if info.handle_model and not state and not may_be_empty:
-        return (
-            "the model state dict is empty"
-            + (". If only rank 0 holds it, set broadcast_from_rank0=True" if info.full_state_dict else "")
+        return "the model state dict is empty" + (
+            ". If only rank 0 holds it, set broadcast_from_rank0=True" if info.full_state_dict else ""
         )
     for key in state:
         if FLAT_PARAM in str(key):
@@ -158,7 +158,7 @@ def is_direct(value: torch.Tensor, owner: nn.Module, info: StateDictInfo) -> boo
     """
     if isinstance(value, compat.DTensor):
         return type(compat.local_part(value)) is torch.Tensor
-    if info.fsdp_modules or isinstance(value, UninitializedTensorMixin) or has_custom_loading(owner):
+    if info.fsdp_modules or is_lazy(value) or has_custom_loading(owner):
         return False
     return type(value) in (torch.Tensor, nn.Parameter, nn.Buffer if hasattr(nn, "Buffer") else nn.Parameter)
 
@@ -216,22 +216,20 @@ def load_model_state(
 def renamed(entries: Iterable[Entry], state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """`state_dict` under the keys of the model's own load_state_dict()."""
     names = {entry.fqn: entry.load_key for entry in entries}
-    result = type(state_dict)() if hasattr(state_dict, "_metadata") else {}  # type: ignore[call-arg]
-    for key, value in state_dict.items():
-        result[names.get(key, key)] = value  # type: ignore[index]
+    result = OrderedDict((names.get(key, key), value) for key, value in state_dict.items())
     if hasattr(state_dict, "_metadata"):
-        # Versions of the modules that wrote it; load_state_dict() reads them.
-        prefix = {fqn: load_key for fqn, load_key in names.items() if fqn != load_key}
-        if not prefix:
-            result._metadata = state_dict._metadata  # type: ignore[union-attr]
-    return result  # type: ignore[return-value]
+        # Versions of the modules that wrote it, by module name; load_state_dict() reads them.
+        result._metadata = state_dict._metadata  # type: ignore[attr-defined]
+    return result
 
 
 def call_load_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], info: StateDictInfo, assign: bool
 ) -> _IncompatibleKeys:
     with info.fsdp_context():
-        result = own_method(model, "load_state_dict")(state_dict=state_dict, strict=info.strict, assign=assign)
+        result = own_method(model, "load_state_dict")(
+            state_dict=state_dict, strict=info.strict, assign=assign
+        )
     return result  # type: ignore[no-any-return]
 
 
@@ -267,7 +265,9 @@ class ModelLoad(Load):
             present = [entry for entry in aliases if entry.fqn in inventory]
             if self.info.strict and not custom:
                 self.problems += [
-                    Problem("Missing key(s) in state_dict", entry.fqn) for entry in aliases if entry not in present
+                    Problem("Missing key(s) in state_dict", entry.fqn)
+                    for entry in aliases
+                    if entry not in present
                 ]
             if not present:
                 continue
@@ -298,7 +298,9 @@ class ModelLoad(Load):
             # Its own loading code judges the shape.
             if isinstance(offered, TensorInfo) or self.accepts(key, offered, tuple(live.shape)):
                 self.want_whole(key, offered, self.fresh_device(live), settle)
-        elif live.dim() == 0 and isinstance(offered, TensorInfo) and offered.shape == (1,) and not live.is_meta:
+        elif (
+            live.dim() == 0 and isinstance(offered, TensorInfo) and offered.shape == (1,) and not live.is_meta
+        ):
             # load_state_dict() takes a one-element vector for a scalar; old checkpoints have them.
             self.want_in_place(key, live.detach().view(1), lambda: settle(live))
         elif not self.accepts(key, offered, tuple(live.shape)):

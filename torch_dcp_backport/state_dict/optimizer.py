@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.collect import Index, Path, full_or_cpu, leaves
 from torch_dcp_backport.state_dict.fqn import get_fqns
-from torch_dcp_backport.state_dict.load import Load, run, spell_key
+from torch_dcp_backport.state_dict.load import Load, run
 from torch_dcp_backport.state_dict.model import own_method
 from torch_dcp_backport.state_dict.options import StateDictInfo
-from torch_dcp_backport.transfer import Problem, TensorInfo
+from torch_dcp_backport.transfer import Problem, TensorInfo, spell_key
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 TITLE = "cannot load this optimizer state dict"
@@ -121,7 +121,8 @@ def named_state(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
     """`optim.state_dict()` with FQNs for parameter numbers."""
     state = own_method(optim, "state_dict")()
     number = {
-        param: index for index, param in enumerate(param for group in optim.param_groups for param in group[PARAMS])
+        param: index
+        for index, param in enumerate(param for group in optim.param_groups for param in group[PARAMS])
     }
     names: dict[int, str] = {}
     for name, param in model.named_parameters():
@@ -184,7 +185,7 @@ def flatten_optim_state(state: Mapping[str, Any]) -> dict[str, Any]:
         for path, value in leaves(states, opens=lambda _: False).items():
             if not isinstance(value, (torch.Tensor, int, float)):
                 raise NotImplementedError(
-                    f"flattening takes tensors and numbers, but {fqn}.{spell_key(path)} is a {type(value).__name__}"
+                    f"flattening takes tensors and numbers, not a {type(value).__name__}: {fqn}.{spell_key(path)}"
                 )
             flat[".".join([STATE, fqn, *map(str, path)])] = value
     for group in state[GROUPS]:
@@ -210,7 +211,9 @@ def unflatten_optim_state(optim: Optimizer, flat: Mapping[str, Any], info: State
         groups.append(loaded)
         for param in group[PARAMS]:
             for fqn in sorted(fqns_of(param, info)):
-                if fqn in info.shared_params_mapping and not any(f"{GROUPS}.{fqn}.{key}" in flat for key in keys):
+                if fqn in info.shared_params_mapping and not any(
+                    f"{GROUPS}.{fqn}.{key}" in flat for key in keys
+                ):
                     # Of a shared parameter's names, the state dict holds the one that was saved.
                     continue
                 loaded[PARAMS].append(fqn)
@@ -238,7 +241,9 @@ def nested_from(flat: Mapping[str, Any], prefix: str, like: Mapping[Any, Any]) -
 def fqns_of(param: torch.Tensor, info: StateDictInfo) -> Iterable[str]:
     names = info.fqn_param_mapping.get(param)
     if not isinstance(names, (set, frozenset)):
-        raise KeyError(f"a parameter of shape {tuple(param.shape)} of the optimizer is not one of the model's")
+        raise KeyError(
+            f"a parameter of shape {tuple(param.shape)} of the optimizer is not one of the model's"
+        )
     return names
 
 
@@ -350,13 +355,15 @@ def by_name(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, 
     flat = [name for group in names for name in group]
     if len(numbers) != len(flat):
         raise RuntimeError(
-            f"the state dict numbers {len(numbers)} parameters, the optimizer has {len(flat)}; use FQNs as keys"
+            f"the state dict numbers {len(numbers)} parameters, but the optimizer has {len(flat)}; use FQNs"
         )
     fqn_of = dict(zip(numbers, flat))
     return {**state, STATE: {fqn_of[number]: value for number, value in state[STATE].items()}}
 
 
-def fsdp1_to_load(model: nn.Module, optim: Optimizer, state: dict[str, Any], info: StateDictInfo) -> dict[str, Any]:
+def fsdp1_to_load(
+    model: nn.Module, optim: Optimizer, state: dict[str, Any], info: StateDictInfo
+) -> dict[str, Any]:
     """FSDP1 maps the states to its FlatParameters itself, under names with the compiler's prefix."""
     prefixed: dict[str, str] = {}
     for name, _ in model.named_parameters():
@@ -368,7 +375,10 @@ def fsdp1_to_load(model: nn.Module, optim: Optimizer, state: dict[str, Any], inf
         state = {
             **state,
             STATE: {prefixed.get(fqn, fqn): value for fqn, value in state[STATE].items()},
-            GROUPS: [{**group, PARAMS: [prefixed.get(fqn, fqn) for fqn in group[PARAMS]]} for group in state[GROUPS]],
+            GROUPS: [
+                {**group, PARAMS: [prefixed.get(fqn, fqn) for fqn in group[PARAMS]]}
+                for group in state[GROUPS]
+            ],
         }
     with info.fsdp_context():
         return FullyShardedDataParallel.optim_state_dict_to_load(model, optim, state)
@@ -384,7 +394,9 @@ def paths_of(state: Mapping[str, Any]) -> dict[Path, Any]:
         return {}
     found: dict[Path, Any] = {}
     for fqn, states in state[STATE].items():
-        found.update({(STATE, fqn, *path): value for path, value in leaves(states, holds_tensors).items() if path})
+        found.update(
+            {(STATE, fqn, *path): value for path, value in leaves(states, holds_tensors).items() if path}
+        )
     for index, group in enumerate(state[GROUPS]):
         for name, value in group.items():
             if name != PARAMS:

@@ -123,7 +123,7 @@ def verify_options(
 
 def map_parameters(model: nn.Module, modifiers: str) -> tuple[ParamMapping, ParamMapping]:
     """(both directions of parameter <-> FQNs, the part of it that is about shared parameters)."""
-    by_tensor: dict[torch.Tensor, set[str]] = {}
+    by_tensor: dict[torch.Tensor, FQNS_T] = {}
     names: ParamMapping = {}
     shared: ParamMapping = {}
     for name, value in walk_model_state(model, modifiers):
@@ -136,8 +136,9 @@ def map_parameters(model: nn.Module, modifiers: str) -> tuple[ParamMapping, Para
         known |= found
         names[value] = known
         names.update(dict.fromkeys(found, value))
-    for value in list(shared):
-        shared.update(dict.fromkeys(by_tensor[value], value))  # type: ignore[index]
+    for tensor, fqns in by_tensor.items():
+        if tensor in shared:
+            shared.update(dict.fromkeys(fqns, tensor))
     return names, shared
 
 

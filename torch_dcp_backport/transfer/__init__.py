@@ -3,7 +3,7 @@
 Knows tensors, layouts and process groups. Must never know what a model or an optimizer is.
 """
 
-from torch_dcp_backport.transfer.errors import Problem, raise_together
+from torch_dcp_backport.transfer.errors import Problem, raise_together, spell_key
 from torch_dcp_backport.transfer.gather import Held, gather
 from torch_dcp_backport.transfer.layout import Box, Layout, layout_of
 from torch_dcp_backport.transfer.plan import TensorInfo, Want, agree, publish
@@ -23,4 +23,5 @@ __all__ = [
     "publish",
     "raise_together",
     "scatter",
+    "spell_key",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple, Optional
 
 #: A message names at most so many problems; the rest are counted.
@@ -50,6 +50,11 @@ def spell(ranks: Sequence[int]) -> str:
             runs.append([rank, rank])
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
     return f"rank{'s' if len(set(ranks)) > 1 else ''} {text}"
+
+
+def spell_key(key: Hashable) -> str:
+    """("state", "layer.weight", "step") -> "state.layer.weight.step"."""
+    return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def raise_together(

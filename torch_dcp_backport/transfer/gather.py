@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer.errors import Problem
+from torch_dcp_backport.transfer.errors import Problem, spell_key
 from torch_dcp_backport.transfer.layout import Box, Layout, whole
 from torch_dcp_backport.transfer.plan import (
     STAGING_BYTES,
@@ -86,7 +86,9 @@ def gather(
             for buffer, pieces in zip(others, parts):
                 for piece in pieces:
                     target = out[piece.key]
-                    part_of(target, whole(tuple(target.shape)), piece).copy_(view_of(buffer, piece, target.dtype))
+                    part_of(target, whole(tuple(target.shape)), piece).copy_(
+                        view_of(buffer, piece, target.dtype)
+                    )
 
 
 def boxes_of(wants: Mapping[Key, Want], sender: int) -> Iterator[tuple[Key, Box, int]]:
@@ -109,8 +111,11 @@ def differences(theirs: Mapping[Key, Want], mine: Mapping[Key, Want], first: int
     for key in {**theirs, **mine}:
         a, b = theirs.get(key), mine.get(key)
         if a != b:
-            found.append(Problem("held differently", str(key), got=describe(b), expected=f"{describe(a)} as rank {first}"))
-    return found or [Problem("the same keys in another order", got=str(list(mine)[:3]), expected=str(list(theirs)[:3]))]
+            expected = f"{describe(a)} as rank {first}"
+            found.append(Problem("held differently", spell_key(key), describe(b), expected))
+    return found or [
+        Problem("the same keys in another order", got=str(list(mine)[:3]), expected=str(list(theirs)[:3]))
+    ]
 
 
 def describe(want: Optional[Want]) -> str:

@@ -111,7 +111,9 @@ def agree(
     return Agreement(wants, dict(zip(ranks, everyone)))
 
 
-def agree_on_mesh(problems: Sequence[Problem], title: str, groups: Sequence[Group], cause: Any = None) -> None:
+def agree_on_mesh(
+    problems: Sequence[Problem], title: str, groups: Sequence[Group], cause: Any = None
+) -> None:
     """Raise every rank's problems on every rank of a mesh, given its groups, one per dimension.
 
     No group may span the mesh as a whole; passing the findings on along one dimension after the

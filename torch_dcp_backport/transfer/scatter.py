@@ -118,7 +118,9 @@ class Route:
 
     def send_common(self, staging: Staging) -> None:
         """What every rank wants whole (DDP, plain modules, replicas) is broadcast once."""
-        boxes = [(key, whole(self.tensors[key].shape), info.dtype.itemsize) for key, info in self.common_tensors()]
+        boxes = [
+            (key, whole(self.tensors[key].shape), info.dtype.itemsize) for key, info in self.common_tensors()
+        ]
         for pieces in chunks(boxes, staging.capacity):
             (buffer,) = staging.buffers(1, chunk_bytes(pieces))
             if self.rank == self.source:
@@ -160,7 +162,9 @@ class Route:
     def unpack(self, buffer: torch.Tensor, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             target = self.targets[piece.key]
-            part_of(target.tensor, target.box, piece).copy_(view_of(buffer, piece, self.tensors[piece.key].dtype))
+            part_of(target.tensor, target.box, piece).copy_(
+                view_of(buffer, piece, self.tensors[piece.key].dtype)
+            )
 
 
 def round_sizes(streams: Iterable[Iterable[tuple[Key, Box, int]]], capacity: int) -> list[int]:

@@ -1,0 +1,72 @@
+#!/usr/bin/env python3
+"""Build wheel and sdist, check what is inside, install the wheel into a clean environment and import it there.
+
+Runs in the lint lane (it has `build` and hatchling). Touches nothing in the checkout.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "dist"
+        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+        subprocess.run([sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist)], check=True)
+        check_contents(wheel, sdist)
+        check_install(wheel, Path(folder))
+    print("wheel and sdist are sound")
+    return 0
+
+
+def check_contents(wheel: Path, sdist: Path) -> None:
+    """The wheel holds exactly the package as git knows it; nothing that Python runs at start-up."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "torch_dcp_backport"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split()
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    if packed != set(tracked):
+        raise SystemExit(f"wheel and git differ: {sorted(packed ^ set(tracked))}")
+    if "torch_dcp_backport/py.typed" not in packed:
+        raise SystemExit("the wheel is not typed: py.typed is missing")
+    inside = {name.split("/", 1)[1] for name in tarfile.open(sdist).getnames() if "/" in name}
+    for name in ("README.md", "LICENSE", "CHANGELOG.md", "patches/README.md", "tests/unit/test_gate.py"):
+        if name not in inside:
+            raise SystemExit(f"the sdist lacks {name}")
+
+
+def check_install(wheel: Path, folder: Path) -> None:
+    """Without torch there is nothing to patch: the import warns, and says so."""
+    env = folder / "env"
+    venv.create(env, with_pip=True)
+    python = str(env / "bin" / "python")
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "packaging>=21", "wrapt>=1.16"], check=True, cwd=folder
+    )
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel)], check=True, cwd=folder)
+    code = (
+        "import torch_dcp_backport as t, importlib.metadata as m, sys;"
+        "assert t.__version__ == m.version('torch-dcp-backport');"
+        "assert t.status().outcome == 'unsupported', t.status();"
+        "assert 'site-packages' in t.__file__; print(t.status())"
+    )
+    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TORCH_DCP_BACKPORT")}
+    done = subprocess.run([python, "-W", "error::RuntimeWarning", "-c", code], cwd=folder, env=clean)
+    if done.returncode:
+        raise SystemExit("the installed wheel does not import")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
