@@ -41,19 +41,19 @@ OptimizerStateType = dict[str, Union[DictValueType, ListDictValueType]]
 _Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
 
 __all__ = [
-    "FQNS_T",
-    "DictValueType",
-    "ListDictValueType",
-    "OptimizerStateType",
-    "PrimitiveType",
     "StateDictOptions",
-    "ValueType",
     "get_model_state_dict",
-    "get_optimizer_state_dict",
-    "get_state_dict",
     "set_model_state_dict",
+    "get_optimizer_state_dict",
     "set_optimizer_state_dict",
+    "get_state_dict",
     "set_state_dict",
+    "OptimizerStateType",
+    "ValueType",
+    "PrimitiveType",
+    "ListDictValueType",
+    "DictValueType",
+    "FQNS_T",
 ]
 
 

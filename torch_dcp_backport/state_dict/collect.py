@@ -24,17 +24,17 @@ class Index(int):
     """A step of a path into a list, as opposed to an integer key of a dict."""
 
 
-def full_or_cpu(tree: Any, info: StateDictInfo) -> Any:
-    """`tree` as `full_state_dict` and `cpu_offload` ask for it.
+def full_or_cpu(state_dict: Any, info: StateDictInfo) -> Any:
+    """`state_dict` as `full_state_dict` and `cpu_offload` ask for it.
 
     With both, global rank 0 alone gets it and the other ranks get an empty dict.
     """
     if info.full_state_dict:
         to = 0 if info.cpu_offload and dist.is_initialized() else None
-        return whole_tree(tree, to, info.cpu_offload)
+        return whole_tree(state_dict, to, info.cpu_offload)
     if info.cpu_offload:
-        return rebuild(tree, lambda _, value: value.cpu() if torch.is_tensor(value) else value)
-    return tree
+        return rebuild(state_dict, lambda _, value: value.cpu() if torch.is_tensor(value) else value)
+    return state_dict
 
 
 def whole_tree(tree: Any, to: Optional[int], cpu_offload: bool) -> Any:

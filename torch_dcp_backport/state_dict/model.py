@@ -34,15 +34,15 @@ from torch_dcp_backport.transfer import Problem, TensorInfo
 TITLE = "cannot load this model state dict"
 
 
-def own_method(obj: Union[nn.Module, torch.optim.Optimizer], name: str) -> Callable[..., Any]:
+def own_method(obj: Union[nn.Module, torch.optim.Optimizer], api: str) -> Callable[..., Any]:
     """`obj.state_dict` or the like, even where torch's `_patch_model_state_dict` replaced it.
 
     What it replaced stands in a set in torch's own module; calling that from here would not end.
     """
-    call = getattr(obj, name)
+    call = getattr(obj, api)
     stock = sys.modules.get("torch.distributed.checkpoint.state_dict")
     if stock is not None and call in stock._patched_state_dict:
-        return functools.partial(getattr(type(obj), name), self=obj)
+        return functools.partial(getattr(type(obj), api), self=obj)
     return call  # type: ignore[no-any-return]
 
 

@@ -171,7 +171,7 @@ def complaint_about(state: Mapping[Any, Any], info: StateDictInfo) -> Optional[s
 # --- flatten ---------------------------------------------------------------------------------
 
 
-def flatten_optim_state(state: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_optim_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """{"state": ..., "param_groups": ...} as one flat dict.
 
     Keys are "state.FQN.name" and "param_groups.FQN.name"; every parameter carries its group's
@@ -181,14 +181,14 @@ def flatten_optim_state(state: Mapping[str, Any]) -> dict[str, Any]:
         NotImplementedError: a state that is neither a tensor nor a number.
     """
     flat: dict[str, Any] = {}
-    for fqn, states in state[STATE].items():
+    for fqn, states in state_dict[STATE].items():
         for path, value in leaves(states, opens=lambda _: False).items():
             if not isinstance(value, (torch.Tensor, int, float)):
                 raise NotImplementedError(
                     f"flattening takes tensors and numbers, not a {type(value).__name__}: {fqn}.{spell_key(path)}"
                 )
             flat[".".join([STATE, fqn, *map(str, path)])] = value
-    for group in state[GROUPS]:
+    for group in state_dict[GROUPS]:
         for fqn in group[PARAMS]:
             for name, value in group.items():
                 if name != PARAMS:
@@ -196,7 +196,9 @@ def flatten_optim_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def unflatten_optim_state(optim: Optimizer, flat: Mapping[str, Any], info: StateDictInfo) -> dict[str, Any]:
+def unflatten_optim_state(
+    optim: Optimizer, state_dict: Mapping[str, Any], info: StateDictInfo
+) -> dict[str, Any]:
     """The inverse of `flatten_optim_state`, for the groups and states that `optim` has.
 
     Raises:
@@ -212,15 +214,15 @@ def unflatten_optim_state(optim: Optimizer, flat: Mapping[str, Any], info: State
         for param in group[PARAMS]:
             for fqn in sorted(fqns_of(param, info)):
                 if fqn in info.shared_params_mapping and not any(
-                    f"{GROUPS}.{fqn}.{key}" in flat for key in keys
+                    f"{GROUPS}.{fqn}.{key}" in state_dict for key in keys
                 ):
                     # Of a shared parameter's names, the state dict holds the one that was saved.
                     continue
                 loaded[PARAMS].append(fqn)
                 if param.requires_grad:
-                    state[fqn] = nested_from(flat, f"{STATE}.{fqn}", optim.state.get(param, {}))
+                    state[fqn] = nested_from(state_dict, f"{STATE}.{fqn}", optim.state.get(param, {}))
                 for key in keys:
-                    value = flat[f"{GROUPS}.{fqn}.{key}"]
+                    value = state_dict[f"{GROUPS}.{fqn}.{key}"]
                     if loaded.setdefault(key, value) != value:
                         raise RuntimeError(
                             f"parameters of one group must have been saved with the same {key}, but {fqn} "

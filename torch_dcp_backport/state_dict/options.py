@@ -31,32 +31,27 @@ ParamMapping = dict[Union[str, torch.Tensor], Union[FQNS_T, torch.Tensor]]
 
 @dataclass
 class StateDictOptions:
-    """How the get and set functions of this package work; upstream's fields, in upstream's order.
-
-    Attributes:
-        full_state_dict: whole tensors instead of shards. On get every shard is gathered; on set the
-            given tensors are whole and each rank takes its own slice.
-        cpu_offload: on get, tensors come back on the CPU, and with `full_state_dict` on global
-            rank 0 alone (the other ranks get an empty dict). On set, parameters that are on the
-            meta device are made on the CPU.
-        ignore_frozen_params: leave parameters without `requires_grad` out on get.
-        keep_submodule_prefixes: deprecated, with `submodules`: whether keys keep the submodule's prefix.
-        strict: a missing or an unexpected key is an error.
-        broadcast_from_rank0: on set, only global rank 0 holds the state dict, the others pass an
-            empty one. Requires `full_state_dict`.
-        flatten_optimizer_state_dict: optimizer states under flat keys ("state.FQN.exp_avg").
-        dsd_fqn_modifiers: name of a method by which a module declares renamed children (upstream
-            has it since torch 2.7).
-    """
+    """How the get and set functions of this package work; upstream's fields, in upstream's order."""
 
     full_state_dict: bool = False
+    """Whole tensors instead of shards. On get every shard is gathered; on set the given tensors are
+    whole and each rank takes its own slice."""
     cpu_offload: bool = False
+    """On get, tensors come back on the CPU, and with `full_state_dict` on global rank 0 alone (the
+    other ranks get an empty dict). On set, parameters on the meta device are made on the CPU."""
     ignore_frozen_params: bool = False
+    """Leave parameters without `requires_grad` out on get."""
     keep_submodule_prefixes: bool = True
+    """Deprecated, with `submodules`: whether keys keep the submodule's prefix."""
     strict: bool = True
+    """A missing or an unexpected key is an error."""
     broadcast_from_rank0: bool = False
+    """On set, only global rank 0 holds the state dict and the others pass an empty one.
+    Requires `full_state_dict`."""
     flatten_optimizer_state_dict: bool = False
+    """Optimizer states under flat keys ("state.FQN.exp_avg")."""
     dsd_fqn_modifiers: str = FQN_MODIFIERS
+    """Name of a method by which a module declares renamed children (upstream: since torch 2.7)."""
 
 
 @dataclass
