@@ -54,7 +54,7 @@ def load_and_get(api: Any, model: nn.Module, how: str) -> None:
 
 
 def with_fsdp1(api: Any, use_orig_params: bool, how: str) -> None:
-    """Read back through FSDP1 itself: its full state dict frees live storage on the CPU, with or without us."""
+    """Read back through FSDP1 itself: its full get frees live storage on the CPU, with or without us."""
     model, state = fsdp1(use_orig_params), state_of_net()
     mine = dict(state) if how == "all" or dist.get_rank() == 0 else {}
     api.set_model_state_dict(model, mine, options=full(api, how))
@@ -107,8 +107,6 @@ def checkpointed(api: Any, how: str) -> None:
     fully_shard(model.up)
     fully_shard(model)
     load_and_get(api, model, how)
-
-
 
 
 @pytest.mark.parametrize("how", ["rank0", "all"])

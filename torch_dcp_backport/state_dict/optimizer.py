@@ -185,7 +185,7 @@ def flatten_optim_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         for path, value in leaves(states, opens=lambda _: False).items():
             if not isinstance(value, (torch.Tensor, int, float)):
                 raise NotImplementedError(
-                    f"flattening takes tensors and numbers, not a {type(value).__name__}: {fqn}.{spell_key(path)}"
+                    f"flattening takes tensors and numbers: {fqn}.{spell_key(path)} is {type(value).__name__}"
                 )
             flat[".".join([STATE, fqn, *map(str, path)])] = value
     for group in state_dict[GROUPS]:

@@ -63,7 +63,7 @@ def gather(
     receives = to is None or to == rank
     out = {key: make(key) for key in held} if receives else {}
 
-    capacity = capacity_of(staging_bytes, len(ranks) + 1)
+    capacity = capacity_of(staging_bytes, len(ranks))
     staging = Staging(common_device(held, group), capacity)
     streams = [chunks(boxes_of(wants, sender), capacity) for sender in ranks]
     while True:

@@ -189,6 +189,9 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def capacity_of(staging_bytes: int, parts: int) -> int:
-    """Bytes of one of `parts` equal buffers within the budget."""
-    return max(staging_bytes // parts // ALIGNMENT * ALIGNMENT, 64 * ALIGNMENT)
+def capacity_of(staging_bytes: int, members: int) -> int:
+    """Bytes of one buffer, where a rank may hold one per member of the group and one of its own.
+
+    One more is left free for what Python and the backend need meanwhile.
+    """
+    return max(staging_bytes // (members + 2) // ALIGNMENT * ALIGNMENT, 64 * ALIGNMENT)

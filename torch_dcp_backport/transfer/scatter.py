@@ -54,12 +54,12 @@ def scatter(
         staging_bytes: peak bytes of staging buffers, on any rank.
     """
     route = Route(read, inventory, targets, agreement, group)
-    # The source holds one buffer per rank, and one more that its own call to scatter asks for.
-    capacity = capacity_of(staging_bytes, len(route.ranks) + 1)
+    capacity = capacity_of(staging_bytes, len(route.ranks))
     kind, sizes = route.schedule(capacity)
     staging = Staging(compat.current_device(kind), capacity)
     route.send_common(staging)
     route.send_own(staging, sizes)
+    del staging  # needed no more; on the meta device the source's own shards take memory only now
     route.copy_own()
 
 
