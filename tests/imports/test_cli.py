@@ -1,0 +1,143 @@
+"""python -m torch_dcp_backport status | verify | run, as a shell sees it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from interpreters import AFFECTED, TORCH, Fresh
+
+M = ("-m", "torch_dcp_backport")
+
+# What a program sees of the world; the last line of its output is JSON.
+PROGRAM = """
+import json, os, sys
+import torch_dcp_backport
+print(json.dumps(dict(
+    argv=sys.argv, name=__name__, path0=os.path.realpath(sys.path[0]), file=os.path.realpath(__file__),
+    main=sys.modules["__main__"].__dict__ is globals(), torch="torch" in sys.modules,
+    outcome=torch_dcp_backport.status().outcome, rank=os.environ.get("RANK"))))
+if sys.argv[1:] == ["exit"]:
+    sys.exit(7)
+if sys.argv[1:] == ["die"]:
+    raise KeyError("program's own")
+"""
+
+
+def test_status_as_text_and_as_json(fresh: Fresh) -> None:
+    text = fresh("", *M, "status")
+    assert (text.code, text.err) == (0, "")
+    outcome = "pending" if AFFECTED else "not-needed"
+    assert f": {outcome} (" in text.out
+    data = json.loads(fresh("", *M, "status", "--json").out)
+    assert (data["outcome"], data["torch_version"].partition("+")[0]) == (outcome, TORCH.partition("+")[0])
+    assert data["fingerprint"] in text.out
+
+
+def test_status_load_shows_what_training_would_see(fresh: Fresh) -> None:
+    ended = fresh("", *M, "status", "--load", "--json")
+    data = json.loads(ended.out)
+    assert ended.code == 0
+    assert data["outcome"] == ("applied" if AFFECTED else "not-needed")
+    assert bool(data["replaced"]) is AFFECTED
+
+
+def test_status_fails_where_the_fix_cannot_be_had(fresh: Fresh, tmp_path: Path) -> None:
+    (tmp_path / "site" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "torch" / "__init__.py").write_text("raise AssertionError\n")
+    (tmp_path / "site" / "torch" / "version.py").write_text("__version__ = '2.2.0'\n")
+    ended = fresh("", *M, "status", path=str(tmp_path / "site"))
+    assert ended.code == 1
+    assert "2.2.0 is older than 2.4" in ended.out
+    off = fresh("", *M, "status", path=str(tmp_path / "site"), switch="off")
+    assert (off.code, off.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["--help"], 0, "run -m MODULE"),
+        (["-h"], 0, "TORCH_DCP_BACKPORT=strict"),
+        ([], 2, "usage: python -m torch_dcp_backport"),
+        (["parrot"], 2, "no command 'parrot'"),
+        (["--version"], 0, "0."),
+        (["status", "--help"], 0, "exit codes: 0 applied"),
+        (["status", "--parrot"], 2, "unrecognized arguments"),
+        (["run", "--help"], 0, "torchrun"),
+        (["run"], 2, "nothing to run"),
+        (["run", "-m"], 2, "nothing to run"),
+        (["run", "no_such.py"], 2, "no file no_such.py"),
+    ],
+)
+def test_usage(fresh: Fresh, argv: list[str], code: int, says: str) -> None:
+    ended = fresh("", *M, *argv, switch="off")
+    assert ended.code == code
+    assert says in (ended.err if code else ended.out)
+    assert "Traceback" not in ended.err
+
+
+def test_run_is_python_with_the_fix(fresh: Fresh, tmp_path: Path) -> None:
+    script = tmp_path / "jobs" / "train.py"
+    script.parent.mkdir()
+    script.write_text("import beside\n" + PROGRAM)
+    (script.parent / "beside.py").write_text("")
+    plain = fresh("", "jobs/train.py", "--help", "-m", "x y").facts
+    ours = fresh("", *M, "run", "jobs/train.py", "--help", "-m", "x y").facts
+    assert ours == plain
+    assert ours["argv"] == ["jobs/train.py", "--help", "-m", "x y"]
+    assert ours["name"] == "__main__"
+    assert ours["path0"] == str(script.parent.resolve())
+    assert not ours["torch"]
+
+
+def test_run_activates_a_program_that_does_not_know_us(fresh: Fresh, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "from torch.distributed.checkpoint.state_dict import set_model_state_dict\n"
+        "import json, sys\nprint(json.dumps(set_model_state_dict.__module__.split('.')[0]))\n"
+    )
+    assert fresh("", *M, "run", "train.py").facts == ("torch_dcp_backport" if AFFECTED else "torch")
+    assert fresh("", *M, "run", "train.py", switch="off").facts == "torch"
+
+
+def test_run_module_is_python_m_with_the_fix(fresh: Fresh, tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "__init__.py").write_text("")
+    (tmp_path / "job" / "__main__.py").write_text(PROGRAM)
+    (tmp_path / "job" / "train.py").write_text(PROGRAM)
+    for name in ("job", "job.train"):
+        plain = fresh("", "-m", name, "--help", "a").facts
+        assert fresh("", *M, "run", "-m", name, "--help", "a").facts == plain
+        assert plain["argv"][1:] == ["--help", "a"]
+
+
+def test_run_passes_exit_codes_and_errors_on(fresh: Fresh, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    assert fresh("", *M, "run", "train.py", "exit").code == 7
+    assert fresh("", *M, "run", "-m", "train", "exit").code == 7
+    died = fresh("", *M, "run", "train.py", "die")
+    assert died.code == 1
+    assert died.err.splitlines()[-1] == 'KeyError: "program\'s own"'
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="-P came with Python 3.11")
+def test_run_trusts_no_folder_when_told_so(fresh: Fresh, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    plain = fresh("", "train.py", flags=("-P",)).facts
+    assert fresh("", *M, "run", "train.py", flags=("-P",)).facts == plain
+
+
+def test_run_below_torchrun(fresh: Fresh, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        PROGRAM.replace("print(", "open(os.environ['RANK'] + '.json', 'w').write(")
+    )
+    ended = fresh(
+        "", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        *M, "run", "train.py", "--lr", "1",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    for rank in ("0", "1"):
+        facts = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (facts["rank"], facts["argv"]) == (rank, ["train.py", "--lr", "1"])
+        assert facts["outcome"] == ("pending" if AFFECTED else "not-needed")

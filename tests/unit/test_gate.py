@@ -1,0 +1,216 @@
+"""The gate: one row per kind of torch, switch and environment."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from torch_dcp_backport.activation import gate
+from torch_dcp_backport.activation.gate import AFFECTED, FIXED, UNKNOWN, Facts, decide
+
+# version, what a probe of the files finds, outcome. A "-" probe must not be asked for.
+ROWS = [
+    ("2.4.0", "-", "pending"),
+    ("2.4.1+cu121", "-", "pending"),
+    ("2.5.1", "-", "pending"),
+    ("2.5.1.post2", "-", "pending"),
+    ("2.6.0", "-", "pending"),
+    ("2.6.0+cu124", "-", "pending"),
+    ("2.6.0+rocm6.2.4.gitd2f5c3d8", "-", "pending"),
+    ("2.6.0.post1", "-", "pending"),
+    ("2.6.0+cu126.post1", "-", "pending"),
+    ("2.6.1", "-", "pending"),
+    ("2.6", "-", "pending"),
+    ("2.7.0", "-", "not-needed"),
+    ("2.7", "-", "not-needed"),
+    ("2.7.0+cu128", "-", "not-needed"),
+    ("2.7.1.post1", "-", "not-needed"),
+    ("2.7.1a0", FIXED, "not-needed"),
+    ("2.8.0.dev20250420", "-", "not-needed"),
+    ("2.8.0a0+5228986c39.nv25.05", "-", "not-needed"),
+    ("2.10.0", "-", "not-needed"),
+    ("2.13.0+cpu", "-", "not-needed"),
+    ("3.0.0", "-", "not-needed"),
+    ("2.7.0a0+6c54963f75.nv25.02", AFFECTED, "pending"),
+    ("2.7.0a0+7c8ec84dab.nv25.03", FIXED, "not-needed"),
+    ("2.7.0.dev20250101+cu124", AFFECTED, "pending"),
+    ("2.7.0.dev20250210+cu126", FIXED, "not-needed"),
+    ("2.7.0rc1", FIXED, "not-needed"),
+    ("2.7.0rc1", UNKNOWN, "unsupported"),
+    ("2.6.0a0+ecf3bae40a.nv25.01", AFFECTED, "pending"),
+    ("2.6.0a0+df5bbc09d1.nv24.11", AFFECTED, "pending"),
+    ("2.6.0a0+gitdeadbee", FIXED, "not-needed"),
+    ("2.5.0a0+872d972e41.nv24.08", UNKNOWN, "unsupported"),
+    ("2.4.0a0+07cecf4168.nv24.05", AFFECTED, "pending"),
+    ("2.4.0rc9", AFFECTED, "pending"),
+    ("2.4.0a0+f70bd71a48.nv24.06", UNKNOWN, "unsupported"),
+    ("2.3.1", "-", "unsupported"),
+    ("2.3.0a0+40ec155e58.nv24.03", "-", "unsupported"),
+    ("1.13.1+cu117", "-", "unsupported"),
+    ("parrot", "-", "unsupported"),
+    ("2.6.0-fb", "-", "unsupported"),
+    ("", "-", "unsupported"),
+]
+
+
+def _facts(switch: str, version: str | None, probe: str = "-", folder: str | None = "/site/torch") -> Facts:
+    def ask() -> str:
+        assert probe != "-", f"torch {version} needs no look at its files"
+        return probe
+
+    return Facts(switch, version, folder, ask)
+
+
+@pytest.mark.parametrize("switch", ["auto", "strict"])
+@pytest.mark.parametrize(("version", "probe", "outcome"), ROWS)
+def test_each_kind_of_torch_gets_its_outcome(version: str, probe: str, outcome: str, switch: str) -> None:
+    decision = decide(_facts(switch, version, probe))
+    assert decision.outcome == outcome
+    assert decision.torch_version == version
+    assert decision.switch == switch
+    assert repr(version)[1:-1] in decision.reason
+    if outcome == "pending":
+        assert decision.preview is (probe != "-")
+    if outcome == "unsupported":
+        assert "left as it is" in decision.reason
+        assert "Install torch >= 2.4" in decision.reason
+
+
+def test_release_is_what_the_table_is_asked_with() -> None:
+    assert decide(_facts("auto", "2.5.1+cu124")).release == (2, 5)
+    assert decide(_facts("auto", "2.10.1")).release == (2, 10)
+
+
+@pytest.mark.parametrize("version", [None, "2.6.0", "2.3.0", "parrot", "2.13.0"])
+def test_off_wins_over_every_torch(version: str | None) -> None:
+    decision = decide(_facts("off", version))
+    assert (decision.outcome, decision.reason) == ("disabled", "TORCH_DCP_BACKPORT=off")
+
+
+def test_no_torch_and_unreadable_torch_are_told_apart() -> None:
+    absent = decide(_facts("auto", None, folder=None))
+    unreadable = decide(_facts("auto", None, folder="/site/torch"))
+    assert (absent.outcome, unreadable.outcome) == ("unsupported", "unsupported")
+    assert "no torch was found" in absent.reason
+    assert "/site/torch" in unreadable.reason
+
+
+@pytest.mark.parametrize(
+    ("value", "switch"),
+    [
+        (None, "auto"),
+        ("", "auto"),
+        (" ", "auto"),
+        ("auto", "auto"),
+        ("AUTO", "auto"),
+        ("Off", "off"),
+        ("strict ", "strict"),
+    ],
+)
+def test_switch_values(value: str | None, switch: str) -> None:
+    assert gate.read_switch({} if value is None else {"TORCH_DCP_BACKPORT": value}) == switch
+
+
+@pytest.mark.parametrize("value", ["0", "no", "on", "true", "of", "auto,strict"])
+def test_unknown_switch_value_names_the_valid_ones(value: str) -> None:
+    with pytest.raises(ValueError, match="off, auto, strict") as caught:
+        gate.read_switch({"TORCH_DCP_BACKPORT": value})
+    assert repr(value) in str(caught.value)
+
+
+SIGNATURES = [
+    ("def _broadcast_state_dict(full, local, device, pg=None, strict=False): ...\n", AFFECTED),
+    (
+        "def _broadcast_state_dict(full, local, device, pg=None, strict=False, cpu_offload=False): ...\n",
+        FIXED,
+    ),
+    (
+        "def _broadcast_state_dict(full, local, *, cpu_offload: bool = False) -> None:\n    return None\n",
+        FIXED,
+    ),
+    ("cpu_offload = 1\ndef _broadcast_state_dict(full):\n    cpu_offload = full\n", AFFECTED),
+    ("def other(cpu_offload): ...\n", UNKNOWN),
+    ("class A:\n    def _broadcast_state_dict(self, cpu_offload): ...\n", UNKNOWN),
+    ("def _broadcast_state_dict(\n", UNKNOWN),
+    ("", UNKNOWN),
+    (None, UNKNOWN),
+]
+
+
+@pytest.fixture
+def torch_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is found as torch and must never be executed."""
+    folder = tmp_path / "torch"
+    (folder / "distributed").mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise AssertionError('torch was imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    return folder
+
+
+@pytest.mark.parametrize(("source", "found"), SIGNATURES)
+def test_probe_reads_the_code_without_running_it(torch_on_disk: Path, source: str | None, found: str) -> None:
+    if source is not None:
+        (torch_on_disk / "distributed" / "_state_dict_utils.py").write_text("1 / 0\n" * bool(source) + source)
+    assert gate.read_facts({}).probe() == found
+    assert "torch" not in sys.modules
+
+
+VERSION_FILES = [
+    ("__all__ = ['__version__']\n__version__ = '2.6.0+cu124'\ncuda = '12.4'\n", "2.6.0+cu124"),
+    ('__version__ = "2.5.1"  # made by setup.py\n', "2.5.1"),
+    ("__version__: str = '2.4.0'\n", "2.4.0"),
+    ("__version__ = compute()\n", None),
+    ("__version__ = ''\n", None),
+    ("debug = False\n", None),
+    (None, None),
+]
+
+
+@pytest.mark.parametrize(("text", "version"), VERSION_FILES)
+def test_version_is_read_from_disk(torch_on_disk: Path, text: str | None, version: str | None) -> None:
+    if text is not None:
+        (torch_on_disk / "version.py").write_text(text)
+    facts = gate.read_facts({})
+    assert (facts.version, facts.folder) == (version, str(torch_on_disk))
+    assert "torch" not in sys.modules
+
+
+def test_what_is_loaded_wins_over_what_lies_on_disk(
+    torch_on_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (torch_on_disk / "version.py").write_text("__version__ = '2.5.0'\n")
+    loaded = ModuleType("torch")
+    loaded.__path__ = [str(torch_on_disk)]
+    monkeypatch.setitem(sys.modules, "torch", loaded)
+    assert gate.read_facts({}).version == "2.5.0"  # half initialised: it has no __version__ yet
+    loaded.__version__ = type("TorchVersion", (str,), {})("2.6.0")  # type: ignore[attr-defined]
+    version = gate.read_facts({}).version
+    assert version == "2.6.0"
+    assert type(version) is str
+
+
+def test_a_stub_in_the_place_of_torch_is_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stub in (None, ModuleType("torch"), object()):
+        monkeypatch.setitem(sys.modules, "torch", stub)  # type: ignore[arg-type]
+        facts = gate.read_facts({})
+        assert (facts.version, facts.folder) == (None, None)
+
+
+def test_off_does_not_even_look_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "_torch_folder", lambda: pytest.fail("looked for torch"))
+    assert decide(gate.read_facts({"TORCH_DCP_BACKPORT": "off"})).outcome == "disabled"
+
+
+def test_a_finder_that_forbids_torch_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forbids:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == "torch":
+                raise ImportError("no torch in this process")
+
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Forbids(), *sys.meta_path])
+    assert gate.read_facts({}).folder is None

@@ -1,0 +1,697 @@
+"""Hooks, replacement and undo on a package that stands in for torch (tests/imports has the real one)."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fakes
+import pytest
+import wrapt.importer
+
+from torch_dcp_backport.activation import importer as importer_module
+from torch_dcp_backport.activation import replace
+from torch_dcp_backport.activation.importer import Installer
+from torch_dcp_backport.activation.replace import call_misfit
+from torch_dcp_backport.activation.status import BackportWarning, LateImportWarning
+
+MODULES = ("fakehost", "fakehost.low", "fakehost.high", "fakeprovider", "client", "lazy")
+
+
+@pytest.fixture(autouse=True)
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The fake packages, importable and not imported yet; warnings are errors unless a test expects them."""
+    fakes.write(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    wrapt.register_post_import_hook(lambda module: None, "sys")  # puts wrapt's finder into sys.meta_path
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", ImportWarning)
+        yield tmp_path
+    for name in MODULES:
+        sys.modules.pop(name, None)
+    wrapt.importer._post_import_hooks.pop("fakehost.high", None)
+
+
+def installer(strict: bool = False) -> Installer:
+    return Installer(fakes.TABLE, fakes.STRICT if strict else fakes.AUTO)
+
+
+def load(name: str) -> types.ModuleType:
+    return importlib.import_module(name)
+
+
+def stock() -> dict[str, dict[str, object]]:
+    """The modules' globals as they are now, to be compared by identity."""
+    return {name: dict(vars(sys.modules[name])) for name in ("fakehost.low", "fakehost.high")}
+
+
+def same(a: dict[str, dict[str, object]], b: dict[str, dict[str, object]]) -> bool:
+    return all(a[m].keys() == b[m].keys() and all(a[m][n] is b[m][n] for n in a[m]) for m in a)
+
+
+def assert_applied(subject: Installer) -> None:
+    low, high, ours = (sys.modules[name] for name in ("fakehost.low", "fakehost.high", "fakeprovider"))
+    status = subject.status()
+    assert (status.outcome, status.reason) == ("applied", "fakehost 2.6 is ill")
+    assert dict(status.replaced) == fakes.NAMES
+    assert status.records == fakes.RECORDS
+    assert status.overridden == ()
+    for module, names in ((low, fakes.NAMES["fakehost.low"]), (high, fakes.NAMES["fakehost.high"])):
+        for name in names:
+            assert getattr(module, name) is getattr(ours, name)
+    assert high.Options.__module__ == "fakehost.high"
+    assert high._load.__module__ == "fakeprovider"
+    # What was not replaced finds what was.
+    assert high.load_with(None) == "our _load"
+
+
+def test_waits_for_the_module_and_then_applies() -> None:
+    subject = installer()
+    subject.install()
+    assert subject.status().outcome == "pending"
+    assert "waiting for fakehost.high" in subject.status().reason
+    assert not {"fakehost", "fakeprovider"} & set(sys.modules)
+    load("fakehost.low")
+    assert subject.status().outcome == "pending"
+    assert "fakeprovider" not in sys.modules
+    load("fakehost.high")
+    assert_applied(subject)
+
+
+def test_applies_at_once_where_the_module_is_loaded() -> None:
+    load("fakehost.high")
+    hooks = dict(wrapt.importer._post_import_hooks)
+    subject = installer()
+    subject.install()
+    assert_applied(subject)
+    assert wrapt.importer._post_import_hooks == hooks
+
+
+def test_the_import_system_keeps_no_trace() -> None:
+    subject = installer()
+    subject.install()
+    finders = list(sys.meta_path)
+    high = load("fakehost.high")
+    assert_applied(subject)
+    assert "fakehost.high" not in wrapt.importer._post_import_hooks
+    assert type(high.__loader__) is type(load("json").__loader__)
+    assert high.__spec__ is not None
+    assert high.__spec__.loader is high.__loader__
+    assert sys.meta_path == finders
+
+
+def test_installing_again_changes_nothing() -> None:
+    subject = installer()
+    subject.install()
+    subject.install()
+    assert len(wrapt.importer._post_import_hooks["fakehost.high"]) == 1
+    load("fakehost.high")
+    applied = stock()
+    subject.install()
+    assert same(stock(), applied)
+    assert_applied(subject)
+
+
+def test_remove_restores_torchs_own_objects() -> None:
+    load("fakehost.high")
+    before = stock()
+    first = installer()
+    first.install()
+    assert not same(stock(), before)
+    assert first.remove() == []
+    assert same(stock(), before)
+    assert load("fakeprovider").Options.__module__ == "fakeprovider"
+    second = installer()
+    second.install()
+    assert_applied(second)
+    second.remove()
+    assert same(stock(), before)
+
+
+def test_remove_takes_the_hook_back() -> None:
+    subject = installer()
+    subject.install()
+    assert subject.remove() == []
+    assert "fakehost.high" not in wrapt.importer._post_import_hooks
+    assert load("fakehost.high").load_with(None) == "stock _load"
+    assert "fakeprovider" not in sys.modules
+
+
+def test_a_hook_that_could_not_be_taken_back_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = installer()
+    subject.install()
+    monkeypatch.setattr(subject, "_unhook", lambda: None)
+    subject.remove()
+    assert load("fakehost.high").load_with(None) == "stock _load"
+    assert "fakeprovider" not in sys.modules
+
+
+def test_other_hooks_on_the_same_module_stay() -> None:
+    seen: list[types.ModuleType] = []
+    subject = installer()
+    subject.install()
+    wrapt.importer.register_post_import_hook(seen.append, "fakehost.high")
+    subject.remove()
+    assert seen == [load("fakehost.high")]
+
+
+def test_remove_leaves_what_somebody_else_put_there_since() -> None:
+    load("fakehost.high")
+    before = stock()
+    subject = installer()
+    subject.install()
+    high = sys.modules["fakehost.high"]
+    high.load = other = lambda: None  # type: ignore[attr-defined]
+    assert subject.status().overridden == ("fakehost.high.load",)
+    assert subject.remove() == ["fakehost.high.load"]
+    assert high.load is other
+    before["fakehost.high"]["load"] = other
+    assert same(stock(), before)
+
+
+def test_a_reload_is_noticed() -> None:
+    subject = installer()
+    subject.install()
+    importlib.reload(load("fakehost.high"))
+    assert "fakehost.high._load" in subject.status().overridden
+
+
+def test_the_class_pickles_as_torchs_while_applied() -> None:
+    options = load("fakehost.high").Options(False)
+    old = pickle.dumps(options)
+    subject = installer()
+    subject.install()
+    new = pickle.dumps(sys.modules["fakehost.high"].Options(False))
+    assert b"fakeprovider" not in new
+    assert type(pickle.loads(old)) is load("fakeprovider").Options
+    subject.remove()
+    assert type(pickle.loads(new)) is type(options)
+
+
+# --- what was bound early
+
+
+def client(host: Path) -> types.ModuleType:
+    (host / "client.py").write_text(
+        "from fakehost.high import load, Options as O, quiet\nfrom fakehost import high\nkept = [load]\n"
+    )
+    return load("client")
+
+
+def test_late_bindings_are_rebound_and_told_once(host: Path) -> None:
+    module = client(host)
+    subject = installer()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        subject.install()
+        subject.install()
+    assert [warning.category for warning in caught] == [LateImportWarning]
+    text = str(caught[0].message)
+    assert "client.O, client.load, client.quiet." in text
+    assert "high" not in text
+    assert caught[0].filename == __file__
+    ours = load("fakeprovider")
+    assert (module.load, module.O, module.quiet) == (ours.load, ours.Options, ours.quiet)
+    assert sorted(subject.status().late_bindings) == ["client.O", "client.load", "client.quiet"]
+    assert module.kept[0] is not ours.load
+    assert module.kept[0](None, None) == "our _load"  # out of reach, but what it calls is not
+    subject.remove()
+    assert module.load is module.kept[0]
+
+
+def test_torchs_own_late_bindings_are_rebound_silently(host: Path) -> None:
+    (host / "fakehost" / "extra.py").write_text("from fakehost.high import load\n")
+    extra = load("fakehost.extra")
+    subject = installer()
+    subject.install()
+    assert extra.load is load("fakeprovider").load
+    assert subject.status().late_bindings == ("fakehost.extra.load",)
+    sys.modules.pop("fakehost.extra")
+
+
+def test_strict_refuses_late_bindings_before_anything_changes(host: Path) -> None:
+    module = client(host)
+    before, bound = stock(), dict(vars(module))
+    subject = installer(strict=True)
+    with pytest.raises(RuntimeError, match=r"client\.O, client\.load, client\.quiet"):
+        subject.install()
+    assert subject.status().outcome == "conflict"
+    assert same(stock(), before)
+    assert vars(module) == bound
+
+
+def test_a_warning_turned_into_an_error_changes_nothing(host: Path) -> None:
+    client(host)
+    before = stock()
+    subject = installer()
+    with pytest.raises(LateImportWarning):
+        subject.install()
+    assert subject.status().outcome == "conflict"
+    assert same(stock(), before)
+
+
+def test_the_scan_runs_no_code_of_lazy_or_odd_modules(host: Path) -> None:
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name: str) -> object:
+            raise AssertionError(f"asked for {name}")
+
+    class Odd:
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(f"asked for {name}")
+
+        @property
+        def __class__(self) -> type:  # type: ignore[override]
+            raise AssertionError("asked for the class")
+
+    load("fakehost.high")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "lazy", Lazy("lazy"))
+        patch.setitem(sys.modules, "odd", Odd())  # type: ignore[arg-type]
+        patch.setitem(sys.modules, "nothing", None)  # type: ignore[arg-type]
+        subject = installer()
+        subject.install()
+        assert_applied(subject)
+
+
+# --- what is refused
+
+
+def foreign_function() -> None:
+    high = load("fakehost.high")
+    high.load = lambda model, state, *, options=None: None  # type: ignore[attr-defined]
+
+
+def foreign_wrapper() -> None:
+    import functools
+
+    high = load("fakehost.high")
+    inner = high._load
+
+    @functools.wraps(inner)
+    def wrapper(*args: object) -> object:
+        return inner(*args)
+
+    high._load = wrapper  # type: ignore[attr-defined]
+
+
+def foreign_wrapt() -> None:
+    high = load("fakehost.high")
+    high.load = wrapt.FunctionWrapper(high.load, lambda f, i, a, k: f(*a, **k))  # type: ignore[attr-defined]
+
+
+def foreign_class() -> None:
+    high = load("fakehost.high")
+    high.Options = type("Options", (high.Options,), {"__module__": "elsewhere"})  # type: ignore[attr-defined]
+
+
+def foreign_copy_of_us() -> None:
+    load("fakehost.high")
+    Installer(fakes.TABLE, fakes.AUTO).install()
+
+
+@pytest.mark.parametrize(
+    "shim", [foreign_function, foreign_wrapper, foreign_wrapt, foreign_class, foreign_copy_of_us]
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_somebody_elses_patch_is_left_alone(shim: Callable[[], None], strict: bool) -> None:
+    shim()
+    before = stock()
+    subject = installer(strict)
+    with pytest.raises(RuntimeError) if strict else pytest.warns(BackportWarning) as caught:
+        subject.install()
+    message = str(caught.value if strict else caught[0].message)  # type: ignore[index, union-attr]
+    assert "was already replaced by" in message
+    assert "was left as it is" in message
+    assert subject.status().outcome == "conflict"
+    assert subject.status().reason in message
+    assert same(stock(), before)
+
+
+WRONG = {
+    "a name is missing": {
+        "high": fakes.HIGH.replace("def _load(", "def _load2(").replace("return _load(", "return _load2(")
+    },
+    "a newer parameter": {
+        "high": fakes.HIGH.replace(
+            "(model, state, *, options=None)", "(model, state, *, options=None, assign=False)"
+        )
+    },
+    "another order": {"low": fakes.LOW.replace("(state, device, strict", "(device, state, strict")},
+    "the provider lacks one": {"provider": fakes.PROVIDER.replace("def names", "def other")},
+    "the provider needs more": {
+        "provider": fakes.PROVIDER.replace("def names(model)", "def names(model, prefix)")
+    },
+    "a class for a function": {
+        "provider": fakes.PROVIDER.replace("def names(model):", "class names:\n  def __init__(self, model):")
+    },
+    "the provider cannot be imported": {"provider": "import no_such_module\n"},
+    "the provider dies": {"provider": "1 / 0\n"},
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("case", WRONG)
+def test_an_unknown_layout_is_left_alone(host: Path, case: str, strict: bool) -> None:
+    fakes.write(host, **WRONG[case])
+    load("fakehost.high")
+    before = stock()
+    subject = installer(strict)
+    with pytest.raises(RuntimeError) if strict else pytest.warns(BackportWarning):
+        subject.install()
+    assert subject.status().outcome == "unsupported"
+    assert subject.status().replaced == ()
+    assert same(stock(), before)
+
+
+def test_a_refusal_in_the_hook_does_not_break_torchs_import(host: Path) -> None:
+    fakes.write(host, **WRONG["a newer parameter"])
+    subject = installer()
+    subject.install()
+    with pytest.warns(BackportWarning, match="no parameter assign"):
+        high = load("fakehost.high")
+    assert high.load_with(None) == "stock _load"
+    assert subject.status().outcome == "unsupported"
+
+
+def test_a_refusal_in_the_hook_raises_when_strict(host: Path) -> None:
+    fakes.write(host, **WRONG["a newer parameter"])
+    subject = installer(strict=True)
+    subject.install()
+    with pytest.raises(RuntimeError, match="no parameter assign"):
+        load("fakehost.high")
+    assert subject.status().outcome == "unsupported"
+
+
+def test_half_way_failure_restores_everything(host: Path) -> None:
+    # The last class refuses to say that it is torch's, when all functions are written already.
+    picky = "class Picky(type):\n  def __setattr__(cls, name, value):\n    raise TypeError('not me')\n"
+    fakes.write(
+        host,
+        provider=picky
+        + fakes.PROVIDER.replace("class Options:", "class Options(metaclass=Picky):").replace(
+            "@dataclass\n", "@(lambda c: c)\n"
+        ),
+        high=fakes.HIGH.replace("@dataclass\n", ""),
+    )
+    module = client(host)
+    before, bound = stock(), dict(vars(module))
+    subject = installer()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        subject.install()
+    assert [warning.category for warning in caught] == [LateImportWarning, BackportWarning]
+    assert "taken back: TypeError: not me" in str(caught[1].message)
+    assert subject.status().outcome == "unsupported"
+    assert same(stock(), before)
+    assert vars(module) == bound
+    assert load("fakeprovider").Options.__module__ == "fakeprovider"
+
+
+def test_the_second_class_fails_and_the_first_gets_its_name_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    load("fakehost.high")
+    before = stock()
+    swaps = replace.plan(fakes.TABLE, (2, 6), False)
+
+    class Refuses(type):
+        def __setattr__(cls, name: str, value: object) -> None:
+            raise TypeError("not me")
+
+    namespace = vars(load("fakehost.high"))
+    two = Refuses("Two", (), {})
+    swaps.append(replace.Swap("fakehost.high", "load_with", namespace, namespace["load_with"], two))
+    with pytest.raises(TypeError, match="not me"):
+        replace.Replacement(swaps, []).write()
+    assert same(stock(), before)
+    assert load("fakeprovider").Options.__module__ == "fakeprovider"
+
+
+# --- releases
+
+
+@pytest.mark.parametrize(
+    ("release", "preview", "outcome"),
+    [
+        ((2, 4), False, "applied"),
+        ((2, 5), False, "unsupported"),
+        ((2, 5), True, "applied"),
+        ((2, 6), True, "unsupported"),
+    ],
+)
+def test_a_newer_name_may_be_missing_in_older_and_preview_builds(
+    host: Path, release: tuple[int, int], preview: bool, outcome: str
+) -> None:
+    fakes.write(
+        host,
+        low=fakes.LOW.replace("def spread", "def other"),
+        high=fakes.HIGH.replace("move, spread", "move"),
+    )
+    load("fakehost.high")
+    subject = Installer(fakes.TABLE, fakes.AUTO._replace(release=release, preview=preview))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        subject.install()
+    status = subject.status()
+    assert status.outcome == outcome
+    if outcome == "applied":
+        assert "spread" not in dict(status.replaced)["fakehost.low"]
+
+
+# --- half-executed modules and threads
+
+
+def test_imported_from_within_torchs_module_it_waits_and_says_so(host: Path) -> None:
+    """The module imports something that imports us: half executed, in our own thread."""
+    subject = installer()
+    importlib.import_module("json").fake_callback = subject.install  # type: ignore[attr-defined]
+    fakes.write(host, high=fakes.HIGH.replace("def _load(", "import json; json.fake_callback()\ndef _load("))
+    with pytest.warns(BackportWarning, match="is being imported right now"):
+        high = load("fakehost.high")
+    assert high.load_with(None) == "stock _load"
+    assert subject.status().outcome == "pending"
+    assert "call torch_dcp_backport.activate()" in subject.status().reason
+    subject.install()
+    assert_applied(subject)
+
+
+def in_thread(function: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    failures: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            function()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=guarded, daemon=True)
+    thread.start()
+    return thread, failures
+
+
+SLOW = "import threading, json\njson.fake_started.set()\nassert json.fake_go.wait(20)\n"
+
+
+@pytest.fixture
+def gates(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    import json
+
+    started, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(json, "fake_started", started, raising=False)
+    monkeypatch.setattr(json, "fake_go", go, raising=False)
+    return started, go
+
+
+def test_another_thread_is_in_the_middle_of_the_import(
+    host: Path, gates: tuple[threading.Event, threading.Event]
+) -> None:
+    fakes.write(host, high=SLOW + fakes.HIGH)
+    started, go = gates
+    importing, failed = in_thread(lambda: load("fakehost.high"))
+    assert started.wait(20)
+    subject = installer()
+    installing, failed_too = in_thread(subject.install)
+    installing.join(0.2)
+    assert installing.is_alive()  # it waits and does not touch the half-executed module
+    assert "fakeprovider" not in sys.modules
+    go.set()
+    importing.join(20)
+    installing.join(20)
+    assert not failed + failed_too
+    assert_applied(subject)
+
+
+def test_an_import_that_began_just_before_the_hook_is_not_missed(
+    host: Path, gates: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other thread has passed the finders, but its module is not in sys.modules yet."""
+    started, go = gates
+
+    class Slow:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == "fakehost.high":
+                started.set()
+                assert go.wait(20)
+
+    load("fakehost.low")
+    place = 1 + max(n for n, f in enumerate(sys.meta_path) if isinstance(f, wrapt.importer.ImportHookFinder))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path[:place], Slow(), *sys.meta_path[place:]])
+    importing, failed = in_thread(lambda: load("fakehost.high"))
+    assert started.wait(20)
+    assert "fakehost.high" not in sys.modules
+    subject = installer()
+    installing, failed_too = in_thread(subject.install)
+    installing.join(0.2)
+    go.set()
+    importing.join(20)
+    installing.join(20)
+    assert not failed + failed_too
+    assert_applied(subject)
+    assert "fakehost.high" not in wrapt.importer._post_import_hooks
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_module_comes_up_while_the_hook_is_registered(
+    host: Path,
+    gates: tuple[threading.Event, threading.Event],
+    monkeypatch: pytest.MonkeyPatch,
+    fails: bool,
+) -> None:
+    """wrapt then calls the hook at once, with a module that another thread has only half executed."""
+    fakes.write(host, high=SLOW + ("1 / 0\n" if fails else "") + fakes.HIGH)
+    started, go = gates
+    real = wrapt.register_post_import_hook
+    imports: list[tuple[threading.Thread, list[BaseException]]] = []
+
+    def register(hook: Callable[[types.ModuleType], None], name: str) -> None:
+        if not imports:
+            imports.append(in_thread(lambda: load("fakehost.high")))
+            assert started.wait(20)
+        real(hook, name)
+
+    monkeypatch.setattr(wrapt, "register_post_import_hook", register)
+    subject = installer()
+    installing, failed = in_thread(subject.install)
+    installing.join(0.2)
+    assert installing.is_alive()
+    assert subject.status().outcome == "pending"
+    go.set()
+    installing.join(20)
+    ((importing, import_errors),) = imports
+    importing.join(20)
+    assert not failed
+    if fails:
+        assert [type(error) for error in import_errors] == [ZeroDivisionError]
+        assert subject.status().outcome == "pending"
+        fakes.write(host)
+        importlib.invalidate_caches()
+        load("fakehost.high")
+    assert_applied(subject)
+
+
+def test_many_threads_at_once_apply_once(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes: list[object] = []
+    real = importer_module.Replacement.write
+    monkeypatch.setattr(
+        importer_module.Replacement, "write", lambda self: (writes.append(self), real(self))[1]
+    )
+    subject = installer()
+    barrier = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        barrier.wait(20)
+        if number % 2:
+            load("fakehost.high")
+        else:
+            subject.install()
+
+    threads = [in_thread(lambda number=number: work(number)) for number in range(8)]  # type: ignore[misc]
+    for thread, failures in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+        assert not failures
+    assert_applied(subject)
+    assert len(writes) == 1
+    assert "fakehost.high" not in wrapt.importer._post_import_hooks
+
+
+def test_no_lock_is_held_while_the_replacements_are_imported(
+    host: Path, gates: tuple[threading.Event, threading.Event]
+) -> None:
+    started, go = gates
+    fakes.write(host, provider=SLOW + fakes.PROVIDER)
+    load("fakehost.high")
+    subject = installer()
+    applying, failed = in_thread(subject.install)
+    assert started.wait(20)
+    # Another thread asks, installs again and registers a hook meanwhile.
+    assert subject.status().outcome == "pending"
+    subject.install()
+    seen: list[object] = []
+    wrapt.importer.register_post_import_hook(seen.append, "fakehost.high")
+    assert seen
+    go.set()
+    applying.join(20)
+    assert not failed
+    assert_applied(subject)
+
+
+def test_removed_while_another_thread_is_applying(
+    host: Path, gates: tuple[threading.Event, threading.Event]
+) -> None:
+    started, go = gates
+    fakes.write(host, provider=SLOW + fakes.PROVIDER)
+    load("fakehost.high")
+    before = stock()
+    subject = installer()
+    applying, failed = in_thread(subject.install)
+    assert started.wait(20)
+    subject.remove()
+    go.set()
+    applying.join(20)
+    assert not failed
+    assert same(stock(), before)
+
+
+def test_an_import_that_wrapt_missed_is_told_and_can_be_made_good() -> None:
+    subject = installer()
+    subject.install()
+    wrapt.importer._post_import_hooks.pop("fakehost.high")
+    load("fakehost.high")
+    assert subject.status().outcome == "pending"
+    assert "loaded unnoticed" in subject.status().reason
+    subject.install()
+    assert_applied(subject)
+
+
+# --- signatures
+
+
+def _f(a, b, c=1, *, d=None):  # type: ignore[no-untyped-def]
+    ...
+
+
+MISFITS: list[tuple[Callable[..., object], str | None]] = [
+    (lambda a, b, c=1, *, d=None: None, None),
+    (lambda a, b, c=1, d=None: None, None),
+    (lambda a, b, c=2, e=3, *, d=None, g=0: None, None),
+    (lambda a, b, c=1, *rest, d=None, **more: None, None),
+    (lambda a, b, c=1: None, "no parameter d"),
+    (lambda b, a, c=1, *, d=None: None, "parameter a is not number 1"),
+    (lambda a, b, c, *, d=None: None, "parameter c has no default"),
+    (lambda a, b, c=1, *, d: None, "parameter d has no default"),
+    (lambda a, b, c=1, *, d=None, e: None, "new parameter e has no default"),
+    (lambda a, b, *, c=1, d=None: None, "parameter c is keyword-only"),
+    (lambda *args, **kwargs: None, "no parameter a"),
+]
+
+
+@pytest.mark.parametrize(("ours", "misfit"), MISFITS)
+def test_ours_must_take_every_call_that_stock_takes(ours: Callable[..., object], misfit: str | None) -> None:
+    found = call_misfit(_f, ours)
+    assert found == misfit

@@ -1,0 +1,108 @@
+"""status(): as data, as text, and as something to compare between ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from torch_dcp_backport import __version__
+from torch_dcp_backport.activation.status import MEANING, BackportWarning, LateImportWarning, Status
+
+APPLIED = Status(
+    "applied",
+    "torch 2.6.0 lacks it",
+    "auto",
+    "2.6.0",
+    replaced=(("torch.a", ("f", "g")), ("torch.b", ("h",))),
+    records=("0001-x", "0002-y"),
+    late_bindings=("train.f",),
+    overridden=("torch.a.g",),
+)
+
+
+def test_outcomes_are_the_documented_six() -> None:
+    assert set(MEANING) == {"applied", "pending", "not-needed", "disabled", "unsupported", "conflict"}
+
+
+@pytest.mark.parametrize("outcome", sorted(MEANING))
+def test_text_says_what_why_and_how_to_leave(outcome: str) -> None:
+    text = str(Status(outcome, "because of this", "auto", "2.6.0+cu124"))
+    for part in (
+        f"{__version__}: {outcome}",
+        MEANING[outcome],
+        "2.6.0+cu124",
+        "because of this",
+        "=off",
+        "torch >= 2.7",
+    ):
+        assert part in text
+    assert "replaced  " not in text
+
+
+def test_text_lists_what_was_done() -> None:
+    text = str(APPLIED)
+    for part in (
+        "2 names in torch.a:",
+        "f, g",
+        "1 names in torch.b:",
+        "patches/:\n               0001-x, 0002-y\n",
+    ):
+        assert part in text
+    assert "train.f" in text.split("bound early")[1]
+    assert "torch.a.g" in text.split("lost")[1]
+
+
+def test_text_stays_readable_with_many_names() -> None:
+    names = tuple(f"some_rather_long_function_name_{number}" for number in range(40))
+    lines = str(APPLIED._replace(replaced=(("torch.a", names),))).splitlines()
+    assert max(map(len, lines)) <= 115
+    for name in names:
+        assert sum(name in line.replace(",", " ").split() for line in lines) == 1
+
+
+def test_off_is_told_how_to_switch_on() -> None:
+    text = str(Status("disabled", "TORCH_DCP_BACKPORT=off", "off", None))
+    assert "unset it to switch on" in text
+    assert "not looked at" in text
+
+
+def test_data_survives_json() -> None:
+    data = json.loads(json.dumps(APPLIED.to_dict()))
+    assert data == APPLIED.to_dict()
+    assert data["replaced"] == {"torch.a": ["f", "g"], "torch.b": ["h"]}
+    assert data["fingerprint"] == APPLIED.fingerprint
+    assert data["version"] == __version__
+    assert set(data) == {*Status._fields, "fingerprint"}
+
+
+def test_fingerprint_is_known_beforehand() -> None:
+    # Spelled out, so that a hash that differs between processes or machines is seen.
+    status = Status("not-needed", "any", "auto", "2.7.0", version="1.0")
+    assert status.fingerprint == "2594a80e3fd6"
+
+
+def test_fingerprint_tells_what_was_done_and_nothing_of_the_rank() -> None:
+    base = APPLIED.fingerprint
+    same = [{"late_bindings": ()}, {"reason": "other words"}, {"switch": "strict"}, {"overridden": ()}]
+    other = [
+        {"outcome": "pending"},
+        {"torch_version": "2.5.1"},
+        {"version": "9.9"},
+        {"replaced": ()},
+        {"records": ()},
+    ]
+    assert all(APPLIED._replace(**change).fingerprint == base for change in same)  # type: ignore[arg-type]
+    prints = {APPLIED._replace(**change).fingerprint for change in other}  # type: ignore[arg-type]
+    assert base not in prints
+    assert len(prints) == len(other)
+
+
+def test_status_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        APPLIED.outcome = "pending"  # type: ignore[misc]
+
+
+def test_warnings_can_be_filtered_by_our_own_class() -> None:
+    assert issubclass(LateImportWarning, BackportWarning)
+    assert issubclass(BackportWarning, UserWarning)

@@ -1,0 +1,89 @@
+"""The table against itself, against the running torch, and against patches/."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from torch_dcp_backport.activation import replace
+from torch_dcp_backport.activation.table import FIRST, FIXED_IN, STATE_DICT, STATE_DICT_UTILS, TABLE, Target
+
+TORCH = tuple(int(part) for part in version("torch").split(".")[:2])
+affected = pytest.mark.skipif(
+    not FIRST <= TORCH < FIXED_IN, reason="a torch that is not replaced has another layout"
+)
+
+
+def test_no_name_is_listed_twice() -> None:
+    places = [(target.module, target.name) for target in TABLE.targets]
+    assert len(places) == len(set(places))
+    assert TABLE.modules == (STATE_DICT_UTILS, STATE_DICT)
+    assert all(FIRST <= target.since < FIXED_IN for target in TABLE.targets)
+
+
+def test_names_imported_from_the_other_module_are_replaced_in_both() -> None:
+    helpers = {target.name for target in TABLE.targets if target.module == STATE_DICT_UTILS}
+    assert helpers <= {target.name for target in TABLE.targets if target.module == STATE_DICT}
+
+
+def test_shared_state_stays_torchs() -> None:
+    assert not {"_patched_state_dict", "_patch_model_state_dict"} & {target.name for target in TABLE.targets}
+
+
+def test_records_and_patches_name_each_other() -> None:
+    folder = Path(__file__).resolve().parents[2] / "patches"
+    written = {path.stem for path in folder.glob("[0-9]*.md")}
+    assert {record for target in TABLE.targets for record in target.records} == written
+
+
+def test_provider_has_every_name_on_every_torch() -> None:
+    provider = import_module(TABLE.provider)
+    assert [target.name for target in TABLE.targets if not hasattr(provider, target.name)] == []
+
+
+@affected
+@pytest.mark.parametrize("target", TABLE.targets, ids=lambda target: f"{target.module}.{target.name}")
+def test_since_is_true_of_this_torch(target: Target) -> None:
+    assert hasattr(import_module(target.module), target.name) is (target.since <= TORCH)
+
+
+@affected
+def test_every_public_function_and_class_of_torchs_module_is_replaced() -> None:
+    module = import_module(STATE_DICT)
+    public = {name for name in module.__all__ if callable(getattr(module, name)) and name[0].islower()}
+    listed = {target.name for target in TABLE.targets if target.module == STATE_DICT}
+    assert public | {"StateDictOptions"} <= listed
+
+
+@affected
+def test_what_is_not_replaced_is_known() -> None:
+    """A function of state_dict.py that is neither replaced nor listed here was forgotten."""
+    module = import_module(STATE_DICT)
+    listed = {target.name for target in TABLE.targets}
+    own = {
+        name
+        for name, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == STATE_DICT and name not in listed
+    }
+    assert own == {"_patch_model_state_dict", "_patch_optimizer_state_dict"}
+
+
+@affected
+@pytest.mark.parametrize("preview", [False, True])
+def test_the_whole_set_can_be_planned(preview: bool) -> None:
+    """Whether this process has activated or not, stock is torch's and ours takes every call of stock."""
+    import torch_dcp_backport
+
+    import_module(STATE_DICT)
+    before = torch_dcp_backport.status().outcome
+    torch_dcp_backport.deactivate()
+    try:
+        swaps = replace.plan(TABLE, TORCH, preview)  # type: ignore[arg-type]
+        assert [swap.name for swap in swaps] == [t.name for t in TABLE.targets if t.since <= TORCH]
+        assert all(swap.stock is not swap.ours for swap in swaps)
+    finally:
+        if before in ("applied", "pending"):
+            torch_dcp_backport.activate()

@@ -1,0 +1,118 @@
+"""The command line: status, verify, run. Importing the package has activated it before this file starts.
+
+Parses and delegates; must never decide anything about torch itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import sys
+
+import torch_dcp_backport
+
+PROG = "python -m torch_dcp_backport"
+
+HELP = f"""\
+usage: {PROG} COMMAND ...
+
+The fix of torch.distributed.checkpoint.state_dict for torch >= 2.4, < 2.7.
+
+  status [--json] [--load]   say what is decided for this environment, and why
+  verify ...                 load a model with stock torch and with the fix, and compare memory and values
+  run SCRIPT ARGS...         run a script with the fix active, as `python SCRIPT ARGS...` would
+  run -m MODULE ARGS...      run a module with the fix active, as `python -m MODULE ARGS...` would
+
+`{PROG} COMMAND --help` says more.
+
+TORCH_DCP_BACKPORT=auto      (default) fix where needed, warn where that is not possible
+TORCH_DCP_BACKPORT=strict    raise where that is not possible, or where torch's functions were bound too early
+TORCH_DCP_BACKPORT=off       leave torch alone
+
+exit codes: 0 fine; 2 wrong usage; else as the command's help says
+"""
+
+RUN_HELP = f"""\
+usage: {PROG} run SCRIPT ARGS...
+       {PROG} run -m MODULE ARGS...
+
+Activates torch_dcp_backport, then runs SCRIPT or MODULE as __main__ with ARGS, all of them untouched.
+Below torchrun: torchrun --nproc-per-node 8 -m torch_dcp_backport run train.py ARGS...
+
+Covers this process, and what it forks. A process that the program spawns anew, as
+torch.multiprocessing.spawn does, is covered only if the program has `import torch_dcp_backport`.
+
+exit code: the program's; 2 where there is nothing to run
+"""
+
+STATUS_HELP = """\
+Say what torch_dcp_backport decided for this environment and why. Torch is not imported for this unless --load
+is given, so that a torch that needs the fix shows as `pending`.
+"""
+
+STATUS_CODES = "exit codes: 0 applied, pending, not-needed, disabled; 1 unsupported, conflict; 2 wrong usage"
+
+
+def main(argv: list[str]) -> int:
+    command, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if command == "status":
+        return status(rest)
+    if command == "verify":
+        from torch_dcp_backport.regression.verify import main as verify
+
+        return verify(rest)
+    if command == "run":
+        return run(rest)
+    if command in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    if command == "--version":
+        print(torch_dcp_backport.__version__)
+        return 0
+    if command:
+        print(f"{PROG}: no command {command!r}\n", file=sys.stderr)
+    print(HELP, end="", file=sys.stderr)
+    return 2
+
+
+def status(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog=f"{PROG} status", description=STATUS_HELP, epilog=STATUS_CODES)
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument("--load", action="store_true", help="import torch's module first, as training does")
+    args = parser.parse_args(argv)
+    found = torch_dcp_backport.status()
+    if args.load and found.outcome == "pending":
+        import torch.distributed.checkpoint.state_dict  # noqa: F401
+
+        found = torch_dcp_backport.status()
+    print(json.dumps(found.to_dict(), indent=2) if args.json else found)
+    return 1 if found.outcome in ("unsupported", "conflict") else 0
+
+
+def run(argv: list[str]) -> int:
+    """Become the program. Its SystemExit is ours."""
+    if argv[:1] in (["-h"], ["--help"]):
+        print(RUN_HELP, end="")
+        return 0
+    if argv[:1] == ["-m"] and len(argv) > 1:
+        # `python -m` had put the working directory first in sys.path, and it is right there for this one too.
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return 0
+    script = argv[0] if argv and not argv[0].startswith("-") else ""
+    if not os.path.exists(script):
+        what = f"no file {script}" if script else "nothing to run"
+        print(f"{PROG} run: {what}\n\n{RUN_HELP}", end="", file=sys.stderr)
+        return 2
+    sys.argv = argv
+    # Python puts the script's folder there, unless told not to trust it (-P).
+    if os.path.isfile(script) and not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""Decides whether this process needs the backport, from torch's version, a probe of its files and the switch.
+
+Must never import torch, and must never change anything: facts in, Decision out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch_dcp_backport.activation.table import FIRST, FIXED_IN, STATE_DICT
+
+VARIABLE = "TORCH_DCP_BACKPORT"
+SWITCHES = ("off", "auto", "strict")
+
+# What the probe of torch's files can find.
+FIXED, AFFECTED, UNKNOWN = "fixed", "affected", "unknown"
+
+
+class Facts(NamedTuple):
+    """What the decision rests on."""
+
+    switch: str  # off, auto or strict
+    version: str | None  # torch's version; None where it could not be read
+    folder: str | None  # where torch lies; None where there is no torch
+    probe: Callable[[], str]  # looks at torch's files; called only where the version does not tell
+
+
+class Decision(NamedTuple):
+    """`pending` here means: replace, as soon as torch's modules are there."""
+
+    outcome: str
+    reason: str
+    switch: str
+    torch_version: str | None = None
+    release: tuple[int, int] = (0, 0)
+    preview: bool = False  # a pre-release or vendor build: newer names may be missing
+
+
+def read_switch(environ: Mapping[str, str]) -> str:
+    value = environ.get(VARIABLE, "").strip().lower() or "auto"
+    if value not in SWITCHES:
+        valid = ", ".join(SWITCHES)
+        raise ValueError(f"{VARIABLE}={environ[VARIABLE]!r}: expected one of {valid}, or unset for auto")
+    return value
+
+
+def read_facts(environ: Mapping[str, str]) -> Facts:
+    switch = read_switch(environ)
+    if switch == "off":  # then not even a look at torch
+        return Facts(switch, None, None, lambda: UNKNOWN)
+    folder = _torch_folder()
+    return Facts(switch, _torch_version(folder), folder, lambda: _probe(folder))
+
+
+def decide(facts: Facts) -> Decision:
+    """The outcome for these facts, with a reason that a person can act on."""
+    if facts.switch == "off":
+        return Decision("disabled", f"{VARIABLE}=off", "off")
+    fixed_in = _dotted(FIXED_IN)
+    unsupported = (
+        f"torch was left as it is. Install torch >= {_dotted(FIRST)}, or better >= {fixed_in}, which needs "
+        f"no backport; {VARIABLE}=off silences this."
+    )
+    if facts.version is None:
+        if facts.folder is None:
+            why = "no torch was found in this environment"
+        else:
+            why = f"torch lies in {facts.folder}, but its version cannot be read from there"
+        return Decision("unsupported", f"{why}; {unsupported}", facts.switch)
+
+    from packaging.version import InvalidVersion, Version
+
+    text = facts.version
+    try:
+        version = Version(text)
+    except InvalidVersion:
+        why = f"torch's version {text!r} is not one that can be compared"
+        return Decision("unsupported", f"{why}; {unsupported}", facts.switch, text)
+    release = (version.major, version.minor)
+    preview = version.is_prerelease
+
+    def decision(outcome: str, reason: str) -> Decision:
+        return Decision(outcome, reason, facts.switch, text, release, preview)
+
+    if release < FIRST:
+        return decision("unsupported", f"torch {text} is older than {_dotted(FIRST)}; {unsupported}")
+    if release > FIXED_IN or (release == FIXED_IN and not preview):
+        return decision("not-needed", f"torch {text} has the fix: this package can be uninstalled")
+    needed = f"torch {text} lacks what torch {fixed_in} fixed in {STATE_DICT}"
+    if not preview:
+        return decision("pending", needed)
+    # Nightly and vendor builds are cut on any day: some of 2.7.0a0 lack the fix, some of 2.6.0a0 may have it.
+    found = facts.probe()
+    if found == FIXED:
+        return decision("not-needed", f"torch {text} (a pre-release or vendor build) has the fix in its code")
+    if found == AFFECTED:
+        return decision("pending", f"{needed} (a pre-release or vendor build, decided by its code)")
+    return decision("unsupported", f"torch {text} (a pre-release or vendor build) is unknown; {unsupported}")
+
+
+def _dotted(release: tuple[int, int]) -> str:
+    return f"{release[0]}.{release[1]}"
+
+
+def _torch_folder() -> str | None:
+    """Where torch lies, or would be imported from."""
+    if "torch" in sys.modules:
+        # Perhaps half-initialised, or somebody's stub: then no __path__.
+        paths = getattr(sys.modules["torch"], "__path__", None)
+    else:
+        from importlib.util import find_spec
+
+        try:
+            spec = find_spec("torch")
+        except ImportError:  # some finder forbids torch
+            spec = None
+        paths = spec.submodule_search_locations if spec is not None else None
+    for path in paths or ():
+        return str(path)
+    return None
+
+
+def _torch_version(folder: str | None) -> str | None:
+    # What is loaded wins over what lies on disk.
+    loaded = getattr(sys.modules.get("torch"), "__version__", None)
+    if isinstance(loaded, str):
+        return str.__str__(loaded)  # torch has a subclass of str there
+    if folder is None:
+        return None
+    for line in _read(folder, "version.py").splitlines():
+        if line.startswith("__version__"):
+            value = line.partition("=")[2].partition("#")[0].strip()
+            if len(value) > 2 and value[0] == value[-1] and value[0] in "'\"":
+                return value[1:-1]
+    return None
+
+
+def _probe(folder: str | None) -> str:
+    """The fix came with a new parameter of the broadcast helper: is it there?"""
+    import ast  # 5 ms, and rarely needed
+
+    try:
+        tree = ast.parse(_read(folder or "", "distributed", "_state_dict_utils.py"))
+    except (SyntaxError, ValueError):
+        return UNKNOWN
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "_broadcast_state_dict":
+            names = {argument.arg for argument in node.args.args + node.args.kwonlyargs}
+            return FIXED if "cpu_offload" in names else AFFECTED
+    return UNKNOWN
+
+
+def _read(*parts: str) -> str:
+    try:
+        with open(os.path.join(*parts), encoding="utf-8") as handle:
+            return handle.read()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,115 @@
+"""What happened in this process, as data and as text, and the warnings that go with it.
+
+Only reports; must never change torch, and never claims more than was done.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import NamedTuple
+
+from torch_dcp_backport._version import __version__
+from torch_dcp_backport.activation.gate import VARIABLE
+from torch_dcp_backport.activation.table import FIXED_IN
+
+# What each outcome means to somebody who has not read the code.
+MEANING = {
+    "applied": "torch's functions are replaced in this process",
+    "pending": "nothing is replaced yet; it will be when torch's module is imported",
+    "not-needed": "this torch has the fix, nothing was touched",
+    "disabled": "switched off, nothing is replaced",
+    "unsupported": "this torch cannot be fixed here, nothing was touched",
+    "conflict": "somebody else got to these functions first, nothing was touched",
+}
+
+
+class BackportWarning(UserWarning):
+    """torch_dcp_backport could not do what it was imported for."""
+
+
+class LateImportWarning(BackportWarning):
+    """Modules had bound torch's functions before torch_dcp_backport was imported."""
+
+
+class Status(NamedTuple):
+    """The state of this process, immutable; `print(status())` explains it."""
+
+    outcome: str  # one of MEANING
+    reason: str
+    switch: str  # off, auto or strict
+    torch_version: str | None
+    version: str = __version__  # of this package
+    replaced: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (module, names)
+    records: tuple[str, ...] = ()  # files in patches/, without .md
+    late_bindings: tuple[str, ...] = ()  # "module.name" that had torch's object and was given ours
+    overridden: tuple[str, ...] = ()  # "module.name" that no longer is what we put there
+
+    @property
+    def fingerprint(self) -> str:
+        """The same on all ranks that did the same, for launchers to compare; without what may differ."""
+        from hashlib import sha256
+
+        facts = (self.version, self.torch_version, self.outcome, self.replaced, self.records)
+        return sha256(repr(facts).encode()).hexdigest()[:12]
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        data: dict[str, object] = {name: getattr(self, name) for name in self._fields}
+        data["replaced"] = {module: list(names) for module, names in self.replaced}
+        for name in ("records", "late_bindings", "overridden"):
+            data[name] = list(getattr(self, name))
+        data["fingerprint"] = self.fingerprint
+        return data
+
+    def __str__(self) -> str:
+        torch = self.torch_version or ("not looked at" if self.switch == "off" else "unknown")
+        lines = [
+            f"torch_dcp_backport {self.version}: {self.outcome} ({MEANING[self.outcome]})",
+            f"  torch        {torch}",
+            f"  why          {self.reason}",
+        ]
+        for module, names in self.replaced:
+            lines += [f"  replaced     {len(names)} names in {module}:", *_wrapped(names)]
+        if self.records:
+            lines += ["  because of   these defects, described in patches/:", *_wrapped(self.records)]
+        if self.late_bindings:
+            lines += ["  bound early  and given the replacement afterwards:", *_wrapped(self.late_bindings)]
+        if self.overridden:
+            lines += ["  lost         replaced again since by somebody else:", *_wrapped(self.overridden)]
+        hint = (
+            "unset it to switch on" if self.switch == "off" else "start the process with =off to switch off"
+        )
+        lines += [
+            f"  switch       {VARIABLE}={self.switch}; {hint}",
+            f"  delete it    with torch >= {FIXED_IN[0]}.{FIXED_IN[1]}: remove the import and uninstall",
+            f"  fingerprint  {self.fingerprint} (compare between ranks)",
+        ]
+        return "\n".join(lines)
+
+
+def _wrapped(names: tuple[str, ...], width: int = 96) -> list[str]:
+    """Names in lines, indented to the text column."""
+    lines = [""]
+    for name in names:
+        if lines[-1] and len(lines[-1]) + len(name) + 3 > width:
+            lines.append("")
+        lines[-1] += f"{name}, "
+    return [" " * 15 + line.rstrip() for line in lines[:-1]] + [" " * 15 + lines[-1].rstrip(", ")]
+
+
+def tell(message: str, category: type[BackportWarning]) -> None:
+    """Warn at the line of the first caller who is neither us nor the import machinery."""
+    ours = ("torch_dcp_backport", "wrapt", "importlib", "_frozen_importlib", "_frozen_importlib_external")
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ours:
+        frame = frame.f_back
+    scope = frame.f_globals
+    warnings.warn_explicit(
+        f"torch_dcp_backport: {message}",
+        category,
+        filename=frame.f_code.co_filename,
+        lineno=frame.f_lineno,
+        module=scope.get("__name__", "<unknown>"),
+        registry=scope.setdefault("__warningregistry__", {}),
+    )

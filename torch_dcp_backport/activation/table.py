@@ -1,0 +1,95 @@
+"""The one list of what is replaced in torch: where, which name, since when, for which records in patches/.
+
+Data only: everything else reads it. Must never import torch or the replacements themselves.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Releases that get the replacements: FIRST <= release < FIXED_IN.
+FIRST = (2, 4)
+FIXED_IN = (2, 7)
+
+STATE_DICT = "torch.distributed.checkpoint.state_dict"
+STATE_DICT_UTILS = "torch.distributed._state_dict_utils"
+
+# The records in patches/.
+KEPT_ALIVE = "0001-full-tensor-kept-alive"
+BAD_INPUT = "0002-bad-input-loads-or-hangs"
+REPLACED = "0003-parameters-replaced-by-a-meta-load"
+OVERWRITTEN = "0004-callers-dict-overwritten"
+NEVER_FREED = "0005-model-never-freed"
+OPTIMIZER = "0006-optimizer-load-fails-or-loses-values"
+GATHERS_TO_ALL = "0007-full-get-gathers-to-every-rank"
+
+
+class Target(NamedTuple):
+    """One name in one of torch's modules; the provider has the replacement under the same name."""
+
+    module: str
+    name: str
+    since: tuple[int, int]  # the first torch release whose module has the name, or FIRST
+    records: tuple[str, ...]  # files in patches/, without .md
+
+
+class Table(NamedTuple):
+    """A coherent set: all of it is replaced, or none."""
+
+    provider: str  # our package that has the replacements
+    owner: str  # the top-level package that must have defined what is replaced
+    trigger: str  # the module whose import completes the set
+    targets: tuple[Target, ...]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(target.module for target in self.targets))
+
+
+# The public names, and the private ones too: a function bound before activation in a place that cannot be
+# reached (a closure, a partial) is still torch's own, but finds these through the module's globals.
+# Where no record is named, torch's own would do, but works only with other parts of torch's own.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "StateDictOptions": (),
+    "get_state_dict": (NEVER_FREED, OPTIMIZER, GATHERS_TO_ALL),
+    "get_model_state_dict": (NEVER_FREED, GATHERS_TO_ALL),
+    "get_optimizer_state_dict": (NEVER_FREED, OPTIMIZER, GATHERS_TO_ALL),
+    "set_state_dict": (KEPT_ALIVE, BAD_INPUT, REPLACED, OVERWRITTEN, NEVER_FREED, OPTIMIZER),
+    "set_model_state_dict": (KEPT_ALIVE, BAD_INPUT, REPLACED, OVERWRITTEN, NEVER_FREED),
+    "set_optimizer_state_dict": (KEPT_ALIVE, BAD_INPUT, OVERWRITTEN, NEVER_FREED, OPTIMIZER),
+    "_EXTRA_STATE": (),
+    "_StateDictInfo": (),
+    "_flatten_optim_state_dict": (OPTIMIZER,),
+    "_gc_context": (),
+    "_get_fqns": (NEVER_FREED,),
+    "_get_model_state_dict": (GATHERS_TO_ALL,),
+    "_get_optim_state_dict": (OPTIMIZER, GATHERS_TO_ALL),
+    "_init_optim_state": (OPTIMIZER,),
+    "_iterate_valid_model_state": (),
+    "_load_model_state_dict": (KEPT_ALIVE, BAD_INPUT, REPLACED, OVERWRITTEN),
+    "_load_optim_state_dict": (KEPT_ALIVE, BAD_INPUT, OVERWRITTEN, OPTIMIZER),
+    "_maybe_full_or_cpu_state_dict": (GATHERS_TO_ALL,),
+    "_split_optim_state_dict": (OPTIMIZER,),
+    "_state_dict_fn": (),
+    "_unflatten_model_state_dict": (),
+    "_unflatten_optim_state_dict": (OPTIMIZER,),
+    "_verify_options": (NEVER_FREED,),
+    "_verify_state_dict": (BAD_INPUT,),
+}
+# Left to torch on purpose, and shared: _patch_model_state_dict, _patch_optimizer_state_dict and the
+# mutable set _patched_state_dict that they fill. A second copy of that set recurses without end.
+
+# Helpers that state_dict.py imports by name, so that both modules hold them.
+_HELPERS = (("_broadcast_state_dict", (2, 4)), ("_distribute_state_dict", (2, 5)))
+_HELPED = (KEPT_ALIVE, BAD_INPUT)
+
+TABLE = Table(
+    provider="torch_dcp_backport.state_dict",
+    owner="torch",
+    trigger=STATE_DICT,
+    targets=(
+        *(Target(STATE_DICT_UTILS, name, since, _HELPED) for name, since in _HELPERS),
+        *(Target(STATE_DICT, name, since, _HELPED) for name, since in _HELPERS),
+        *(Target(STATE_DICT, name, FIRST, records) for name, records in _NAMES.items()),
+    ),
+)

@@ -1,0 +1,137 @@
+"""Reads this process's memory: the kernel's figures, and the exact bytes that tensors keep alive.
+
+It must never hold on to what it measures and must never guess: where there is no /proc it says None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+MIB = 1 << 20
+INTERVAL = 0.01  # seconds between two samples of a Watch
+
+
+def _status(name: str) -> int | None:
+    try:
+        with open("/proc/self/status") as lines:
+            for line in lines:
+                if line.startswith(name + ":"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def resident() -> int | None:
+    return _status("VmRSS")
+
+
+def peak_resident() -> int | None:
+    """The highest resident memory since the process began, or since `forget_peak`."""
+    return _status("VmHWM")
+
+
+def private_data() -> int | None:
+    """What RLIMIT_DATA counts: private writable memory, touched or not."""
+    return _status("VmData")
+
+
+def forget_peak() -> bool:
+    try:
+        with open("/proc/self/clear_refs", "w") as handle:
+            handle.write("5")
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def data_limit(room: int) -> Iterator[None]:
+    """Let this process have `room` bytes of private memory more than it has now, not a byte beyond."""
+    import resource  # not on every system that torch runs on
+
+    now = private_data()
+    if now is None:
+        raise RuntimeError("this system does not tell how much private memory a process has (no /proc)")
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = now + room
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+    )
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's own part; any other tensor itself. `to_local` would go through autograd."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def own_bytes(tensor: torch.Tensor) -> int:
+    part = local(tensor)
+    return part.numel() * part.element_size()
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages behind the local parts, each storage counted once."""
+    storages = {}
+    for tensor in tensors:
+        storage = local(tensor).untyped_storage()
+        if storage.device.type != "meta":
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@dataclass
+class Watch:
+    """Follows resident memory while a block runs; all figures are bytes above the block's beginning."""
+
+    peak: int | None = None  # set by `stop_peak`; None where the kernel does not tell
+    after: int | None = None  # at the block's end
+    history: list[tuple[float, int]] = field(default_factory=list)  # (seconds, bytes)
+    marks: dict[str, float] = field(default_factory=dict)  # name -> seconds
+
+    def __enter__(self) -> Watch:
+        self._quit = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._exact = forget_peak()
+        self._base = resident()
+        self._began = time.perf_counter()
+        if self._base is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._quit.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        now = resident()
+        if now is not None and self._base is not None:
+            self.after = now - self._base
+
+    def mark(self, name: str) -> None:
+        self.marks[name] = time.perf_counter() - self._began
+
+    def stop_peak(self) -> None:
+        """Take the peak here; what follows in the block is no longer part of it."""
+        highest = peak_resident()
+        if self._exact and highest is not None and self._base is not None:
+            self.peak = highest - self._base
+
+    def _sample(self) -> None:
+        while not self._quit.is_set():
+            now = resident()
+            if now is not None and self._base is not None:
+                self.history.append((time.perf_counter() - self._began, now - self._base))
+            self._quit.wait(INTERVAL)

@@ -1,0 +1,311 @@
+"""The table of what the suite loads, and what its ranks run to load it and to look at the result.
+
+The expected values come from a formula, slice by slice, never through the library or torch's state-dict code.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torch_dcp_backport.regression import meter
+
+STAGING = 64 * meter.MIB  # the transfer's default budget
+SLACK = 64 * meter.MIB  # thread stacks, gloo's and the allocators' own
+STEP = 3.0
+LEARNING_RATE = 0.125
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One parameter or buffer of a model."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    buffer: bool = False
+
+
+Shapes = tuple[tuple[Leaf, ...], ...]  # the leaves of every block; a block is one FSDP2 unit
+
+DENSE: Shapes = ((Leaf((2048, 2048)),),) * 16  # 256 MiB, no tensor over 1/16 of it
+UNEVEN: Shapes = (
+    (Leaf((10, 64)), Leaf((3, 32)), Leaf((1, 16)), Leaf((7,))),  # padded shards, and ranks without a row
+    (Leaf((64, 33)), Leaf((5, 3, 2)), Leaf((5, 4), buffer=True), Leaf((), "int64", buffer=True)),
+    (Leaf((513, 1024), "bfloat16"), Leaf((9,), "bfloat16")),
+    *(((Leaf((16, 16)), Leaf((18,))),) * 20),
+)
+TINY: Shapes = (
+    (Leaf((12, 8)),),
+    (Leaf((9, 4)),),
+)  # to have every lazy import and buffer in place before a measurement
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One load: what is loaded, and where from the model starts."""
+
+    name: str
+    optimizer: bool = False  # AdamW's state; else the model's
+    meta: bool = False  # the model is made on the meta device; else its parameters exist
+
+
+SCENARIOS = {
+    s.name: s
+    for s in (
+        Scenario("model"),
+        Scenario("model-meta", meta=True),
+        Scenario("optimizer", optimizer=True),
+        Scenario("optimizer-meta", optimizer=True, meta=True),
+    )
+}
+
+
+@dataclass
+class Loaded:
+    """A model, its optimizer where the scenario has one, and what rank 0 loads into them."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    source: dict[str, Any]  # empty on every rank but 0
+
+
+def value(key: str, leaf: Leaf, device: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+    """The tensor that belongs under `key`, or these rows of it: exact in every dtype used here."""
+    width = 1
+    for size in leaf.shape[1:]:
+        width *= size
+    first, last = rows if rows is not None else (0, leaf.shape[0] if leaf.shape else 1)
+    flat = torch.arange(first * width, last * width, dtype=torch.int64, device=device)
+    flat.mul_(2654435761).add_(zlib.crc32(key.encode())).bitwise_right_shift_(9).bitwise_and_(0xFF)
+    return flat.to(getattr(torch, leaf.dtype)).reshape((last - first, *leaf.shape[1:]) if leaf.shape else ())
+
+
+def rows_of(size: int, rank: int, world: int) -> tuple[int, int]:
+    """FSDP2's rows for a rank: equal parts rounded up, so that the last ranks may get fewer or none."""
+    part = -(-size // world)
+    return min(rank * part, size), min((rank + 1) * part, size)
+
+
+def leaves(shapes: Shapes) -> Iterator[tuple[str, Leaf]]:
+    for number, block in enumerate(shapes):
+        for index, leaf in enumerate(block):
+            yield f"blocks.{number}.leaf{index}", leaf
+
+
+def shard_bytes(shapes: Shapes, rank: int, world: int, *, padded: bool, buffers: bool) -> int:
+    """What a rank's parts need; with FSDP2's padding, its shards of one tensor are as large as rank 0's."""
+    total = 0
+    for _, leaf in leaves(shapes):
+        size = getattr(torch, leaf.dtype).itemsize
+        for extent in leaf.shape[1:]:
+            size *= extent
+        if leaf.buffer:
+            total += size * (leaf.shape[0] if leaf.shape else 1) * buffers
+        else:
+            first, last = rows_of(leaf.shape[0], 0 if padded else rank, world)
+            total += size * (last - first)
+    return total
+
+
+def build(shapes: Shapes, device: str) -> nn.Module:
+    model = nn.Module()
+    blocks = nn.ModuleList()
+    for block in shapes:
+        unit = nn.Module()
+        for index, leaf in enumerate(block):
+            # Not a value that any source has, and written to, so that the memory is really there.
+            tensor = torch.full(leaf.shape, 77, dtype=getattr(torch, leaf.dtype), device=device)
+            if leaf.buffer:
+                unit.register_buffer(f"leaf{index}", tensor)
+            else:
+                unit.register_parameter(f"leaf{index}", nn.Parameter(tensor))
+        blocks.append(unit)
+    model.blocks = blocks
+    return model
+
+
+def shard(model: nn.Module, units: Iterable[nn.Module], device: str) -> nn.Module:
+    """FSDP2 on every unit and on the whole, over all ranks."""
+    place = importlib.import_module("torch.distributed.fsdp")
+    if not hasattr(place, "fully_shard"):  # torch 2.4 and 2.5
+        place = importlib.import_module("torch.distributed._composable.fsdp")
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    for module in (*units, model):
+        place.fully_shard(module, mesh=mesh)
+    return model
+
+
+def prepare(api: ModuleType, scenario: Scenario, shapes: Shapes, device: str) -> Loaded:
+    """Everything up to the call that is looked at; rank 0 gets the full state to load."""
+    model = build(shapes, "meta" if scenario.meta else device)
+    shard(model, model.get_submodule("blocks").children(), device)
+    mine = dist.get_rank() == 0
+    weights = {key: value(key, leaf, "cpu") for key, leaf in leaves(shapes)} if mine else {}
+    if not scenario.optimizer:
+        return Loaded(model, None, weights)
+    if scenario.meta:
+        call(api, Loaded(model, None, weights))
+        weights.clear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    parameters = {key: leaf for key, leaf in leaves(shapes) if not leaf.buffer}
+    source: dict[str, Any] = {}
+    if mine:
+        source["state"] = {
+            key: {
+                "step": torch.tensor(STEP),
+                **{state: value(f"{key}.{state}", leaf, "cpu") for state in STATES},
+            }
+            for key, leaf in parameters.items()
+        }
+        group = {name: setting for name, setting in optimizer.param_groups[0].items() if name != "params"}
+        source["param_groups"] = [{**group, "lr": LEARNING_RATE, "params": list(parameters)}]
+    return Loaded(model, optimizer, source)
+
+
+def call(api: ModuleType, loaded: Loaded) -> None:
+    """The call that the package is about."""
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    if loaded.optimizer is None:
+        api.set_model_state_dict(loaded.model, loaded.source, options=options)
+    else:
+        api.set_optimizer_state_dict(loaded.model, loaded.optimizer, loaded.source, options=options)
+
+
+def warm_up(api: ModuleType, scenario: Scenario, device: str) -> None:
+    call(api, prepare(api, scenario, TINY, device))
+    gc.collect()
+
+
+def parts(loaded: Loaded) -> dict[str, torch.Tensor]:
+    """Every local part that the load was to fill, by name."""
+    parameters = dict(loaded.model.named_parameters())
+    if loaded.optimizer is None:
+        return {
+            key: meter.local(t.detach()) for key, t in (*parameters.items(), *loaded.model.named_buffers())
+        }
+    found = {}
+    for key, parameter in parameters.items():
+        state: Mapping[str, torch.Tensor] = loaded.optimizer.state[parameter]
+        found.update({f"{key}.{name}": meter.local(tensor) for name, tensor in state.items()})
+    return found
+
+
+def wrong_values(loaded: Loaded, shapes: Shapes) -> list[str]:
+    """The names of the parts that are not, bit for bit, this rank's slice of the source."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = parts(loaded)
+    expected: dict[str, tuple[Leaf, str]] = {}
+    wrong = []
+    for key, leaf in leaves(shapes):
+        if loaded.optimizer is None:
+            expected[key] = (leaf, key)
+        elif not leaf.buffer:
+            expected.update({f"{key}.{state}": (leaf, key) for state in STATES})
+            step = found.pop(f"{key}.step", None)
+            if step is None or step.item() != STEP:
+                wrong.append(f"{key}.step")
+    for name, (leaf, _) in expected.items():
+        part = found.pop(name, None)
+        rows = None if leaf.buffer else rows_of(leaf.shape[0], rank, world)
+        if part is None or not _same(part, value(name, leaf, part.device.type, rows)):
+            wrong.append(name)
+    if loaded.optimizer is not None and loaded.optimizer.param_groups[0]["lr"] != LEARNING_RATE:
+        wrong.append("param_groups.0.lr")
+    return wrong + sorted(found)  # what is left was never asked for
+
+
+def _same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return got.dtype == wanted.dtype and got.shape == wanted.shape and torch.equal(got, wanted)
+
+
+def room_of(what: Scenario) -> tuple[int, int]:
+    """(bytes that the dense load may take above the state before it, bytes that stay of them)."""
+    mine = shard_bytes(DENSE, dist.get_rank(), dist.get_world_size(), padded=True, buffers=True)
+    new = mine * len(STATES) if what.optimizer else mine if what.meta else 0
+    return new + STAGING + SLACK, new
+
+
+def load_within_limit(api: ModuleType, scenario: str) -> dict[str, Any]:
+    """Load the dense model with room for this rank's shard and a margin, far below the whole."""
+    what = SCENARIOS[scenario]
+    warm_up(api, what, "cpu")
+    loaded = prepare(api, what, DENSE, "cpu")
+    room, _ = room_of(what)
+    gc.collect()
+    dist.barrier()
+    with meter.data_limit(room):
+        enforced = _limit_holds(room)
+        if enforced:
+            call(api, loaded)
+    loaded.source.clear()
+    return {"enforced": enforced, "wrong": wrong_values(loaded, DENSE) if enforced else []}
+
+
+def _limit_holds(room: int) -> bool:
+    """Some kernels take the limit and do not keep it."""
+    try:
+        torch.empty(room + SLACK, dtype=torch.uint8)
+    except RuntimeError:
+        return True
+    return False
+
+
+def load_and_look(api: ModuleType, scenario: str) -> dict[str, Any]:
+    """Load the uneven model; then weigh every storage that a local part keeps alive."""
+    what = SCENARIOS[scenario]
+    warm_up(api, what, "cpu")
+    loaded = prepare(api, what, UNEVEN, "cpu")
+    call(api, loaded)
+    loaded.source.clear()
+    gc.collect()
+    found = parts(loaded)
+    limits = limits_of(loaded, found)
+    held = {key: part.untyped_storage().nbytes() for key, part in found.items()}
+    return {
+        "oversized": {key: [held[key], limits[key]] for key in found if held[key] > limits[key]},
+        "held": meter.storage_bytes(found.values()),
+        "limit": sum(limits.values()),
+        "parts": len(found),
+        "wrong": wrong_values(loaded, UNEVEN),
+    }
+
+
+def limits_of(loaded: Loaded, found: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The most that each part's storage may have: its own bytes; for a parameter, FSDP2's padded shard."""
+    limits = {key: meter.own_bytes(part) for key, part in found.items()}
+    if loaded.optimizer is None:
+        for key, leaf in leaves(UNEVEN):
+            limits[key] = shard_bytes(((leaf,),), 0, dist.get_world_size(), padded=True, buffers=True)
+    return limits
+
+
+def load_on_gpu(api: ModuleType, scenario: str) -> dict[str, Any]:
+    """Load the dense model from host memory onto the GPU, by the GPU allocator's own account."""
+    what = SCENARIOS[scenario]
+    warm_up(api, what, "cuda")
+    loaded = prepare(api, what, DENSE, "cuda")
+    room, new = room_of(what)
+    gc.collect()
+    dist.barrier()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call(api, loaded)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    loaded.source.clear()
+    gc.collect()
+    kept = torch.cuda.memory_allocated() - before
+    return {"peak": peak, "kept": kept, "room": room, "new": new, "wrong": wrong_values(loaded, DENSE)}

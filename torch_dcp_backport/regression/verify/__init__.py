@@ -1,0 +1,191 @@
+"""`python -m torch_dcp_backport verify`: a real load with stock torch and with the fix, side by side.
+
+Imports torch only in the ranks, and downloads nothing. Exit code: 0 within budget, 1 not, 2 could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from torch_dcp_backport._version import __version__
+from torch_dcp_backport.regression import launch
+from torch_dcp_backport.regression.verify import report
+
+WORK = "torch_dcp_backport.regression.verify.work:"
+LIMIT = 600.0  # seconds for one case
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+class CannotRun(RuntimeError):
+    """Why there is nothing to compare."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    try:
+        return verify(options)
+    except (CannotRun, launch.LaunchError) as error:
+        print(f"verify could not run: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m torch_dcp_backport verify", description=__doc__)
+    made.add_argument(
+        "--size", choices=("full", "tiny"), default="full", help="full is Qwen2.5-0.5B (default)"
+    )
+    made.add_argument("--world", type=int, default=4, help="ranks, at least 2 (default 4)")
+    made.add_argument("--plot", default="memory.png", metavar="FILE", help="the picture (default memory.png)")
+    made.add_argument("--no-plot", action="store_true", help="no picture")
+    made.add_argument("--json", metavar="FILE", help="everything that was measured")
+    return made
+
+
+def verify(options: argparse.Namespace) -> int:
+    if options.world < 2:
+        raise CannotRun(f"--world {options.world}: one rank has nothing to share, give 2 or more")
+    if find_spec("torch") is None:
+        raise CannotRun("torch is not installed for this Python")
+    library = all(find_spec(name) is not None for name in ("transformers", "safetensors"))
+    if not library:
+        _say("transformers and safetensors are not both here: a built-in model of the same shape instead, in")
+        _say("torch.save files. `pip install 'torch-dcp-backport[verify]'` brings them.")
+    with tempfile.TemporaryDirectory(prefix="dcp-backport-verify-") as folder:
+        runner = Runner(options.size, options.world, folder, library)
+        stock = runner.stock()
+        fixed = runner.fixed(stock)
+    about = {
+        "version": __version__,
+        "torch": stock.evidence["torch"],
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "size": options.size,
+        "world": options.world,
+        "library": library,
+        **runner.written,
+    }
+    faults = report.failures(fixed)
+    print(_headline(about), report.table((stock, fixed)), "", report.LEGEND, "", sep="\n")
+    if options.json:
+        document = report.document({"stock": stock, "fixed": fixed}, about, faults)
+        with open(options.json, "w") as file:
+            json.dump(document, file)
+        print(f"measurements: {options.json}")
+    if not options.no_plot:
+        print(_draw((stock, fixed), _headline(about), options.plot))
+    return _verdict(fixed, faults, report.measured((stock, fixed)))
+
+
+class Runner:
+    """Runs the cases of each side; the first run also writes the checkpoint."""
+
+    def __init__(self, size: str, world: int, folder: str, library: bool) -> None:
+        self.written: dict[str, Any] = {}
+        self._world = world
+        self._arguments = {"size": size, "folder": folder, "library": library}
+        self._began = time.monotonic()
+
+    def stock(self) -> report.Side:
+        write = launch.Job("write", WORK + "write", 1, self._arguments, seconds=LIMIT)
+        found = self._run(launch.STOCK, [write, *self._cases()])
+        torch = found["write"][0].evidence.get("torch", "")
+        fixed = found["write"][0].evidence.get("fixed") == "yes"
+        return _side(f"torch {torch} as it is{' (it has the fix)' if fixed else ''}", found)
+
+    def fixed(self, stock: report.Side) -> report.Side:
+        """The shim where torch needs it; where it does not, our functions called by their own name."""
+        native = stock.evidence["fixed"] == "yes"
+        if native:
+            _say("this torch needs no backport: compared with torch_dcp_backport.state_dict, called directly")
+        side = _side(
+            f"torch_dcp_backport.state_dict {__version__}"
+            if native
+            else f"with torch_dcp_backport {__version__}",
+            self._run(launch.DIRECT if native else launch.PATCHED, self._cases()),
+        )
+        if side.evidence.get("code") != "torch_dcp_backport":
+            raise CannotRun(
+                f"the ranks of the backport ran the code of {side.evidence.get('code', 'nobody')}; "
+                f"torch_dcp_backport.status() there: {side.evidence.get('outcome', 'unknown')}, because "
+                f"{side.evidence.get('reason', 'the ranks did not say')}"
+            )
+        return side
+
+    def _cases(self) -> list[launch.Job]:
+        return [
+            launch.Job(
+                case.name,
+                WORK + case.target,
+                self._world,
+                {**self._arguments, **({} if case.meta is None else {"meta": case.meta})},
+                seconds=LIMIT,
+            )
+            for case in report.CASES
+        ]
+
+    def _run(self, way: launch.Way, jobs: list[launch.Job]) -> dict[str, list[launch.RankReport]]:
+        names = ", ".join(job.name for job in jobs)
+        _say(f"[{self._clock()}] {way.name}: importing torch, then {names}")
+        preload = ["transformers.models.qwen2.modeling_qwen2"] if self._arguments["library"] else []
+
+        def done(job: launch.Job, reports: list[launch.RankReport]) -> None:
+            _say(f"[{self._clock()}] {way.name}: {job.name} {', '.join(sorted({r.ending for r in reports}))}")
+            if job.name == "write":
+                if reports[0].ending != "finished":
+                    raise CannotRun(f"the checkpoint could not be written.\n{reports[0]}")
+                self.written = reports[0].result
+
+        return launch.run(way, jobs, preload=preload, environment=OFFLINE, done=done)
+
+    def _clock(self) -> str:
+        return f"{time.monotonic() - self._began:5.1f} s"
+
+
+def _side(label: str, found: dict[str, list[launch.RankReport]]) -> report.Side:
+    return report.Side(label, {case.name: found[case.name] for case in report.CASES})
+
+
+def _headline(about: dict[str, Any]) -> str:
+    model = "Qwen2ForCausalLM from transformers" if about["library"] else "a built-in model of Qwen2's shape"
+    kind = "safetensors" if about["library"] else "torch.save"
+    return (
+        f"torch {about['torch']}, {model}, {about['parameters']:,} parameters in bfloat16,\n"
+        f"{about['files']} {kind} files, {about['world']} ranks, gloo on {about['cores']} CPU cores"
+    )
+
+
+def _draw(sides: tuple[report.Side, report.Side], headline: str, path: str) -> str:
+    if find_spec("matplotlib") is None:
+        return "picture: none, matplotlib is not here (`pip install 'torch-dcp-backport[verify]'`)"
+    if not report.measured(sides):
+        return "picture: none, this system does not tell a process's memory"
+    from torch_dcp_backport.regression.verify.plot import draw
+
+    draw(sides, headline, path)
+    return f"picture: {path}"
+
+
+def _verdict(fixed: report.Side, faults: list[str], measured: bool) -> int:
+    if not measured:
+        print("peaks were NOT measured: this system has no /proc. Storages and values were.")
+    if faults:
+        print(f"FAILED ({fixed.label}):", *faults, sep="\n  ")
+        failed = [r for reports in fixed.cases.values() for r in reports if r.ending != "finished"]
+        print(*failed[:1], sep="\n")  # the others' output is in the JSON file
+        return 1
+    print(f"PASSED: {fixed.label} stayed within its budget on every rank, and every value is equal")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

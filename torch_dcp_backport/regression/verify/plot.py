@@ -1,0 +1,84 @@
+"""Draws memory over time, one side beside the other, one line per rank.
+
+Imported only where a picture is wanted and matplotlib is there; draws what was sampled and smooths nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+
+from torch_dcp_backport.regression.meter import MIB
+from torch_dcp_backport.regression.verify.report import CASES, PEAK_MARGIN, Case, Side
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+
+
+def draw(sides: Sequence[Side], headline: str, path: str) -> None:
+    figure, grid = plt.subplots(
+        len(CASES),
+        len(sides),
+        figsize=(6.2 * len(sides), 3.4 * len(CASES)),
+        sharex="row",
+        sharey="row",
+        squeeze=False,
+    )
+    for case, row in zip(CASES, grid):
+        for side, axes in zip(sides, row):
+            _panel(axes, case, side)
+        row[0].set_ylabel("MiB above the state\njust before the call")
+    for axes in grid[-1]:
+        axes.set_xlabel("seconds since the call began")
+    handles, labels = _legend(grid)
+    figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False, fontsize=9)
+    figure.suptitle(headline, fontsize=11)
+    figure.tight_layout(rect=(0, 0.035, 1, 0.985))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _panel(axes: Any, case: Case, side: Side) -> None:
+    axes.set_title(f"{case.name}: {side.label}", fontsize=10)
+    axes.grid(alpha=0.25)
+    finished = [report for report in side.cases[case.name] if report.ending == "finished"]
+    for report in finished:
+        history = report.result["history"]
+        line = {"color": f"C{report.rank}", "linewidth": 1.4, "label": f"rank {report.rank}"}
+        axes.plot([at for at, _ in history], [held / MIB for _, held in history], **line)
+    if not finished:
+        error = side.cases[case.name][0]
+        axes.text(
+            0.5,
+            0.5,
+            f"{error.ending}\n{error.error[:60]}",
+            ha="center",
+            va="center",
+            transform=axes.transAxes,
+        )
+        return
+    seen = finished[-1].result
+    axes.axhline(
+        seen["whole"] / MIB, color="black", linewidth=1, linestyle=":", label=f"the whole {case.what}"
+    )
+    axes.axhline(
+        (seen["new"] + PEAK_MARGIN) / MIB,
+        color="tab:gray",
+        linewidth=1,
+        linestyle="--",
+        label="budget of the fixed side",
+    )
+
+
+def _legend(grid: Any) -> tuple[list[Any], list[str]]:
+    """Each label once, the models' first."""
+    entries: dict[str, Any] = {}
+    for axes in grid.flat:
+        for handle, label in zip(*axes.get_legend_handles_labels()):
+            entries.setdefault(
+                "the whole model / optimizer" if label.startswith("the whole") else label, handle
+            )
+    return list(entries.values()), list(entries)

@@ -1,0 +1,177 @@
+"""Judges what the ranks of `verify` found and puts it into a table and a JSON document.
+
+Every figure comes from a rank's report; what was not measured is called so and never passes for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch_dcp_backport.regression.launch import RankReport
+from torch_dcp_backport.regression.meter import MIB
+
+PEAK_MARGIN = 64 * MIB  # above what a rank has to hold after the call
+KEPT_FACTOR = 1.02  # of the rank's own bytes
+LEGEND = """\
+Each line is one rank. peak: its highest resident memory during the call, above the state just before it.
+kept: its resident memory after the call, likewise; what rank 0 handed in is let go and not counted.
+x: the same in multiples of the whole model (of the whole optimizer state). storages: bytes that its
+parameters (states) keep alive, counted exactly, in multiples of its shard. values: compared bit for bit
+with the files (with the optimizer that was saved)."""
+CALL = "full_state_dict=True, broadcast_from_rank0=True"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call that is measured."""
+
+    name: str
+    title: str
+    what: str  # what the multiples are multiples of
+    target: str  # the function of work.py
+    meta: bool | None = None  # its argument, for a model
+
+
+CASES = (
+    Case("load-meta", f"set_model_state_dict({CALL}), model on the meta device", "model", "load_model", True),
+    Case("load", f"set_model_state_dict({CALL}), model in memory", "model", "load_model", False),
+    Case("optimizer", f"set_optimizer_state_dict({CALL}), AdamW", "optimizer", "load_optimizer"),
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two that are compared."""
+
+    label: str
+    cases: Mapping[str, Sequence[RankReport]]  # by case name
+
+    @property
+    def evidence(self) -> Mapping[str, str]:
+        seen = (report.evidence for reports in self.cases.values() for report in reports)
+        return next((evidence for evidence in seen if evidence), {})
+
+
+def failures(side: Side) -> list[str]:
+    """What the fixed side is not allowed to do and did; one line each."""
+    return [
+        f"{case.name}, rank {report.rank}: {text}"
+        for case in CASES
+        for report in side.cases[case.name]
+        for text in _faults(report)
+    ]
+
+
+def _faults(report: RankReport) -> list[str]:
+    if report.ending != "finished":
+        return [_ending(report)]
+    seen = report.result
+    faults = []
+    budget = seen["new"] + PEAK_MARGIN
+    if seen["peak"] is not None and seen["peak"] > budget:
+        faults.append(f"peak {_mib(seen['peak'])} MiB, budget {_mib(budget)} MiB")
+    if seen["storages"] > KEPT_FACTOR * seen["shard"]:
+        faults.append(f"storages of {_mib(seen['storages'])} MiB for a shard of {_mib(seen['shard'])} MiB")
+    if seen["wrong"]:
+        faults.append(f"{len(seen['wrong'])} values differ: {', '.join(seen['wrong'][:3])}")
+    return faults
+
+
+def measured(sides: Sequence[Side]) -> bool:
+    """Did the kernel tell peaks?"""
+    reports = [r for side in sides for found in side.cases.values() for r in found if r.ending == "finished"]
+    return all(report.result["peak"] is not None for report in reports)
+
+
+def table(sides: Sequence[Side]) -> str:
+    lines: list[str] = []
+    for case in CASES:
+        blocks = [_block(side.label, side.cases[case.name]) for side in sides]
+        ranks = ["", "rank", *(f"{report.rank:4d}" for report in sides[0].cases[case.name])]
+        lines += ["", f"{case.name}: {case.title}", *_sizes(case, sides)]
+        lines += [" | ".join(parts).rstrip() for parts in zip(_padded(ranks), *map(_padded, blocks))]
+        lines += [text for side in sides for text in _untied(case, side)]
+    return "\n".join(lines)
+
+
+COLUMNS = ("peak MiB", "x", "kept MiB", "x", "storages", "seconds", "values")
+
+
+def _sizes(case: Case, sides: Sequence[Side]) -> list[str]:
+    found = [r.result for side in sides for r in side.cases[case.name] if r.ending == "finished"]
+    if not found:
+        return []
+    first = found[0]
+    return [
+        f"  {case.what} {_mib(first['whole'])} MiB, shard {_mib(first['shard'])} MiB; "
+        f"budget of the fixed side: peak {_mib(first['new'] + PEAK_MARGIN)} MiB, storages {KEPT_FACTOR}x"
+    ]
+
+
+def _untied(case: Case, side: Side) -> list[str]:
+    ranks = [str(r.rank) for r in side.cases[case.name] if r.result.get("tied") is False]
+    said = f"  {side.label}: the tied embedding became two parameters (rank {', '.join(ranks)})"
+    return [said] if ranks else []
+
+
+def _block(label: str, reports: Sequence[RankReport]) -> list[str]:
+    """One side of one case: its label, the heads of its columns, a line per rank."""
+    rows = [_cells(report) for report in reports]
+    widths = [
+        max(len(row[i]) for row in (COLUMNS, *(r for r in rows if len(r) > 1))) for i in range(len(COLUMNS))
+    ]
+    head, *lines = (
+        " ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in (COLUMNS, *rows)
+    )
+    # A rank that failed has one cell, its error, cut to about the width of the columns.
+    lines = [row[0][: max(len(head), 72)] if len(row) == 1 else line for row, line in zip(rows, lines)]
+    return [label, head, *lines]
+
+
+def _padded(lines: Sequence[str]) -> list[str]:
+    return [line.ljust(max(map(len, lines))) for line in lines]
+
+
+def _cells(report: RankReport) -> tuple[str, ...]:
+    if report.ending != "finished":
+        return (_ending(report),)
+    seen = report.result
+    return (
+        *_memory(seen["peak"], seen["whole"]),
+        *_memory(seen["kept"], seen["whole"]),
+        f"{seen['storages'] / seen['shard']:.2f}x",
+        f"{seen['seconds']:.1f}",
+        f"{len(seen['wrong'])} differ" if seen["wrong"] else "equal",
+    )
+
+
+def _ending(report: RankReport) -> str:
+    return f"{report.ending} {report.error}".strip().splitlines()[0]
+
+
+def _memory(held: int | None, whole: int) -> tuple[str, str]:
+    return ("unknown", "") if held is None else (_mib(held), f"{held / whole:+.2f}x")
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:.1f}"
+
+
+def document(sides: Mapping[str, Side], about: Mapping[str, Any], faults: Sequence[str]) -> dict[str, Any]:
+    return {
+        **about,
+        "budget": {"peak_margin_bytes": PEAK_MARGIN, "kept_factor": KEPT_FACTOR},
+        "failures": list(faults),
+        "sides": {
+            name: {
+                "label": side.label,
+                "evidence": dict(side.evidence),
+                "cases": {
+                    case: [asdict(report) for report in reports] for case, reports in side.cases.items()
+                },
+            }
+            for name, side in sides.items()
+        },
+    }

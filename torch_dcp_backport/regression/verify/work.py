@@ -1,0 +1,161 @@
+"""What each rank of `verify` does: make the model, make the call, say what it cost and what came of it.
+
+Measures only the call: whatever else needs memory is done before it or after it.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_dcp_backport.regression import meter, scenarios
+from torch_dcp_backport.regression.verify import model as models
+
+SETTLE = 0.3  # seconds of history after the call, for the picture
+LEARNING_RATE = 0.01
+
+
+def write(api: ModuleType, size: str, folder: str, library: bool) -> dict[str, int]:
+    return models.write_checkpoint(size, folder, library=library)
+
+
+def load_model(api: ModuleType, size: str, folder: str, library: bool, meta: bool) -> dict[str, Any]:
+    """Rank 0 reads the checkpoint; everybody gets its shard."""
+    scenarios.warm_up(api, scenarios.Scenario("warm-up", meta=meta), "cpu")
+    model = _sharded(size, library, meta)
+    checkpoint = models.Checkpoint(folder)
+    source = checkpoint.state_dict() if dist.get_rank() == 0 else {}
+    # Before the load: stock torch makes two parameters of the tied one.
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    shard = sum(_padded_bytes(parameter) for parameter in model.parameters())
+    loaded = scenarios.Loaded(model, None, source)
+    found = _measure(api, loaded, new=shard if meta else 0)
+    wrong = [key for key, tensor in _state(model).items() if not _from_file(checkpoint, key, tensor)]
+    return {
+        **found,
+        "whole": whole,
+        "shard": shard,
+        "storages": meter.storage_bytes(p.detach() for p in model.parameters()),
+        "tied": model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight"),
+        "wrong": wrong,
+    }
+
+
+def load_optimizer(api: ModuleType, size: str, folder: str, library: bool) -> dict[str, Any]:
+    """AdamW's states to rank 0 and back into a fresh optimizer, compared with the originals rank by rank."""
+    scenarios.warm_up(api, scenarios.Scenario("warm-up", optimizer=True), "cpu")
+    model = _sharded(size, library, meta=False)
+    original = _stepped(model)
+    options = api.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    source = api.get_optimizer_state_dict(model, original, options=options)
+    if dist.get_rank() != 0:
+        source = {}
+    fresh = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    wanted = _states(model, original)
+    shard = sum(meter.own_bytes(tensor) for tensor in wanted.values())
+    found = _measure(api, scenarios.Loaded(model, fresh, source), new=shard)
+    got = _states(model, fresh)
+    wrong = [name for name in wanted if name not in got or not _same_bits(got[name], wanted[name])]
+    wrong += sorted(set(got) - set(wanted))
+    if fresh.param_groups[0]["lr"] != LEARNING_RATE:
+        wrong.append("param_groups.0.lr")
+    return {
+        **found,
+        "whole": sum(t.numel() * t.element_size() for s in original.state.values() for t in s.values()),
+        "shard": shard,
+        "storages": meter.storage_bytes(got.values()),
+        "wrong": wrong,
+    }
+
+
+def _measure(api: ModuleType, loaded: scenarios.Loaded, new: int) -> dict[str, Any]:
+    """The call; `new` is what this rank has to hold afterwards and does not hold before."""
+    # Held until the call is over: stock torch overwrites the caller's dict, which would free it meanwhile.
+    source = _tensors(loaded.source)
+    handed_in = meter.storage_bytes(source)
+    gc.collect()
+    dist.barrier()
+    with meter.Watch() as watch:
+        scenarios.call(api, loaded)
+        watch.stop_peak()
+        watch.mark("returned")
+        source.clear()
+        loaded.source.clear()
+        gc.collect()
+        watch.mark("released")
+        time.sleep(SETTLE)
+    # What rank 0 handed in does not count once it is let go: it is the caller's.
+    history = [(at, held) for at, held in watch.history if at <= watch.marks["returned"]]
+    history += [(at, held + handed_in) for at, held in watch.history if at >= watch.marks["released"]]
+    return {
+        "new": new,
+        "peak": watch.peak,
+        "kept": None if watch.after is None else watch.after + handed_in,
+        "seconds": watch.marks["returned"],
+        "history": history,
+    }
+
+
+def _sharded(size: str, library: bool, meta: bool) -> nn.Module:
+    model = models.build(size, "meta" if meta else "cpu", library=library)
+    scenarios.shard(model, models.decoder_layers(model), "cpu")
+    if not meta:
+        for parameter in model.parameters():
+            meter.local(parameter.detach()).fill_(77)  # no source has it; and now the memory is really there
+    return model
+
+
+def _padded_bytes(parameter: torch.Tensor) -> int:
+    """FSDP2 gives every rank as many rows as rank 0."""
+    first, last = scenarios.rows_of(parameter.shape[0], 0, dist.get_world_size())
+    return (last - first) * (parameter.numel() // parameter.shape[0]) * parameter.element_size()
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: parameter.detach() for key, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _from_file(checkpoint: models.Checkpoint, key: str, tensor: torch.Tensor) -> bool:
+    rows = scenarios.rows_of(tensor.shape[0], dist.get_rank(), dist.get_world_size())
+    return _same_bits(meter.local(tensor), checkpoint.rows(key, *rows))
+
+
+def _same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    if got.dtype != wanted.dtype or got.shape != wanted.shape:
+        return False
+    return torch.equal(
+        got.contiguous().reshape(-1).view(torch.uint8), wanted.contiguous().reshape(-1).view(torch.uint8)
+    )
+
+
+def _stepped(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW after one step on random gradients; FSDP2 cannot run a backward on a CPU before torch 2.7."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
+    generator = torch.Generator().manual_seed(models.SEED + dist.get_rank())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        meter.local(parameter.grad).normal_(0.0, 1.0, generator=generator)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{key}.{name}": meter.local(tensor)
+        for key, parameter in model.named_parameters()
+        for name, tensor in optimizer.state[parameter].items()
+    }
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [tensor for branch in branches for tensor in _tensors(branch)]
