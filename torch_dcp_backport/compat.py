@@ -12,12 +12,17 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Replicate, Shard
 else:
     try:
         from torch.distributed.tensor import DTensor, Replicate, Shard
     except ImportError:  # torch 2.4
         from torch.distributed._tensor import DTensor, Replicate, Shard
+    try:
+        from torch.distributed.fsdp import FSDPModule
+    except ImportError:  # torch 2.4 and 2.5
+        from torch.distributed._composable.fsdp import FSDPModule
 
 __all__ = [
     "DTensor",
@@ -26,6 +31,8 @@ __all__ = [
     "from_local",
     "group_ranks",
     "local_part",
+    "mesh_ranks",
+    "reshard",
     "split_of",
 ]
 
@@ -66,6 +73,13 @@ def from_local(local: torch.Tensor, like: DTensor) -> DTensor:
         stride=like.stride(),
     )
     return cast(DTensor, wrapped)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """FSDP2's parameters as shards again: after a forward pass alone the root keeps them whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:

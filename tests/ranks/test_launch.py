@@ -81,6 +81,7 @@ def test_a_killed_rank_takes_its_group_along(reports: dict[str, list[launch.Rank
     killed, left = reports["die"]
     assert killed.ending == "died: signal 9"
     assert left.ending.startswith("killed: still waiting")
+    assert {r.evidence["code"] for r in (killed, left)} == {"torch"}
 
 
 def test_what_hangs_is_killed_and_says_where_it_hung(reports: dict[str, list[launch.RankReport]]) -> None:

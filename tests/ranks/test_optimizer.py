@@ -244,6 +244,19 @@ def both_at_once(api: Any) -> None:
     assert params_digest(other) == weights
 
 
+def optimizer_alone(api: Any) -> None:
+    """set_state_dict with an empty model state on every rank loads the optimizer and leaves the model."""
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    state = full_optimizer_state(model, optim)
+    weights = params_digest(model)
+    mine = state if dist.get_rank() == 0 else {}
+    result = api.set_state_dict(model, optim, model_state_dict={}, optim_state_dict=mine, options=full(api))
+    assert not result.missing_keys
+    assert params_digest(model) == weights
+    assert float(optim.state[model.embed.weight]["step"]) == 7.0
+
+
 def temporary_gradients_are_bounded(api: Any) -> int:
     """The most gradient bytes that initialising the states held at a time."""
     from torch_dcp_backport.state_dict import optimizer
@@ -316,6 +329,10 @@ def test_several_optimizers(ranks):
 
 def test_model_and_optimizer_in_one_call(ranks):
     ranks(both_at_once)
+
+
+def test_the_optimizer_alone_through_set_state_dict(ranks):
+    ranks(optimizer_alone)
 
 
 def test_initialising_states_needs_no_full_set_of_gradients(ranks):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import fully_shard, value_of
+from packaging.version import Version
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -101,6 +102,20 @@ def tensor_parallel(api: Any, how: str, device: str, fsdp: bool) -> None:
     load_and_get(api, model, how)
 
 
+def after_forward(api: Any) -> None:
+    """A forward pass alone (evaluation, generation) leaves the root's parameters whole."""
+    model = Net()
+    fully_shard(model)
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    assert not any(hasattr(param, "_local_tensor") for param in model.parameters())
+    load_and_get(api, model, "rank0")
+    optim = torch.optim.AdamW(model.parameters())
+    model.unshard()
+    saved = api.get_optimizer_state_dict(model, optim, options=full(api, "all"))
+    assert set(saved["state"]) == set(state_of_net())
+
+
 def checkpointed(api: Any, how: str) -> None:
     model = Net()
     model.up = checkpoint_wrapper(model.up)
@@ -130,6 +145,13 @@ def test_tensor_parallel(ranks, how, device):
 @pytest.mark.parametrize("how", ["rank0", "all"])
 def test_fsdp2_over_tensor_parallel(ranks, how, device):
     ranks(tensor_parallel, how, device, True)
+
+
+@pytest.mark.skipif(
+    Version(torch.__version__).release < (2, 7), reason="FSDP2 cannot run on the CPU before torch 2.7"
+)
+def test_load_after_a_forward_pass(ranks):
+    ranks(after_forward)
 
 
 @pytest.mark.parametrize("how", ["rank0", "all"])

@@ -186,7 +186,9 @@ def set_state_dict(
         info = _verify_options(model, optims, optim_only=not state and not broadcast, options=options)
         complaint = _optimizer.complaint_about(optim_state_dict, info)
         _optimizer.load_optim_state(model, optims, optim_state_dict, info, complaint)
-        return _model.load_model_state(model, state, info, _model.complaint_about(state, info))
+        # Only rank 0 knows whether there is a model state to load.
+        complaint = _model.complaint_about(state, info)
+        return _model.load_model_state(model, state, info, complaint, optional=broadcast)
 
 
 def _as_tuple(optimizers: _Optimizers) -> tuple[torch.optim.Optimizer, ...]:

@@ -21,6 +21,7 @@ from torch_dcp_backport.transfer import (
     Want,
     agree,
     layout_of,
+    misfit,
     publish,
     raise_together,
     scatter,
@@ -97,6 +98,10 @@ class Load:
         """`live` (plain or DTensor) receives its part of the checkpoint's tensor in place."""
         local = compat.local_part(live) if isinstance(live, compat.DTensor) else live.detach()
         plain = type(local) in (torch.Tensor, torch.nn.Parameter)
+        layout = layout_of(live)
+        problem = misfit(key, local, layout)
+        if problem:
+            self.problems.append(problem)
 
         def make(box: Box) -> torch.Tensor:
             # A subclass (quantized weights) takes a whole box or nothing.
@@ -107,7 +112,7 @@ class Load:
                 local.copy_(filled)
             settle()
 
-        self.destinations[key] = Destination(layout_of(live), live.dtype, make, finish, live)
+        self.destinations[key] = Destination(layout, live.dtype, make, finish, live)
 
     def want_fresh(
         self,
@@ -183,7 +188,7 @@ def run_local(load: Load, given: Mapping[Any, Any]) -> None:
     if meshes:
         mesh = max(meshes, key=lambda one: one.size())
         agree_on_mesh(load.problems, load.title, [mesh.get_group(dim) for dim in range(mesh.ndim)], cause)
-    raise_together(load.title, [(0, problem) for problem in load.problems], cause)
+    raise_together(load.title, [(own_rank(), problem) for problem in load.problems], cause)
     targets = make_targets(load)
     for key, target in targets.items():
         value = given[key].detach()
@@ -225,13 +230,17 @@ def offer_of(value: torch.Tensor, whole_only: bool) -> Union[TensorInfo, Unusabl
 
 
 def make_targets(load: Load) -> dict[Key, Target]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = own_rank()
     targets = {}
     for key, one in load.destinations.items():
         # A rank outside the mesh holds an empty tensor.
         box = one.layout.box(rank) or Box((0,) * len(one.layout.shape), (0,) * len(one.layout.shape))
         targets[key] = Target(one.make(box), box)
     return targets
+
+
+def own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def settle(load: Load, targets: Mapping[Key, Target]) -> None:

@@ -184,8 +184,11 @@ def load_model_state(
     state_dict: Mapping[str, Any],
     info: StateDictInfo,
     complaint: Optional[str] = None,
+    optional: bool = False,
 ) -> _IncompatibleKeys:
     """Load `state_dict` into `model`; `complaint` is what is already known to be wrong with it.
+
+    `optional`: where the source's dict is empty, there is nothing to load.
 
     Raises:
         RuntimeError: missing or unexpected keys (strict), wrong shapes, wrong types. With
@@ -208,7 +211,7 @@ def load_model_state(
     if not info.handle_model:
         return _IncompatibleKeys([], [])
     problems = [Problem(complaint)] if complaint else []
-    load = ModelLoad(model, entries, state_dict, info, problems)
+    load = ModelLoad(model, entries, state_dict, info, problems, optional)
     run(load, state_dict, broadcast=info.broadcast_from_rank0)
     return load.finish()
 
@@ -245,8 +248,11 @@ class ModelLoad(Load):
         state_dict: Mapping[str, Any],
         info: StateDictInfo,
         problems: list[Problem],
+        optional: bool,
     ) -> None:
         super().__init__(problems)
+        self.optional = optional
+        self.nothing = False
         self.model = model
         self.entries = entries
         self.given = state_dict
@@ -254,6 +260,9 @@ class ModelLoad(Load):
         self.unexpected: list[str] = []
 
     def plan(self, inventory: Mapping[Any, Any]) -> None:
+        if self.optional and not inventory:
+            self.nothing = True
+            return
         known = {entry.fqn for entry in self.entries}
         self.unexpected = [key for key in inventory if key not in known]
         custom = any(has_custom_loading(module) for module in self.model.modules())
@@ -344,6 +353,8 @@ class ModelLoad(Load):
         return torch.device("cpu")
 
     def finish(self) -> _IncompatibleKeys:
+        if self.nothing:
+            return _IncompatibleKeys([], [])
         loaded = {entry.load_key: entry.result for entry in self.entries if entry.has_result}
         # What nothing in the model is known by goes to load_state_dict() too: it may be known to hooks.
         loaded.update((key, self.given[key]) for key in self.unexpected if key in self.given)

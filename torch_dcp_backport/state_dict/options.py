@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.fqn import FQN_MODIFIERS, ExtraState, get_fqns, walk_model_state
 
 FQNS_T = set[str]
@@ -100,6 +101,7 @@ def verify_options(
     if asked.get("broadcast_from_rank0") and not asked.get("full_state_dict"):
         raise ValueError("full_state_dict must be True when broadcast_from_rank0 is True.")
 
+    compat.reshard(model)
     names, shared = map_parameters(model, asked.get("dsd_fqn_modifiers", FQN_MODIFIERS))
     fsdp_modules: list[nn.Module] = list(FullyShardedDataParallel.fsdp_modules(model))
     info = StateDictInfo(

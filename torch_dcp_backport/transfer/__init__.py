@@ -6,7 +6,7 @@ Knows tensors, layouts and process groups. Must never know what a model or an op
 from torch_dcp_backport.transfer.errors import Problem, raise_together, spell_key
 from torch_dcp_backport.transfer.gather import Held, gather
 from torch_dcp_backport.transfer.layout import Box, Layout, layout_of
-from torch_dcp_backport.transfer.plan import TensorInfo, Want, agree, publish
+from torch_dcp_backport.transfer.plan import TensorInfo, Want, agree, misfit, publish
 from torch_dcp_backport.transfer.scatter import Target, scatter
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "agree",
     "gather",
     "layout_of",
+    "misfit",
     "publish",
     "raise_together",
     "scatter",

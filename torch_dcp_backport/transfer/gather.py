@@ -20,6 +20,7 @@ from torch_dcp_backport.transfer.plan import (
     capacity_of,
     chunk_bytes,
     chunks,
+    misfit,
 )
 from torch_dcp_backport.transfer.staging import Staging, part_of, view_of
 
@@ -53,11 +54,13 @@ def gather(
         key -> whole tensor; empty on ranks that receive nothing.
 
     Raises:
-        RuntimeError: the ranks hold different keys, dtypes or layouts; on every rank.
+        RuntimeError: the ranks hold different keys, dtypes or layouts, or a local tensor is not its
+            rank's box; on every rank.
     """
     ranks, rank = compat.group_ranks(group), dist.get_rank()
     wants = {key: Want(one.layout, one.tensor.dtype) for key, one in held.items()}
-    agreement = agree(wants, [], "cannot gather", group)
+    misfits = [misfit(key, one.tensor, one.layout) for key, one in held.items()]
+    agreement = agree(wants, [one for one in misfits if one], "cannot gather", group)
     if agreement.by_rank is not None:
         agree(wants, differences(agreement.by_rank[ranks[0]], wants, ranks[0]), "cannot gather", group)
     receives = to is None or to == rank

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer.errors import Problem, raise_together
+from torch_dcp_backport.transfer.errors import Problem, raise_together, spell_key
 from torch_dcp_backport.transfer.layout import Box, Layout, row_of
 
 Key = Hashable
@@ -133,6 +133,18 @@ def collect_problems(problems: Sequence[Problem], group: Group) -> list[tuple[in
     everyone: list[Any] = [None] * len(ranks)
     dist.all_gather_object(everyone, list(problems), group=group)
     return [(rank, Problem(*problem)) for rank, found in zip(ranks, everyone) for problem in found]
+
+
+def misfit(key: Key, local: torch.Tensor, layout: Layout) -> Optional[Problem]:
+    """The problem of a local tensor that has not the shape of this rank's box.
+
+    A layout of torch's that is understood otherwise here must be an error, never a wrong slice.
+    """
+    box = layout.box(dist.get_rank() if dist.is_initialized() else 0)
+    if box is None or tuple(local.shape) == box.size or local.numel() == box.numel == 0:
+        return None
+    what = "the local tensor is not the shard that its placements say"
+    return Problem(what, spell_key(key), got=str(tuple(local.shape)), expected=str(box.size))
 
 
 def digest(wants: Mapping[Key, Want]) -> bytes:
