@@ -63,6 +63,21 @@ def sub_mesh(api: Any) -> None:
     check(api.get_model_state_dict(model, options=api.StateDictOptions(full_state_dict=True)), state)
 
 
+def partial_sums(api: Any) -> None:
+    """A buffer that DTensor still has to add up."""
+    from torch_dcp_backport.compat import DTensor
+
+    try:
+        from torch.distributed.tensor import Partial
+    except ImportError:
+        from torch.distributed._tensor.placement_types import Partial
+    mesh = init_device_mesh("cpu", (4,))
+    model = torch.nn.Module()
+    model.register_buffer("total", DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False))
+    got = api.get_model_state_dict(model, options=api.StateDictOptions(full_state_dict=True))
+    assert torch.equal(got["total"], torch.full((3,), 4.0))
+
+
 def ddp(api: Any) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(Model())
@@ -108,6 +123,10 @@ def test_shards_are_the_models_own(ranks):
 
 def test_meshes_inside_the_world(ranks):
     ranks(sub_mesh)
+
+
+def test_partial_sums_are_added_up(ranks):
+    ranks(partial_sums)
 
 
 def test_ddp_and_frozen_parameters(ranks):

@@ -15,7 +15,7 @@ from torch.distributed._state_dict_utils import _gather_state_dict
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.options import StateDictInfo
-from torch_dcp_backport.transfer import Held, gather, layout_of
+from torch_dcp_backport.transfer import Held, Layout, gather, layout_of
 
 Path = tuple[object, ...]
 
@@ -39,10 +39,8 @@ def full_or_cpu(state_dict: Any, info: StateDictInfo) -> Any:
 
 def whole_tree(tree: Any, to: Optional[int], cpu_offload: bool) -> Any:
     """`tree` with whole tensors in place of DTensors, on the global rank `to` or on every rank."""
-    sharded: dict[Path, compat.DTensor] = {}
-    rebuild(
-        tree, lambda path, value: sharded.update({path: value}) if isinstance(value, compat.DTensor) else None
-    )
+    everything = leaves(tree, opens=lambda _: True)
+    sharded = {path: value for path, value in everything.items() if isinstance(value, compat.DTensor)}
     whole: dict[Path, torch.Tensor] = {}
     for group, tensors in by_group(sharded):
         whole.update(whole_tensors(tensors, group, to, cpu_offload))
@@ -86,21 +84,18 @@ def whole_tensors(
     cpu_offload: bool,
 ) -> dict[Path, torch.Tensor]:
     keep = to is None or dist.get_rank() == to
-    if group is None:
-        # A mesh of several dimensions inside the world has no group of its own to gather in, and
-        # making one would need ranks that are not here; DTensor goes dimension by dimension.
-        gathered = {}
-        for path, tensor in tensors.items():
-            value = tensor.full_tensor()
-            if keep:
-                gathered[path] = value.cpu() if cpu_offload else value
-        return gathered
     found: dict[Path, torch.Tensor] = {}
     moving: dict[Path, Held] = {}
     for path, tensor in tensors.items():
-        layout = layout_of(tensor)
+        layout = layout_or_none(tensor)
         local = compat.local_part(tensor).detach()
-        if layout.is_sharded:
+        if group is None or layout is None:
+            # A mesh of several dimensions inside the world has no group of its own to gather in, and
+            # making one would need ranks that are not here; DTensor goes dimension by dimension.
+            value = tensor.full_tensor()
+            if keep:
+                found[path] = value.cpu() if cpu_offload else value
+        elif layout.is_sharded:
             moving[path] = Held(local, layout)
         elif keep:
             kind = "cpu" if cpu_offload else tensor.device_mesh.device_type
@@ -111,11 +106,18 @@ def whole_tensors(
         device = compat.current_device("cpu" if cpu_offload else like.device_mesh.device_type)
         return torch.empty(like.shape, dtype=like.dtype, device=device)
 
-    members = compat.group_ranks(group)
     # Where rank 0 is not a member nobody keeps the result, and nothing needs to travel.
-    if moving and (to is None or to in members):
+    if moving and (to is None or to in compat.group_ranks(group)):
         found.update(gather(moving, make, to=to, group=group))  # type: ignore[arg-type]
     return found
+
+
+def layout_or_none(tensor: compat.DTensor) -> Optional[Layout]:
+    """None for a tensor whose placements do not say where its elements live (partial sums)."""
+    try:
+        return layout_of(tensor)
+    except NotImplementedError:
+        return None
 
 
 def rebuild(tree: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any:
