@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import hsdp_support
+from conftest import two_dim_support
 from models import Model, build, full_state, local_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -108,7 +108,7 @@ def ranks_differ(api: Any) -> str:
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("mesh_shape", [(), (2, 2)], ids=["fsdp", "hsdp"])
 def test_full_state_is_whole(ranks, mesh_shape, offload):
-    with hsdp_support() if mesh_shape else contextlib.nullcontext():
+    with two_dim_support() if mesh_shape else contextlib.nullcontext():
         ranks(full, offload, mesh_shape)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import hsdp_support
+from conftest import two_dim_support
 from models import (
     ExtraState,
     Model,
@@ -208,7 +208,7 @@ def test_every_rank_gets_its_slices_bit_for_bit(ranks, world, how, device):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("how", ["rank0", "all"])
 def test_hsdp_replicas_get_the_same(ranks, how, device):
-    with hsdp_support():
+    with two_dim_support():
         ranks(load, how, device, (2, 2))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import two_dim_support
 from models import fully_shard, value_of
 from packaging.version import Version
 from torch import nn
@@ -144,7 +145,8 @@ def test_tensor_parallel(ranks, how, device):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("how", ["rank0", "all"])
 def test_fsdp2_over_tensor_parallel(ranks, how, device):
-    ranks(tensor_parallel, how, device, True)
+    with two_dim_support():
+        ranks(tensor_parallel, how, device, True)
 
 
 @pytest.mark.skipif(
