@@ -85,6 +85,8 @@ def _rank(job: dict[str, Any], api: ModuleType, rank: int, stem: str) -> None:
         faulthandler.enable()
         faulthandler.dump_traceback_later(max(job["seconds"] - 2, 1), exit=False)
         found: dict[str, Any] = {"evidence": evidence(api)}
+        answer = Path(f"{stem}.{rank}.json")
+        _write(answer, found)  # already now: a rank that gets killed was somebody's code too
         try:
             _join(job, rank, stem)
             module, _, function = job["target"].partition(":")
@@ -94,7 +96,7 @@ def _rank(job: dict[str, Any], api: ModuleType, rank: int, stem: str) -> None:
             found["error"] = f"{type(error).__name__}: {error}"
             traceback.print_exc()
             code = 3
-        _write(Path(f"{stem}.{rank}.json"), found)
+        _write(answer, found)
         if code == 0:
             # A peer may still be in its last collective; leaving now would break it. It may also be dead.
             with contextlib.suppress(Exception):
@@ -107,8 +109,8 @@ def _rank(job: dict[str, Any], api: ModuleType, rank: int, stem: str) -> None:
 
 def _join(job: dict[str, Any], rank: int, stem: str) -> None:
     torch.set_num_threads(1)
-    if "nccl" in job["backend"]:
-        torch.cuda.set_device(rank)
+    if job["backend"] != "gloo":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         job["backend"],
         init_method=f"file://{stem}.store",

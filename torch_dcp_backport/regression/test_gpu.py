@@ -34,6 +34,8 @@ def test_stock_torch_takes_the_whole_model_unless_it_has_the_fix(runs: Runs, sce
     kind = stock_kind(reports)
     if kind == "2.4":
         pytest.skip("torch 2.4 has other defects here; only the cure is tested")
+    if scenario == "model-meta" and backend() != "nccl":
+        pytest.skip("stock torch receives this on the CPU if the group can; only the cure is tested")
     assert_right(reports)
     if STOCK[kind][scenario] == "fits":
         assert_small(reports)
@@ -55,23 +57,20 @@ def assert_small(reports: Reports) -> None:
     for report in reports:
         seen = report.result
         assert seen["peak"] <= seen["room"], f"rank {report.rank}: {seen}"
-        assert seen["kept"] <= 1.02 * seen["new"] + 4096, (
-            f"rank {report.rank}: {seen}"
-        )  # blocks are rounded up
+        rounding = 4096  # the allocator's
+        assert seen["kept"] <= 1.02 * seen["new"] + rounding, f"rank {report.rank}: {seen}"
 
 
 def on_gpu(runs: Runs, way: str, scenario: str) -> Reports:
-    # NCCL refuses two ranks on one GPU.
-    count = gpus()
-    world, backend = (min(WORLD, count), "cpu:gloo,cuda:nccl") if count > 1 else (WORLD, "cpu:gloo,cuda:gloo")
     jobs = [
-        launch.Job(f"gpu-{s}", SCENARIOS + "load_on_gpu", world, {"scenario": s}, backend) for s in LIMITED
+        launch.Job(f"gpu-{s}", SCENARIOS + "load_on_gpu", WORLD, {"scenario": s}, backend()) for s in LIMITED
     ]
     return runs(way, f"gpu-{scenario}", jobs)
 
 
-def gpus() -> int:
+def backend() -> str:
     count = int(pytest.importorskip("torch").cuda.device_count())
     if count == 0:
         pytest.skip("torch sees no CUDA device here")
-    return count
+    # NCCL refuses two ranks on one GPU.
+    return "nccl" if count >= WORLD else "cpu:gloo,cuda:gloo"
