@@ -18,9 +18,9 @@ from torch_dcp_backport.transfer.plan import (
     Want,
     agree,
     capacity_of,
-    chunk_bytes,
     chunks,
     misfit,
+    round_sizes,
 )
 from torch_dcp_backport.transfer.staging import Staging, part_of, view_of
 
@@ -67,15 +67,14 @@ def gather(
     out = {key: make(key) for key in held} if receives else {}
 
     capacity = capacity_of(staging_bytes, len(ranks))
-    staging = Staging(common_device(held, group), capacity)
+    # Every rank derives every sender's chunks, so that all agree on the rounds without asking.
+    sizes = round_sizes((boxes_of(wants, sender) for sender in ranks), capacity)
     streams = [chunks(boxes_of(wants, sender), capacity) for sender in ranks]
-    while True:
-        # Every rank derives every sender's chunk, so that all agree on the round's size without asking.
+    count = len(ranks) + 1 if receives else 1
+    staging = Staging(common_device(held, group), count * max(sizes, default=0))
+    for size in sizes:
         parts = [next(stream, []) for stream in streams]
-        size = max(map(chunk_bytes, parts))
-        if size == 0:
-            return out
-        mine, *others = staging.buffers(len(ranks) + 1 if receives else 1, size)
+        mine, *others = staging.buffers(count, size)
         for piece in parts[ranks.index(rank)]:
             one = held[piece.key]
             box = one.layout.box(rank)
@@ -92,6 +91,7 @@ def gather(
                     part_of(target, whole(tuple(target.shape)), piece).copy_(
                         view_of(buffer, piece, target.dtype)
                     )
+    return out
 
 
 def boxes_of(wants: Mapping[Key, Want], sender: int) -> Iterator[tuple[Key, Box, int]]:

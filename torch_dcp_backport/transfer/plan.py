@@ -197,6 +197,17 @@ def chunk_bytes(pieces: Sequence[Piece]) -> int:
     return aligned(pieces[-1].start + pieces[-1].nbytes) if pieces else 0
 
 
+def round_sizes(streams: Iterable[Iterable[tuple[Key, Box, int]]], capacity: int) -> list[int]:
+    """Bytes per rank of each round: that of the rank that needs most in it."""
+    sizes: list[int] = []
+    for boxes in streams:
+        for number, pieces in enumerate(chunks(boxes, capacity)):
+            if number == len(sizes):
+                sizes.append(0)
+            sizes[number] = max(sizes[number], chunk_bytes(pieces))
+    return sizes
+
+
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 

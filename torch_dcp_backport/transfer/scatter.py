@@ -21,6 +21,7 @@ from torch_dcp_backport.transfer.plan import (
     capacity_of,
     chunk_bytes,
     chunks,
+    round_sizes,
 )
 from torch_dcp_backport.transfer.staging import Staging, part_of, view_of
 
@@ -56,9 +57,11 @@ def scatter(
     route = Route(read, inventory, targets, agreement, group)
     capacity = capacity_of(staging_bytes, len(route.ranks))
     kind, sizes = route.schedule(capacity)
-    staging = Staging(compat.current_device(kind), capacity)
-    route.send_common(staging)
-    route.send_own(staging, sizes)
+    common = route.common_chunks(capacity)
+    each = max(sizes, default=0) * (len(route.ranks) + 1 if route.rank == route.source else 1)
+    staging = Staging(compat.current_device(kind), max([each, *map(chunk_bytes, common)]))
+    route.send_common(staging, common)
+    route.send_own(staging, sizes, capacity)
     del staging  # needed no more; on the meta device the source's own shards take memory only now
     route.copy_own()
 
@@ -116,12 +119,18 @@ class Route:
             for key, target in self.targets.items():
                 target.tensor.copy_(self.full(key)[target.box.within(whole(self.tensors[key].shape))])
 
-    def send_common(self, staging: Staging) -> None:
-        """What every rank wants whole (DDP, plain modules, replicas) is broadcast once."""
-        boxes = [
-            (key, whole(self.tensors[key].shape), info.dtype.itemsize) for key, info in self.common_tensors()
-        ]
-        for pieces in chunks(boxes, staging.capacity):
+    def common_chunks(self, capacity: int) -> list[list[Piece]]:
+        """What every rank wants whole (DDP, plain modules, replicas)."""
+        boxes = (
+            (key, whole(info.shape), info.dtype.itemsize)
+            for key, info in self.tensors.items()
+            if key in self.common
+        )
+        return list(chunks(boxes, capacity))
+
+    def send_common(self, staging: Staging, common: Iterable[Sequence[Piece]]) -> None:
+        """Broadcast once."""
+        for pieces in common:
             (buffer,) = staging.buffers(1, chunk_bytes(pieces))
             if self.rank == self.source:
                 self.pack(buffer, pieces)
@@ -129,19 +138,16 @@ class Route:
             if self.rank != self.source:
                 self.unpack(buffer, pieces)
 
-    def common_tensors(self) -> list[tuple[Key, TensorInfo]]:
-        return [(key, info) for key, info in self.tensors.items() if key in self.common]
-
-    def send_own(self, staging: Staging, sizes: Sequence[int]) -> None:
+    def send_own(self, staging: Staging, sizes: Sequence[int], capacity: int) -> None:
         """Everything else goes to its rank alone, one part per rank in each round."""
         if self.rank != self.source:
-            stream = chunks(self.boxes_of(self.rank), staging.capacity)
+            stream = chunks(self.boxes_of(self.rank), capacity)
             for size in sizes:
                 (own,) = staging.buffers(1, size)
                 dist.scatter(own, None, src=self.source, group=self.group)
                 self.unpack(own, next(stream, []))
             return
-        streams = [chunks(self.boxes_of(rank), staging.capacity) for rank in self.ranks[1:]]
+        streams = [chunks(self.boxes_of(rank), capacity) for rank in self.ranks[1:]]
         for size in sizes:
             # The source's own part is never filled; scatter wants one all the same.
             own, *parts = staging.buffers(len(self.ranks) + 1, size)
@@ -165,14 +171,3 @@ class Route:
             part_of(target.tensor, target.box, piece).copy_(
                 view_of(buffer, piece, self.tensors[piece.key].dtype)
             )
-
-
-def round_sizes(streams: Iterable[Iterable[tuple[Key, Box, int]]], capacity: int) -> list[int]:
-    """Bytes per rank of each round: that of the rank that needs most in it."""
-    sizes: list[int] = []
-    for boxes in streams:
-        for number, pieces in enumerate(chunks(boxes, capacity)):
-            if number == len(sizes):
-                sizes.append(0)
-            sizes[number] = max(sizes[number], chunk_bytes(pieces))
-    return sizes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 
 from torch_dcp_backport.transfer.layout import Box
@@ -21,17 +19,14 @@ def part_of(tensor: torch.Tensor, holds: Box, piece: Piece) -> torch.Tensor:
 
 
 class Staging:
-    """Byte buffers on one device, allocated at the first use and reused by every round."""
+    """Byte buffers on one device, allocated once and reused by every round.
 
-    def __init__(self, device: torch.device, capacity: int) -> None:
-        self.device = device
-        #: Bytes of one buffer at most.
-        self.capacity = capacity
-        self.store: Optional[torch.Tensor] = None
+    Never allocated anew: a backend may hold the old buffers for a moment, and both would count.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.store = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def buffers(self, count: int, size: int) -> list[torch.Tensor]:
         """`count` buffers of `size` bytes each; they alias those of the round before."""
-        if self.store is None or self.store.numel() < count * size:
-            self.store = None
-            self.store = torch.empty(count * size, dtype=torch.uint8, device=self.device)
         return [self.store[index * size : (index + 1) * size] for index in range(count)]
