@@ -96,26 +96,24 @@ def gather_from(api: Any, kind: str, staging: int, to: Any) -> None:
 
 def staged_bytes(api: Any, budget: int) -> int:
     """The most bytes of staging that one scatter and one gather allocated."""
-    from torch_dcp_backport.transfer import staging
+    from torch_dcp_backport.transfer.staging import Staging
 
-    most = []
-    empty = torch.empty
+    allocated = []
+    init = Staging.__init__
 
-    def spy(*size: Any, **kwargs: Any) -> torch.Tensor:
-        result = empty(*size, **kwargs)
-        if kwargs.get("dtype") is torch.uint8:
-            most.append(result.untyped_storage().nbytes())
-        return result
+    def spy(self: Staging, device: torch.device, nbytes: int) -> None:
+        init(self, device, nbytes)
+        allocated.append(self.store.untyped_storage().nbytes())
 
-    staging.torch.empty = spy
+    Staging.__init__ = spy
     try:
         scatter_to(api, ["shard0"], budget)
         gather_from(api, "shard0", budget, None)
     finally:
-        staging.torch.empty = empty
+        Staging.__init__ = init
     # A backend may hold freed buffers for a moment, so that a second allocation would count on top.
-    assert len(most) == 2, f"one allocation for the scatter, one for the gather, but {most}"
-    return max(most)
+    assert len(allocated) == 2, f"one allocation for the scatter, one for the gather, but {allocated}"
+    return max(allocated)
 
 
 @pytest.mark.parametrize("staging", [1, 2**20])
