@@ -133,6 +133,21 @@ def broadcast_alone(api: Any) -> None:
         api.set_model_state_dict(model, {}, options=api.StateDictOptions(broadcast_from_rank0=True))
 
 
+def flat_key_missing(api: Any) -> tuple[str, str]:
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    options = api.StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, flatten_optimizer_state_dict=True
+    )
+    flat = api.StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    state = api.get_optimizer_state_dict(model, optim, options=flat)
+    del state["state.head.weight.exp_avg"]
+    mine = state if dist.get_rank() == 0 else {}
+    error = error_of(lambda: api.set_optimizer_state_dict(model, optim, mine, options=options))
+    same_everywhere(error)
+    return error
+
+
 def spoil_optimizer(state: dict[str, Any], spoiler: str) -> None:
     mine = state["state"]["layers.1.uneven.weight"]
     if spoiler == "shape":
@@ -209,3 +224,9 @@ def test_optimizer_error_on_every_rank_and_nothing_written(ranks, spoiler, how):
     for kind, text in ranks(spoiled_optimizer, spoiler, how):
         assert kind == "RuntimeError"
         assert "layers.1.uneven.weight" in text
+
+
+def test_a_missing_flat_key_is_named_on_every_rank(ranks):
+    for kind, text in ranks(flat_key_missing):
+        assert kind == "RuntimeError"
+        assert "missing key 'state.head.weight.exp_avg'" in text

@@ -275,8 +275,10 @@ def split_optim_state(optim: Optimizer, loaded: Mapping[str, Any], info: StateDi
                     # Of a shared parameter's names, the state dict holds the one that was saved.
                     continue
                 result[PARAMS].append(fqn)
-                if fqn in group_of and group_of[fqn] not in sources:
-                    sources.append(group_of[fqn])
+                source = group_of.get(fqn)
+                # By identity: values may be tensors, which do not compare to one bool.
+                if source is not None and all(source is not one for one in sources):
+                    sources.append(source)
                 if not param.requires_grad:
                     continue
                 if fqn in states:
@@ -290,8 +292,8 @@ def split_optim_state(optim: Optimizer, loaded: Mapping[str, Any], info: StateDi
             # Nothing names a group without parameters but its place.
             own_place = len(saved) == len(optim.param_groups) and not saved[index][PARAMS]
             sources.append(saved[index] if own_place else empty[0])
-        for source in sources:
-            result.update({key: value for key, value in source.items() if key != PARAMS})
+        for one in sources:
+            result.update({key: value for key, value in one.items() if key != PARAMS})
         # A value that the state dict does not know stays as it is.
         for key, value in group.items():
             result.setdefault(key, value)
@@ -336,7 +338,8 @@ def load_optim_state(
                 given = paths_of(by_name(own_part(optim, state_dict, info), load.names))
             except Exception as error:
                 # Heard by every rank in the agreement, instead of raised by one.
-                load.problems.append(Problem(str(error) or type(error).__name__))
+                missing = isinstance(error, KeyError)
+                load.problems.append(Problem(f"missing key {error}" if missing else str(error)))
         run(load, given, broadcast=info.broadcast_from_rank0)
         own_method(optim, "load_state_dict")(state_dict=load.result())
 
