@@ -268,7 +268,7 @@ def split_optim_state(optim: Optimizer, loaded: Mapping[str, Any], info: StateDi
     stateful = bool(states)
     for index, group in enumerate(optim.param_groups):
         result: dict[str, Any] = {PARAMS: []}
-        sources = []
+        sources: list[Mapping[str, Any]] = []
         for param in group[PARAMS]:
             for fqn in sorted(fqns_of(param, info)):
                 if fqn in info.shared_params_mapping and fqn not in group_of:
