@@ -38,6 +38,7 @@ DictValueType = dict[str, ValueType]
 ListDictValueType = list[DictValueType]
 OptimizerStateType = dict[str, Union[DictValueType, ListDictValueType]]
 
+_OptimizerTuple = tuple[torch.optim.Optimizer, ...]
 _Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
 
 __all__ = [
@@ -191,7 +192,7 @@ def set_state_dict(
         return _model.load_model_state(model, state, info, complaint, optional=broadcast)
 
 
-def _as_tuple(optimizers: _Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+def _as_tuple(optimizers: _Optimizers) -> _OptimizerTuple:
     return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
 
 
@@ -240,7 +241,7 @@ def _init_optim_state(optim: torch.optim.Optimizer) -> None:
 
 
 def _get_optim_state_dict(
-    model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], info: _StateDictInfo
+    model: nn.Module, optimizers: _OptimizerTuple, info: _StateDictInfo
 ) -> OptimizerStateType:
     return _optimizer.get_optim_state(model, optimizers, info)
 
@@ -253,7 +254,7 @@ def _split_optim_state_dict(
 
 def _load_optim_state_dict(
     model: nn.Module,
-    optimizers: tuple[torch.optim.Optimizer, ...],
+    optimizers: _OptimizerTuple,
     state_dict: OptimizerStateType,
     info: _StateDictInfo,
 ) -> None:
