@@ -28,7 +28,7 @@ from torch_dcp_backport.state_dict.helpers import distribute_state_dict as _dist
 from torch_dcp_backport.state_dict.model import own_method as _state_dict_fn
 from torch_dcp_backport.state_dict.optimizer import flatten_optim_state as _flatten_optim_state_dict
 from torch_dcp_backport.state_dict.optimizer import unflatten_optim_state as _unflatten_optim_state_dict
-from torch_dcp_backport.state_dict.options import FQNS_T, StateDictOptions
+from torch_dcp_backport.state_dict.options import FQNS_T, StateDictOptions, Submodules
 from torch_dcp_backport.state_dict.options import StateDictInfo as _StateDictInfo
 from torch_dcp_backport.state_dict.options import verify_options as _verify_options
 
@@ -64,7 +64,7 @@ __all__ = [
 def get_model_state_dict(
     model: nn.Module,
     *,
-    submodules: Optional[set[nn.Module]] = None,
+    submodules: Submodules = None,
     options: Optional[StateDictOptions] = None,
 ) -> dict[str, ValueType]:
     """The state dict of `model` under canonical FQNs (those of the model without any wrapper).
@@ -89,7 +89,7 @@ def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: _Optimizers,
     *,
-    submodules: Optional[set[nn.Module]] = None,
+    submodules: Submodules = None,
     options: Optional[StateDictOptions] = None,
 ) -> OptimizerStateType:
     """The state dict of one or several optimizers of `model`, with FQNs for parameter numbers.
@@ -113,7 +113,7 @@ def get_state_dict(
     model: nn.Module,
     optimizers: _Optimizers,
     *,
-    submodules: Optional[set[nn.Module]] = None,
+    submodules: Submodules = None,
     options: Optional[StateDictOptions] = None,
 ) -> tuple[dict[str, ValueType], OptimizerStateType]:
     """(`get_model_state_dict`, `get_optimizer_state_dict`) in one call."""

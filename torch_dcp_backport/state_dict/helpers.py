@@ -13,6 +13,10 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.load import Load, run
 from torch_dcp_backport.transfer import TensorInfo
 
+#: FQN -> tensor or small value.
+FlatDict = dict[str, Any]
+Group = Optional[dist.ProcessGroup]
+
 
 class DictLoad(Load):
     """Full tensors into the entries of a flat dict, as torch's helpers do it."""
@@ -55,10 +59,10 @@ class DictLoad(Load):
 
 @torch.no_grad()
 def broadcast_state_dict(
-    full_state_dict: dict[str, Any],
-    local_state_dict: dict[str, Any],
+    full_state_dict: FlatDict,
+    local_state_dict: FlatDict,
     device: torch.device,
-    pg: Optional[dist.ProcessGroup] = None,
+    pg: Group = None,
     strict: bool = False,
     cpu_offload: bool = False,
 ) -> None:
@@ -84,10 +88,10 @@ def broadcast_state_dict(
 
 @torch.no_grad()
 def distribute_state_dict(
-    full_state_dict: dict[str, Any],
-    local_state_dict: dict[str, Any],
+    full_state_dict: FlatDict,
+    local_state_dict: FlatDict,
     device: torch.device,
-    pg: Optional[dist.ProcessGroup] = None,
+    pg: Group = None,
 ) -> None:
     """As `broadcast_state_dict`, where every rank holds the full dict: each takes its own slices."""
     load = DictLoad(local_state_dict, torch.device(device), False)

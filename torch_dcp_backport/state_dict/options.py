@@ -27,6 +27,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.fqn import FQN_MODIFIERS, ExtraState, get_fqns, walk_model_state
 
 FQNS_T = set[str]
+Submodules = Optional[set[nn.Module]]
 ParamMapping = dict[Union[str, torch.Tensor], Union[FQNS_T, torch.Tensor]]
 
 
@@ -77,7 +78,7 @@ def verify_options(
     optims: tuple[torch.optim.Optimizer, ...],
     optim_only: bool,
     *,
-    submodules: Optional[set[nn.Module]] = None,
+    submodules: Submodules = None,
     options: Optional[StateDictOptions] = None,
 ) -> StateDictInfo:
     """Check the options of a call against its model.
