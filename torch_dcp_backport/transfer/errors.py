@@ -25,7 +25,7 @@ class Problem(NamedTuple):
         return text
 
 
-def compose(title: str, found: Iterable[tuple[int, Problem]], hint: str = "") -> str:
+def compose(title: str, found: Iterable[tuple[int, Problem]]) -> str:
     """One message of many ranks' findings; the same finding of several ranks stands once."""
     by_problem: dict[Problem, list[int]] = {}
     for rank, problem in found:
@@ -35,8 +35,6 @@ def compose(title: str, found: Iterable[tuple[int, Problem]], hint: str = "") ->
         lines.append(f"  {spell(ranks)}: {problem}")
     if len(by_problem) > SHOWN:
         lines.append(f"  ... and {len(by_problem) - SHOWN} more")
-    if hint:
-        lines.append(hint)
     return "\n".join(lines)
 
 
@@ -61,8 +59,7 @@ def raise_together(
     title: str,
     found: Sequence[tuple[int, Problem]],
     cause: Optional[BaseException] = None,
-    error: type[Exception] = RuntimeError,
 ) -> None:
     """Raise one error for all findings; return where there are none."""
     if found:
-        raise error(compose(title, found)) from cause
+        raise RuntimeError(compose(title, found)) from cause
