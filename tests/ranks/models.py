@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, Optional
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from values import value_of
 
 try:
     from torch.distributed.fsdp import fully_shard
@@ -70,15 +70,6 @@ def build(
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
-
-
-def value_of(key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The same values on every rank and in every process."""
-    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big")
-    generator = torch.Generator().manual_seed(seed)
-    if not dtype.is_floating_point:
-        return torch.randint(1, 100, shape, generator=generator, dtype=dtype)
-    return torch.randn(shape, generator=generator).to(dtype)
 
 
 def full_state(kind: type[nn.Module] = Model, **kwargs: Any) -> dict[str, torch.Tensor]:

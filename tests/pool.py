@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,6 +22,12 @@ from typing import Any
 OURS = "torch_dcp_backport.state_dict"
 STOCK = "torch.distributed.checkpoint.state_dict"
 LIMIT = 90.0
+#: Forked from a server that has torch imported, and nothing of ours: a pool that replaces a failed one costs
+#: no second import.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo"])
+#: The server takes one request at a time.
+STARTING = threading.Lock()
 
 
 class RankError(AssertionError):
@@ -30,26 +37,24 @@ class RankError(AssertionError):
 class Pool:
     """`world` processes in one gloo group; functions get the API module under test first."""
 
-    def __init__(self, world: int, api: str) -> None:
+    def __init__(self, world: int, api: str, *, switch: str = "", timeout: float = 30.0) -> None:
+        """`switch`: the TORCH_DCP_BACKPORT of the ranks; by default off for torch's own API.
+
+        A world of 0 is one process without any process group.
+        """
         self.world = world
         self.folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
-        before = os.environ.get("TORCH_DCP_BACKPORT")
-        os.environ["TORCH_DCP_BACKPORT"] = "off" if api == STOCK else "auto"
-        try:
-            for rank in range(world):
-                ours, theirs = context.Pipe()
-                args = (rank, world, api, f"file://{self.folder.name}/rendezvous", theirs)
-                process = context.Process(target=serve, args=args, daemon=True)
+        switch = switch or ("off" if api == STOCK else "auto")
+        for rank in range(max(world, 1)):
+            ours, theirs = CONTEXT.Pipe()
+            args = (rank, world, api, switch, f"file://{self.folder.name}/rendezvous", timeout, theirs)
+            process = CONTEXT.Process(target=serve, args=args, daemon=True)
+            with STARTING:
                 process.start()
-                theirs.close()
-                self.pipes.append(ours)
-                self.processes.append(process)
-        finally:
-            os.environ.pop("TORCH_DCP_BACKPORT")
-            if before is not None:
-                os.environ["TORCH_DCP_BACKPORT"] = before
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """function(api, *args, **kwargs) on every rank; its results by rank."""
@@ -90,7 +95,8 @@ class Pool:
         self.folder.cleanup()
 
 
-def serve(rank: int, world: int, api: str, rendezvous: str, pipe: Any) -> None:
+def serve(rank: int, world: int, api: str, switch: str, rendezvous: str, timeout: float, pipe: Any) -> None:
+    os.environ["TORCH_DCP_BACKPORT"] = switch
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     import torch_dcp_backport  # noqa: F401, I001  first, as users do it
 
@@ -98,9 +104,9 @@ def serve(rank: int, world: int, api: str, rendezvous: str, pipe: Any) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=rendezvous, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=30)
-    )
+    if world:
+        limit = datetime.timedelta(seconds=timeout)
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world, timeout=limit)
     module = importlib.import_module(api)
     while True:
         try:
