@@ -2,7 +2,7 @@
 PYTHON ?= python3
 LANES = $(PYTHON) tools/lanes.py
 
-.PHONY: demo test test-matrix lint wheel
+.PHONY: demo test test-ends test-matrix conformance lint wheel
 
 # The main job: a real model's out-of-memory on torch 2.6.0, and the cure.
 demo:
@@ -12,8 +12,19 @@ demo:
 test:
 	$(LANES) test current 2.6
 
-test-matrix:
+# The first patch releases, which differ from the last ones only in what activation looks at.
+test-ends:
+	$(LANES) test 2.4.0 2.5.0 -- tests/imports tests/unit
+
+test-matrix: test-ends
 	$(LANES) test 2.4 2.5 2.7 current 2.6
+
+# Records what native torch, ours and stock torch give in every scenario, and writes docs/conformance.md.
+conformance:
+	for lane in 2.7 current; do $(LANES) run $$lane -- python tests/conformance/record.py native || exit 1; done
+	for lane in 2.6 2.5 2.4; do $(LANES) run $$lane -- python tests/conformance/record.py ours || exit 1; done
+	for lane in 2.6 2.5 2.4; do $(LANES) run $$lane -- python tests/conformance/record.py stock || exit 1; done
+	$(LANES) run current -- python tests/conformance/record.py docs
 
 lint:
 	$(LANES) make 2.6 >/dev/null

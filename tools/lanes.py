@@ -32,7 +32,9 @@ VERIFY = ("transformers>=4.51,<4.58", "safetensors>=0.4.3,<1", "matplotlib>=3.8,
 OLD = ("numpy<2", "setuptools<80")
 
 LANES: dict[str, tuple[str, ...]] = {
+    "2.4.0": ("torch==2.4.0", *OLD, *TOOLS),
     "2.4": ("torch==2.4.1", *OLD, *TOOLS),
+    "2.5.0": ("torch==2.5.0", *OLD, *TOOLS),
     "2.5": ("torch==2.5.1", *OLD, *TOOLS),
     "2.6": ("torch==2.6.0", *TOOLS, *VERIFY),
     "2.7": ("torch==2.7.1", *TOOLS, *VERIFY),

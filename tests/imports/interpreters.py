@@ -29,6 +29,11 @@ def caught(function):
 """
 
 
+def own(late_bindings: list[str]) -> list[str]:
+    """Without what torch's own modules hold of each other."""
+    return [name for name in late_bindings if not name.startswith("torch.")]
+
+
 class Ended(NamedTuple):
     code: int
     out: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from interpreters import AFFECTED, TORCH, Fresh
+from interpreters import AFFECTED, TORCH, Fresh, own
 
 PENDING, APPLIED = ("pending", "applied") if AFFECTED else ("not-needed", "not-needed")
 HOME = "torch_dcp_backport" if AFFECTED else "torch"
@@ -15,6 +15,10 @@ import torch.distributed.checkpoint.state_dict as b
 import torch.distributed._state_dict_utils as a
 from torch_dcp_backport.activation.table import TABLE
 status = torch_dcp_backport.status()
+def shares_torchs_set():
+    model = __import__("torch").nn.Linear(1, 1)
+    b._patch_model_state_dict(model)
+    return model.state_dict in b._patched_state_dict and sorted(model.state_dict()) == ["bias", "weight"]
 targets = [t for t in TABLE.targets if hasattr(sys.modules[t.module], t.name)]
 hooks = sys.modules["wrapt.importer"]._post_import_hooks if "wrapt.importer" in sys.modules else {}
 classes = {"StateDictOptions", "_StateDictInfo", "_EXTRA_STATE"}
@@ -23,7 +27,7 @@ result = dict(
     version=status.torch_version,
     homes=sorted({home(t.name, t.module) for t in targets if t.name not in classes}),
     classes=sorted({home(name) for name in classes}),
-    shared=b._patched_state_dict is b._patch_model_state_dict.__globals__["_patched_state_dict"],
+    shared=shares_torchs_set(),
     one_helper=b._broadcast_state_dict is a._broadcast_state_dict,
     sys_modules=sys.modules[B] is b and sys.modules[A] is a,
     loader=[type(b.__spec__.loader).__name__, type(b.__loader__).__name__],
@@ -64,6 +68,40 @@ def early(module):
 wrapt.register_post_import_hook(early, "torch.version")
 import torch
 assert half
+""",
+    "us from the middle of torch.distributed": """
+import wrapt
+def early(module):
+    global half
+    half = sys.modules["torch.distributed.checkpoint"].__spec__._initializing and B not in sys.modules
+    import torch_dcp_backport
+wrapt.register_post_import_hook(early, A)
+import torch.distributed.checkpoint.state_dict
+assert half
+""",
+    "us in many threads, then torch's module in many": """
+import threading, importlib
+def at_once(name):
+    barrier = threading.Barrier(8)
+    def work():
+        barrier.wait()
+        importlib.import_module(name)
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+at_once("torch_dcp_backport")
+at_once(B)
+""",
+    "us in many threads, torch's module there": """
+import threading, importlib
+import torch.distributed.checkpoint.state_dict
+barrier = threading.Barrier(8)
+def work():
+    barrier.wait()
+    importlib.import_module("torch_dcp_backport").activate()
+threads = [threading.Thread(target=work) for _ in range(8)]
+[t.start() for t in threads]
+[t.join() for t in threads]
 """,
     "us in one thread, torch's module in others": """
 import threading, importlib
@@ -142,7 +180,7 @@ def test_deactivate_restores_by_identity_and_activate_works_again(fresh: Fresh) 
     assert facts["restored"]
     assert facts["again"]
     assert facts["on"] == APPLIED
-    assert facts["late"] == []
+    assert own(facts["late"]) == []
     assert facts["labels"] == ["torch_dcp_backport", "StateDictInfo"]
     if AFFECTED:
         assert facts["off"] == ["disabled", "deactivate() was called"]
@@ -161,23 +199,36 @@ def test_deactivated_before_torch_came(fresh: Fresh) -> None:
     assert facts == {"home": "torch", "outcome": "disabled" if AFFECTED else "not-needed", "ours": False}
 
 
-PICKLE = """
-import pickle
-import torch, torch.distributed.checkpoint.state_dict as b
-def options():
-    return b.StateDictOptions(full_state_dict=True, strict=False)
-def load(data):
-    got = pickle.loads(bytes.fromhex(data))
-    info = b._verify_options(torch.nn.Linear(1, 1), (), optim_only=False, options=got)
-    return [type(got) is b.StateDictOptions, info.full_state_dict, info.strict, got == options()]
-loaded = [load(data) for data in sys.argv[1:]]
-tell(data=pickle.dumps(options()).hex(), loaded=loaded)
-"""
-
-
-def test_options_pickle_between_patched_and_stock_processes(fresh: Fresh) -> None:
-    patched = fresh("import torch_dcp_backport\n" + PICKLE).facts["data"]
-    assert b"torch_dcp_backport" not in bytes.fromhex(patched)
-    stock = fresh(PICKLE, patched).facts
-    back = fresh("import torch_dcp_backport\n" + PICKLE, patched, stock["data"]).facts
-    assert stock["loaded"] + back["loaded"] == [[True, True, False, True]] * 3
+def test_us_from_the_middle_of_torchs_own_module(fresh: Fresh) -> None:
+    """Half executed, in our own thread: nothing is touched, it is told, and can be made good afterwards."""
+    facts = fresh(
+        """
+        import wrapt, torch.distributed.checkpoint
+        C = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+        half, found = [], []
+        def activate():
+            global torch_dcp_backport
+            import torch_dcp_backport
+        def early(module):
+            torchs = sys.modules[B]
+            half.append([torchs.__spec__._initializing, "set_model_state_dict" in vars(torchs)])
+            found.extend(caught(activate))
+        del sys.modules[C]  # which torch's module imports in the middle, but would find loaded
+        wrapt.register_post_import_hook(early, C)
+        import torch.distributed.checkpoint.state_dict
+        status, now = torch_dcp_backport.status(), home("set_model_state_dict")
+        after = torch_dcp_backport.activate()
+        tell(half=half, found=found, status=[status.outcome, status.reason], home=now,
+             after=after.outcome, home_after=home("set_model_state_dict"))
+        """
+    ).facts
+    assert facts["half"] == [[True, False]]
+    assert facts["home"] == "torch"
+    assert (facts["after"], facts["home_after"]) == (APPLIED, HOME)
+    if AFFECTED:
+        ((category, text, _),) = facts["found"]
+        assert category == "BackportWarning"
+        assert "is being imported right now" in text
+        assert "call torch_dcp_backport.activate()" in text
+        assert facts["status"][0] == "pending"
+        assert "call torch_dcp_backport.activate()" in facts["status"][1]

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from interpreters import AFFECTED, ROOT, Fresh
+from interpreters import AFFECTED, ROOT, Fresh, own
 
 
 def test_unknown_value_names_the_valid_ones(fresh: Fresh) -> None:
@@ -75,7 +75,7 @@ tell(found=found, late=sorted(late), ours=ours, back=back)
     ((category, text, _),) = facts["found"]
     assert category == "LateImportWarning"
     assert "__main__.stock, client.StateDictOptions, client.load." in text
-    assert facts["late"] == ["__main__.stock", "client.StateDictOptions", "client.load"]
+    assert own(facts["late"]) == ["__main__.stock", "client.StateDictOptions", "client.load"]
 
 
 def test_strict_raises_on_early_bindings_and_changes_nothing(fresh: Fresh, tmp_path: Path) -> None:

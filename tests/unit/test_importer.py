@@ -15,8 +15,8 @@ import fakes
 import pytest
 import wrapt.importer
 
+from torch_dcp_backport.activation import bindings, replace
 from torch_dcp_backport.activation import importer as importer_module
-from torch_dcp_backport.activation import replace
 from torch_dcp_backport.activation.importer import Installer
 from torch_dcp_backport.activation.replace import call_misfit
 from torch_dcp_backport.activation.status import BackportWarning, LateImportWarning
@@ -220,6 +220,8 @@ def test_late_bindings_are_rebound_and_told_once(host: Path) -> None:
     ours = load("fakeprovider")
     assert (module.load, module.O, module.quiet) == (ours.load, ours.Options, ours.quiet)
     assert sorted(subject.status().late_bindings) == ["client.O", "client.load", "client.quiet"]
+    assert subject.status().out_of_reach == ("list in client.kept",)
+    assert "out of reach: list in client.kept." in text
     assert module.kept[0] is not ours.load
     assert module.kept[0](None, None) == "our _load"  # out of reach, but what it calls is not
     subject.remove()
@@ -278,6 +280,278 @@ def test_the_scan_runs_no_code_of_lazy_or_odd_modules(host: Path) -> None:
         subject = installer()
         subject.install()
         assert_applied(subject)
+
+
+# Where a client may have put torch's function, what that place is called, and how to look at it.
+REBOUND = {
+    "class T:\n  load = staticmethod(load)": ("client.T.load", "T.__dict__['load'].__func__"),
+    "class T:\n  load = classmethod(load)": ("client.T.load", "T.__dict__['load'].__func__"),
+    "class T:\n  load = load": ("client.T.load", "T.load"),
+    "class T:\n  class U:\n    load = load": ("client.T.U.load", "T.U.load"),
+    "class T(list):\n  __call__ = load": ("client.T.__call__", "T.__dict__['__call__']"),
+    "def make(f):\n  def inner():\n    return f\n  return inner\nf = make(load)": (
+        "closure of client.make.<locals>.inner",
+        "f()",
+    ),
+    "def make(f):\n  def loop(n):\n    return loop(n - 1) if n else f\n  return loop\nf = make(load)": (
+        "closure of client.make.<locals>.loop",
+        "f(3)",
+    ),
+    "p = partial(load, 1, options=2)\np.note = 3": ("functools.partial in client.p", "p.func"),
+    "p = partial(map, load)": ("functools.partial in client.p", "p.args[0]"),
+    "p = partial(map, key=load)": ("functools.partial in client.p", "p.keywords['key']"),
+    "class T:\n  p = partial(load)": ("functools.partial in client.T.p", "T.p.func"),
+    "kept = [partial(load)]": ("functools.partial in list in client.kept", "kept[0].func"),
+    "def make(p):\n  return lambda: p\nf = make(partial(load))": (
+        "functools.partial in closure of client.make.<locals>.<lambda>",
+        "f().func",
+    ),
+    "class T: pass\nt = T()\nt.p = partial(load)": ("functools.partial in a client.T object", "t.p.func"),
+}
+# And where it is left, as only the owner knows what for.
+LISTED = {
+    "kept = [load]": "list in client.kept",
+    "kept = (load, 1)": "tuple in client.kept",
+    "kept = {load}": "set in client.kept",
+    "kept = {'load': load}": "dict in client.kept",
+    "kept = {'a': [load]}": "list in dict in client.kept",
+    "class T:\n  kept = {'load': load}": "dict in client.T.kept",
+    "class T: pass\nt = T()\nt.load = load": "a client.T object",
+    "class T:\n  __slots__ = ('load',)\nt = T()\nt.load = load": "a client.T object",
+    "def f(load=load): pass": "default of client.f",
+    "def f(*, load=load): pass": "default of client.f",
+    "def f(): pass\nf.load = load": "attribute of client.f",
+    "f = functools.lru_cache(None)(load)": "functools._lru_cache_wrapper in client.f",
+    "method = types.MethodType(load, 1)": "method in client.method",
+    "f = staticmethod(load)": "staticmethod in client.f",
+    "class P(partial): pass\np = P(load)": "a client.P object",
+    "class Mine(Options): pass": "base class of client.Mine",
+    "known = (Options, dict)": "tuple in client.known",
+    "def a(b):\n  def f():\n    b\n  return f\nf = a([load])": "list in closure of client.a.<locals>.f",
+}
+# What torch's objects are in without anything being done with them.
+IDLE = {
+    "annotations": "def f(a: Options, b: Optional[Options] = None) -> List[Options]: pass\n"
+    "class T:\n  a: Options\nx: Options = None",
+    "dataclasses": "@dataclasses.dataclass\nclass T:\n  a: Options = dataclasses.field(default_factory=dict)",
+    "an instance": "x = Options()\nclass T: pass\nt = T()\nt.options = x",
+    "what a wrapper wraps": "@functools.wraps(load)\ndef f(*args): return high.load(*args)",
+    "what a cache remembers": "@functools.lru_cache(None)\ndef f(one, two): pass\nf(load, Options)",
+    "a running generator": "def f(load):\n  yield\ng = f(load)\nnext(g)",
+}
+HEADER = """
+import dataclasses, functools, types
+from functools import partial
+from typing import List, Optional
+from fakehost import high
+from fakehost.high import Options, load
+"""
+
+
+def early_client(host: Path, body: str) -> types.ModuleType:
+    (host / "client.py").write_text(f"{HEADER}{body}\ndel Options, load\n")
+    return load("client")
+
+
+@pytest.mark.parametrize("body", REBOUND)
+def test_what_is_bound_outside_of_modules_is_rebound_and_undone(host: Path, body: str) -> None:
+    name, look = REBOUND[body]
+    module = early_client(host, body)
+    before = eval(look, vars(module))
+    whole = repr(vars(module).get("p"))
+    subject = installer()
+    with pytest.warns(LateImportWarning) as caught:
+        subject.install()
+    assert len(caught) == 1
+    assert f"given the replacements now: {name}." in str(caught[0].message)
+    assert subject.status().late_bindings == (name,)
+    assert subject.status().out_of_reach == ()
+    assert eval(look, vars(module)) is load("fakeprovider").load
+    subject.remove()
+    assert eval(look, vars(module)) is before is load("fakehost.high").load
+    assert repr(vars(module).get("p")) == whole
+
+
+@pytest.mark.parametrize("body", LISTED)
+def test_what_others_keep_is_left_and_listed(host: Path, body: str) -> None:
+    module = early_client(host, body)
+    before = dict(vars(module))
+    subject = installer()
+    with pytest.warns(LateImportWarning) as caught:
+        subject.install()
+    assert len(caught) == 1
+    assert f"out of reach: {LISTED[body]}." in str(caught[0].message)
+    assert subject.status().out_of_reach == (LISTED[body],)
+    assert subject.status().late_bindings == ()
+    assert vars(module) == before
+
+
+@pytest.mark.parametrize("what", IDLE)
+def test_what_does_nothing_with_it_is_not_told(host: Path, what: str) -> None:
+    early_client(host, IDLE[what])
+    subject = installer()
+    subject.install()
+    assert_applied(subject)
+    assert (subject.status().late_bindings, subject.status().out_of_reach) == ((), ())
+
+
+@pytest.mark.parametrize("body", [*list(REBOUND)[:8:3], *list(LISTED)[::5]])
+def test_strict_refuses_them_too(host: Path, body: str) -> None:
+    early_client(host, body)
+    before = stock()
+    subject = installer(strict=True)
+    name = REBOUND[body][0] if body in REBOUND else LISTED[body]
+    with pytest.raises(RuntimeError, match=r"do that first: ") as caught:
+        subject.install()
+    assert f": {name}. " in str(caught.value)
+    assert same(stock(), before)
+
+
+def test_a_partials_arguments_and_attributes_stay_what_they_are(host: Path) -> None:
+    p = early_client(host, "p = partial(load, [1], options=[2])\np.note = [3]").p
+    before = (p.args, p.keywords, vars(p), p.keywords["options"])
+    subject = installer()
+    with pytest.warns(LateImportWarning):
+        subject.install()
+    assert (p.args[0], p.keywords, p.note) == ([1], {"options": [2]}, [3])
+    assert p.args[0] is before[0][0]
+    subject.remove()
+    after = (p.args, p.keywords, vars(p), p.keywords["options"])
+    assert all(now is then for now, then in zip(after, before))
+
+
+def test_what_torch_itself_built_for_a_client_is_rebound_silently(host: Path) -> None:
+    (host / "fakehost" / "extra.py").write_text(
+        "from fakehost import high\nfrom functools import partial\n"
+        "def patch():\n  call = partial(high.load, 1)\n  return lambda: call\nkept = patch()\n"
+        "class Base:\n  load = high.load\nregistry = [high.load]\n"
+    )
+    extra = load("fakehost.extra")
+    subject = installer()
+    subject.install()
+    assert extra.kept().func is extra.Base.load is load("fakeprovider").load
+    assert subject.status().out_of_reach == ()
+    subject.remove()
+    assert extra.kept().func is extra.Base.load is extra.registry[0]
+    sys.modules.pop("fakehost.extra")
+
+
+def test_the_search_runs_no_code_of_what_it_looks_at(host: Path) -> None:
+    body = """
+def no(*args): raise AssertionError
+class Meta(type):
+  __getattribute__ = __setattr__ = __eq__ = no
+  __hash__ = type.__hash__
+class Odd(metaclass=Meta):
+  load = load
+  table = {'a': load}
+class Other:
+  __class__ = property(no)
+  __getattribute__ = __eq__ = no
+  __hash__ = object.__hash__
+class Dict(dict):
+  items = keys = values = copy = __iter__ = __getitem__ = __eq__ = no
+  __hash__ = object.__hash__
+other, table = Other(), Dict(a=load)
+object.__setattr__(other, 'load', load)
+kept = [Other(), load, Dict(), Odd]
+"""
+    module = early_client(host, body)
+    subject = installer()
+    with pytest.warns(LateImportWarning):
+        subject.install()
+    assert subject.status().late_bindings == ("client.Odd.load",)
+    assert subject.status().out_of_reach == (
+        "a client.Dict object", "a client.Other object", "dict in client.Odd.table", "list in client.kept"
+    )  # fmt: skip
+    assert type.__getattribute__(module.Odd, "load") is load("fakeprovider").load
+
+
+def test_a_class_keeps_its_own_super(host: Path) -> None:
+    fakes.write(
+        host,
+        high=fakes.HIGH.replace(
+            "    strict: bool = True\n",
+            "    strict: bool = True\n    def up(self):\n        return super()\n",
+        ),
+    )
+    options = load("fakehost.high").Options()
+    subject = installer()
+    subject.install()
+    assert_applied(subject)
+    assert options.up().__thisclass__ is type(options)
+
+
+def test_where_the_hook_came_first_nothing_is_searched(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bindings, "early_places", lambda *args: pytest.fail("searched"))
+    subject = installer()
+    subject.install()
+    load("fakehost.high")
+    assert_applied(subject)
+
+
+def test_places_that_changed_since_are_left_alone(host: Path) -> None:
+    module = early_client(
+        host,
+        "def make(f):\n  def inner(*g):\n    nonlocal f\n    f = g[0] if g else f\n    return f\n"
+        "  return inner\nf = make(load)\np = partial(load)\nclass T:\n  load = load\n",
+    )
+    subject = installer()
+    with pytest.warns(LateImportWarning):
+        subject.install()
+    module.f(len)
+    module.T.load = len
+    module.p.__setstate__((len, (), {}, {}))
+    subject.remove()
+    assert (module.f(), module.T.load, module.p.func) == (len, len, len)
+
+
+@pytest.mark.parametrize("kind", [bindings.ClassAttribute, bindings.Cell, bindings.Partial])
+def test_half_way_failure_among_places_restores_everything(
+    host: Path, monkeypatch: pytest.MonkeyPatch, kind: type[bindings.Place]
+) -> None:
+    module = early_client(
+        host, "def make(f):\n  return lambda: f\nf = make(load)\np = partial(load)\nclass T:\n  load = load\n"
+    )
+    before = stock()
+
+    def fails(self: bindings.Place, value: object) -> None:
+        raise TypeError("not me")
+
+    monkeypatch.setattr(kind, "_set", fails)
+    subject = installer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        subject.install()
+    assert "taken back: TypeError: not me" in subject.status().reason
+    assert subject.status().outcome == "unsupported"
+    assert same(stock(), before)
+    assert module.f() is module.p.func is module.T.load is load("fakehost.high").load
+
+
+# --- reload
+
+
+def test_after_a_reload_of_torchs_module_it_says_so_and_can_be_made_good(host: Path) -> None:
+    module = client(host)
+    subject = installer()
+    with pytest.warns(LateImportWarning):
+        subject.install()
+    first = module.kept[0]
+    high = importlib.reload(load("fakehost.high"))
+    assert subject.reloaded()
+    status = subject.status()
+    assert (status.outcome, status.replaced) == ("pending", ())
+    assert "fakehost.high was reloaded since" in status.reason
+    second = high.load
+    with pytest.warns(LateImportWarning):
+        subject.install()
+    assert not subject.reloaded()
+    assert_applied(subject)
+    assert module.load is load("fakeprovider").load
+    assert subject.remove() == []
+    assert high.load is second
+    assert module.load is first
 
 
 # --- what is refused
@@ -425,9 +699,9 @@ def test_the_second_class_fails_and_the_first_gets_its_name_back(monkeypatch: py
 
     namespace = vars(load("fakehost.high"))
     two = Refuses("Two", (), {})
-    swaps.append(replace.Swap("fakehost.high", "load_with", namespace, namespace["load_with"], two))
+    swaps.append(bindings.Swap("fakehost.high", "load_with", namespace, namespace["load_with"], two))
     with pytest.raises(TypeError, match="not me"):
-        replace.Replacement(swaps, []).write()
+        replace.Replacement(swaps, bindings.Early([], [], [])).write()
     assert same(stock(), before)
     assert load("fakeprovider").Options.__module__ == "fakeprovider"
 

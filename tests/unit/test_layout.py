@@ -43,6 +43,7 @@ def by_chunk(layout: Layout, coordinate: tuple[int, ...]) -> torch.Tensor:
     return tensor
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_box_is_what_torch_chunk_gives(layout: Layout) -> None:
     tensor = torch.arange(torch.Size(layout.shape).numel()).view(layout.shape)
@@ -53,6 +54,7 @@ def test_box_is_what_torch_chunk_gives(layout: Layout) -> None:
         assert torch.equal(tensor[box.within(whole(layout.shape))], want)
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_first_holders_cover_everything_once(layout: Layout) -> None:
     seen = torch.zeros(layout.shape, dtype=torch.int64)
@@ -117,6 +119,7 @@ def test_rounds_grow_with_bytes_not_with_tensors() -> None:
     assert len(list(chunks(small, 2**16))) == -(-total // 2**16)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 2000))
 def test_buffers_fit_the_budget(budget: int, parts: int) -> None:
     capacity = capacity_of(budget, parts)

@@ -17,6 +17,7 @@ APPLIED = Status(
     replaced=(("torch.a", ("f", "g")), ("torch.b", ("h",))),
     records=("0001-x", "0002-y"),
     late_bindings=("train.f",),
+    out_of_reach=("list in train.kept",),
     overridden=("torch.a.g",),
 )
 
@@ -50,6 +51,7 @@ def test_text_lists_what_was_done() -> None:
     ):
         assert part in text
     assert "train.f" in text.split("bound early")[1]
+    assert "still torch's own:\n               list in train.kept\n" in text
     assert "torch.a.g" in text.split("lost")[1]
 
 
@@ -84,7 +86,13 @@ def test_fingerprint_is_known_beforehand() -> None:
 
 def test_fingerprint_tells_what_was_done_and_nothing_of_the_rank() -> None:
     base = APPLIED.fingerprint
-    same = [{"late_bindings": ()}, {"reason": "other words"}, {"switch": "strict"}, {"overridden": ()}]
+    same = [
+        {"late_bindings": ()},
+        {"out_of_reach": ()},
+        {"reason": "other words"},
+        {"switch": "strict"},
+        {"overridden": ()},
+    ]
     other = [
         {"outcome": "pending"},
         {"torch_version": "2.5.1"},

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from torch_dcp_backport.activation.importer import Installer
 
 # What happened last in this process: an installer once the gate let us through, a status where it did not.
-_installer: Installer | None = None
-_outcome: Status | None = None
+# importlib.reload() executes this again, and must not forget it.
+_installer: Installer | None = globals().get("_installer")
+_outcome: Status | None = globals().get("_outcome")
 _lock = threading.Lock()
-_told: set[str] = set()
+_told: set[str] = globals().get("_told", set())
 
 
 def activate() -> Status:
@@ -29,7 +30,7 @@ def activate() -> Status:
     ValueError for an unknown TORCH_DCP_BACKPORT; RuntimeError when strict and it cannot be applied.
     """
     installer = _pending_or_applied() or _enter_gate()
-    if installer is not None and installer.outcome == "pending":
+    if installer is not None and (installer.outcome == "pending" or installer.reloaded()):
         installer.install()
     return current()
 
@@ -44,6 +45,9 @@ def deactivate() -> Status:
         _installer = None
         decision = installer.decision
         _outcome = Status("disabled", "deactivate() was called", decision.switch, decision.torch_version)
+    from torch_dcp_backport.activation import compiled
+
+    compiled.no_more()
     lost = installer.remove()
     if lost:
         reason = f"deactivate() was called; left alone, as somebody else replaced them: {', '.join(lost)}"
@@ -69,8 +73,10 @@ def _enter_gate() -> Installer | None:
     global _installer, _outcome
     decision = gate.decide(gate.read_facts(os.environ))
     if decision.outcome == "pending":
+        from torch_dcp_backport.activation import compiled
         from torch_dcp_backport.activation.importer import Installer
 
+        compiled.pass_us_by()
         with _lock:  # of two threads the second takes the first one's
             _installer = _pending_or_applied() or Installer(TABLE, decision)
             return _installer

@@ -10,19 +10,21 @@ import threading
 from importlib import _bootstrap, import_module
 from typing import TYPE_CHECKING
 
-from torch_dcp_backport.activation import replace
+from torch_dcp_backport.activation import bindings, replace
+from torch_dcp_backport.activation.bindings import Early, Swap
 from torch_dcp_backport.activation.gate import Decision
-from torch_dcp_backport.activation.replace import Refused, Replacement, Swap
+from torch_dcp_backport.activation.replace import Refused, Replacement
 from torch_dcp_backport.activation.status import BackportWarning, LateImportWarning, Status, tell
 from torch_dcp_backport.activation.table import Table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
 # Everything is applied when checkpoint.state_dict is ready, and not before, also not the part in
 # _state_dict_utils: that module is imported from the middle of torch.distributed.fsdp, where importing our
-# replacements (which need fsdp) would fail on a circular import. Nothing is lost: in torch 2.4 to 2.6 nobody
-# but checkpoint.state_dict calls what we replace there.
+# replacements (which need fsdp) would fail on a circular import. So in a process that never imports
+# checkpoint.state_dict, staging and async_save use torch's own helpers; README says so.
 
 
 class Installer:
@@ -34,6 +36,7 @@ class Installer:
         self.outcome = "pending"
         self.reason = f"{decision.reason}; waiting for {table.trigger} to be imported"
         self._replacement: Replacement | None = None
+        self._former: list[Swap] = []  # replaced before torch's module was reloaded
         self._lock = threading.Lock()  # held for the few writes only
         self._busy = False
         self._removed = False
@@ -43,6 +46,8 @@ class Installer:
     def install(self) -> None:
         """Replace now or hook the import; again does no harm. RuntimeError when strict and refused."""
         trigger = self.table.trigger
+        if self.reloaded():
+            self._start_again()
         while True:
             if trigger not in sys.modules and not self._hooked:
                 self._hook()
@@ -52,7 +57,7 @@ class Installer:
                 break  # else that import failed, and there is no hook for the next one
         if _ready(trigger):
             self._unhook()
-            self._apply()
+            self._apply(search=True)
         elif trigger in sys.modules and not self._hooked:
             self._refuse_half_executed()
 
@@ -69,11 +74,16 @@ class Installer:
     def status(self) -> Status:
         decision, done = self.decision, self._replacement
         status = Status(self.outcome, self.reason, decision.switch, decision.torch_version)
+        if done is not None and done.reloaded(self.table):
+            again = f"{self.table.trigger} was reloaded since, with torch's own functions"
+            reason = f"{decision.reason}; {again}: call torch_dcp_backport.activate()"
+            return status._replace(outcome="pending", reason=reason, overridden=tuple(done.overridden()))
         if done is not None:
             return status._replace(
                 replaced=replace.names_by_module(done.swaps),
                 records=replace.records_of(done.swaps, self.table),
-                late_bindings=tuple(swap.dotted for swap in done.late),
+                late_bindings=done.early.rebound,
+                out_of_reach=tuple(done.early.listed),
                 overridden=tuple(done.overridden()),
             )
         if self.outcome == "pending" and _ready(self.table.trigger):
@@ -99,28 +109,27 @@ class Installer:
             return
         # From wrapt's loader, after the module's code ran. wrapt has dropped the hook by now.
         self._hooked = False
-        self._apply()
+        self._apply(search=False)
 
     def _unhook(self) -> None:
-        """wrapt has no public way to take a hook back; should this one fail, _removed still disarms the hook.
-
-        wrapt's finder stays in sys.meta_path, as wrapt means it to: taking it out could make another thread,
-        just walking that list, miss a finder. Without hooks it costs a dictionary lookup for each import.
-        """
+        """Should it fail, _removed still disarms the hook."""
         self._hooked = False
-        importer = sys.modules.get("wrapt.importer")
-        lock = getattr(importer, "_post_import_hooks_lock", None)
-        hooks = getattr(importer, "_post_import_hooks", None)
-        if lock is None or not isinstance(hooks, dict):
-            return
-        with lock:
-            waiting = hooks.get(self.table.trigger, [])
-            if self._on_import in waiting:
-                waiting.remove(self._on_import)
-                if not waiting:
-                    del hooks[self.table.trigger]
+        drop_hook(self.table.trigger, self._on_import)
 
-    def _apply(self) -> None:
+    def reloaded(self) -> bool:
+        done = self._replacement
+        return done is not None and done.reloaded(self.table)
+
+    def _start_again(self) -> None:
+        with self._lock:
+            done, self._replacement = self._replacement, None
+            if done is not None:
+                done.undo()
+                self._former = done.swaps
+                self.outcome = "pending"
+
+    def _apply(self, search: bool) -> None:
+        """`search` beyond modules for early bindings: not where the hook came before any could be made."""
         with self._lock:
             if self._busy or self._removed or self._replacement is not None:
                 return
@@ -128,9 +137,9 @@ class Installer:
         try:
             # All that imports, warns or can fail comes before the lock and before the first write.
             swaps = replace.plan(self.table, self.decision.release, self.decision.preview)
-            late = replace.late_bindings(swaps)
-            self._tell_late(late)
-            self._write(Replacement(swaps, late))
+            early = self._find_early(swaps, search)
+            self._tell_early(early)
+            self._write(Replacement(swaps, early))
         except Refused as refused:
             self._refuse(refused.outcome, refused.reason)
         except BackportWarning as warning:  # turned into an error by the user's warning filter
@@ -150,19 +159,25 @@ class Installer:
             self._replacement = replacement
             self.outcome, self.reason = "applied", self.decision.reason
 
-    def _tell_late(self, late: list[Swap]) -> None:
-        owner = self.table.owner + "."
-        early = sorted(swap.dotted for swap in late if not swap.module.startswith(owner))
-        if not early:
+    def _find_early(self, swaps: list[Swap], search: bool) -> Early:
+        ours = {swap.name: swap.ours for swap in swaps}
+        former = [swap._replace(ours=ours[swap.name]) for swap in self._former if swap.name in ours]
+        names = bindings.early_names([*former, *swaps])
+        places, listed = bindings.early_places([*former, *swaps], self.table.owner) if search else ([], [])
+        return Early(names, places, listed)
+
+    def _tell_early(self, early: Early) -> None:
+        told = early.told(self.table.owner)
+        rebound, listed = ", ".join(told), ", ".join(early.listed)
+        if not rebound and not listed:
             return
-        names = ", ".join(early)
         if self.decision.switch == "strict":
+            names = ", ".join(filter(None, (rebound, listed)))
             raise Refused("conflict", f"bound before torch_dcp_backport was imported, do that first: {names}")
-        tell(
-            f"bound before torch_dcp_backport was imported, and given the replacements now: {names}. "
-            "Copies elsewhere (in classes, closures, partials, dicts) are out of reach: import it earlier.",
-            LateImportWarning,
-        )
+        early_are = "bound before torch_dcp_backport was imported, and"
+        parts = [f"{early_are} given the replacements now: {rebound}."] if rebound else []
+        parts += [f"{early_are} out of reach: {listed}."] if listed else []
+        tell(" ".join([*parts, "Import it earlier."]), LateImportWarning)
 
     def _refuse_half_executed(self) -> None:
         self.reason = (
@@ -180,6 +195,25 @@ class Installer:
         if self.decision.switch == "strict":
             raise RuntimeError(f"torch_dcp_backport: {self.reason}") from cause
         tell(self.reason, BackportWarning)
+
+
+def drop_hook(name: str, hook: Callable[[ModuleType], None]) -> None:
+    """wrapt has no public way to take a hook back.
+
+    wrapt's finder stays in sys.meta_path, as wrapt means it to: taking it out could make another thread,
+    just walking that list, miss a finder. Without hooks it costs a dictionary lookup for each import.
+    """
+    importer = sys.modules.get("wrapt.importer")
+    lock = getattr(importer, "_post_import_hooks_lock", None)
+    hooks = getattr(importer, "_post_import_hooks", None)
+    if lock is None or not isinstance(hooks, dict):
+        return
+    with lock:
+        waiting = hooks.get(name, [])
+        if hook in waiting:
+            waiting.remove(hook)
+            if not waiting:
+                del hooks[name]
 
 
 def _ready(name: str) -> bool:

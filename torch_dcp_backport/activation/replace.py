@@ -1,4 +1,4 @@
-"""The replacement itself: check the whole set, find who bound it early, write it, undo it.
+"""The replacement itself: check the whole set, write it, undo it.
 
 Must never leave a part of the set written, and must never run code of the modules it looks at.
 """
@@ -9,12 +9,11 @@ import functools
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from types import FunctionType, ModuleType
-from typing import NamedTuple
+from types import FunctionType
 
+from torch_dcp_backport.activation.bindings import Early, Swap
+from torch_dcp_backport.activation.holders import namespace_of, within
 from torch_dcp_backport.activation.table import FIRST, Table, Target
-
-OWN = __name__.partition(".")[0]
 
 # Torch decorates some of its functions with these; a layer of anybody else is a foreign patch.
 _DECORATORS = ("contextlib", "functools")
@@ -28,20 +27,6 @@ class Refused(Exception):
         super().__init__(reason)
         self.outcome = outcome
         self.reason = reason
-
-
-class Swap(NamedTuple):
-    """One name in one module: what is there, and what shall be."""
-
-    module: str
-    name: str
-    namespace: dict[str, object]
-    stock: object
-    ours: object
-
-    @property
-    def dotted(self) -> str:
-        return f"{self.module}.{self.name}"
 
 
 def plan(table: Table, release: tuple[int, int], preview: bool) -> list[Swap]:
@@ -95,20 +80,16 @@ def foreign_layer(value: object, owner: str) -> str | None:
         # A foreign wrapper copies __module__ (functools.wraps) but not the globals it runs in.
         if type(layer) is FunctionType:  # isinstance would believe a wrapt proxy
             home = str(layer.__globals__.get("__name__"))
-            known = _within(home, owner) or home in _DECORATORS
+            known = within(home, owner) or home in _DECORATORS
         elif type(layer) in (_LRU_CACHE, type):
             home = str(getattr(layer, "__module__", None))
-            known = _within(home, owner)
+            known = within(home, owner)
         else:
             home, known = f"a {type(layer).__module__}.{type(layer).__qualname__}", False
         if not known:
             return home
         layer = getattr(layer, "__wrapped__", None)
-    return None if _within(home, owner) else home
-
-
-def _within(module: str, package: str) -> bool:
-    return module.partition(".")[0] == package
+    return None if within(home, owner) else home
 
 
 def call_misfit(stock: object, ours: object, positions: bool = True) -> str | None:
@@ -142,37 +123,12 @@ def call_misfit(stock: object, ours: object, positions: bool = True) -> str | No
     return None
 
 
-def namespace_of(module: object) -> dict[str, object] | None:
-    """A module's globals without running any code of it: lazy modules import things on a plain getattr."""
-    if not issubclass(type(module), ModuleType):
-        return None
-    namespace = object.__getattribute__(module, "__dict__")
-    return namespace if isinstance(namespace, dict) else None
-
-
-def late_bindings(swaps: list[Swap]) -> list[Swap]:
-    """Module-level names elsewhere that hold what is about to be replaced."""
-    doomed = {id(swap.stock): swap for swap in swaps}
-    found = []
-    seen = {id(swap.namespace) for swap in swaps}  # a module may have two names (__main__ and __mp_main__)
-    for module_name, module in sys.modules.copy().items():
-        namespace = namespace_of(module)
-        if namespace is None or id(namespace) in seen or _within(module_name, OWN):
-            continue
-        seen.add(id(namespace))
-        for name, value in namespace.copy().items():
-            swap = doomed.get(id(value))
-            if swap is not None:
-                found.append(Swap(module_name, name, namespace, swap.stock, swap.ours))
-    return found
-
-
 class Replacement:
-    """A checked set and the late bindings that go with it: written and undone as one."""
+    """A checked set and the early bindings that go with it: written and undone as one."""
 
-    def __init__(self, swaps: list[Swap], late: list[Swap]) -> None:
+    def __init__(self, swaps: list[Swap], early: Early) -> None:
         self.swaps = swaps
-        self.late = late
+        self.early = early
         self._labels: list[tuple[type, str, str]] = []  # our classes, where they say they are from, as what
 
     def write(self) -> None:
@@ -183,15 +139,23 @@ class Replacement:
                 if isinstance(swap.ours, type):
                     self._labels.append((swap.ours, swap.ours.__module__, swap.ours.__qualname__))
                     _label(swap.ours, swap.module, swap.name)
-            _update(self.late, lambda swap: (swap.stock, swap.ours))
+            _update(self.early.names, lambda swap: (swap.stock, swap.ours))
+            for place in self.early.places:
+                place.put()
         except BaseException:
             self.undo()
             raise
 
     def undo(self) -> None:
         """Torch's own objects back, except where somebody put a third thing in place of ours since."""
-        _update(self.late, lambda swap: (swap.ours, swap.stock))
-        _update(self.swaps, lambda swap: (swap.ours, swap.stock))
+        for place in self.early.places:
+            place.undo()
+        _update(self.early.names, lambda swap: (swap.ours, swap.stock))
+        # A module that was imported anew has got what it imports itself from one that was not.
+        now = [
+            swap._replace(namespace=namespace_of(sys.modules.get(swap.module)) or {}) for swap in self.swaps
+        ]
+        _update([*self.swaps, *now], lambda swap: (swap.ours, swap.stock))
         while self._labels:
             _label(*self._labels.pop())
 
@@ -203,6 +167,15 @@ class Replacement:
             if now is None or now.get(swap.name) is not swap.ours:
                 lost.append(swap.dotted)
         return lost
+
+    def reloaded(self, table: Table) -> bool:
+        """Whether torch's module was executed again, and has torch's own functions again."""
+        module = namespace_of(sys.modules.get(table.trigger)) or {}
+        imported = {swap.name for swap in self.swaps if swap.module != table.trigger}
+        swaps = [swap for swap in self.swaps if swap.module == table.trigger and swap.name not in imported]
+        return not any(module.get(swap.name) is swap.ours for swap in swaps) and not any(
+            foreign_layer(module.get(swap.name), table.owner) for swap in swaps
+        )
 
 
 def _label(cls: type, module: str, qualname: str) -> None:

@@ -29,7 +29,7 @@ class BackportWarning(UserWarning):
 
 
 class LateImportWarning(BackportWarning):
-    """Modules had bound torch's functions before torch_dcp_backport was imported."""
+    """Torch's functions had been bound elsewhere before torch_dcp_backport was imported."""
 
 
 class Status(NamedTuple):
@@ -42,7 +42,8 @@ class Status(NamedTuple):
     version: str = __version__  # of this package
     replaced: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (module, names)
     records: tuple[str, ...] = ()  # files in patches/, without .md
-    late_bindings: tuple[str, ...] = ()  # "module.name" that had torch's object and was given ours
+    late_bindings: tuple[str, ...] = ()  # what had torch's object and was given ours
+    out_of_reach: tuple[str, ...] = ()  # what had torch's object and still has
     overridden: tuple[str, ...] = ()  # "module.name" that no longer is what we put there
 
     @property
@@ -57,7 +58,7 @@ class Status(NamedTuple):
         """For JSON."""
         data: dict[str, object] = {name: getattr(self, name) for name in self._fields}
         data["replaced"] = {module: list(names) for module, names in self.replaced}
-        for name in ("records", "late_bindings", "overridden"):
+        for name in ("records", "late_bindings", "out_of_reach", "overridden"):
             data[name] = list(getattr(self, name))
         data["fingerprint"] = self.fingerprint
         return data
@@ -75,6 +76,8 @@ class Status(NamedTuple):
             lines += ["  because of   these defects, described in patches/:", *_wrapped(self.records)]
         if self.late_bindings:
             lines += ["  bound early  and given the replacement afterwards:", *_wrapped(self.late_bindings)]
+        if self.out_of_reach:
+            lines += ["  not reached  bound early, and still torch's own:", *_wrapped(self.out_of_reach)]
         if self.overridden:
             lines += ["  lost         replaced again since by somebody else:", *_wrapped(self.overridden)]
         hint = (

@@ -1,0 +1,243 @@
+"""A client that bound torch's functions in all ways there are, before it imported us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from interpreters import AFFECTED, Fresh, own
+
+CLIENT = """
+import functools
+import torch
+import torch.distributed.checkpoint.state_dict as torchs
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict as alias
+
+def make():
+    captured = torchs.set_model_state_dict
+    def inner():
+        return captured
+    return inner
+
+inner = make()
+loader = functools.partial(torchs.set_model_state_dict, options=StateDictOptions(strict=False))
+undifferentiated = torch.no_grad()(torchs.set_model_state_dict)
+
+class Trainer:
+    load = staticmethod(torchs.set_model_state_dict)
+    save = torchs.get_model_state_dict
+    registry = {"load": torchs.set_model_state_dict}
+
+    def __init__(self, options: StateDictOptions):
+        self.options = options
+        self.load_too = torchs.set_model_state_dict
+
+def train(model, load=torchs.set_model_state_dict):
+    pass
+
+class Model(torch.nn.Linear):
+    pass
+
+trainer = Trainer(StateDictOptions())
+kept = [torchs.get_model_state_dict]
+patched = Model(3, 3)
+torchs._patch_model_state_dict(patched)
+
+def all_of_them():
+    return dict(
+        StateDictOptions=StateDictOptions, get_model_state_dict=get_model_state_dict, alias=alias,
+        inner=inner(), loader=loader.func, load=Trainer.__dict__["load"].__func__, save=Trainer.save,
+        undifferentiated=undifferentiated.__closure__[-1].cell_contents,
+        registry=Trainer.registry["load"], load_too=trainer.load_too, default=train.__defaults__[0],
+        kept=kept[0])
+"""
+REBOUND = [
+    "client.StateDictOptions",
+    "client.Trainer.load",
+    "client.Trainer.save",
+    "client.alias",
+    "client.get_model_state_dict",
+    "closure of client.make.<locals>.inner",
+    "closure of client.undifferentiated",
+    "functools.partial in client.loader",
+    "functools.partial in closure of a client.Model object",  # torch's _patch_model_state_dict made two
+]
+LISTED = [
+    "a client.Trainer object",
+    "default of client.train",
+    "dict in client.Trainer.registry",
+    "list in client.kept",
+]
+UNREACHED = {"registry", "load_too", "default", "kept"}
+
+LOOK = """
+import client, torch
+import torch.distributed.checkpoint.state_dict as b
+names = dict(StateDictOptions="StateDictOptions", get_model_state_dict="get_model_state_dict",
+             save="get_model_state_dict", kept="get_model_state_dict")
+def now():
+    return {name: value is getattr(b, names.get(name, "set_model_state_dict"))
+            for name, value in client.all_of_them().items()}
+def world():
+    state = client.loader.__reduce__()[2]
+    return [id(value) for value in (*vars(b).values(), *client.all_of_them().values(),
+                                    Trainer.__dict__["load"], *state[1], *state[2].values())]
+Trainer = client.Trainer
+"""
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> None:
+    (tmp_path / "client.py").write_text(CLIENT)
+
+
+@pytest.mark.usefixtures("client")
+def test_each_is_rebound_or_listed_in_one_warning_and_undone(fresh: Fresh) -> None:
+    facts: Any = fresh(
+        LOOK
+        + """
+before, stock = world(), now()
+def activate():
+    import torch_dcp_backport
+    torch_dcp_backport.activate()
+found = caught(activate)
+import torch_dcp_backport
+status, ours = torch_dcp_backport.status(), now()
+model = client.Model(3, 3)
+source = {"weight": torch.ones(3, 3)}
+client.loader(model, source)
+works = [torch.equal(model.weight, source["weight"])]
+works += [client.Trainer.load(model, model.state_dict()) is not None]
+works += [sorted(client.patched.state_dict()), client.loader.keywords["options"].strict]
+torch_dcp_backport.deactivate()
+tell(found=found, stock=stock, ours=ours, late=status.late_bindings, listed=status.out_of_reach, works=works,
+     same=before == world(), text=str(status))
+"""
+    ).facts
+    assert set(facts["stock"].values()) == {True}
+    assert facts["works"] == [True, True, ["bias", "weight"], False]
+    assert facts["same"]
+    if not AFFECTED:
+        assert (facts["found"], facts["late"], facts["listed"]) == ([], [], [])
+        return
+    assert {name for name, is_ours in facts["ours"].items() if not is_ours} == UNREACHED
+    assert own(facts["late"]) == REBOUND
+    assert facts["listed"] == LISTED
+    ((category, text, filename),) = facts["found"]
+    assert category == "LateImportWarning"
+    assert filename == "<string>"
+    for name in (*own(facts["late"]), *LISTED):
+        assert name in text
+        assert name in " ".join(facts["text"].split())
+    assert "torch.distributed" not in text
+    assert text.count("client.Model") == 1
+
+
+@pytest.mark.usefixtures("client")
+def test_strict_refuses_by_name_and_changes_nothing(fresh: Fresh) -> None:
+    facts: Any = fresh(
+        LOOK
+        + """
+before = world()
+try:
+    import torch_dcp_backport
+    error = None
+except RuntimeError as e:
+    error = str(e)
+tell(error=error, same=before == world(), all=all(now().values()))
+""",
+        switch="strict",
+    ).facts
+    assert facts["same"]
+    assert facts["all"]
+    if AFFECTED:
+        for name in (*REBOUND, *LISTED):
+            assert name in facts["error"]
+    else:
+        assert facts["error"] is None
+
+
+ONE = {
+    "a class attribute": ("class T:\n    f = staticmethod(b.set_model_state_dict)", "__main__.T.f"),
+    "a closure": (
+        "f = (lambda g: lambda: g)(b.set_model_state_dict)",
+        "closure of __main__.<lambda>.<locals>.<lambda>",
+    ),
+    "a partial": ("f = functools.partial(b.set_model_state_dict)", "functools.partial in __main__.f"),
+    "a list": ("f = [b.set_model_state_dict]", "list in __main__.f"),
+}
+
+
+@pytest.mark.parametrize("one", ONE)
+@pytest.mark.parametrize("switch", ["auto", "strict"])
+def test_each_alone_is_enough(fresh: Fresh, one: str, switch: str) -> None:
+    code, name = ONE[one]
+    ended = fresh(
+        f"import functools\nimport torch.distributed.checkpoint.state_dict as b\n{code}\n"
+        "import torch_dcp_backport\n"
+        "tell(outcome=torch_dcp_backport.status().outcome)",
+        switch=switch,
+    )
+    if not AFFECTED:
+        assert ended.facts == {"outcome": "not-needed"}
+        assert ended.err == ""
+    elif switch == "auto":
+        assert ended.facts == {"outcome": "applied"}
+        assert ended.err.count("LateImportWarning") == 1
+        assert f": {name}." in ended.err
+    else:
+        assert ended.code == 1
+        assert name in ended.err.splitlines()[-1]
+
+
+def test_torch_alone_is_nobodys_early_binding(fresh: Fresh) -> None:
+    """All of torch that works with these functions, loaded and used before us: nothing to tell."""
+    ended = fresh(
+        """
+        import dataclasses, torch, typing
+        import torch._dynamo, torch.distributed.fsdp, torch.distributed.checkpoint as dcp
+        import torch.distributed.checkpoint.state_dict as b
+        model = torch.nn.Linear(2, 2)
+        b.set_model_state_dict(model, b.get_model_state_dict(model))
+        torch.compile(lambda m: b.get_model_state_dict(m), backend="eager")(model)
+        def annotated(options: typing.Optional[b.StateDictOptions] = None) -> b.StateDictOptions: ...
+        @dataclasses.dataclass
+        class Config:
+            options: b.StateDictOptions = dataclasses.field(default_factory=lambda: b.StateDictOptions())
+        config = Config()
+        import torch_dcp_backport
+        status = torch_dcp_backport.status()
+        tell(late=status.late_bindings, listed=status.out_of_reach, outcome=status.outcome)
+        """,
+        switch="strict",
+    )
+    assert ended.facts["outcome"] == ("applied" if AFFECTED else "not-needed")
+    assert own(ended.facts["late"]) == ended.facts["listed"] == []
+    assert "torch_dcp_backport" not in ended.err
+
+
+@pytest.mark.skipif(not AFFECTED, reason="nothing is searched")
+def test_the_search_costs_little(fresh: Fresh) -> None:
+    facts = fresh(
+        """
+        import time, torch._dynamo, torch.distributed.checkpoint.state_dict
+        import torch_dcp_backport.activation as activation
+        from torch_dcp_backport.activation import bindings
+        seconds = []
+        real = bindings.early_places
+        def timed(*args):
+            began = time.process_time()
+            try:
+                return real(*args)
+            finally:
+                seconds.append(time.process_time() - began)
+        bindings.early_places = timed
+        activation.deactivate()
+        activation.activate()
+        tell(seconds=seconds)
+        """
+    ).facts
+    assert len(facts["seconds"]) == 1
+    assert facts["seconds"][0] < 1.0  # 0.1 measured

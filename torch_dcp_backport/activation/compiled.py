@@ -1,0 +1,38 @@
+"""torch.compile passes torch's own modules by. Ours stand in for some of them, and must be passed by as well:
+tracing them takes half a second on torch 2.6 and fails on 2.4. Must never import torch._dynamo itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from torch_dcp_backport.activation.holders import OWN
+from torch_dcp_backport.activation.importer import drop_hook
+
+RULES = "torch._dynamo.trace_rules"
+_passed: list[ModuleType] = []  # the module whose rules know of us
+
+
+def pass_us_by() -> None:
+    """Now where torch.compile was used already, else as soon as it is."""
+    rules = sys.modules.get(RULES)
+    if rules is not None:
+        _add(rules)
+    else:
+        from wrapt import register_post_import_hook
+
+        drop_hook(RULES, _add)  # not twice
+        register_post_import_hook(_add, RULES)
+
+
+def no_more() -> None:
+    """Takes the hook back. A rule that was made stays: it names our folder only."""
+    drop_hook(RULES, _add)
+
+
+def _add(rules: ModuleType) -> None:
+    add = getattr(rules, "add", None)
+    if add is not None and rules not in _passed:
+        add(OWN)
+        _passed.append(rules)
