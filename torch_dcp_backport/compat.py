@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +27,7 @@ else:
 
 __all__ = [
     "DTensor",
+    "arrived",
     "comm_device_type",
     "current_device",
     "from_local",
@@ -34,6 +36,7 @@ __all__ = [
     "mesh_ranks",
     "reshard",
     "split_of",
+    "wrap_local",
 ]
 
 
@@ -59,6 +62,11 @@ def local_part(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def arrived(local: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where a collective (`redistribute(async_op=True)`) may still be filling it."""
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
 def from_local(local: torch.Tensor, like: DTensor) -> DTensor:
     """`local` as a DTensor of `like`'s global shape, stride, mesh and placements, without traffic.
 
@@ -73,6 +81,11 @@ def from_local(local: torch.Tensor, like: DTensor) -> DTensor:
         stride=like.stride(),
     )
     return cast(DTensor, wrapped)
+
+
+def wrap_local(local: torch.Tensor, like: DTensor) -> DTensor:
+    """As `from_local`, but `local` stays on its device, which need not be the mesh's."""
+    return cast(DTensor, DTensor(local, like._spec, requires_grad=False))
 
 
 def reshard(model: torch.nn.Module) -> None:

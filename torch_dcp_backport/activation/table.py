@@ -22,6 +22,8 @@ OVERWRITTEN = "0004-callers-dict-overwritten"
 NEVER_FREED = "0005-model-never-freed"
 OPTIMIZER = "0006-optimizer-load-fails-or-loses-values"
 GATHERS_TO_ALL = "0007-full-get-gathers-to-every-rank"
+LIVE_COPY = "0008-cpu-copy-is-the-live-state"
+FORMATS = "0009-not-every-tensor-travels"
 
 
 class Target(NamedTuple):
@@ -54,9 +56,9 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "get_state_dict": (NEVER_FREED, OPTIMIZER, GATHERS_TO_ALL),
     "get_model_state_dict": (NEVER_FREED, GATHERS_TO_ALL),
     "get_optimizer_state_dict": (NEVER_FREED, OPTIMIZER, GATHERS_TO_ALL),
-    "set_state_dict": (KEPT_ALIVE, BAD_INPUT, REPLACED, OVERWRITTEN, NEVER_FREED, OPTIMIZER),
-    "set_model_state_dict": (KEPT_ALIVE, BAD_INPUT, REPLACED, OVERWRITTEN, NEVER_FREED),
-    "set_optimizer_state_dict": (KEPT_ALIVE, BAD_INPUT, OVERWRITTEN, NEVER_FREED, OPTIMIZER),
+    "set_state_dict": (KEPT_ALIVE, BAD_INPUT, REPLACED, OVERWRITTEN, NEVER_FREED, OPTIMIZER, FORMATS),
+    "set_model_state_dict": (KEPT_ALIVE, BAD_INPUT, REPLACED, OVERWRITTEN, NEVER_FREED, FORMATS),
+    "set_optimizer_state_dict": (KEPT_ALIVE, BAD_INPUT, OVERWRITTEN, NEVER_FREED, OPTIMIZER, FORMATS),
     "_EXTRA_STATE": (),
     "_StateDictInfo": (),
     "_flatten_optim_state_dict": (OPTIMIZER,),
@@ -69,6 +71,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "_load_model_state_dict": (KEPT_ALIVE, BAD_INPUT, REPLACED, OVERWRITTEN),
     "_load_optim_state_dict": (KEPT_ALIVE, BAD_INPUT, OVERWRITTEN, OPTIMIZER),
     "_maybe_full_or_cpu_state_dict": (GATHERS_TO_ALL,),
+    "_patch_model_state_dict": (NEVER_FREED,),
+    "_patch_optimizer_state_dict": (NEVER_FREED,),
     "_split_optim_state_dict": (OPTIMIZER,),
     "_state_dict_fn": (),
     "_unflatten_model_state_dict": (),
@@ -76,20 +80,32 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "_verify_options": (NEVER_FREED,),
     "_verify_state_dict": (BAD_INPUT,),
 }
-# Left to torch on purpose, and shared: _patch_model_state_dict, _patch_optimizer_state_dict and the
-# mutable set _patched_state_dict that they fill. A second copy of that set recurses without end.
+# Left to torch on purpose, and shared: the mutable set _patched_state_dict that the _patch_* functions fill.
+# A second copy of that set recurses without end.
 
 # Helpers that state_dict.py imports by name, so that both modules hold them.
-_HELPERS = (("_broadcast_state_dict", (2, 4)), ("_distribute_state_dict", (2, 5)))
-_HELPED = (KEPT_ALIVE, BAD_INPUT)
+_SHARED: tuple[tuple[str, tuple[int, int], tuple[str, ...]], ...] = (
+    ("_broadcast_state_dict", (2, 4), (KEPT_ALIVE, BAD_INPUT, FORMATS)),
+    ("_distribute_state_dict", (2, 5), (KEPT_ALIVE, BAD_INPUT)),
+    ("_gather_state_dict", (2, 4), (GATHERS_TO_ALL,)),
+    ("_offload_state_dict_to_cpu", (2, 4), (LIVE_COPY,)),
+)
+# Helpers that other modules of torch import by name; they are rebound as late bindings.
+_HELPERS: tuple[tuple[str, tuple[int, int], tuple[str, ...]], ...] = (
+    *_SHARED,
+    ("_check_state_dict_similarity", (2, 4), (LIVE_COPY,)),
+    ("_copy_state_dict", (2, 4), (LIVE_COPY,)),
+    ("_create_cpu_state_dict", (2, 4), (LIVE_COPY,)),
+    ("_distribute_tensors", (2, 5), (KEPT_ALIVE,)),
+)
 
 TABLE = Table(
     provider="torch_dcp_backport.state_dict",
     owner="torch",
     trigger=STATE_DICT,
     targets=(
-        *(Target(STATE_DICT_UTILS, name, since, _HELPED) for name, since in _HELPERS),
-        *(Target(STATE_DICT, name, since, _HELPED) for name, since in _HELPERS),
+        *(Target(STATE_DICT_UTILS, *helper) for helper in _HELPERS),
+        *(Target(STATE_DICT, *helper) for helper in _SHARED),
         *(Target(STATE_DICT, name, FIRST, records) for name, records in _NAMES.items()),
     ),
 )

@@ -7,6 +7,7 @@ these functions into torch's module where torch's own are broken.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Optional, Union
@@ -20,17 +21,24 @@ from torch_dcp_backport.compat import DTensor
 from torch_dcp_backport.state_dict import model as _model
 from torch_dcp_backport.state_dict import optimizer as _optimizer
 from torch_dcp_backport.state_dict.collect import full_or_cpu as _maybe_full_or_cpu_state_dict
+from torch_dcp_backport.state_dict.cpu_copy import check_state_dict_similarity as _check_state_dict_similarity
+from torch_dcp_backport.state_dict.cpu_copy import copy_state_dict as _copy_state_dict
+from torch_dcp_backport.state_dict.cpu_copy import create_cpu_state_dict as _create_cpu_state_dict
+from torch_dcp_backport.state_dict.cpu_copy import offload_state_dict_to_cpu as _offload_state_dict_to_cpu
 from torch_dcp_backport.state_dict.fqn import ExtraState as _EXTRA_STATE
 from torch_dcp_backport.state_dict.fqn import get_fqns as _get_fqns
 from torch_dcp_backport.state_dict.fqn import walk_model_state as _iterate_valid_model_state
 from torch_dcp_backport.state_dict.helpers import broadcast_state_dict as _broadcast_state_dict
 from torch_dcp_backport.state_dict.helpers import distribute_state_dict as _distribute_state_dict
+from torch_dcp_backport.state_dict.helpers import distribute_tensors as _distribute_tensors
+from torch_dcp_backport.state_dict.helpers import gather_state_dict as _gather_state_dict
 from torch_dcp_backport.state_dict.model import own_method as _state_dict_fn
 from torch_dcp_backport.state_dict.optimizer import flatten_optim_state as _flatten_optim_state_dict
 from torch_dcp_backport.state_dict.optimizer import unflatten_optim_state as _unflatten_optim_state_dict
 from torch_dcp_backport.state_dict.options import FQNS_T, StateDictOptions, Submodules
 from torch_dcp_backport.state_dict.options import StateDictInfo as _StateDictInfo
 from torch_dcp_backport.state_dict.options import verify_options as _verify_options
+from torch_dcp_backport.state_dict.patched import replace_methods as _replace_methods
 
 PrimitiveType = Union[DTensor, ShardedTensor, torch.Tensor, int, float, str]
 ValueType = Union[PrimitiveType, list[PrimitiveType], tuple[PrimitiveType], dict[str, "ValueType"]]
@@ -259,3 +267,18 @@ def _load_optim_state_dict(
     info: _StateDictInfo,
 ) -> None:
     _optimizer.load_optim_state(model, optimizers, state_dict, info)
+
+
+def _patch_model_state_dict(model: nn.Module, *, options: Optional[StateDictOptions] = None) -> None:
+    """`model.state_dict()` and `model.load_state_dict()` become `get_` and `set_model_state_dict`."""
+    get = functools.partial(get_model_state_dict, model, options=options)
+    _replace_methods([model], get, functools.partial(set_model_state_dict, model, options=options))
+
+
+def _patch_optimizer_state_dict(
+    model: nn.Module, *, optimizers: _Optimizers, options: Optional[StateDictOptions] = None
+) -> None:
+    """The same for optimizers: each one's methods get and load the state of all of them."""
+    optims = _as_tuple(optimizers)
+    get = functools.partial(get_optimizer_state_dict, model, optims, options=options)
+    _replace_methods(optims, get, functools.partial(set_optimizer_state_dict, model, optims, options=options))

@@ -5,7 +5,9 @@ Never changes the tree it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import io
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -15,9 +17,11 @@ from torch.distributed._state_dict_utils import _gather_state_dict
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.options import StateDictInfo
-from torch_dcp_backport.transfer import Held, Layout, gather, layout_of
+from torch_dcp_backport.transfer import Held, Layout, gather, layout_of, spell_key
 
 Path = tuple[object, ...]
+#: What a checkpoint holds besides tensors and containers.
+SMALL = (int, float, str, bytes, io.BytesIO, type(None))
 
 
 class Index(int):
@@ -30,44 +34,61 @@ def full_or_cpu(state_dict: Any, info: StateDictInfo) -> Any:
     With both, global rank 0 alone gets it and the other ranks get an empty dict.
     """
     if info.full_state_dict:
-        to = 0 if info.cpu_offload and dist.is_initialized() else None
+        to = (0,) if info.cpu_offload and dist.is_initialized() else None
         return whole_tree(state_dict, to, info.cpu_offload)
     if info.cpu_offload:
         return rebuild(state_dict, lambda _, value: value.cpu() if torch.is_tensor(value) else value)
     return state_dict
 
 
-def whole_tree(tree: Any, to: Optional[int], cpu_offload: bool) -> Any:
-    """`tree` with whole tensors in place of DTensors, on the global rank `to` or on every rank."""
+def whole_tree(
+    tree: Any,
+    to: Optional[Collection[int]],
+    cpu_offload: bool,
+    *,
+    group: Optional[dist.ProcessGroup] = None,
+    device: Optional[torch.device] = None,
+) -> Any:
+    """`tree` with whole tensors in place of shards, on the global ranks `to` or on every rank.
+
+    Other ranks get {}, or None where the tree is no dict. On a rank outside a DTensor's mesh stays
+    what it has, an empty tensor. `group` and `device` are for ShardedTensors.
+    """
     everything = leaves(tree, opens=lambda _: True)
     sharded = {path: value for path, value in everything.items() if isinstance(value, compat.DTensor)}
     whole: dict[Path, torch.Tensor] = {}
-    for group, tensors in by_group(sharded):
-        whole.update(whole_tensors(tensors, group, to, cpu_offload))
-
-    keep = to is None or dist.get_rank() == to
+    for span, tensors in by_group(sharded):
+        whole.update(whole_tensors(tensors, span, to, cpu_offload))
+    keep = to is None or dist.get_rank() in to
 
     def leaf(path: Path, value: Any) -> Any:
         if path in sharded:
-            return whole.get(path)
-        if isinstance(value, ShardedTensor):
+            value = whole[path] if path in whole else compat.local_part(value).detach()
+        elif isinstance(value, ShardedTensor):
             # FSDP1's legacy kind; a collective, so every rank takes part. Not part of the leak.
-            value = _gather_state_dict({"value": value})["value"]
+            value = _gather_state_dict({"value": value}, pg=group, device=device)["value"]
         return value.cpu() if cpu_offload and keep and torch.is_tensor(value) else value
 
     result = rebuild(tree, leaf)
-    return result if keep else {}
+    if keep:
+        return result
+    return {} if isinstance(tree, Mapping) else None
 
 
 def by_group(
     tensors: Mapping[Path, compat.DTensor],
 ) -> list[tuple[Optional[dist.ProcessGroup], dict[Path, compat.DTensor]]]:
-    """The tensors by the process group that spans their mesh; None where no group does."""
+    """The tensors by the process group that spans their mesh; None where no group does.
+
+    Without those whose mesh this rank is not in.
+    """
     world = set(compat.group_ranks()) if tensors else set()
     parts: dict[Any, tuple[Optional[dist.ProcessGroup], dict[Path, compat.DTensor]]] = {}
     for path, tensor in tensors.items():
         mesh = tensor.device_mesh
         _, ranks = compat.mesh_ranks(mesh)
+        if dist.get_rank() not in ranks:
+            continue
         group = None
         if set(ranks) == world:
             group = dist.group.WORLD
@@ -80,10 +101,10 @@ def by_group(
 def whole_tensors(
     tensors: Mapping[Path, compat.DTensor],
     group: Optional[dist.ProcessGroup],
-    to: Optional[int],
+    to: Optional[Collection[int]],
     cpu_offload: bool,
 ) -> dict[Path, torch.Tensor]:
-    keep = to is None or dist.get_rank() == to
+    keep = to is None or dist.get_rank() in to
     found: dict[Path, torch.Tensor] = {}
     moving: dict[Path, Held] = {}
     for path, tensor in tensors.items():
@@ -98,6 +119,7 @@ def whole_tensors(
         elif layout.is_sharded:
             moving[path] = Held(local, layout)
         elif keep:
+            local = compat.arrived(local)
             kind = "cpu" if cpu_offload else tensor.device_mesh.device_type
             found[path] = local if local.device.type == kind else local.to(compat.current_device(kind))
 
@@ -106,9 +128,14 @@ def whole_tensors(
         device = compat.current_device("cpu" if cpu_offload else like.device_mesh.device_type)
         return torch.empty(like.shape, dtype=like.dtype, device=device)
 
-    # Where rank 0 is not a member nobody keeps the result, and nothing needs to travel.
-    if moving and (to is None or to in compat.group_ranks(group)):
-        found.update(gather(moving, make, to=to, group=group))  # type: ignore[arg-type]
+    members = compat.group_ranks(group) if moving else ()
+    if to is None or set(members) <= set(to):
+        receivers: list[Optional[int]] = [None]
+    else:
+        # Where no receiver is a member nobody keeps the result, and nothing needs to travel.
+        receivers = [rank for rank in members if rank in to]
+    for receiver in receivers if moving else ():
+        found.update(gather(moving, make, to=receiver, group=group))  # type: ignore[arg-type]
     return found
 
 
@@ -128,6 +155,21 @@ def rebuild(tree: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any
         items = [rebuild(value, leaf, (*path, index)) for index, value in enumerate(tree)]
         return tuple(items) if isinstance(tree, tuple) else items
     return leaf(path, tree)
+
+
+def check_types(tree: Any) -> None:
+    """ValueError for what a checkpoint cannot hold."""
+    for path, value in leaves(tree, opens=lambda _: True).items():
+        if not isinstance(value, (torch.Tensor, Mapping, *SMALL)):
+            raise ValueError(
+                f"{spell_key(path)} is a {type(value).__name__}, which a checkpoint cannot hold: expected a "
+                "tensor, int, float, str, bytes, BytesIO or None, or dicts, lists and tuples of them"
+            )
+
+
+def untouched(value: Any) -> Any:
+    """What is no tensor, for a copy of the tree: nobody may change the original through it."""
+    return value if isinstance(value, (torch.Tensor, *SMALL)) else copy.deepcopy(value)
 
 
 def leaves(tree: Any, opens: Callable[[Sequence[Any]], bool]) -> dict[Path, Any]:

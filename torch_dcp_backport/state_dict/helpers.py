@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.state_dict.load import Load, run
-from torch_dcp_backport.transfer import TensorInfo
+from torch_dcp_backport.state_dict.collect import check_types, rebuild, untouched, whole_tree
+from torch_dcp_backport.state_dict.cpu_copy import Tree
+from torch_dcp_backport.state_dict.load import Load, inventory_of, make_targets, own_rank, run, settle
+from torch_dcp_backport.transfer import TensorInfo, raise_together
+from torch_dcp_backport.transfer.layout import whole
 
 #: FQN -> tensor or small value.
 FlatDict = dict[str, Any]
@@ -99,3 +102,64 @@ def distribute_state_dict(
     for key, value in full_state_dict.items():
         if not torch.is_tensor(value):
             local_state_dict[key] = value
+
+
+@torch.no_grad()
+def distribute_tensors(
+    local_state_dict: dict[str, Any], keys: Iterable[str], device: torch.device, pg: Group = None
+) -> None:
+    """Entries (DTensor, full tensor) become the DTensor, holding this rank's slice. No traffic.
+
+    The slice is written into the DTensor's own memory, or into new memory on `device` for one on the
+    meta device. Other entries stay. `pg` is not needed.
+
+    Raises:
+        RuntimeError: wrong shapes; before anything was written.
+    """
+    entries: dict[Any, Any] = {
+        key: local_state_dict[key] for key in keys if isinstance(local_state_dict.get(key), tuple)
+    }
+    full = {key: value for key, (_, value) in entries.items()}
+    load = DictLoad({key: live for key, (live, _) in entries.items()}, torch.device(device), False)
+    load.plan(inventory_of(full))
+    raise_together(load.title, [(own_rank(), problem) for problem in load.problems])
+    targets = make_targets(load)
+    for key, target in targets.items():
+        target.tensor.copy_(full[key].detach()[target.box.within(whole(tuple(full[key].shape)))])
+    settle(load, targets)
+    local_state_dict.update(load.local)
+
+
+@torch.no_grad()
+def gather_state_dict(
+    state_dict: Tree,
+    *,
+    pg: Group = None,
+    device: Optional[torch.device] = None,
+    cpu_offload: bool = False,
+    ranks_only: tuple[int, ...] = (),
+    type_check: bool = True,
+) -> Tree:
+    """`state_dict` with whole tensors in place of DTensors and ShardedTensors.
+
+    Args:
+        state_dict: only read.
+        pg: the process group of the ShardedTensors; `ranks_only` counts in it.
+        device: where ShardedTensors are gathered.
+        cpu_offload: whole tensors, and all others, on the CPU.
+        ranks_only: the ranks that get the result, and need memory for it; the others get an empty
+            dict. () for all.
+        type_check: refuse values that a checkpoint cannot hold; else they are deep-copied.
+
+    Raises:
+        RuntimeError: the ranks hold different keys, dtypes or layouts; on every rank.
+        ValueError: an unsupported type (type_check).
+    """
+    if type_check:
+        check_types(state_dict)
+    to = None
+    if ranks_only:
+        members = compat.group_ranks(pg)
+        to = [members[rank] for rank in ranks_only if rank < len(members)]
+    gathered = whole_tree(state_dict, to, cpu_offload, group=pg, device=device)
+    return rebuild(gathered, lambda _, value: untouched(value))  # type: ignore[no-any-return]

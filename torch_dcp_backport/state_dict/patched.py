@@ -1,0 +1,57 @@
+"""A model's or optimizer's own methods, replaced by calls of the get_* and set_* functions.
+
+Shares torch's set of replaced methods. Must never make a second one: whichever of the two somebody
+looks into, the replaced method would call itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any, Union
+
+import torch
+from torch import nn
+
+
+class Getter:
+    """Stands for `state_dict` of one model or optimizer."""
+
+    # All getters and setters are equal. One stand-in in torch's set is enough to recognise every one
+    # of them, and the set, which lives as long as the process, keeps no model alive.
+    def __new__(cls, *_: object) -> Getter:
+        import_module("torch.distributed.checkpoint.state_dict")._patched_state_dict.add(STAND_IN)
+        return super().__new__(cls)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Getter)
+
+    def __hash__(self) -> int:
+        return hash(Getter)
+
+    def __call__(self) -> Any:
+        return self.call()
+
+
+class Setter(Getter):
+    """Stands for `load_state_dict` of one model or optimizer."""
+
+    def __call__(self, state_dict: Any) -> Any:  # type: ignore[override]
+        return self.call(state_dict)
+
+
+STAND_IN = object.__new__(Getter)
+
+
+def replace_methods(
+    owners: Iterable[Union[nn.Module, torch.optim.Optimizer]],
+    get: Callable[[], Any],
+    load: Callable[[Any], Any],
+) -> None:
+    getter, setter = Getter(get), Setter(load)
+    for owner in owners:
+        owner.state_dict = getter  # type: ignore[method-assign]
+        owner.load_state_dict = setter  # type: ignore[method-assign]
