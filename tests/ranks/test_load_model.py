@@ -19,11 +19,13 @@ from models import (
     check_storages,
     check_values,
     full_state,
+    fully_shard,
     local_of,
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from values import value_of
 
 BROADCAST = {"full_state_dict": True, "broadcast_from_rank0": True}
 
@@ -184,6 +186,70 @@ def load_sharded(api: Any) -> None:
     check_values(other, state)
 
 
+class Formats(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3)
+        self.layers = nn.ModuleList()
+
+
+def load_channels_last(api: Any) -> None:
+    """A source that is not contiguous; torch broadcasts its memory as if it were."""
+    state = full_state(Formats)
+    state["conv.weight"] = state["conv.weight"].contiguous(memory_format=torch.channels_last)
+    model = build(kind=Formats)
+    api.set_model_state_dict(model, given(dict(state), "rank0"), options=options(api, "rank0"))
+    check_values(model, state)
+
+
+class Float8(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 4).to(torch.float8_e4m3fn), requires_grad=False)
+        self.layers = nn.ModuleList()
+
+
+def load_float8(api: Any) -> None:
+    """gloo has no float8; bytes travel."""
+    weight = value_of("weight", (8, 4)).to(torch.float8_e4m3fn)
+    with torch.device("meta"):
+        model = Float8()
+    model = fully_shard(model, mesh=init_device_mesh("cpu", (4,))) or model
+    api.set_model_state_dict(model, given({"weight": weight}, "rank0"), options=options(api, "rank0"))
+    mine = local_of(model.weight).view(torch.uint8)
+    assert torch.equal(mine, weight.chunk(4)[dist.get_rank()].view(torch.uint8))
+
+
+class TwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.other = self.one
+        self.layers = nn.ModuleList()
+
+
+def load_shared_module(api: Any, wrapper: str) -> None:
+    """model.state_dict() has both names of a module; torch knows one."""
+    state = full_state(TwoNames)
+    state.update({"other.weight": state["one.weight"], "other.bias": state["one.bias"]})
+    model = build(kind=TwoNames) if wrapper == "fsdp2" else DistributedDataParallel(TwoNames())
+    api.set_model_state_dict(model, given(dict(state), "rank0"), options=options(api, "rank0"))
+    if wrapper == "fsdp2":
+        check_values(model, state)
+    else:
+        check_values(model.module, state)
+
+
+def load_one_name_of_tied(api: Any) -> None:
+    """As safetensors save tied weights: under one name."""
+    state = full_state(tied=True)
+    kept = {key: value for key, value in state.items() if key != "head.weight"}
+    model = build(tied=True)
+    result = api.set_model_state_dict(model, given(dict(kept), "rank0"), options=options(api, "rank0"))
+    assert not result.missing_keys
+    check_values(model, {**state, "head.weight": kept["embed.weight"]})
+
+
 def model_is_freed(api: Any) -> None:
     # A plain model: FSDP2 itself keeps its models alive on torch 2.4 and 2.5.
     model = Model()
@@ -268,6 +334,23 @@ def test_one_parameter_at_a_time(ranks):
 
 def test_sharded_round_trip(ranks):
     ranks(load_sharded)
+
+
+def test_a_source_that_is_not_contiguous(fixed):
+    fixed(load_channels_last)
+
+
+def test_float8_travels(fixed):
+    fixed(load_float8)
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
+def test_a_module_under_two_names(fixed, wrapper):
+    fixed(load_shared_module, wrapper)
+
+
+def test_one_name_of_a_tied_weight_is_enough(fixed):
+    fixed(load_one_name_of_tied)
 
 
 def test_the_model_is_freed(fixed):

@@ -257,6 +257,62 @@ def optimizer_alone(api: Any) -> None:
     assert float(optim.state[model.embed.weight]["step"]) == 7.0
 
 
+def trained(api: Any, get_first: bool, make: Any) -> list[torch.Tensor]:
+    model = build()
+    for param in model.parameters():
+        local_of(param.detach()).fill_(0.5)
+    optim = make(model.parameters())
+    if get_first:
+        api.get_optimizer_state_dict(model, optim)
+    for step in range(3):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.25 * (step + 1))
+        optim.step()
+    return [local_of(param).clone() for param in model.parameters()]
+
+
+def get_changes_no_training(api: Any) -> None:
+    """A get before the first step: the counter of steps starts where it would have without."""
+    for make in (
+        lambda params: torch.optim.Adam(params, lr=0.1),
+        lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1)),
+        lambda params: torch.optim.NAdam(params, lr=0.1),
+        lambda params: torch.optim.RAdam(params, lr=0.1),
+        lambda params: torch.optim.Adamax(params, lr=0.1),
+        lambda params: torch.optim.ASGD(params, lr=0.1),
+        lambda params: torch.optim.RMSprop(params, lr=0.1, momentum=0.5),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5),
+    ):
+        for one, other in zip(trained(api, True, make), trained(api, False, make)):
+            assert torch.equal(one, other), make(nn.Linear(1, 1).parameters())
+
+
+def junk_free_flat_load(api: Any) -> None:
+    """A flat state dict of a stateless optimizer leaves no empty states behind."""
+    model = build()
+    optim = torch.optim.SGD(model.parameters(), lr=0.5)
+    flat = api.StateDictOptions(flatten_optimizer_state_dict=True)
+    state = api.get_optimizer_state_dict(model, optim, options=flat)
+    api.set_optimizer_state_dict(model, optim, state, options=flat)
+    assert not optim.state
+
+
+def flat_load_of_fresh_states(api: Any) -> None:
+    """Parameters that had no gradient so far get their states from a flat state dict too."""
+    model = build()
+    optim = torch.optim.Adam(model.parameters(), lr=0.5)
+    train_a_step(model, optim)
+    flat = api.StateDictOptions(flatten_optimizer_state_dict=True)
+    state = api.get_optimizer_state_dict(model, optim, options=flat)
+    other = torch.optim.Adam(model.parameters(), lr=0.5)
+    first = next(iter(model.parameters()))
+    first.grad = torch.zeros_like(first)
+    other.step()
+    other.zero_grad(set_to_none=True)
+    api.set_optimizer_state_dict(model, other, state, options=flat)
+    assert snapshot(other) == snapshot(optim)
+
+
 def temporary_gradients_are_bounded(api: Any) -> int:
     """The most gradient bytes that initialising the states held at a time."""
     from torch_dcp_backport.state_dict import optimizer
@@ -321,6 +377,18 @@ def test_an_empty_group_keeps_every_groups_values(fixed):
 
 def test_values_of_loaded_groups_reach_every_rank(fixed):
     fixed(extra_group_values)
+
+
+def test_a_get_before_the_first_step_changes_no_training(fixed):
+    fixed(get_changes_no_training)
+
+
+def test_a_flat_load_of_a_stateless_optimizer_leaves_no_junk(fixed):
+    fixed(junk_free_flat_load)
+
+
+def test_a_flat_load_reaches_parameters_without_states(fixed):
+    fixed(flat_load_of_fresh_states)
 
 
 def test_several_optimizers(ranks):

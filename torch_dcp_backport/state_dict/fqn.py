@@ -100,9 +100,13 @@ def walk_model_state(
 
 
 def walk_with_owner(
-    model: nn.Module, dsd_fqn_modifiers: str = FQN_MODIFIERS
+    model: nn.Module, dsd_fqn_modifiers: str = FQN_MODIFIERS, every_name: bool = False
 ) -> Iterator[tuple[str, Union[torch.Tensor, ExtraState], nn.Module]]:
-    """As `walk_model_state`, with the module that owns the value."""
+    """As `walk_model_state`, with the module that owns the value.
+
+    With `every_name`, a module that stands under several names is visited under each, as
+    `model.state_dict()` does.
+    """
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any, nn.Module]]:
@@ -112,8 +116,8 @@ def walk_with_owner(
             if hasattr(module, dsd_fqn_modifiers)
             else set()
         )
-        for name, submodule in module.named_children():
-            if submodule not in seen:
+        for name, submodule in module._modules.items():
+            if submodule is not None and (every_name or submodule not in seen):
                 # A renamed child's state stands under its parent's own name.
                 yield from visit(submodule, prefix if name in hidden else f"{prefix}{name}.")
         transient = module._non_persistent_buffers_set

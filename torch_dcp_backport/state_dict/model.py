@@ -137,8 +137,8 @@ class Entry:
 
 def entries_of(model: nn.Module, info: StateDictInfo) -> list[Entry]:
     found = []
-    for name, value, owner in walk_with_owner(model, info.dsd_fqn_modifiers):
-        modifiers = info.dsd_fqn_modifiers
+    modifiers = info.dsd_fqn_modifiers
+    for name, value, owner in walk_with_owner(model, modifiers, every_name=True):
         fqns = get_fqns(model, name, dsd_fqn_modifiers=modifiers)
         load_keys = get_fqns(model, name, False, False, dsd_fqn_modifiers=modifiers)
         if len(fqns) > 1:
@@ -272,17 +272,14 @@ class ModelLoad(Load):
         position = {key: index for index, key in enumerate(inventory)}
         for aliases in self.tied():
             present = [entry for entry in aliases if entry.fqn in inventory]
-            if self.info.strict and not custom:
-                self.problems += [
-                    Problem("Missing key(s) in state_dict", entry.fqn)
-                    for entry in aliases
-                    if entry not in present
-                ]
             if not present:
+                if self.info.strict and not custom:
+                    self.problems += [Problem("Missing key(s) in state_dict", one.fqn) for one in aliases]
                 continue
-            # Several names of one parameter: the last one loaded is what stays.
+            # Several names of one tensor: one of them in the checkpoint is enough (safetensors keep
+            # only one), and the last one loaded is what stays.
             entry = max(present, key=lambda one: position[one.fqn])
-            self.plan_entry(entry, present, inventory[entry.fqn])
+            self.plan_entry(entry, aliases, inventory[entry.fqn])
 
     def tied(self) -> Iterable[list[Entry]]:
         """The entries, those of one shared parameter together."""

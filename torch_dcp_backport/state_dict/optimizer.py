@@ -5,6 +5,8 @@ The caller's dict is never changed.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
@@ -12,7 +14,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
@@ -28,6 +30,16 @@ TITLE = "cannot load this optimizer state dict"
 COMPILED = "_orig_mod."
 
 logger = logging.getLogger(__name__)
+
+LR = object()
+#: Values, other than zeros, that states of torch's own optimizers have before the first step, and zeros
+#: where the first step leaves something else even without a gradient.
+FIRST_VALUES: Mapping[type[Optimizer], Mapping[str, Any]] = {
+    torch.optim.NAdam: {"mu_product": 1.0},
+    torch.optim.Adamax: {"exp_inf": 0.0},
+    torch.optim.ASGD: {"eta": LR, "mu": 1.0, "ax": 0.0},
+    torch.optim.Rprop: {"step_size": LR},
+}
 
 #: Temporary gradients that initialising the state of one of torch's own optimizers may hold at a time.
 GRAD_BYTES = 16 * 2**20
@@ -65,6 +77,7 @@ def init_optim_state(optim: Optimizer, *, despite_grads: bool = False) -> None:
             for group in batch:
                 for param in group[PARAMS]:
                     param.grad = None
+        rewind(optim, rates)
     finally:
         optim.param_groups = groups
         for group, rate in zip(groups, rates):
@@ -72,6 +85,24 @@ def init_optim_state(optim: Optimizer, *, despite_grads: bool = False) -> None:
                 group["lr"] = rate
         for param, grad in zip(params, grads):
             param.grad = grad
+
+
+def rewind(optim: Optimizer, rates: Sequence[Any]) -> None:
+    """The states of an optimizer's first step, as they were before that step (pytorch#164929).
+
+    A counter that starts at 1 would make every bias correction of the training to come too small.
+    """
+    first: dict[str, Any] = {"step": 0, **FIRST_VALUES.get(type(optim), {})}
+    with torch.no_grad():
+        for group, rate in zip(optim.param_groups, rates):
+            for param in group[PARAMS]:
+                state = optim.state.get(param, {})
+                for name in first.keys() & state.keys():
+                    value = rate if first[name] is LR else first[name]
+                    if torch.is_tensor(state[name]):
+                        state[name].fill_(value)
+                    elif isinstance(state[name], (int, float)):
+                        state[name] = type(state[name])(value)
 
 
 def batches(optim: Optimizer) -> Iterator[list[dict[str, Any]]]:
@@ -146,7 +177,7 @@ def fsdp1_named_state(model: nn.Module, optim: Optimizer, info: StateDictInfo) -
     """FSDP1 names its states itself, but keeps the compiler's prefix."""
     state = own_method(optim, "state_dict")()
     with info.fsdp_context():
-        state = FullyShardedDataParallel.optim_state_dict(model, optim, state)
+        state = FullyShardedDataParallel.optim_state_dict(model, optim, state, group=fsdp1_group(info))
     if not state:
         return {}
     return {
@@ -156,6 +187,14 @@ def fsdp1_named_state(model: nn.Module, optim: Optimizer, info: StateDictInfo) -
             {**group, PARAMS: [fqn.replace(COMPILED, "") for fqn in group[PARAMS]]} for group in state[GROUPS]
         ],
     }
+
+
+def fsdp1_group(info: StateDictInfo) -> Optional[dist.ProcessGroup]:
+    """The group that FSDP1 shards over: its ranks alone take part. None (the default group) for HSDP."""
+    module: Any = info.fsdp_modules[0]
+    if module.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        return None
+    return module.process_group  # type: ignore[no-any-return]
 
 
 def complaint_about(state: Mapping[Any, Any], info: StateDictInfo) -> Optional[str]:
@@ -175,19 +214,15 @@ def flatten_optim_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """{"state": ..., "param_groups": ...} as one flat dict.
 
     Keys are "state.FQN.name" and "param_groups.FQN.name"; every parameter carries its group's
-    values, so that a reader with other groups finds them (pipeline parallel resharding).
-
-    Raises:
-        NotImplementedError: a state that is neither a tensor nor a number.
+    values, so that a reader with other groups finds them (pipeline parallel resharding). Lists,
+    texts and None are values like any other.
     """
     flat: dict[str, Any] = {}
     for fqn, states in state_dict[STATE].items():
         for path, value in leaves(states, opens=lambda _: False).items():
-            if not isinstance(value, (torch.Tensor, int, float)):
-                raise NotImplementedError(
-                    f"flattening takes tensors and numbers: {fqn}.{spell_key(path)} is {type(value).__name__}"
-                )
-            flat[".".join([STATE, fqn, *map(str, path)])] = value
+            # A parameter without states has no path below it.
+            if path:
+                flat[".".join([STATE, fqn, *map(str, path)])] = value
     for group in state_dict[GROUPS]:
         for fqn in group[PARAMS]:
             for name, value in group.items():
@@ -207,6 +242,7 @@ def unflatten_optim_state(
     """
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
+    saved = FlatStates(state_dict, info.strict)
     for group in optim.param_groups:
         keys = [name for name in group if name != PARAMS]
         loaded: dict[str, Any] = {PARAMS: []}
@@ -220,7 +256,9 @@ def unflatten_optim_state(
                     continue
                 loaded[PARAMS].append(fqn)
                 if param.requires_grad:
-                    state[fqn] = nested_from(state_dict, f"{STATE}.{fqn}", optim.state.get(param, {}))
+                    found = saved.below(f"{STATE}.{fqn}", optim.state.get(param, {}))
+                    if found:
+                        state[fqn] = found
                 for key in keys:
                     value = state_dict[f"{GROUPS}.{fqn}.{key}"]
                     if loaded.setdefault(key, value) != value:
@@ -231,13 +269,37 @@ def unflatten_optim_state(
     return {STATE: state, GROUPS: groups}
 
 
-def nested_from(flat: Mapping[str, Any], prefix: str, like: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {
-        name: nested_from(flat, f"{prefix}.{name}", value)
-        if isinstance(value, Mapping) and value
-        else flat[f"{prefix}.{name}"]
-        for name, value in like.items()
-    }
+class FlatStates:
+    """The states of a flat state dict, given back nested."""
+
+    def __init__(self, flat: Mapping[str, Any], strict: bool) -> None:
+        self.flat = flat
+        self.strict = strict
+        self.keys = sorted(key for key in flat if key.startswith(f"{STATE}."))
+
+    def below(self, prefix: str, held: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The states below a prefix, in the form in which the optimizer holds its own.
+
+        An optimizer that holds none yet (its parameter had no gradient so far) takes what is there.
+        """
+        if held:
+            return {name: self.one(f"{prefix}.{name}", value) for name, value in held.items()}
+        found: dict[Any, Any] = {}
+        start = bisect.bisect_left(self.keys, f"{prefix}.")
+        for key in itertools.takewhile(
+            lambda key: key.startswith(f"{prefix}."), itertools.islice(self.keys, start, None)
+        ):
+            place(found, tuple(key[len(prefix) + 1 :].split(".")), self.flat[key])
+        return found
+
+    def one(self, key: str, held: Any) -> Any:
+        if key in self.flat:
+            return self.flat[key]
+        if isinstance(held, Mapping) and held:
+            return self.below(key, held)
+        if self.strict:
+            raise KeyError(key)
+        return held
 
 
 def fqns_of(param: torch.Tensor, info: StateDictInfo) -> Iterable[str]:
@@ -386,7 +448,7 @@ def fsdp1_to_load(
             ],
         }
     with info.fsdp_context():
-        return FullyShardedDataParallel.optim_state_dict_to_load(model, optim, state)
+        return FullyShardedDataParallel.optim_state_dict_to_load(model, optim, state, group=fsdp1_group(info))
 
 
 def holds_tensors(values: Sequence[Any]) -> bool:
