@@ -37,12 +37,16 @@ class RankError(AssertionError):
 class Pool:
     """`world` processes in one gloo group; functions get the API module under test first."""
 
-    def __init__(self, world: int, api: str, *, switch: str = "", timeout: float = 30.0) -> None:
+    def __init__(
+        self, world: int, api: str, *, switch: str = "", timeout: float = 30.0, limit: float = LIMIT
+    ) -> None:
         """`switch`: the TORCH_DCP_BACKPORT of the ranks; by default off for torch's own API.
 
-        A world of 0 is one process without any process group.
+        `timeout` is that of collectives, `limit` that of a whole function, in seconds. A world of 0 is one
+        process without any process group.
         """
         self.world = world
+        self.limit = limit
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
         switch = switch or ("off" if api == STOCK else "auto")
@@ -60,7 +64,7 @@ class Pool:
         """function(api, *args, **kwargs) on every rank; its results by rank."""
         for pipe in self.pipes:
             pipe.send((function.__module__, function.__qualname__, args, kwargs))
-        end = time.monotonic() + LIMIT
+        end = time.monotonic() + self.limit
         answers: list[Any] = []
         for rank, pipe in enumerate(self.pipes):
             try:
@@ -72,7 +76,8 @@ class Pool:
                 os.kill(process.pid, signal.SIGUSR1)
             time.sleep(1)
         failed = [
-            f"--- rank {rank}: " + (answer[1] if answer else f"no answer in {LIMIT:.0f} s, stacks on stderr")
+            f"--- rank {rank}: "
+            + (answer[1] if answer else f"no answer in {self.limit:.0f} s, stacks on stderr")
             for rank, answer in enumerate(answers)
             if not answer or not answer[0]
         ]

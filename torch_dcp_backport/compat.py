@@ -14,20 +14,24 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 else:
     try:
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
     except ImportError:  # torch 2.4
-        from torch.distributed._tensor import DTensor, Replicate, Shard
+        from torch.distributed._tensor import DTensor, Replicate, Shard, placement_types
     try:
         from torch.distributed.fsdp import FSDPModule
     except ImportError:  # torch 2.4 and 2.5
         from torch.distributed._composable.fsdp import FSDPModule
 
+HAS_STRIDED = hasattr(placement_types, "_StridedShard")
+
 __all__ = [
+    "AmbiguousLayout",
     "DTensor",
     "arrived",
+    "check_placements",
     "comm_device_type",
     "current_device",
     "from_local",
@@ -55,6 +59,26 @@ def split_of(placement: object) -> Optional[tuple[int, int]]:
         dim = cast("Shard", placement).dim
         return dim, int(getattr(placement, "split_factor", 1))
     raise NotImplementedError(f"placement {placement!r} is neither a shard nor a replica")
+
+
+class AmbiguousLayout(NotImplementedError):
+    """Placements that say the same of two different layouts."""
+
+
+def check_placements(placements: tuple[object, ...]) -> None:
+    """Raise where this torch cannot say in which order mesh dimensions cut one tensor dimension.
+
+    torch 2.4 has no strided shard: FSDP2 over TP is written as if FSDP cut first, and does not.
+
+    Raises:
+        AmbiguousLayout: two mesh dimensions shard one tensor dimension, on such a torch.
+    """
+    dims = [cut[0] for cut in map(split_of, placements) if cut is not None]
+    if not HAS_STRIDED and len(set(dims)) < len(dims):
+        raise AmbiguousLayout(
+            f"placements {placements}: this torch does not tell FSDP2 over TP from a tensor that is cut from "
+            "left to right; use torch >= 2.5"
+        )
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:

@@ -143,6 +143,8 @@ def layout_or_none(tensor: compat.DTensor) -> Optional[Layout]:
     """None for a tensor whose placements do not say where its elements live (partial sums)."""
     try:
         return layout_of(tensor)
+    except compat.AmbiguousLayout:
+        raise
     except NotImplementedError:
         return None
 

@@ -167,6 +167,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout of a DTensor; a plain tensor is whole on every rank."""
     if not isinstance(tensor, compat.DTensor):
         return Layout(tuple(tensor.shape))
+    compat.check_placements(tuple(tensor.placements))
     mesh_shape, ranks = compat.mesh_ranks(tensor.device_mesh)
     layout = Layout(
         tuple(tensor.shape), mesh_shape, ranks, tuple(compat.split_of(p) for p in tensor.placements)

@@ -1,0 +1,122 @@
+"""What a scenario must give: native torch's record, or a deliberate difference that is pinned."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from canonical import difference, same
+from differences import DIFFERENCES, Difference, kept_tuples
+
+FOLDER = Path(__file__).parent / "recorded"
+#: The standard, the newest first; a result that equals either is equal.
+NATIVE = ("2.13.0", "2.7.1")
+#: The release whose pinned results hold for the others too, where they have none of their own.
+BASE = "2.6.0"
+#: The releases that have pinned results; the first releases of a minor are held to those of its last.
+PINNED = ("2.4.1", "2.5.1", BASE)
+
+
+class Verdict(NamedTuple):
+    #: "equal" to native torch, "deliberate", "core" (torch's own core of that release), or "wrong".
+    kind: str
+    text: str
+    row: Optional[Difference] = None
+
+
+def load(name: str) -> dict[str, Any]:
+    path = FOLDER / f"{name}.json"
+    if not path.exists():
+        return {}
+    stored = json.loads(path.read_text())
+    words: list[str] = stored["words"]
+    results: dict[str, Any] = {}
+    for key, packed in stored["results"].items():
+        results[key] = results[packed] if isinstance(packed, str) else unpack(packed, words)
+    return results
+
+
+def save(name: str, results: dict[str, Any]) -> None:
+    """Each leaf's text once, and a result that another scenario has too by that scenario's key.
+
+    One line for each scenario, so that a change is a readable diff.
+    """
+    words: dict[str, int] = {}
+    first: dict[str, str] = {}
+    lines = []
+    for key, result in results.items():
+        text = json.dumps(result, separators=(",", ":"))
+        other = first.setdefault(text, key)
+        packed = pack(result, words) if other == key else other
+        lines.append(f"{json.dumps(key)}: {json.dumps(packed, separators=(',', ':'))}")
+    listed = ",\n".join(map(json.dumps, words))
+    joined = ",\n".join(lines)
+    (FOLDER / f"{name}.json").write_text(f'{{"words": [\n{listed}],\n"results": {{\n{joined}}}}}\n')
+
+
+def pack(value: Any, words: dict[str, int]) -> Any:
+    if isinstance(value, dict):
+        return {key: pack(one, words) for key, one in value.items()}
+    if isinstance(value, list):
+        return [pack(one, words) for one in value]
+    return words.setdefault(value, len(words))
+
+
+def unpack(value: Any, words: list[str]) -> Any:
+    if isinstance(value, dict):
+        return {key: unpack(one, words) for key, one in value.items()}
+    if isinstance(value, list):
+        return [unpack(one, words) for one in value]
+    return words[value]
+
+
+def without_text(result: dict[str, Any]) -> dict[str, Any]:
+    """The texts of errors are for people; they are not compared."""
+    return {key: value for key, value in result.items() if key != "text"}
+
+
+class Expectations:
+    """Everything that is recorded, for one release under test."""
+
+    def __init__(self, release: str) -> None:
+        self.release = release
+        self.natives = [load(f"native-{one}") for one in NATIVE]
+        minor = release.rpartition(".")[0]
+        own = next((one for one in PINNED if one.rpartition(".")[0] == minor), release)
+        self.pinned = {**load(f"ours-{BASE}"), **load(f"ours-{own}")}
+
+    def equals_native(self, key: str, got: dict[str, Any]) -> bool:
+        """Up to the tuples of param groups, which native torch turns into lists.
+
+        An error is the standard only where no native torch does better.
+        """
+        known = [native[key] for native in self.natives if key in native]
+        usable = [one for one in known if "error" not in one] or known
+        return any(same(one, got) or same(kept_tuples(one), got) for one in usable)
+
+    def verdict(self, key: str, result: dict[str, Any]) -> Verdict:
+        got = without_text(result)
+        if self.equals_native(key, got):
+            return Verdict("equal", "")
+        row = row_for(key, self.release)
+        if row is not None and key in self.pinned and same(self.pinned[key], got):
+            return Verdict("core" if row.core_of else "deliberate", row.reason, row)
+        if row is not None and key in self.pinned:
+            found = [f"differs from what is pinned ({row.reason})", *difference(self.pinned[key], got)]
+        else:
+            native = next((one[key] for one in self.natives if key in one), {})
+            found = ["differs from native torch", *difference(kept_tuples(native), got)]
+        return Verdict("wrong", "\n".join([*found[:12], result.get("text", "")]))
+
+
+def row_for(key: str, release: str) -> Optional[Difference]:
+    """The row of the table that speaks of this scenario on this release; the release's own rows first."""
+    rows = sorted(DIFFERENCES, key=lambda row: not row.core_of)
+    for row in rows:
+        if row.core_of and not any(release.startswith(one) for one in row.core_of):
+            continue
+        if any(fnmatch.fnmatchcase(key, pattern) for pattern in row.scenarios):
+            return row
+    return None

@@ -1,0 +1,80 @@
+"""Every scenario gives what native torch gives, or a deliberate difference that is pinned."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import report
+from canonical import difference, same
+from differences import DIFFERENCES
+from expected import FOLDER, NATIVE, PINNED, Expectations, load, row_for, without_text
+from runner import NATIVE as IS_NATIVE
+from runner import RELEASE
+from scenario import all_scenarios
+
+KEYS = tuple(all_scenarios())
+#: Which of them each test runs on this torch: a native one's own results are the standard, and a
+#: release without a record has nothing to be compared with.
+RECHECKED = KEYS if RELEASE in NATIVE else ()
+COMPARED = () if IS_NATIVE and NATIVE[0] != RELEASE else KEYS
+#: All scenarios of a way run when the first result is asked for.
+pytestmark = pytest.mark.timeout(1500)
+
+
+@pytest.mark.parametrize("way", ["torch"])
+@pytest.mark.parametrize("key", RECHECKED)
+def test_the_record_is_still_true(results, way, key):
+    expected, got = load_once(f"native-{RELEASE}")[key], without_text(results.of(way, key))
+    assert same(expected, got), "\n".join(difference(expected, got))
+
+
+@pytest.mark.parametrize("way", ["direct" if IS_NATIVE else "shim"])
+@pytest.mark.parametrize("key", COMPARED)
+def test_ours_equals_native_torch(results, way, key):
+    verdict = results.verdict(way, key)
+    assert verdict.kind != "wrong", verdict.text
+
+
+LOADED: dict[str, dict] = {}
+
+
+def load_once(name: str) -> dict:
+    if name not in LOADED:
+        LOADED[name] = load(name)
+    return LOADED[name]
+
+
+def test_every_scenario_is_recorded_and_no_other():
+    for release in NATIVE:
+        assert tuple(load_once(f"native-{release}")) == KEYS
+
+
+@pytest.mark.parametrize("release", PINNED)
+def test_whatever_is_pinned_is_a_difference_with_a_reason(release):
+    expectations = Expectations(release)
+    for key, pinned in load_once(f"ours-{release}").items():
+        assert row_for(key, release), f"{key} differs on {release} without a row in differences.py"
+        assert not expectations.equals_native(key, pinned), f"{key} no longer differs"
+
+
+def test_every_row_explains_something():
+    used = {row_for(key, release) for release in PINNED for key in Expectations(release).pinned}
+    assert [row.reason for row in DIFFERENCES if row not in used] == []
+
+
+def test_records_are_those_in_patches():
+    folder = FOLDER.parents[2] / "patches"
+    for row in DIFFERENCES:
+        assert not row.record or (folder / f"{row.record}.md").exists(), row.record
+
+
+def test_the_page_is_what_is_recorded():
+    assert report.PATH.read_text() == report.page(), "make conformance writes it anew"
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
