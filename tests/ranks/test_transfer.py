@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import value_of
+from models import build, full_state, fully_shard, value_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport import transfer
 from torch_dcp_backport.transfer import Box, Held, Layout, Target, TensorInfo, Want
@@ -67,10 +69,8 @@ def scatter_to(api: Any, kinds: list[str], staging: int) -> None:
         box = want.layout.box(rank)
         if box is not None:
             targets[key] = Target(torch.full(box.size, 1).to(want.dtype), box)
-    agreement = transfer.agree(wants, [], "test")
-    transfer.scatter(
-        (lambda key: values[key]) if rank == 0 else None, inventory, targets, agreement, staging_bytes=staging
-    )
+    agreement = transfer.agree(wants, [], "test", staging_bytes=staging)
+    transfer.scatter((lambda key: values[key]) if rank == 0 else None, inventory, targets, agreement)
     whole = {key: Box((0,) * v.dim(), tuple(v.shape)) for key, v in values.items()}
     for key, target in targets.items():
         assert torch.equal(target.tensor, values[key][target.box.within(whole[key])]), key
@@ -116,22 +116,98 @@ def staged_bytes(api: Any, budget: int) -> int:
     return max(allocated)
 
 
-@pytest.mark.parametrize("staging", [1, 2**20])
+@pytest.mark.parametrize("staging", [6 * 1024, 2**20])
 @pytest.mark.parametrize("kind", PLACEMENTS)
 def test_scatter_gives_every_rank_its_box(ranks, kind, staging):
     ranks(scatter_to, [kind], staging)
 
 
 def test_scatter_to_ranks_with_different_layouts(ranks):
-    ranks(scatter_to, ["shard0", "shard01", "replicate", "strided"], 1)
+    ranks(scatter_to, ["shard0", "shard01", "replicate", "strided"], 6 * 1024)
 
 
 @pytest.mark.parametrize("to", [None, 0, 2])
 @pytest.mark.parametrize("kind", PLACEMENTS)
 def test_gather_makes_whole_tensors(ranks, kind, to):
-    ranks(gather_from, kind, 1, to)
+    ranks(gather_from, kind, 6 * 1024, to)
 
 
 def test_staging_stays_within_its_budget(ranks):
-    # The floor of a buffer is 1 KiB: 5 of them on 4 ranks.
+    # 1 KiB for each of the buffers of 4 ranks, and 2 more.
     assert max(ranks(staged_bytes, 6 * 1024)) <= 6 * 1024
+
+
+def test_one_element_at_a_time(ranks):
+    ranks(scatter_to, ["shard0"], 6 * 16)
+
+
+def reports(api: Any, count: int, budgets: list[int]) -> Any:
+    """Load and save `count` vectors of 16 KiB, on ranks with these budgets."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    transfer.configure(staging_bytes=budgets[rank % len(budgets)])
+    try:
+        model = nn.Module()
+        model.blocks = nn.ParameterList(nn.Parameter(torch.zeros(4096)) for _ in range(count))
+        fully_shard(model, mesh=mesh)
+        state = {key: torch.ones(4096) for key in model.state_dict()}
+        options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        api.set_model_state_dict(model, state if rank == 0 else {}, options=options)
+        loaded = transfer.last_report()
+        options = api.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        api.get_model_state_dict(model, options=options)
+        return loaded, transfer.last_report()
+    finally:
+        transfer.configure()
+
+
+def test_the_report_counts_bytes_and_rounds(ranks):
+    budget = 6 * 16 * 1024
+    for rank, (loaded, saved) in enumerate(ranks(reports, 64, [budget])):
+        total, shard = 64 * 16 * 1024, 16 * 16 * 1024
+        assert (loaded.operation, saved.operation) == ("scatter", "gather")
+        assert loaded.tensors == saved.tensors == 64
+        assert loaded.bytes_received == (0 if rank == 0 else shard)
+        assert loaded.bytes_sent == (total - shard if rank == 0 else 0)
+        assert saved.bytes_sent == shard
+        assert saved.bytes_received == (total if rank == 0 else 0)
+        # A rank's shard goes in portions of a sixth of the budget.
+        assert loaded.rounds == saved.rounds == 16
+        assert 0 < loaded.staging_bytes <= budget
+        assert loaded.staging_budget == saved.staging_budget == budget
+        assert {"inventory", "agree", "move"} <= set(loaded.seconds)
+        assert "scatter: 64 tensors" in str(loaded)
+
+
+def test_rounds_grow_with_bytes_and_not_with_tensors(ranks):
+    for count in (8, 64, 512):
+        for loaded, saved in ranks(reports, count, [6 * 2**20]):
+            assert loaded.rounds == saved.rounds == max(1, count * 4 // 1024)
+
+
+def test_the_smallest_budget_counts_for_all(ranks):
+    for loaded, _ in ranks(reports, 16, [2**20, 2**18, 2**19]):
+        assert loaded.staging_budget == 2**18
+
+
+def no_traffic(api: Any) -> Any:
+    model = build()
+    options = api.StateDictOptions(full_state_dict=True)
+    api.set_model_state_dict(model, full_state(), options=options)
+    return transfer.last_report()
+
+
+def test_a_dict_on_every_rank_moves_nothing(ranks):
+    for report in ranks(no_traffic):
+        assert report.operation == "slice"
+        assert report.rounds == report.bytes_sent == report.bytes_received == report.staging_bytes == 0
+
+
+def bad_budget(api: Any) -> None:
+    for budget in (0, 15, 1.5, "64"):
+        with pytest.raises(ValueError, match="staging_bytes="):
+            transfer.agree({}, [], "test", staging_bytes=budget)
+
+
+def test_a_budget_that_is_none_is_refused_at_the_call(ranks):
+    ranks(bad_budget, world=2)

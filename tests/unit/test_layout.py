@@ -124,7 +124,7 @@ def test_rounds_grow_with_bytes_not_with_tensors() -> None:
 def test_buffers_fit_the_budget(budget: int, parts: int) -> None:
     capacity = capacity_of(budget, parts)
     assert capacity % ALIGNMENT == 0
-    assert capacity * (parts + 1) <= max(budget, 1024 * (parts + 1))
+    assert capacity * (parts + 1) <= max(budget, ALIGNMENT * (parts + 1))
 
 
 def test_ranks_are_spelled_in_runs() -> None:

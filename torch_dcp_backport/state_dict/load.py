@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import (
     Problem,
+    Tally,
     Target,
     TensorInfo,
     Want,
@@ -159,18 +160,38 @@ def run(
 
 
 def run_broadcast(load: Load, given: Mapping[Any, Any], group: Optional[dist.ProcessGroup]) -> None:
+    tally = Tally()
     is_source = dist.get_rank(group) == 0
-    mine = inventory_of(given) if is_source and not load.problems else None
-    inventory = publish(mine, load.problems, load.title, group)
-    cause = guarded_plan(load, inventory)
-    wants = {key: Want(one.layout, one.dtype) for key, one in load.destinations.items()}
-    agreement = agree(wants, load.problems, load.title, group, cause)
+    with tally.phase("inventory"):
+        mine = inventory_of(given) if is_source and not load.problems else None
+        inventory = publish(mine, load.problems, load.title, group)
+    with tally.phase("agree"):
+        cause = guarded_plan(load, inventory)
+        wants = {key: Want(one.layout, one.dtype) for key, one in load.destinations.items()}
+        agreement = agree(wants, load.problems, load.title, group, cause)
     targets = make_targets(load)
-    scatter(lambda key: given[key], inventory, targets, agreement, group=group)
+    scatter(lambda key: given[key], inventory, targets, agreement, group=group, tally=tally)
     settle(load, targets)
 
 
 def run_local(load: Load, given: Mapping[Any, Any]) -> None:
+    tally = Tally()
+    with tally.phase("agree"):
+        plan_local(load, given)
+    with tally.phase("move"):
+        targets = make_targets(load)
+        for key, target in targets.items():
+            value = given[key].detach()
+            if isinstance(value, compat.DTensor):
+                target.tensor.copy_(compat.local_part(value))
+            else:
+                target.tensor.copy_(value[target.box.within(whole(tuple(value.shape)))])
+    tally.tensors = len(targets)
+    tally.close("slice", 0)
+    settle(load, targets)
+
+
+def plan_local(load: Load, given: Mapping[Any, Any]) -> None:
     inventory = {} if load.problems else inventory_of(given, whole_only=False)
     cause = guarded_plan(load, inventory)
     for key, one in load.destinations.items():
@@ -189,14 +210,6 @@ def run_local(load: Load, given: Mapping[Any, Any]) -> None:
         mesh = max(meshes, key=lambda one: one.size())
         agree_on_mesh(load.problems, load.title, [mesh.get_group(dim) for dim in range(mesh.ndim)], cause)
     raise_together(load.title, [(own_rank(), problem) for problem in load.problems], cause)
-    targets = make_targets(load)
-    for key, target in targets.items():
-        value = given[key].detach()
-        if isinstance(value, compat.DTensor):
-            target.tensor.copy_(compat.local_part(value))
-        else:
-            target.tensor.copy_(value[target.box.within(whole(tuple(value.shape)))])
-    settle(load, targets)
 
 
 def guarded_plan(load: Load, inventory: Mapping[Any, Any]) -> Optional[Exception]:

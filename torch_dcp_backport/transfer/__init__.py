@@ -7,18 +7,24 @@ from torch_dcp_backport.transfer.errors import Problem, raise_together, spell_ke
 from torch_dcp_backport.transfer.gather import Held, gather
 from torch_dcp_backport.transfer.layout import Box, Layout, layout_of
 from torch_dcp_backport.transfer.plan import TensorInfo, Want, agree, misfit, publish
+from torch_dcp_backport.transfer.report import Report, Tally, last_report
 from torch_dcp_backport.transfer.scatter import Target, scatter
+from torch_dcp_backport.transfer.settings import configure
 
 __all__ = [
     "Box",
     "Held",
     "Layout",
     "Problem",
+    "Report",
+    "Tally",
     "Target",
     "TensorInfo",
     "Want",
     "agree",
+    "configure",
     "gather",
+    "last_report",
     "layout_of",
     "misfit",
     "publish",

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.transfer import settings
 from torch_dcp_backport.transfer.errors import Problem, raise_together, spell_key
 from torch_dcp_backport.transfer.layout import Box, Layout, row_of
 
 Key = Hashable
 Group = Optional[dist.ProcessGroup]
 
-#: Peak bytes of staging buffers on any rank, unless the caller says otherwise.
-STAGING_BYTES = 64 * 2**20
 #: Every piece of a chunk starts at a multiple of this, so that it can be viewed as any dtype.
 ALIGNMENT = 16
 
@@ -53,6 +52,8 @@ class Agreement(NamedTuple):
 
     mine: Mapping[Key, Want]
     by_rank: Optional[Mapping[int, Mapping[Key, Want]]]
+    #: Peak bytes of staging buffers on any rank: the smallest that a rank asks for.
+    staging_bytes: int
 
     def of(self, rank: int) -> Mapping[Key, Want]:
         return self.mine if self.by_rank is None else self.by_rank[rank]
@@ -92,23 +93,28 @@ def agree(
     title: str,
     group: Group = None,
     cause: Optional[BaseException] = None,
+    staging_bytes: Optional[int] = None,
 ) -> Agreement:
     """Raise every rank's problems on every rank, or learn what everyone wants.
 
-    One small all-gather where nothing is wrong and all ranks want the same.
+    `staging_bytes` is this rank's budget; None is that of the settings. One small all-gather where
+    nothing is wrong and all ranks want the same.
 
     Raises:
         RuntimeError: some rank has problems; the same message on every rank of the group.
+        ValueError: a budget that is none; on this rank, before any other hears of it.
     """
     ranks = compat.group_ranks(group)
-    marks = gather_marks(digest(wants), bool(problems), group)
-    if any(troubled for _, troubled in marks):
+    budget = settings.staging_bytes() if staging_bytes is None else settings.checked(staging_bytes)
+    marks = gather_marks(Mark(digest(wants), bool(problems), budget), group)
+    if any(mark.troubled for mark in marks):
         raise_together(title, collect_problems(problems, group), cause)
-    if len({mark for mark, _ in marks}) == 1:
-        return Agreement(wants, None)
+    budget = min(mark.staging_bytes for mark in marks)
+    if len({mark.digest for mark in marks}) == 1:
+        return Agreement(wants, None, budget)
     everyone: list[Any] = [None] * len(ranks)
     dist.all_gather_object(everyone, dict(wants), group=group)
-    return Agreement(wants, dict(zip(ranks, everyone)))
+    return Agreement(wants, dict(zip(ranks, everyone)), budget)
 
 
 def agree_on_mesh(
@@ -121,7 +127,7 @@ def agree_on_mesh(
     """
     known: list[tuple[int, Problem]] = [(dist.get_rank(), problem) for problem in problems]
     for group in groups:
-        if any(troubled for _, troubled in gather_marks(b"", bool(known), group)):
+        if any(mark.troubled for mark in gather_marks(Mark(b"", bool(known), 0), group)):
             everyone: list[Any] = [None] * len(compat.group_ranks(group))
             dist.all_gather_object(everyone, known, group=group)
             known = [(rank, Problem(*problem)) for one in everyone for rank, problem in one]
@@ -153,14 +159,23 @@ def digest(wants: Mapping[Key, Want]) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def gather_marks(mark: bytes, troubled: bool, group: Group) -> list[tuple[bytes, bool]]:
-    """Everyone's (mark of up to 16 bytes, flag), with one fixed-size collective."""
+class Mark(NamedTuple):
+    """What every rank tells every other in one fixed-size collective."""
+
+    #: Of what is wanted; up to 16 bytes.
+    digest: bytes
+    troubled: bool
+    staging_bytes: int
+
+
+def gather_marks(mark: Mark, group: Group) -> list[Mark]:
     device = compat.current_device(compat.comm_device_type(group, "cpu"))
-    mine = torch.tensor([*mark.ljust(16, b"\0"), troubled], dtype=torch.uint8, device=device)
+    text = mark.digest.ljust(16, b"\0") + bytes([mark.troubled]) + mark.staging_bytes.to_bytes(8, "big")
+    mine = torch.tensor(list(text), dtype=torch.uint8, device=device)
     everyone = [torch.empty_like(mine) for _ in compat.group_ranks(group)]
     dist.all_gather(everyone, mine, group=group)
     rows = [bytes(row.tolist()) for row in everyone]
-    return [(row[:16], bool(row[16])) for row in rows]
+    return [Mark(row[:16], bool(row[16]), int.from_bytes(row[17:], "big")) for row in rows]
 
 
 def chunks(boxes: Iterable[tuple[Key, Box, int]], capacity: int) -> Iterator[list[Piece]]:
@@ -217,4 +232,4 @@ def capacity_of(staging_bytes: int, members: int) -> int:
 
     One more is left free for what Python and the backend need meanwhile.
     """
-    return max(staging_bytes // (members + 2) // ALIGNMENT * ALIGNMENT, 64 * ALIGNMENT)
+    return max(staging_bytes // (members + 2) // ALIGNMENT * ALIGNMENT, ALIGNMENT)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.layout import Box, whole
 from torch_dcp_backport.transfer.plan import (
-    STAGING_BYTES,
     Agreement,
     Group,
     Key,
@@ -23,6 +22,7 @@ from torch_dcp_backport.transfer.plan import (
     chunks,
     round_sizes,
 )
+from torch_dcp_backport.transfer.report import Tally
 from torch_dcp_backport.transfer.staging import Staging, part_of, view_of
 
 Read = Callable[[Key], torch.Tensor]
@@ -42,7 +42,7 @@ def scatter(
     agreement: Agreement,
     *,
     group: Group = None,
-    staging_bytes: int = STAGING_BYTES,
+    tally: Optional[Tally] = None,
 ) -> None:
     """Fill every rank's targets from the group's first rank.
 
@@ -52,18 +52,23 @@ def scatter(
         targets: this rank's destinations, one for each key that it wants.
         agreement: what `agree` returned.
         group: the process group; its first rank is the source. None is the default group.
-        staging_bytes: peak bytes of staging buffers, on any rank.
+        tally: of the phases so far; a new one where there were none.
     """
-    route = Route(read, inventory, targets, agreement, group)
-    capacity = capacity_of(staging_bytes, len(route.ranks))
-    kind, sizes = route.schedule(capacity)
-    common = route.common_chunks(capacity)
-    each = max(sizes, default=0) * (len(route.ranks) + 1 if route.rank == route.source else 1)
-    staging = Staging(compat.current_device(kind), max([each, *map(chunk_bytes, common)]))
-    route.send_common(staging, common)
-    route.send_own(staging, sizes, capacity)
-    del staging  # needed no more; on the meta device the source's own shards take memory only now
-    route.copy_own()
+    tally = tally if tally is not None else Tally()
+    route = Route(read, inventory, targets, agreement, group, tally)
+    with tally.phase("move"):
+        capacity = capacity_of(agreement.staging_bytes, len(route.ranks))
+        kind, sizes = route.schedule(capacity)
+        common = route.common_chunks(capacity)
+        each = max(sizes, default=0) * (len(route.ranks) + 1 if route.rank == route.source else 1)
+        staging = Staging(compat.current_device(kind), max([each, *map(chunk_bytes, common)]))
+        tally.staging_bytes = staging.nbytes
+        route.send_common(staging, common)
+        route.send_own(staging, sizes, capacity)
+        del staging  # needed no more; on the meta device the source's own shards take memory only now
+        route.copy_own()
+    tally.tensors = len(targets)
+    tally.close("scatter", agreement.staging_bytes)
 
 
 class Route:
@@ -76,6 +81,7 @@ class Route:
         targets: Mapping[Key, Target],
         agreement: Agreement,
         group: Group,
+        tally: Tally,
     ) -> None:
         self.ranks = compat.group_ranks(group)
         self.rank = dist.get_rank()
@@ -84,6 +90,7 @@ class Route:
         self.read = read
         self.targets = targets
         self.agreement = agreement
+        self.tally = tally
         self.tensors = {key: info for key, info in inventory.items() if isinstance(info, TensorInfo)}
         self.common = {key for key in self.tensors if self.wanted_whole_by_all(key)}
 
@@ -135,6 +142,7 @@ class Route:
             if self.rank == self.source:
                 self.pack(buffer, pieces)
             dist.broadcast(buffer, src=self.source, group=self.group)
+            self.tally.rounds += 1
             if self.rank != self.source:
                 self.unpack(buffer, pieces)
 
@@ -145,6 +153,7 @@ class Route:
             for size in sizes:
                 (own,) = staging.buffers(1, size)
                 dist.scatter(own, None, src=self.source, group=self.group)
+                self.tally.rounds += 1
                 self.unpack(own, next(stream, []))
             return
         streams = [chunks(self.boxes_of(rank), capacity) for rank in self.ranks[1:]]
@@ -154,6 +163,7 @@ class Route:
             for part, stream in zip(parts[1:], streams):
                 self.pack(part, next(stream, []))
             dist.scatter(own, parts, src=self.source, group=self.group)
+            self.tally.rounds += 1
 
     def full(self, key: Key) -> torch.Tensor:
         assert self.read is not None, "only the source reads"
@@ -164,6 +174,7 @@ class Route:
             info = self.tensors[piece.key]
             source = part_of(self.full(piece.key), whole(info.shape), piece)
             view_of(buffer, piece, info.dtype).copy_(source)
+            self.tally.bytes_sent += piece.nbytes
 
     def unpack(self, buffer: torch.Tensor, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
@@ -171,3 +182,4 @@ class Route:
             part_of(target.tensor, target.box, piece).copy_(
                 view_of(buffer, piece, self.tensors[piece.key].dtype)
             )
+            self.tally.bytes_received += piece.nbytes

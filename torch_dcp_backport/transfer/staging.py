@@ -27,6 +27,10 @@ class Staging:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.store = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        return self.store.numel()
+
     def buffers(self, count: int, size: int) -> list[torch.Tensor]:
         """`count` buffers of `size` bytes each; they alias those of the round before."""
         return [self.store[index * size : (index + 1) * size] for index in range(count)]

@@ -1,0 +1,80 @@
+"""What the last transfer of this process moved, and how long each part of it took.
+
+Only counts: must never decide anything, and never talk to other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Optional
+
+logger = logging.getLogger("torch_dcp_backport.transfer")
+
+
+@dataclass(frozen=True)
+class Report:
+    """One transfer, as this rank saw it."""
+
+    #: "scatter" (load from rank 0), "gather" (save) or "slice" (load of a dict that every rank has).
+    operation: str
+    #: Tensors that this rank received, or gave.
+    tensors: int
+    #: Bytes of tensors that this rank handed to the backend and got from it, without padding.
+    bytes_sent: int
+    bytes_received: int
+    #: Collectives that carried tensors. Grows with bytes / budget, not with the number of tensors.
+    rounds: int
+    #: Peak bytes of this rank's staging buffers, and the budget that all ranks agreed on.
+    staging_bytes: int
+    staging_budget: int
+    #: phase -> seconds: "inventory" (what the source has), "agree" (what all want), "move".
+    seconds: Mapping[str, float]
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
+        return (
+            f"{self.operation}: {self.tensors} tensors, sent {self.bytes_sent} and received "
+            f"{self.bytes_received} bytes in {self.rounds} rounds, staging {self.staging_bytes} of "
+            f"{self.staging_budget} bytes; {parts}"
+        )
+
+
+@dataclass
+class Tally:
+    """A report while it grows."""
+
+    tensors: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    rounds: int = 0
+    staging_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def close(self, operation: str, budget: int) -> None:
+        """The transfer ended well: this is the last report now."""
+        global _last
+        _last = Report(operation, staging_budget=budget, **vars(self))
+        logger.info("%s", _last)
+
+
+_last: Optional[Report] = None
+
+
+def last_report() -> Optional[Report]:
+    """The report of this process's last transfer that ended well; None before the first.
+
+    A call that moves model and optimizer, or tensors on several meshes, makes several transfers.
+    """
+    return _last

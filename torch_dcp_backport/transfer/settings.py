@@ -1,0 +1,54 @@
+"""What a process sets once for all its transfers. Must never talk to other ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Optional
+
+VARIABLE = "TORCH_DCP_BACKPORT_STAGING_MIB"
+MIB = 2**20
+#: Peak bytes of staging buffers on any rank, unless the user says otherwise.
+DEFAULT = 64 * MIB
+#: Bytes of the largest element (complex128): less cannot carry anything.
+SMALLEST = 16
+
+_chosen: Optional[int] = None
+
+
+def configure(*, staging_bytes: Optional[int] = None) -> None:
+    """Set the staging budget of this process's transfers; None goes back to the environment's or 64 MiB.
+
+    Less memory means more rounds. Where ranks differ, the smallest budget counts for all.
+
+    Raises:
+        ValueError: not a whole number of bytes, or fewer than one element has.
+    """
+    global _chosen
+    _chosen = None if staging_bytes is None else checked(staging_bytes)
+
+
+def staging_bytes() -> int:
+    """The budget: that of `configure`, or of TORCH_DCP_BACKPORT_STAGING_MIB, or 64 MiB.
+
+    Raises:
+        ValueError: the variable is not a number of MiB.
+    """
+    if _chosen is not None:
+        return _chosen
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return DEFAULT
+    try:
+        return checked(int(float(text) * MIB))
+    except (ValueError, OverflowError):
+        raise ValueError(
+            f"{VARIABLE}={text!r}: expected a number of MiB, at least {SMALLEST} bytes, or unset for 64"
+        ) from None
+
+
+def checked(budget: object) -> int:
+    if isinstance(budget, bool) or not isinstance(budget, int):
+        raise ValueError(f"staging_bytes={budget!r}: expected a whole number of bytes")
+    if budget < SMALLEST:
+        raise ValueError(f"staging_bytes={budget}: at least {SMALLEST}, the bytes of the largest element")
+    return budget
