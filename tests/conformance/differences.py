@@ -121,7 +121,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
     Difference(
         "FSDP2 wraps no parameter of an integer or bool dtype (torch 2.7.1 neither)",
-        ("set model, dtypes/load_each_dtype *",),
+        ("set model, dtypes/load_each_dtype int*", "set model, dtypes/load_each_dtype bool *"),
         core_of=("2.4", "2.5", "2.6"),
     ),
     Difference(
