@@ -4,7 +4,7 @@
     python3 tools/lanes.py list
     python3 tools/lanes.py make LANE...
     python3 tools/lanes.py run LANE -- COMMAND ARG...
-    python3 tools/lanes.py test LANE... [-- PYTEST-ARG...]
+    python3 tools/lanes.py test LANE... [--jobs N] [-- PYTEST-ARG...]
 
 Needs Python >= 3.9 with venv, nothing else. Environments live in the user's cache folder
 under a key made from their requirements, so that every clone shares them; this checkout is put
@@ -23,7 +23,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -106,26 +109,39 @@ def make(name: str) -> Path:
     return bin_of(env, "python")
 
 
-def run(name: str, command: list[str]) -> int:
+def run(name: str, command: list[str], output: IO[bytes] | None = None) -> int:
+    """Run a command in a lane; its output goes to `output`, or to where ours goes."""
     python = make(name)
     env = dict(os.environ)
     env["PATH"] = f"{python.parent}{os.pathsep}{env.get('PATH', '')}"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH", ""))))
     env["VIRTUAL_ENV"] = str(python.parent.parent)
-    return subprocess.run(command, env=env).returncode
+    return subprocess.run(command, env=env, stdout=output, stderr=output and subprocess.STDOUT).returncode
 
 
-def test(names: list[str], extra: list[str]) -> int:
-    """Run the suite in each lane, in order; stop at the first that fails. Pytest has the last word."""
+def test(names: list[str], extra: list[str], jobs: int) -> int:
+    """Run the suite in each lane, `jobs` at a time; pytest has the last word.
+
+    One lane's output is shown as it comes, that of the lanes beside it once they are done.
+    """
     # A switch of the caller's would decide what is tested.
     os.environ.pop("TORCH_DCP_BACKPORT", None)
-    for name in names:
-        print(f"=== lane {name}: {' '.join(LANES[name][:1])}", flush=True)
-        code = run(name, ["python", "-m", "pytest", *extra])
-        if code:
-            print(f"=== lane {name} failed", file=sys.stderr, flush=True)
-            return code
-    return 0
+    command = ["python", "-m", "pytest", *extra]
+    failed = []
+    with ThreadPoolExecutor(jobs) as executor, contextlib.ExitStack() as files:
+        outputs = [None if name == names[0] else files.enter_context(TemporaryFile()) for name in names]
+        lanes = [executor.submit(run, name, command, output) for name, output in zip(names, outputs)]
+        for name, output, lane in zip(names, outputs, lanes):
+            print(f"=== lane {name}: {' '.join(LANES[name][:1])}", flush=True)
+            code = lane.result()
+            if output is not None:
+                output.seek(0)
+                shutil.copyfileobj(output, sys.stdout.buffer)
+                sys.stdout.flush()
+            if code:
+                failed.append(name)
+                print(f"=== lane {name} failed", file=sys.stderr, flush=True)
+    return 1 if failed else 0
 
 
 def main() -> int:
@@ -142,6 +158,7 @@ def main() -> int:
     runner.add_argument("command", nargs=argparse.REMAINDER, help="after --")
     tester = sub.add_parser("test", help="run the test suite in lanes; pytest's own arguments after --")
     tester.add_argument("lane", nargs="+", metavar="LANE")
+    tester.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="lanes at a time")
     argv = sys.argv[1:]
     extra: list[str] = []
     if argv[:1] == ["test"] and "--" in argv:
@@ -159,7 +176,7 @@ def main() -> int:
         unknown = [name for name in args.lane if name not in LANES]
         if unknown:
             parser.error(f"no such lane: {', '.join(unknown)} (there are {', '.join(LANES)})")
-        return test(args.lane, extra)
+        return test(args.lane, extra, args.jobs)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         parser.error("run needs a command")

@@ -61,7 +61,7 @@ class Runner:
     def __init__(self, way: str) -> None:
         self.way = way
         #: Seconds of a collective. Torch's own hangs are part of the record; ours has none to wait for.
-        self.timeout = 8.0 if way == "torch" else 30.0
+        self.timeout = 12.0 if way == "torch" else 30.0
         self.pools: dict[int, Pool] = {}
         self.count = 0
 

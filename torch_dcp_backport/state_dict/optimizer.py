@@ -6,7 +6,6 @@ The caller's dict is never changed.
 from __future__ import annotations
 
 import bisect
-import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
@@ -32,8 +31,8 @@ COMPILED = "_orig_mod."
 logger = logging.getLogger(__name__)
 
 LR = object()
-#: Values, other than zeros, that states of torch's own optimizers have before the first step, and zeros
-#: where the first step leaves something else even without a gradient.
+#: What states of torch's own optimizers are before the first step, where that step leaves something else
+#: even without a gradient. LR stands for the group's learning rate.
 FIRST_VALUES: Mapping[type[Optimizer], Mapping[str, Any]] = {
     torch.optim.NAdam: {"mu_product": 1.0},
     torch.optim.Adamax: {"exp_inf": 0.0},
@@ -92,7 +91,10 @@ def rewind(optim: Optimizer, rates: Sequence[Any]) -> None:
 
     A counter that starts at 1 would make every bias correction of the training to come too small.
     """
-    first: dict[str, Any] = {"step": 0, **FIRST_VALUES.get(type(optim), {})}
+    first: dict[str, Any] = {"step": 0}
+    for kind, values in FIRST_VALUES.items():
+        if isinstance(optim, kind):
+            first.update(values)
     with torch.no_grad():
         for group, rate in zip(optim.param_groups, rates):
             for param in group[PARAMS]:
@@ -285,11 +287,11 @@ class FlatStates:
         if held:
             return {name: self.one(f"{prefix}.{name}", value) for name, value in held.items()}
         found: dict[Any, Any] = {}
-        start = bisect.bisect_left(self.keys, f"{prefix}.")
-        for key in itertools.takewhile(
-            lambda key: key.startswith(f"{prefix}."), itertools.islice(self.keys, start, None)
-        ):
+        index = bisect.bisect_left(self.keys, f"{prefix}.")
+        while index < len(self.keys) and self.keys[index].startswith(f"{prefix}."):
+            key = self.keys[index]
             place(found, tuple(key[len(prefix) + 1 :].split(".")), self.flat[key])
+            index += 1
         return found
 
     def one(self, key: str, held: Any) -> Any:
