@@ -5,6 +5,7 @@ A hang is a failure: after the limit every process dumps its stacks and is kille
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import importlib
@@ -73,7 +74,8 @@ class Pool:
                 answers.append((False, f"the process of rank {rank} died"))
         if any(answer is None for answer in answers):
             for process in self.processes:
-                os.kill(process.pid, signal.SIGUSR1)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGUSR1)
             time.sleep(1)
         failed = [
             f"--- rank {rank}: "
@@ -103,7 +105,7 @@ class Pool:
 def serve(rank: int, world: int, api: str, switch: str, rendezvous: str, timeout: float, pipe: Any) -> None:
     os.environ["TORCH_DCP_BACKPORT"] = switch
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-    import torch_dcp_backport  # noqa: F401, I001  first, as users do it
+    import torch_dcp_backport  # noqa: F401, I001  after torch; tests/imports has the other orders
 
     import torch
     import torch.distributed as dist

@@ -14,7 +14,7 @@ PATH = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
 HEAD = """# Conformance
 
 Made by `make conformance`; `tests/conformance/test_conformance.py` holds it to the records, and the records
-to torch itself, on every run of the suite.
+to torch itself wherever the suite runs on one of these releases.
 
 {total} scenarios, each on 1 to 8 ranks (gloo, CPU): get and set, model and optimizer, every option, every
 wrapper. A result is the order of keys, types, layouts, dtypes, shapes, devices, SHA-256 of values, warnings,

@@ -53,7 +53,8 @@ def test_every_scenario_is_recorded_and_no_other():
 @pytest.mark.parametrize("release", PINNED)
 def test_whatever_is_pinned_is_a_difference_with_a_reason(release):
     expectations = Expectations(release)
-    for key, pinned in load_once(f"ours-{release}").items():
+    for key in load_once(f"ours-{release}").keys() & expectations.pinned.keys():
+        pinned = expectations.pinned[key]
         assert row_for(key, release), f"{key} differs on {release} without a row in differences.py"
         assert not expectations.equals_native(key, pinned), f"{key} no longer differs"
 

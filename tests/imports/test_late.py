@@ -241,3 +241,28 @@ def test_the_search_costs_little(fresh: Fresh) -> None:
     ).facts
     assert len(facts["seconds"]) == 1
     assert facts["seconds"][0] < 1.0  # 0.1 measured
+
+
+def test_helpers_bound_before_us_and_before_the_trigger(fresh: Fresh) -> None:
+    """torch.distributed.fsdp brings the helpers' module long before checkpoint.state_dict is imported."""
+    facts: Any = fresh(
+        """
+import torch.distributed.fsdp
+from torch.distributed import _state_dict_utils as utils
+class Saver:
+    offload = staticmethod(utils._offload_state_dict_to_cpu)
+kept = [utils._copy_state_dict]
+import torch_dcp_backport
+def trigger():
+    import torch.distributed.checkpoint.state_dict
+found = caught(trigger)
+status = torch_dcp_backport.status()
+tell(late=status.late_bindings, listed=status.out_of_reach, found=found,
+     ours=Saver.offload is utils._offload_state_dict_to_cpu)
+"""
+    ).facts
+    assert facts["ours"]
+    if AFFECTED:
+        assert own(facts["late"]) == ["__main__.Saver.offload"]
+        assert facts["listed"] == ["list in __main__.kept"]
+        assert [category for category, *_ in facts["found"]] == ["LateImportWarning"]

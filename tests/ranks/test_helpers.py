@@ -664,3 +664,22 @@ def test_private_names_take_the_calls_of_torch_2_6(ranks, name, where):
     if where == "ours" and name == "_TensorInfo":
         pytest.skip("torch's own, in _state_dict_utils")
     ranks(call_private, name, where, world=2)
+
+
+def broadcast_that_fails(api: Any) -> None:
+    """An error leaves every entry of the caller's dict as it was, small values too."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+    for full in ({"n": 99, "w": torch.ones(5, 2)}, {"n": 99, "x": torch.ones(3, device="meta")}):
+        local: dict[str, Any] = {"n": 1, "w": weight, "x": torch.zeros(3)}
+        mine = full if dist.get_rank() == 0 else {}
+        with pytest.raises(RuntimeError, match="nothing was changed"):
+            helper(api, "_broadcast_state_dict")(mine, local, device=torch.device("cpu"))
+        assert local["n"] == 1
+        assert local["w"] is weight
+        assert not local["w"]._local_tensor.any()
+        assert local["x"].tolist() == [0, 0, 0]
+
+
+def test_a_broadcast_that_fails_changes_nothing(fixed):
+    fixed(broadcast_that_fails, world=2)

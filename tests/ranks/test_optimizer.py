@@ -287,6 +287,48 @@ def get_changes_no_training(api: Any) -> None:
             assert torch.equal(one, other), make(nn.Linear(1, 1).parameters())
 
 
+def fresh_counters(api: Any) -> None:
+    """Several groups, and more parameters than one portion of temporary gradients takes."""
+    from torch_dcp_backport.state_dict import optimizer as ours
+
+    kept, ours.GRAD_BYTES = ours.GRAD_BYTES, 64
+    try:
+        for kind, name, values in (
+            (torch.optim.Adam, "step", (0.0, 0.0)),
+            (torch.optim.Rprop, "step_size", (0.25, 0.5)),
+        ):
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            groups = [{"params": list(one.parameters())} for one in model]
+            groups[1]["lr"] = 0.5
+            optim = kind(groups, lr=0.25)
+            api.get_optimizer_state_dict(model, optim)
+            for group, value in zip(optim.param_groups, values):
+                for param in group["params"]:
+                    assert (optim.state[param][name] == value).all(), (kind, name, value)
+    finally:
+        ours.GRAD_BYTES = kept
+
+
+def flat_load_without_a_state(api: Any) -> None:
+    """As with the nested form: strict, and a parameter that nobody knows a state of."""
+    model = build()
+    optim = torch.optim.Adam(model.parameters(), lr=0.5)
+    train_a_step(model, optim)
+    flat = api.StateDictOptions(flatten_optimizer_state_dict=True)
+    state = api.get_optimizer_state_dict(model, optim, options=flat)
+    for key in [key for key in state if key.startswith("state.head.weight.")]:
+        del state[key]
+    fresh = torch.optim.Adam(model.parameters(), lr=0.5)
+    first = next(iter(model.parameters()))
+    first.grad = torch.zeros_like(first)
+    fresh.step()
+    fresh.zero_grad(set_to_none=True)
+    with pytest.raises(RuntimeError, match=r"state for parameter 'head\.weight'"):
+        api.set_optimizer_state_dict(model, fresh, dict(state), options=flat)
+    loose = api.StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+    api.set_optimizer_state_dict(model, fresh, dict(state), options=loose)
+
+
 def junk_free_flat_load(api: Any) -> None:
     """A flat state dict of a stateless optimizer leaves no empty states behind."""
     model = build()
@@ -381,6 +423,14 @@ def test_values_of_loaded_groups_reach_every_rank(fixed):
 
 def test_a_get_before_the_first_step_changes_no_training(fixed):
     fixed(get_changes_no_training)
+
+
+def test_fresh_counters_of_every_group_and_portion(fixed):
+    fixed(fresh_counters)
+
+
+def test_a_flat_load_without_a_state_is_an_error(ranks):
+    ranks(flat_load_without_a_state)
 
 
 def test_a_flat_load_of_a_stateless_optimizer_leaves_no_junk(fixed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -203,11 +204,22 @@ def test_a_dict_on_every_rank_moves_nothing(ranks):
         assert report.rounds == report.bytes_sent == report.bytes_received == report.staging_bytes == 0
 
 
-def bad_budget(api: Any) -> None:
-    for budget in (0, 15, 1.5, "64"):
-        with pytest.raises(ValueError, match="staging_bytes="):
-            transfer.agree({}, [], "test", staging_bytes=budget)
+def bad_budget(api: Any, text: str) -> None:
+    """On one rank only."""
+    os.environ["TORCH_DCP_BACKPORT_STAGING_MIB"] = text if dist.get_rank() == 1 else ""
+    model = build()
+    try:
+        options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        state = full_state() if dist.get_rank() == 0 else {}
+        with pytest.raises(ValueError, match=f"rank 1: not a staging budget.*STAGING_MIB='{text}'"):
+            api.set_model_state_dict(model, state, options=options)
+        with pytest.raises(ValueError, match="rank 1: not a staging budget"):
+            api.get_model_state_dict(model, options=api.StateDictOptions(full_state_dict=True))
+    finally:
+        del os.environ["TORCH_DCP_BACKPORT_STAGING_MIB"]
+    with pytest.raises(ValueError, match="staging_bytes=15"):
+        transfer.agree({}, [], "test", staging_bytes=15)
 
 
-def test_a_budget_that_is_none_is_refused_at_the_call(ranks):
-    ranks(bad_budget, world=2)
+def test_a_budget_that_is_none_is_refused_on_every_rank(ranks):
+    ranks(bad_budget, "64MB", world=2)

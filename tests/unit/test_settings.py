@@ -45,7 +45,7 @@ def test_configure_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert settings.staging_bytes() == 4 * MIB
 
 
-@pytest.mark.parametrize("budget", [0, -1, 15, 1.5, "64", True, float("nan")])
+@pytest.mark.parametrize("budget", [0, -1, 15, 2**64, 1.5, "64", True, float("nan")])
 def test_what_is_no_budget_is_refused_at_the_call(budget: object) -> None:
     with pytest.raises(ValueError, match="staging_bytes="):
         configure(staging_bytes=budget)  # type: ignore[arg-type]

@@ -41,6 +41,7 @@ class Installer:
         self._busy = False
         self._removed = False
         self._hooked = False
+        self._late = False  # some of what is replaced was there before us, for anybody to bind
         self._registering: int | None = None
 
     def install(self) -> None:
@@ -48,6 +49,7 @@ class Installer:
         trigger = self.table.trigger
         if self.reloaded():
             self._start_again()
+        self._late = self._late or any(module in sys.modules for module in self.table.modules)
         while True:
             if trigger not in sys.modules and not self._hooked:
                 self._hook()
@@ -109,7 +111,7 @@ class Installer:
             return
         # From wrapt's loader, after the module's code ran. wrapt has dropped the hook by now.
         self._hooked = False
-        self._apply(search=False)
+        self._apply(search=self._late)
 
     def _unhook(self) -> None:
         """Should it fail, _removed still disarms the hook."""
@@ -129,7 +131,7 @@ class Installer:
                 self.outcome = "pending"
 
     def _apply(self, search: bool) -> None:
-        """`search` beyond modules for early bindings: not where the hook came before any could be made."""
+        """`search` beyond modules for early bindings: not where we came before any could be made."""
         with self._lock:
             if self._busy or self._removed or self._replacement is not None:
                 return

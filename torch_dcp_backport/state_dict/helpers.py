@@ -32,6 +32,8 @@ class DictLoad(Load):
         self.device = device
         self.cpu_offload = cpu_offload
         self.offered: set[str] = set()
+        #: What is no tensor; written once nothing can fail any more.
+        self.small: dict[str, Any] = {}
 
     def live(self) -> Iterable[object]:
         return self.local.values()
@@ -48,8 +50,8 @@ class DictLoad(Load):
             if isinstance(offered, TensorInfo):
                 # Scalars stay on the CPU.
                 self.want_whole(key, offered, self.device if offered.shape else torch.device("cpu"), settle)
-            else:
-                self.local[key] = offered
+            elif self.usable(key, offered):
+                self.small[key] = offered
         elif self.accepts(key, offered, tuple(live.shape)):
             if live.is_meta:
                 self.want_fresh(key, live, offered, self.device, settle)
@@ -84,6 +86,7 @@ def broadcast_state_dict(
     """
     load = DictLoad(local_state_dict, torch.device(device), cpu_offload)
     run(load, full_state_dict, broadcast=True, group=pg)
+    local_state_dict.update(load.small)
     if strict:
         for key in set(local_state_dict) - load.offered:
             del local_state_dict[key]
@@ -122,6 +125,7 @@ def distribute_tensors(
     full = {key: value for key, (_, value) in entries.items()}
     load = DictLoad({key: live for key, (live, _) in entries.items()}, torch.device(device), False)
     load.plan(inventory_of(full))
+    load.local.update(load.small)
     raise_together(load.title, [(own_rank(), problem) for problem in load.problems])
     targets = make_targets(load)
     for key, target in targets.items():

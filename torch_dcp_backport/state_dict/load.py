@@ -80,14 +80,22 @@ class Load:
         """Everything that the loaded object holds now."""
         raise NotImplementedError
 
+    def usable(self, key: Key, offered: Any) -> bool:
+        """Whether `offered` is not a tensor that cannot be sliced; if it is, that is a problem."""
+        if isinstance(offered, Unusable):
+            what, expected = "not a tensor that can be loaded", "a whole, dense tensor"
+            self.problems.append(Problem(what, spell_key(key), offered.why, expected))
+            return False
+        return True
+
     def accepts(self, key: Key, offered: Any, shape: tuple[int, ...]) -> bool:
         """Whether `offered` is a tensor of this shape; if not, that is a problem."""
         name = spell_key(key)
+        if not self.usable(key, offered):
+            return False
         if not isinstance(offered, TensorInfo):
-            got = offered.why if isinstance(offered, Unusable) else type(offered).__name__
-            self.problems.append(
-                Problem("not a tensor that can be loaded", name, got, f"a tensor of {shape}")
-            )
+            what = "not a tensor that can be loaded"
+            self.problems.append(Problem(what, name, type(offered).__name__, f"a tensor of {shape}"))
             return False
         if offered.shape != shape:
             what = "wrong shape" if len(offered.shape) == len(shape) else "wrong number of dimensions"

@@ -298,7 +298,10 @@ class ModelLoad(Load):
         if isinstance(live, ExtraState):
             if isinstance(offered, TensorInfo):
                 self.want_whole(key, offered, self.fresh_device(None), settle)
-            else:
+            elif not self.info.broadcast_from_rank0:
+                # Of whatever kind: it does not travel.
+                settle(self.given[key])
+            elif self.usable(key, offered):
                 settle(offered)
         elif not entry.direct and not isinstance(live, compat.DTensor):
             # Its own loading code judges the shape.

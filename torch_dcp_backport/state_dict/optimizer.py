@@ -76,6 +76,7 @@ def init_optim_state(optim: Optimizer, *, despite_grads: bool = False) -> None:
             for group in batch:
                 for param in group[PARAMS]:
                     param.grad = None
+        optim.param_groups = groups
         rewind(optim, rates)
     finally:
         optim.param_groups = groups
@@ -192,11 +193,15 @@ def fsdp1_named_state(model: nn.Module, optim: Optimizer, info: StateDictInfo) -
 
 
 def fsdp1_group(info: StateDictInfo) -> Optional[dist.ProcessGroup]:
-    """The group that FSDP1 shards over: its ranks alone take part. None (the default group) for HSDP."""
+    """The group that FSDP1 shards over: its ranks alone take part. None (the default group) for HSDP.
+
+    And where a FlatParameter's states come from global rank 0, which has to be a member then.
+    """
     module: Any = info.fsdp_modules[0]
     if module.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
         return None
-    return module.process_group  # type: ignore[no-any-return]
+    group: dist.ProcessGroup = module.process_group
+    return group if module._use_orig_params or 0 in compat.group_ranks(group) else None
 
 
 def complaint_about(state: Mapping[Any, Any], info: StateDictInfo) -> Optional[str]:
@@ -240,7 +245,8 @@ def unflatten_optim_state(
 
     Raises:
         KeyError: a state or a group value that is not there.
-        RuntimeError: parameters of one group that were saved with different values.
+        RuntimeError: a parameter without any state (strict); parameters of one group that were saved
+            with different values.
     """
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -261,6 +267,8 @@ def unflatten_optim_state(
                     found = saved.below(f"{STATE}.{fqn}", optim.state.get(param, {}))
                     if found:
                         state[fqn] = found
+                    elif info.strict and saved.keys:
+                        raise missing_state(fqn)
                 for key in keys:
                     value = state_dict[f"{GROUPS}.{fqn}.{key}"]
                     if loaded.setdefault(key, value) != value:
@@ -302,6 +310,13 @@ class FlatStates:
         if self.strict:
             raise KeyError(key)
         return held
+
+
+def missing_state(fqn: str) -> RuntimeError:
+    return RuntimeError(
+        f"Missing optimizer state for parameter '{fqn}': it requires gradients but has no saved state. "
+        "To load what is there, use StateDictOptions(strict=False)."
+    )
 
 
 def fqns_of(param: torch.Tensor, info: StateDictInfo) -> Iterable[str]:
@@ -348,10 +363,7 @@ def split_optim_state(optim: Optimizer, loaded: Mapping[str, Any], info: StateDi
                 if fqn in states:
                     state[fqn] = states[fqn]
                 elif info.strict and stateful:
-                    raise RuntimeError(
-                        f"Missing optimizer state for parameter '{fqn}': it requires gradients but has no "
-                        "saved state. To load what is there, use StateDictOptions(strict=False)."
-                    )
+                    raise missing_state(fqn)
         if not group[PARAMS] and empty:
             # Nothing names a group without parameters but its place.
             own_place = len(saved) == len(optim.param_groups) and not saved[index][PARAMS]
@@ -538,7 +550,7 @@ class OptimizerLoad(Load):
             else:
                 # As scalars are where an optimizer makes them itself.
                 self.want_whole(path, offered, torch.device("cpu") if offered.shape == () else device, settle)
-        else:
+        elif self.usable(path, offered):
             settle(offered)
 
     def result(self) -> dict[str, Any]:

@@ -22,6 +22,8 @@ class Problem(NamedTuple):
         text = f"{self.what}: {self.key}" if self.key else self.what
         if self.expected:
             text += f" (expected {self.expected}, got {self.got})"
+        elif self.got:
+            text += f" ({self.got})"
         return text
 
 
@@ -59,7 +61,8 @@ def raise_together(
     title: str,
     found: Sequence[tuple[int, Problem]],
     cause: Optional[BaseException] = None,
+    kind: type[Exception] = RuntimeError,
 ) -> None:
     """Raise one error for all findings; return where there are none."""
     if found:
-        raise RuntimeError(compose(title, found)) from cause
+        raise kind(compose(title, found)) from cause

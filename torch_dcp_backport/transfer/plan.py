@@ -17,6 +17,8 @@ from torch_dcp_backport.transfer import settings
 from torch_dcp_backport.transfer.errors import Problem, raise_together, spell_key
 from torch_dcp_backport.transfer.layout import Box, Layout, row_of
 
+BAD_BUDGET = "not a staging budget"
+
 Key = Hashable
 Group = Optional[dist.ProcessGroup]
 
@@ -102,13 +104,20 @@ def agree(
 
     Raises:
         RuntimeError: some rank has problems; the same message on every rank of the group.
-        ValueError: a budget that is none; on this rank, before any other hears of it.
+        ValueError: nothing is wrong but some rank's budget; on every rank too.
     """
     ranks = compat.group_ranks(group)
-    budget = settings.staging_bytes() if staging_bytes is None else settings.checked(staging_bytes)
+    budget, problems = settings.DEFAULT, list(problems)
+    try:
+        budget = settings.staging_bytes() if staging_bytes is None else settings.checked(staging_bytes)
+    except ValueError as error:
+        # The other ranks wait in the collective below.
+        problems.append(Problem(BAD_BUDGET, got=str(error)))
     marks = gather_marks(Mark(digest(wants), bool(problems), budget), group)
     if any(mark.troubled for mark in marks):
-        raise_together(title, collect_problems(problems, group), cause)
+        found = collect_problems(problems, group)
+        kind = ValueError if all(problem.what == BAD_BUDGET for _, problem in found) else RuntimeError
+        raise_together(title, found, cause, kind)
     budget = min(mark.staging_bytes for mark in marks)
     if len({mark.digest for mark in marks}) == 1:
         return Agreement(wants, None, budget)

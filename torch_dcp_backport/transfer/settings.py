@@ -11,6 +11,7 @@ MIB = 2**20
 DEFAULT = 64 * MIB
 #: Bytes of the largest element (complex128): less cannot carry anything.
 SMALLEST = 16
+LARGEST = 2**62
 
 _chosen: Optional[int] = None
 
@@ -18,7 +19,8 @@ _chosen: Optional[int] = None
 def configure(*, staging_bytes: Optional[int] = None) -> None:
     """Set the staging budget of this process's transfers; None goes back to the environment's or 64 MiB.
 
-    Less memory means more rounds. Where ranks differ, the smallest budget counts for all.
+    Less memory means more rounds. Where ranks differ, the smallest budget counts for all. A buffer for
+    each rank and one more hold at least one element (16 bytes) each, however small the budget is.
 
     Raises:
         ValueError: not a whole number of bytes, or fewer than one element has.
@@ -49,6 +51,7 @@ def staging_bytes() -> int:
 def checked(budget: object) -> int:
     if isinstance(budget, bool) or not isinstance(budget, int):
         raise ValueError(f"staging_bytes={budget!r}: expected a whole number of bytes")
-    if budget < SMALLEST:
-        raise ValueError(f"staging_bytes={budget}: at least {SMALLEST}, the bytes of the largest element")
+    if not SMALLEST <= budget <= LARGEST:
+        what = f"the bytes of the largest element ({SMALLEST})"
+        raise ValueError(f"staging_bytes={budget}: expected at least {what}, and at most 2**62")
     return budget
