@@ -17,7 +17,7 @@ BROKEN = Version(torch.__version__).release[:2] == (2, 6)
 def two_dim_support() -> contextlib.AbstractContextManager[object]:
     """torch 2.4's FSDP2 refuses every state dict on a 2-D mesh, with or without us."""
     if Version(torch.__version__).release < (2, 5):
-        return pytest.raises(RankError, match="NotImplementedError|AmbiguousLayout")
+        return pytest.raises(RankError, match=r"NotImplementedError|AmbiguousLayout")
     return contextlib.nullcontext()
 
 

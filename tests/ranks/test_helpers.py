@@ -11,7 +11,7 @@ from typing import Any, Optional
 import pytest
 import torch
 import torch.distributed as dist
-from models import value_of
+from models import build, value_of
 from packaging.version import Version
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
@@ -461,6 +461,25 @@ def gathers_to_one(api: Any) -> None:
         assert largest.nbytes <= whole // 2, "a rank that gets nothing needs no whole tensor"
 
 
+def gets_on_one(api: Any) -> None:
+    model = build(kind=Wide)
+    whole = 1024 * 64 * 4
+    with Largest() as largest:
+        options = api.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        api.get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        assert largest.nbytes >= whole
+    else:
+        assert largest.nbytes <= whole // 2, "a rank that gets nothing needs no whole tensor"
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1024, 64))
+        self.layers = nn.ModuleList()
+
+
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("only", [(), (0,), (2,), (0, 3), (0, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("spread", SPREAD)
@@ -490,6 +509,10 @@ def test_gather_waits_for_tensors_in_flight(ranks):
 
 def test_only_the_receiving_rank_holds_whole_tensors(fixed):
     fixed(gathers_to_one)
+
+
+def test_a_full_get_needs_whole_tensors_on_rank_0_alone(fixed):
+    fixed(gets_on_one)
 
 
 # --- distribute ------------------------------------------------------------------------------
