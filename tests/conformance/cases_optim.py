@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -286,65 +286,54 @@ def load_with_gradients(api: Any, kind: str, name: str, options: dict[str, Any])
     return dump(optim), [param.grad for param in model.parameters()]
 
 
-@scenario("set optimizer", rows(("plain", "fsdp2"), (*SET[:3], FLAT)))
-def load_tied(api: Any, kind: str, options: dict[str, Any]) -> Any:
-    model, optim = made(kind, "adam", tied=True)
+def reloaded(api: Any, make: Callable[[str], tuple[nn.Module, Optimizer]], options: dict[str, Any]) -> Any:
+    """From an optimizer with states into a fresh one of another model; `make` takes a salt."""
+    model, optim = make("")
     state = saved(api, model, states(optim), options)
-    model, optim = made(kind, "adam", salt="other.", tied=True)
+    model, optim = make("other.")
     api.set_optimizer_state_dict(model, optim, state, options=api.StateDictOptions(**options))
     return dump(optim)
+
+
+@scenario("set optimizer", rows(("plain", "fsdp2"), (*SET[:3], FLAT)))
+def load_tied(api: Any, kind: str, options: dict[str, Any]) -> Any:
+    return reloaded(api, lambda salt: made(kind, "adam", salt, tied=True), options)
 
 
 @scenario("set optimizer", rows(("plain", "fsdp2", "fsdp1"), SET[:3]))
 def load_frozen(api: Any, kind: str, options: dict[str, Any]) -> Any:
-    model, optim = made(kind, "adam", frozen=True)
-    state = saved(api, model, states(optim), options)
-    model, optim = made(kind, "adam", salt="other.", frozen=True)
-    api.set_optimizer_state_dict(model, optim, state, options=api.StateDictOptions(**options))
-    return dump(optim)
+    return reloaded(api, lambda salt: made(kind, "adam", salt, frozen=True), options)
 
 
 @scenario("set optimizer", rows(("plain", "fsdp2"), SET[:3]))
 def load_all_parameters_some_frozen(api: Any, kind: str, options: dict[str, Any]) -> Any:
     """The optimizer was given the frozen parameters too."""
 
-    def both(salt: str) -> tuple[nn.Module, Optimizer]:
+    def make(salt: str) -> tuple[nn.Module, Optimizer]:
         model = wrap(kind, fill(Net(frozen=True), salt))
         return model, Adam(model.parameters())
 
-    model, optim = both("")
-    state = saved(api, model, states(optim), options)
-    model, optim = both("other.")
-    api.set_optimizer_state_dict(model, optim, state, options=api.StateDictOptions(**options))
-    return dump(optim)
+    return reloaded(api, make, options)
 
 
 @scenario("set optimizer", rows(("plain", "fsdp2"), SET[:3]))
 def load_odd(api: Any, kind: str, options: dict[str, Any]) -> Any:
-    def both(salt: str) -> tuple[nn.Module, Optimizer]:
+    def make(salt: str) -> tuple[nn.Module, Optimizer]:
         model = wrap(kind, fill(Odd(), salt))
         return model, Adam(model.parameters())
 
-    model, optim = both("")
-    state = saved(api, model, states(optim), options)
-    model, optim = both("other.")
-    api.set_optimizer_state_dict(model, optim, state, options=api.StateDictOptions(**options))
-    return dump(optim)
+    return reloaded(api, make, options)
 
 
 @scenario("set optimizer", rows(("plain", "fsdp2"), SET[:3]))
 def load_extras(api: Any, kind: str, options: dict[str, Any]) -> Any:
     """None and an empty dict among the states."""
 
-    def both(salt: str) -> tuple[nn.Module, Optimizer]:
+    def make(salt: str) -> tuple[nn.Module, Optimizer]:
         model = wrap(kind, fill(Net(), salt))
         return model, Nested(model.parameters(), extras=True)
 
-    model, optim = both("")
-    state = saved(api, model, states(optim), options)
-    model, optim = both("other.")
-    api.set_optimizer_state_dict(model, optim, state, options=api.StateDictOptions(**options))
-    return dump(optim)
+    return reloaded(api, make, options)
 
 
 @scenario("set optimizer", rows(("plain", "fsdp2"), (*SET[:3], FLAT)))

@@ -309,6 +309,16 @@ def fresh_counters(api: Any) -> None:
         ours.GRAD_BYTES = kept
 
 
+def partly_started(model: nn.Module) -> torch.optim.Optimizer:
+    """Only its first parameter had a gradient so far."""
+    optim = torch.optim.Adam(model.parameters(), lr=0.5)
+    first = next(iter(model.parameters()))
+    first.grad = torch.zeros_like(first)
+    optim.step()
+    optim.zero_grad(set_to_none=True)
+    return optim
+
+
 def flat_load_without_a_state(api: Any) -> None:
     """As with the nested form: strict, and a parameter that nobody knows a state of."""
     model = build()
@@ -318,15 +328,27 @@ def flat_load_without_a_state(api: Any) -> None:
     state = api.get_optimizer_state_dict(model, optim, options=flat)
     for key in [key for key in state if key.startswith("state.head.weight.")]:
         del state[key]
-    fresh = torch.optim.Adam(model.parameters(), lr=0.5)
-    first = next(iter(model.parameters()))
-    first.grad = torch.zeros_like(first)
-    fresh.step()
-    fresh.zero_grad(set_to_none=True)
+    fresh = partly_started(model)
     with pytest.raises(RuntimeError, match=r"state for parameter 'head\.weight'"):
         api.set_optimizer_state_dict(model, fresh, dict(state), options=flat)
     loose = api.StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
     api.set_optimizer_state_dict(model, fresh, dict(state), options=loose)
+
+
+def flat_small_values(api: Any) -> None:
+    """States that are neither tensors nor numbers, on the way to a flat dict and back."""
+    model = nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    for param in model.parameters():
+        optim.state[param] = {"momentum_buffer": torch.ones_like(param), "none": None, "list": [1, 2]}
+    flat = api.StateDictOptions(flatten_optimizer_state_dict=True)
+    state = api.get_optimizer_state_dict(model, optim, options=flat)
+    assert (state["state.weight.none"], state["state.weight.list"]) == (None, [1, 2])
+    for param in model.parameters():
+        optim.state[param].update(none=0, list=[])
+    api.set_optimizer_state_dict(model, optim, state, options=flat)
+    assert optim.state[model.weight]["none"] is None
+    assert optim.state[model.weight]["list"] == [1, 2]
 
 
 def junk_free_flat_load(api: Any) -> None:
@@ -346,11 +368,7 @@ def flat_load_of_fresh_states(api: Any) -> None:
     train_a_step(model, optim)
     flat = api.StateDictOptions(flatten_optimizer_state_dict=True)
     state = api.get_optimizer_state_dict(model, optim, options=flat)
-    other = torch.optim.Adam(model.parameters(), lr=0.5)
-    first = next(iter(model.parameters()))
-    first.grad = torch.zeros_like(first)
-    other.step()
-    other.zero_grad(set_to_none=True)
+    other = partly_started(model)
     api.set_optimizer_state_dict(model, other, state, options=flat)
     assert snapshot(other) == snapshot(optim)
 
@@ -431,6 +449,10 @@ def test_fresh_counters_of_every_group_and_portion(fixed):
 
 def test_a_flat_load_without_a_state_is_an_error(ranks):
     ranks(flat_load_without_a_state)
+
+
+def test_flat_states_may_be_none_and_lists(fixed):
+    fixed(flat_small_values)
 
 
 def test_a_flat_load_of_a_stateless_optimizer_leaves_no_junk(fixed):

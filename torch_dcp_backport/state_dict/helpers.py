@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.collect import check_types, rebuild, untouched, whole_tree
 from torch_dcp_backport.state_dict.cpu_copy import Tree
-from torch_dcp_backport.state_dict.load import Load, inventory_of, make_targets, own_rank, run, settle
+from torch_dcp_backport.state_dict.load import Load, copy_slices, inventory_of, own_rank, run
 from torch_dcp_backport.transfer import TensorInfo, raise_together
-from torch_dcp_backport.transfer.layout import whole
 
 #: FQN -> tensor or small value.
 FlatDict = dict[str, Any]
@@ -127,10 +126,7 @@ def distribute_tensors(
     load.plan(inventory_of(full))
     load.local.update(load.small)
     raise_together(load.title, [(own_rank(), problem) for problem in load.problems])
-    targets = make_targets(load)
-    for key, target in targets.items():
-        target.tensor.copy_(full[key].detach()[target.box.within(whole(tuple(full[key].shape)))])
-    settle(load, targets)
+    copy_slices(load, full)
     local_state_dict.update(load.local)
 
 

@@ -187,15 +187,20 @@ def run_local(load: Load, given: Mapping[Any, Any]) -> None:
     with tally.phase("agree"):
         plan_local(load, given)
     with tally.phase("move"):
-        targets = make_targets(load)
-        for key, target in targets.items():
-            value = given[key].detach()
-            if isinstance(value, compat.DTensor):
-                target.tensor.copy_(compat.local_part(value))
-            else:
-                target.tensor.copy_(value[target.box.within(whole(tuple(value.shape)))])
-    tally.tensors = len(targets)
+        copy_slices(load, given)
+    tally.tensors = len(load.destinations)
     tally.close("slice", 0)
+
+
+def copy_slices(load: Load, given: Mapping[Any, Any]) -> None:
+    """Every destination from this rank's own dict; a DTensor there has the destination's layout."""
+    targets = make_targets(load)
+    for key, target in targets.items():
+        value = given[key].detach()
+        if isinstance(value, compat.DTensor):
+            target.tensor.copy_(compat.local_part(value))
+        else:
+            target.tensor.copy_(value[target.box.within(whole(tuple(value.shape)))])
     settle(load, targets)
 
 

@@ -76,8 +76,7 @@ def init_optim_state(optim: Optimizer, *, despite_grads: bool = False) -> None:
             for group in batch:
                 for param in group[PARAMS]:
                     param.grad = None
-        optim.param_groups = groups
-        rewind(optim, rates)
+        rewind(optim, groups, rates)
     finally:
         optim.param_groups = groups
         for group, rate in zip(groups, rates):
@@ -87,7 +86,7 @@ def init_optim_state(optim: Optimizer, *, despite_grads: bool = False) -> None:
             param.grad = grad
 
 
-def rewind(optim: Optimizer, rates: Sequence[Any]) -> None:
+def rewind(optim: Optimizer, groups: Sequence[Mapping[str, Any]], rates: Sequence[Any]) -> None:
     """The states of an optimizer's first step, as they were before that step (pytorch#164929).
 
     A counter that starts at 1 would make every bias correction of the training to come too small.
@@ -97,7 +96,7 @@ def rewind(optim: Optimizer, rates: Sequence[Any]) -> None:
         if isinstance(optim, kind):
             first.update(values)
     with torch.no_grad():
-        for group, rate in zip(optim.param_groups, rates):
+        for group, rate in zip(groups, rates):
             for param in group[PARAMS]:
                 state = optim.state.get(param, {})
                 for name in first.keys() & state.keys():
