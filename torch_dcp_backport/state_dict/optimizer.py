@@ -47,21 +47,18 @@ GRAD_BYTES = 16 * 2**20
 # --- initialise ------------------------------------------------------------------------------
 
 
-def init_optim_state(optim: Optimizer, *, despite_grads: bool = False) -> None:
+def init_optim_state(optim: Optimizer) -> None:
     """Make the optimizer create its states, by steps with zero gradients and zero learning rate.
 
-    Nothing happens where states exist, or where gradients exist (a stateless optimizer such as SGD
-    has no states after real steps either) unless `despite_grads`; the gradients are put back.
+    Nothing happens where states exist, or where gradients exist: a stateless optimizer such as SGD has
+    no states after real steps either. A load makes states that are missing then from the checkpoint.
     """
     params = [param for group in optim.param_groups for param in group[PARAMS]]
-    if optim.state or (not despite_grads and any(param.grad is not None for param in params)):
+    if optim.state or any(param.grad is not None for param in params):
         return
-    grads = [param.grad for param in params]
     groups = optim.param_groups
     rates = [group.get("lr") for group in groups]
     try:
-        for param in params:
-            param.grad = None
         for group, rate in zip(groups, rates):
             if rate is not None:
                 # Some optimizers move parameters by lr alone.
@@ -82,8 +79,8 @@ def init_optim_state(optim: Optimizer, *, despite_grads: bool = False) -> None:
         for group, rate in zip(groups, rates):
             if rate is not None:
                 group["lr"] = rate
-        for param, grad in zip(params, grads):
-            param.grad = grad
+        for param in params:
+            param.grad = None
 
 
 def rewind(optim: Optimizer, groups: Sequence[Mapping[str, Any]], rates: Sequence[Any]) -> None:
@@ -396,9 +393,8 @@ def load_optim_state(
     if not info.handle_optim:
         return
     for optim in optimizers:
-        full = info.full_state_dict and not info.fsdp_modules
-        init_optim_state(optim, despite_grads=full)
-        if not full:
+        init_optim_state(optim)
+        if not info.full_state_dict or info.fsdp_modules:
             if complaint:
                 raise RuntimeError(complaint)
             mine = own_part(optim, state_dict, info)
