@@ -36,7 +36,9 @@ __all__ = [
     "current_device",
     "from_local",
     "group_ranks",
+    "host_buffer",
     "local_part",
+    "mesh_groups",
     "mesh_ranks",
     "reshard",
     "split_of",
@@ -140,6 +142,21 @@ def comm_device_type(group: Optional[dist.ProcessGroup], prefer: str) -> str:
     if prefer in kinds or not kinds:
         return prefer if kinds else "cpu"
     return "cpu" if "cpu" in kinds else kinds[0]
+
+
+def host_buffer(nbytes: int) -> torch.Tensor:
+    """Uninitialised bytes on the host, pinned where an accelerator can read them directly."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except (RuntimeError, AssertionError):  # no accelerator, or one that pins in another way
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def mesh_groups(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups that this rank belongs to, one per mesh dimension; none outside the mesh."""
+    if mesh.get_coordinate() is None:
+        return ()
+    return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
 
 
 def current_device(kind: str) -> torch.device:

@@ -28,11 +28,11 @@ def fail(api):
 def die(api):
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(600)
 
 def hang(api):
     print("now hanging", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -53,7 +53,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[launch.R
         found = launch.run(
             launch.STOCK, jobs, environment={"PYTHONPATH": os.pathsep.join((str(folder), str(root)))}
         )
-        assert time.monotonic() - began < 60  # not one rank slept to its end
+        assert time.monotonic() - began < 300  # not one rank slept to its end
     return found
 
 

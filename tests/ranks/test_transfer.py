@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 from typing import Any
 
@@ -10,10 +12,11 @@ import torch
 import torch.distributed as dist
 from models import build, full_state, fully_shard, value_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_dcp_backport import transfer
-from torch_dcp_backport.transfer import Box, Held, Layout, Target, TensorInfo, Want
+from torch_dcp_backport.compat import Replicate, Shard
+from torch_dcp_backport.transfer import Box, Held, Layout, Mesh, Target, TensorInfo, Want
 
 SHAPES = {"a": (7, 5), "b": (64, 3), "one": (1,), "scalar": (), "none": (0, 4), "deep": (3, 5, 2, 4)}
 DTYPES = {
@@ -24,6 +27,11 @@ DTYPES = {
     "none": torch.int8,
     "deep": torch.bool,
 }
+
+try:
+    from torch.distributed.tensor import distribute_tensor
+except ImportError:  # torch 2.4
+    from torch.distributed._tensor import distribute_tensor
 
 PLACEMENTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]] = {
     "shard0": ((4,), (0, 1, 2, 3), ((0, 1),)),
@@ -42,7 +50,7 @@ def layout(key: str, kind: str) -> Layout:
     mesh_shape, ranks, placements = PLACEMENTS[kind]
     if len(shape) < 2:
         placements = tuple(None if p is None or p[0] >= len(shape) else p for p in placements)
-    return Layout(shape, mesh_shape, ranks, placements)
+    return Layout(shape, Mesh(mesh_shape, ranks), placements)
 
 
 def full_values() -> dict[str, torch.Tensor]:
@@ -134,7 +142,6 @@ def test_gather_makes_whole_tensors(ranks, kind, to):
 
 
 def test_staging_stays_within_its_budget(ranks):
-    # 1 KiB for each of the buffers of 4 ranks, and 2 more.
     assert max(ranks(staged_bytes, 6 * 1024)) <= 6 * 1024
 
 
@@ -163,17 +170,18 @@ def reports(api: Any, count: int, budgets: list[int]) -> Any:
 
 
 def test_the_report_counts_bytes_and_rounds(ranks):
-    budget = 6 * 16 * 1024
+    budget = 7 * 16 * 1024
     for rank, (loaded, saved) in enumerate(ranks(reports, 64, [budget])):
         total, shard = 64 * 16 * 1024, 16 * 16 * 1024
         assert (loaded.operation, saved.operation) == ("scatter", "gather")
         assert loaded.tensors == saved.tensors == 64
         assert loaded.bytes_received == (0 if rank == 0 else shard)
         assert loaded.bytes_sent == (total - shard if rank == 0 else 0)
-        assert saved.bytes_sent == shard
-        assert saved.bytes_received == (total if rank == 0 else 0)
-        # A rank's shard goes in portions of a sixth of the budget.
+        assert saved.bytes_sent == (0 if rank == 0 else shard)
+        assert saved.bytes_received == (total - shard if rank == 0 else 0)
+        # A rank's shard goes in portions of a seventh of the budget: rank 0 has six under way.
         assert loaded.rounds == saved.rounds == 16
+        assert loaded.chunks == saved.chunks == (48 if rank == 0 else 16)
         assert 0 < loaded.staging_bytes <= budget
         assert loaded.staging_budget == saved.staging_budget == budget
         assert {"inventory", "agree", "move"} <= set(loaded.seconds)
@@ -182,7 +190,7 @@ def test_the_report_counts_bytes_and_rounds(ranks):
 
 def test_rounds_grow_with_bytes_and_not_with_tensors(ranks):
     for count in (8, 64, 512):
-        for loaded, saved in ranks(reports, count, [6 * 2**20]):
+        for loaded, saved in ranks(reports, count, [7 * 2**20]):
             assert loaded.rounds == saved.rounds == max(1, count * 4 // 1024)
 
 
@@ -223,3 +231,123 @@ def bad_budget(api: Any, text: str) -> None:
 
 def test_a_budget_that_is_none_is_refused_on_every_rank(ranks):
     ranks(bad_budget, "64MB", world=2)
+
+
+def replicated(api: Any, mesh_shape: tuple[int, ...], kinds: str, dtype: torch.dtype) -> Any:
+    """Load a DTensor model on this mesh: "R" replicates along a mesh dimension, digits shard."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    placements = [Replicate() if kind == "R" else Shard(int(kind)) for kind in kinds]
+    model = nn.Module()
+    state = {}
+    for number in range(6):
+        state[f"w{number}"] = value_of(str(number), (8, 12), torch.float32)
+        empty = distribute_tensor(torch.zeros(8, 12, dtype=dtype), mesh, placements)
+        model.register_parameter(f"w{number}", nn.Parameter(empty))
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    seen: list[Any] = []
+    transfer.configure(staging_bytes=7 * 128, progress=seen.append)
+    try:
+        api.set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
+    finally:
+        transfer.configure()
+    for key, value in state.items():
+        expected = distribute_tensor(value.to(dtype), mesh, placements).to_local()
+        assert torch.equal(getattr(model, key).to_local(), expected), key
+    report = transfer.last_report()
+    assert [one.total for one in seen] == [report.bytes_sent + report.bytes_received] * report.chunks
+    assert [one.done for one in seen][-1:] == [one.total for one in seen][-1:]
+    return report
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "kinds", "world"),
+    [
+        ((2, 2), "R0", 4),
+        ((2, 2), "0R", 4),
+        ((2, 2), "R1", 4),
+        ((2, 2, 2), "R01", 8),
+        ((2, 2, 2), "RR0", 8),
+        ((2, 2, 2), "R0R", 8),
+        ((2, 2, 2), "0RR", 8),
+    ],
+)
+def test_the_source_sends_a_box_once_for_all_its_replicas(ranks, mesh_shape, kinds, world):
+    total = 6 * 8 * 12 * 4
+    box = total // math.prod(extent for extent, kind in zip(mesh_shape, kinds) if kind != "R")
+    replicas = [dim for dim, kind in enumerate(kinds) if kind == "R"]
+    grid = list(itertools.product(*map(range, mesh_shape)))
+    for rank, report in enumerate(ranks(replicated, mesh_shape, kinds, torch.float32, world=world)):
+        # Along the replica dimensions one after the other: who got it on one of them sends on the later ones.
+        last = max((dim for dim in replicas if grid[rank][dim]), default=-1)
+        passed_on = box * sum(dim > last for dim in replicas)
+        assert report.bytes_sent == passed_on + (total - box if rank == 0 else 0)
+        assert report.bytes_received == (0 if rank == 0 else box)
+
+
+def test_what_shrinks_is_cast_before_it_travels(ranks):
+    whole = 6 * 8 * 12
+    for rank, report in enumerate(ranks(replicated, (4,), "0", torch.bfloat16)):
+        assert report.bytes_received == (0 if rank == 0 else whole // 4 * 2)
+    for rank, report in enumerate(ranks(replicated, (4,), "0", torch.float64)):
+        assert report.bytes_received == (0 if rank == 0 else whole // 4 * 4)
+    for rank, report in enumerate(ranks(replicated, (4,), "R", torch.bfloat16)):
+        assert report.bytes_received == (0 if rank == 0 else whole * 2)
+
+
+def backwards_mesh(api: Any) -> None:
+    """The source is the last of the replicas: it takes part in passing on what it sent."""
+    mesh = DeviceMesh("cpu", [[3, 2], [1, 0]])
+    value = value_of("w", (8, 6), torch.float32)
+    model = nn.Module()
+    model.w = nn.Parameter(distribute_tensor(torch.zeros(8, 6), mesh, [Replicate(), Shard(0)]))
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    transfer.configure(staging_bytes=7 * 16)
+    try:
+        api.set_model_state_dict(model, {"w": value} if dist.get_rank() == 0 else {}, options=options)
+    finally:
+        transfer.configure()
+    assert torch.equal(model.w.to_local(), value.chunk(2)[0 if dist.get_rank() in (3, 1) else 1])
+
+
+def test_a_source_that_is_not_the_first_of_its_replicas(ranks):
+    ranks(backwards_mesh)
+
+
+def through_a_mirror(api: Any) -> None:
+    """As on an accelerator, where everything on the host passes through pinned memory."""
+    from torch_dcp_backport.transfer.staging import Staging
+
+    crosses = Staging.crosses
+    Staging.crosses = lambda self, part: part.dtype != torch.bfloat16
+    try:
+        scatter_to(api, ["shard0", "shard01", "replicate", "strided"], 6 * 1024)
+        gather_from(api, "shard0", 6 * 1024, 0)
+        gather_from(api, "hsdp", 6 * 1024, None)
+    finally:
+        Staging.crosses = crosses
+
+
+def test_host_tensors_reach_an_accelerator_through_one_buffer(ranks):
+    ranks(through_a_mirror)
+
+
+def failing_callback(api: Any) -> int:
+    calls = []
+
+    def callback(progress: Any) -> None:
+        calls.append(progress)
+        raise KeyError("a bug")
+
+    transfer.configure(staging_bytes=7 * 1024, progress=callback if dist.get_rank() == 1 else None)
+    try:
+        no_problem = build()
+        options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        state = full_state() if dist.get_rank() == 0 else {}
+        api.set_model_state_dict(no_problem, state, options=options)
+    finally:
+        transfer.configure()
+    return len(calls)
+
+
+def test_a_progress_callback_that_fails_ends_nothing(ranks):
+    assert ranks(failing_callback) == [0, 1, 0, 0]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dcp_backport.transfer import Box, Layout
+from torch_dcp_backport.transfer import Box, Layout, Mesh
 from torch_dcp_backport.transfer.errors import Problem, compose, spell
 from torch_dcp_backport.transfer.layout import split_order, whole
 from torch_dcp_backport.transfer.plan import ALIGNMENT, capacity_of, chunk_bytes, chunks
@@ -29,13 +29,13 @@ def layouts(draw: Any) -> Layout:
     )
     placements = tuple(draw(one) for _ in mesh_shape)
     count = len(list(itertools.product(*map(range, mesh_shape))))
-    return Layout(shape, mesh_shape, tuple(draw(st.permutations(range(count)))), placements)
+    return Layout(shape, Mesh(mesh_shape, tuple(draw(st.permutations(range(count))))), placements)
 
 
 def by_chunk(layout: Layout, coordinate: tuple[int, ...]) -> torch.Tensor:
     """torch.chunk along every mesh dimension, left to right: what DTensor's Shard does."""
     tensor = torch.arange(torch.Size(layout.shape).numel()).view(layout.shape)
-    for extent, index, placement in zip(layout.mesh_shape, coordinate, layout.placements):
+    for extent, index, placement in zip(layout.mesh.shape, coordinate, layout.placements):
         if placement is not None:
             parts = tensor.chunk(extent, dim=placement[0])
             empty = tensor.narrow(placement[0], 0, 0)
@@ -47,8 +47,8 @@ def by_chunk(layout: Layout, coordinate: tuple[int, ...]) -> torch.Tensor:
 @given(layouts())
 def test_box_is_what_torch_chunk_gives(layout: Layout) -> None:
     tensor = torch.arange(torch.Size(layout.shape).numel()).view(layout.shape)
-    for position, coordinate in enumerate(itertools.product(*map(range, layout.mesh_shape))):
-        box = layout.box(layout.ranks[position])
+    for position, coordinate in enumerate(itertools.product(*map(range, layout.mesh.shape))):
+        box = layout.box(layout.mesh.ranks[position])
         assert box is not None
         want = by_chunk(layout, coordinate)
         assert torch.equal(tensor[box.within(whole(layout.shape))], want)
@@ -58,7 +58,7 @@ def test_box_is_what_torch_chunk_gives(layout: Layout) -> None:
 @given(layouts())
 def test_first_holders_cover_everything_once(layout: Layout) -> None:
     seen = torch.zeros(layout.shape, dtype=torch.int64)
-    for rank in layout.ranks:
+    for rank in layout.mesh.ranks:
         box = layout.box(rank)
         if layout.is_first_holder(rank):
             seen[box.within(whole(layout.shape))] += 1
@@ -66,11 +66,11 @@ def test_first_holders_cover_everything_once(layout: Layout) -> None:
 
 
 def test_a_rank_outside_the_mesh_holds_nothing() -> None:
-    assert Layout((4,), (2,), (1, 3), ((0, 1),)).box(0) is None
+    assert Layout((4,), Mesh((2,), (1, 3)), ((0, 1),)).box(0) is None
 
 
 def test_fsdp_over_tp_cuts_tp_first() -> None:
-    layout = Layout((8, 2), (2, 2), (0, 1, 2, 3), ((0, 2), (0, 1)))
+    layout = Layout((8, 2), Mesh((2, 2), (0, 1, 2, 3)), ((0, 2), (0, 1)))
     # mesh [fsdp, tp]: rank 1 is fsdp 0, tp 1; TP gives it rows 4-7, FSDP the first half of those.
     assert layout.box(1) == Box((4, 0), (2, 2))
     assert [layout.box(rank).offset[0] for rank in range(4)] == [0, 4, 2, 6]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dcp_backport.transfer import configure, settings
+from torch_dcp_backport.transfer import Progress, configure, settings
 
 MIB = 2**20
 
@@ -56,3 +58,37 @@ def test_what_is_no_budget_is_refused_at_the_call(budget: object) -> None:
 def test_any_whole_number_from_one_element_on_is_taken(budget: int) -> None:
     configure(staging_bytes=budget)
     assert settings.staging_bytes() == budget
+
+
+@pytest.mark.parametrize("progress", ["bar", 3, True])
+def test_a_progress_that_cannot_be_called_is_refused(progress: object) -> None:
+    with pytest.raises(ValueError, match=f"progress={progress!r}"):
+        configure(progress=progress)
+
+
+def test_tqdm_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[object] = []
+
+    class Bar:
+        def __init__(self, total: int, desc: str, **kwargs: object) -> None:
+            self.n = 0
+            shown.append((desc, total))
+
+        def update(self, more: int) -> None:
+            self.n += more
+            shown.append(self.n)
+
+        def close(self) -> None:
+            shown.append("closed")
+
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=Bar))
+    configure(progress="tqdm")
+    callback = settings.progress()
+    assert callback is not None
+    for operation in ("scatter", "gather"):
+        for done in (3, 8):
+            callback(Progress(operation, done, 8))
+    assert shown == [("scatter", 8), 3, 8, "closed", ("gather", 8), 3, 8, "closed"]
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ModuleNotFoundError):
+        configure(progress="tqdm")

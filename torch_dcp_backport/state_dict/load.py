@@ -28,7 +28,7 @@ from torch_dcp_backport.transfer import (
     scatter,
     spell_key,
 )
-from torch_dcp_backport.transfer.layout import Box, Layout, whole
+from torch_dcp_backport.transfer.layout import Box, Layout, mesh_of, whole
 from torch_dcp_backport.transfer.plan import agree_on_mesh
 
 Key = Hashable
@@ -38,8 +38,9 @@ class Destination(NamedTuple):
     """Where one tensor of the checkpoint goes on this rank."""
 
     layout: Layout
-    #: dtype of the destination.
+    #: dtype and device of the destination.
     dtype: torch.dtype
+    device: torch.device
     #: Gives the local tensor to write, made (if need be) only after every rank agreed.
     make: Callable[[Box], torch.Tensor]
     #: Called with the local tensor once it is filled.
@@ -121,7 +122,7 @@ class Load:
                 local.copy_(filled)
             settle()
 
-        self.destinations[key] = Destination(layout, live.dtype, make, finish, live)
+        self.destinations[key] = Destination(layout, live.dtype, local.device, make, finish, live)
 
     def want_fresh(
         self,
@@ -139,7 +140,7 @@ class Load:
         def finish(filled: torch.Tensor) -> None:
             settle(compat.from_local(filled, like) if isinstance(like, compat.DTensor) else filled)
 
-        self.destinations[key] = Destination(layout_of(like), offered.dtype, make, finish, like)
+        self.destinations[key] = Destination(layout_of(like), offered.dtype, device, make, finish, like)
 
     def want_whole(
         self, key: Key, offered: TensorInfo, device: torch.device, settle: Callable[[torch.Tensor], None]
@@ -149,7 +150,7 @@ class Load:
         def make(box: Box) -> torch.Tensor:
             return torch.empty(box.size, dtype=offered.dtype, device=device)
 
-        self.destinations[key] = Destination(Layout(offered.shape), offered.dtype, make, settle)
+        self.destinations[key] = Destination(Layout(offered.shape), offered.dtype, device, make, settle)
 
 
 def run(
@@ -168,7 +169,7 @@ def run(
 
 
 def run_broadcast(load: Load, given: Mapping[Any, Any], group: Optional[dist.ProcessGroup]) -> None:
-    tally = Tally()
+    tally = Tally("scatter")
     is_source = dist.get_rank(group) == 0
     with tally.phase("inventory"):
         mine = inventory_of(given) if is_source and not load.problems else None
@@ -176,20 +177,23 @@ def run_broadcast(load: Load, given: Mapping[Any, Any], group: Optional[dist.Pro
     with tally.phase("agree"):
         cause = guarded_plan(load, inventory)
         wants = {key: Want(one.layout, one.dtype) for key, one in load.destinations.items()}
-        agreement = agree(wants, load.problems, load.title, group, cause)
+        kinds = {one.device.type for one in load.destinations.values()}
+        kind = kinds.pop() if len(kinds) == 1 else ""
+        agreement = agree(wants, load.problems, load.title, group, cause, device=kind)
     targets = make_targets(load)
-    scatter(lambda key: given[key], inventory, targets, agreement, group=group, tally=tally)
+    relays = {mesh_of(mesh): compat.mesh_groups(mesh) for mesh in load.meshes()}
+    scatter(lambda key: given[key], inventory, targets, agreement, group=group, relays=relays, tally=tally)
     settle(load, targets)
 
 
 def run_local(load: Load, given: Mapping[Any, Any]) -> None:
-    tally = Tally()
+    tally = Tally("slice")
     with tally.phase("agree"):
         plan_local(load, given)
     with tally.phase("move"):
         copy_slices(load, given)
     tally.tensors = len(load.destinations)
-    tally.close("slice", 0)
+    tally.close()
 
 
 def copy_slices(load: Load, given: Mapping[Any, Any]) -> None:

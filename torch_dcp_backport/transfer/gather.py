@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, Optional
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -12,18 +13,26 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.errors import Problem, spell_key
 from torch_dcp_backport.transfer.layout import Box, Layout, whole
 from torch_dcp_backport.transfer.plan import (
+    Agreement,
     Group,
     Key,
     Piece,
     Want,
     agree,
     capacity_of,
+    chunk_bytes,
     chunks,
     misfit,
+    moved,
     round_sizes,
+    slots_of,
+    total_bytes,
 )
+from torch_dcp_backport.transfer.post import finish, post
 from torch_dcp_backport.transfer.report import Tally
-from torch_dcp_backport.transfer.staging import Staging, part_of, view_of
+from torch_dcp_backport.transfer.staging import Move, Staging, part_of
+
+TITLE = "cannot gather"
 
 
 class Held(NamedTuple):
@@ -59,79 +68,175 @@ def gather(
             rank's box; on every rank.
         ValueError: a budget that is none.
     """
-    tally = Tally()
-    ranks, rank = compat.group_ranks(group), dist.get_rank()
+    tally = Tally("gather")
     wants = {key: Want(one.layout, one.tensor.dtype) for key, one in held.items()}
     with tally.phase("agree"):
-        budget = agree_on_all(held, wants, group, staging_bytes)
+        agreement = agree_on_all(held, wants, group, staging_bytes)
+    tally.staging_budget = agreement.staging_bytes
     with tally.phase("move"):
-        receives = to is None or to == rank
-        out = {key: make(key) for key in held} if receives else {}
-        capacity = capacity_of(budget, len(ranks))
-        # Every rank derives every sender's chunks, so that all agree on the rounds without asking.
-        sizes = round_sizes((boxes_of(wants, sender) for sender in ranks), capacity)
-        streams = [chunks(boxes_of(wants, sender), capacity) for sender in ranks]
-        count = len(ranks) + 1 if receives else 1
-        staging = Staging(common_device(held, group), count * max(sizes, default=0))
-        tally.staging_bytes = staging.nbytes
+        out = {key: make(key) for key in held} if to in (None, dist.get_rank()) else {}
+        route = Route(held, out, wants, agreement, group, tally)
+        if to is None:
+            route.to_all()
+        elif to == route.rank:
+            route.receive()
+        else:
+            route.send(to)
+    tally.tensors = len(held)
+    tally.close()
+    return out
+
+
+class Route:
+    """One gather call: what every rank contributes, and the buffers it passes through."""
+
+    def __init__(
+        self,
+        held: Mapping[Key, Held],
+        out: Mapping[Key, torch.Tensor],
+        wants: Mapping[Key, Want],
+        agreement: Agreement,
+        group: Group,
+        tally: Tally,
+    ) -> None:
+        self.ranks = compat.group_ranks(group)
+        self.rank = dist.get_rank()
+        self.group = group
+        self.held, self.out, self.wants = held, out, wants
+        self.budget = agreement.staging_bytes
+        self.device = compat.current_device(agreement.device)
+        self.tally = tally
+        self.slots = slots_of(self.ranks)
+
+    def boxes_of(self, sender: int) -> Iterator[tuple[Key, Box, int]]:
+        """What `sender` contributes: of boxes that several ranks hold, the first holder's only."""
+        for key, want in self.wants.items():
+            box = want.layout.box(sender) if want.layout.is_first_holder(sender) else None
+            if box is not None:
+                yield key, box, want.dtype.itemsize
+
+    def bytes_of(self, senders: Iterable[int]) -> int:
+        return sum(box.numel * size for sender in senders for _, box, size in self.boxes_of(sender))
+
+    def staging(self, nbytes: int) -> Staging:
+        self.tally.staging_bytes = nbytes
+        return Staging(self.device, nbytes)
+
+    def send(self, to: int) -> None:
+        self.tally.meter.expect(lambda: self.bytes_of([self.rank]))
+        portion = capacity_of(self.budget, self.slots)
+        size = min(portion, total_bytes(self.boxes_of(self.rank)))
+        staging = self.staging(2 * size)
+        ring = staging.ring(2, size)
+        for pieces in chunks(self.boxes_of(self.rank), portion):
+            slot = ring.take()
+            buffer = slot[: chunk_bytes(pieces)]
+            self.give(staging, buffer, pieces)
+            ring.use(slot, functools.partial(finish, post(dist.isend, buffer, to, self.group)))
+            self.tally.rounds += 1
+        ring.drain()
+
+    def receive(self) -> None:
+        """A chunk of each sender in turn, until nobody has any more."""
+        self.tally.meter.expect(lambda: self.bytes_of(rank for rank in self.ranks if rank != self.rank))
+        portion = capacity_of(self.budget, self.slots)
+        whole_boxes = (
+            (key, whole(want.layout.shape), want.dtype.itemsize) for key, want in self.wants.items()
+        )
+        size = min(portion, total_bytes(whole_boxes))
+        staging = self.staging(self.slots * size)
+        ring = staging.ring(self.slots, size)
+        waiting = {rank: chunks(self.boxes_of(rank), portion) for rank in self.ranks if rank != self.rank}
+        while waiting:
+            for rank in list(waiting):
+                pieces = next(waiting[rank], None)
+                if pieces is None:
+                    del waiting[rank]
+                    continue
+                slot = ring.take()
+                buffer = slot[: chunk_bytes(pieces)]
+                works = post(dist.irecv, buffer, rank, self.group)
+                ring.use(slot, functools.partial(self.arrive, staging, buffer, pieces, works))
+            self.tally.rounds += bool(waiting)
+        # Meanwhile the last chunks travel.
+        self.copy_own()
+        ring.drain()
+
+    def to_all(self) -> None:
+        """Every rank derives every sender's chunks, so that all agree on the rounds without asking."""
+        self.tally.meter.expect(lambda: self.bytes_of(self.ranks))
+        capacity = capacity_of(self.budget, 2 * (len(self.ranks) + 1))
+        sizes = round_sizes((self.boxes_of(sender) for sender in self.ranks), capacity)
+        streams = [chunks(self.boxes_of(sender), capacity) for sender in self.ranks]
+        size = max(sizes, default=0)
+        slot_size = size * (len(self.ranks) + 1)
+        staging = self.staging(2 * slot_size)
+        ring = staging.ring(2, slot_size)
         for size in sizes:
             parts = [next(stream, []) for stream in streams]
-            mine, *others = staging.buffers(count, size)
-            give(mine, parts[ranks.index(rank)], held, tally)
-            if to is None:
-                dist.all_gather(others, mine, group=group)
-            else:
-                dist.gather(mine, others if receives else None, dst=to, group=group)
-            tally.rounds += 1
-            for buffer, pieces in zip(others, parts):
-                take(buffer, pieces, out, tally)
-    tally.tensors = len(held)
-    tally.close("gather", budget)
-    return out
+            slot = ring.take()
+            mine, *others = torch.split(slot[: size * (len(self.ranks) + 1)], size)
+            self.give(staging, mine, parts[self.ranks.index(self.rank)])
+            work = dist.all_gather(others, mine, group=self.group, async_op=True)
+            ring.use(slot, functools.partial(self.arrive_all, staging, others, parts, [work]))
+            self.tally.rounds += 1
+        self.copy_own()
+        ring.drain()
+
+    def arrive_all(
+        self,
+        staging: Staging,
+        buffers: Sequence[torch.Tensor],
+        parts: Sequence[Sequence[Piece]],
+        works: Sequence[Any],
+    ) -> None:
+        finish(works)
+        for rank, buffer, pieces in zip(self.ranks, buffers, parts):
+            if rank != self.rank and pieces:
+                self.arrive(staging, buffer, pieces, ())
+
+    def arrive(
+        self, staging: Staging, buffer: torch.Tensor, pieces: Sequence[Piece], works: Sequence[Any]
+    ) -> None:
+        finish(works)
+        moves = []
+        for piece in pieces:
+            target = self.out[piece.key]
+            moves.append(Move(piece, target.dtype, part_of(target, whole(tuple(target.shape)), piece)))
+        staging.unpack(buffer, moves)
+        self.tally.received(moved(pieces))
+
+    def give(self, staging: Staging, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        if not pieces:
+            return
+        moves = []
+        for piece in pieces:
+            one = self.held[piece.key]
+            box = one.layout.box(self.rank)
+            assert box is not None
+            moves.append(Move(piece, one.tensor.dtype, part_of(one.tensor, box, piece)))
+        staging.pack(buffer, moves)
+        self.tally.sent(moved(pieces))
+
+    def copy_own(self) -> None:
+        """A receiver's own boxes need no traffic."""
+        for key, box, _ in self.boxes_of(self.rank):
+            self.out[key][box.within(whole(self.wants[key].layout.shape))].copy_(self.held[key].tensor)
 
 
 def agree_on_all(
     held: Mapping[Key, Held], wants: Mapping[Key, Want], group: Group, staging_bytes: Optional[int]
-) -> int:
-    """The staging budget, where all ranks hold the same keys, dtypes and layouts."""
+) -> Agreement:
+    """Budget and device, where all ranks hold the same keys, dtypes and layouts."""
     misfits = [misfit(key, one.tensor, one.layout) for key, one in held.items()]
     problems = [one for one in misfits if one]
-    agreement = agree(wants, problems, "cannot gather", group, staging_bytes=staging_bytes)
+    kinds = {one.tensor.device.type for one in held.values()}
+    kind = kinds.pop() if len(kinds) == 1 else ""
+    agreement = agree(wants, problems, TITLE, group, staging_bytes=staging_bytes, device=kind)
     if agreement.by_rank is not None:
         first = compat.group_ranks(group)[0]
-        agree(wants, differences(agreement.by_rank[first], wants, first), "cannot gather", group)
-    return agreement.staging_bytes
-
-
-def give(buffer: torch.Tensor, pieces: Iterable[Piece], held: Mapping[Key, Held], tally: Tally) -> None:
-    for piece in pieces:
-        one = held[piece.key]
-        box = one.layout.box(dist.get_rank())
-        assert box is not None
-        view_of(buffer, piece, one.tensor.dtype).copy_(part_of(one.tensor, box, piece))
-        tally.bytes_sent += piece.nbytes
-
-
-def take(
-    buffer: torch.Tensor, pieces: Iterable[Piece], out: Mapping[Key, torch.Tensor], tally: Tally
-) -> None:
-    for piece in pieces:
-        target = out[piece.key]
-        part_of(target, whole(tuple(target.shape)), piece).copy_(view_of(buffer, piece, target.dtype))
-        tally.bytes_received += piece.nbytes
-
-
-def boxes_of(wants: Mapping[Key, Want], sender: int) -> Iterator[tuple[Key, Box, int]]:
-    """What `sender` contributes: of boxes that several ranks hold, the first holder's only."""
-    for key, want in wants.items():
-        box = want.layout.box(sender) if want.layout.is_first_holder(sender) else None
-        if box is not None:
-            yield key, box, want.dtype.itemsize
-
-
-def common_device(held: Mapping[Key, Held], group: Group) -> torch.device:
-    kinds = {one.tensor.device.type for one in held.values()}
-    return compat.current_device(compat.comm_device_type(group, kinds.pop() if len(kinds) == 1 else "cpu"))
+        agree(wants, differences(agreement.by_rank[first], wants, first), TITLE, group)
+    return agreement
 
 
 def differences(theirs: Mapping[Key, Want], mine: Mapping[Key, Want], first: int) -> list[Problem]:

@@ -6,12 +6,18 @@ Plain arithmetic on shapes, meshes and placements: never moves data, never talks
 from __future__ import annotations
 
 import functools
+import math
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import torch
 
 from torch_dcp_backport import compat
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: Per mesh dimension: None for a replica, (tensor dim, split factor) for a shard.
 Placement = Optional[tuple[int, int]]
@@ -26,10 +32,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for extent in self.size:
-            count *= extent
-        return count
+        return math.prod(self.size)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """This box as slices of a tensor that holds `outer`."""
@@ -54,60 +57,85 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 @dataclass(frozen=True)
+class Mesh:
+    """Ranks in a grid."""
+
+    shape: tuple[int, ...]
+    #: Global ranks, row-major.
+    ranks: tuple[int, ...]
+
+    @functools.cached_property
+    def coordinates(self) -> dict[int, tuple[int, ...]]:
+        """Where each rank stands."""
+        found = {}
+        for position, rank in enumerate(self.ranks):
+            coordinate = []
+            for extent in reversed(self.shape):
+                position, index = divmod(position, extent)
+                coordinate.append(index)
+            found[rank] = tuple(reversed(coordinate))
+        return found
+
+    @functools.cached_property
+    def signature(self) -> str:
+        return f"{self.shape}{self.ranks}"
+
+    def first_along(self, dim: int, rank: int) -> int:
+        """The rank that stands at 0 on this dimension, and where `rank` stands on the others."""
+        step = math.prod(self.shape[dim + 1 :])
+        return self.ranks[self.ranks.index(rank) - step * self.coordinates[rank][dim]]
+
+
+@dataclass(frozen=True)
 class Layout:
     """How a tensor of a global shape is spread over ranks.
 
-    Without a mesh (`ranks` is None) every rank holds all of it.
+    Without a mesh every rank holds all of it.
     """
 
     shape: tuple[int, ...]
-    mesh_shape: tuple[int, ...] = ()
-    # Global ranks of the mesh, row-major.
-    ranks: Optional[tuple[int, ...]] = None
+    mesh: Optional[Mesh] = None
     placements: tuple[Placement, ...] = ()
 
     @property
     def is_sharded(self) -> bool:
         return any(placement is not None for placement in self.placements)
 
+    @functools.cached_property
+    def replica_dims(self) -> tuple[int, ...]:
+        """The mesh dimensions along which several ranks hold the same box."""
+        if self.mesh is None:
+            return ()
+        return tuple(
+            dim
+            for dim, (extent, placement) in enumerate(zip(self.mesh.shape, self.placements))
+            if placement is None and extent > 1
+        )
+
     def box(self, rank: int) -> Optional[Box]:
         """The box of a global rank; None for a rank outside the mesh. May be empty."""
-        if self.ranks is None:
+        if self.mesh is None:
             return whole(self.shape)
-        coordinate = coordinates(self.mesh_shape, self.ranks).get(rank)
+        coordinate = self.mesh.coordinates.get(rank)
         if coordinate is None:
             return None
-        return box_at(self.shape, self.mesh_shape, self.placements, coordinate)
+        return box_at(self.shape, self.mesh.shape, self.placements, coordinate)
 
     def is_first_holder(self, rank: int) -> bool:
         """Whether `rank` is the lowest-placed of the ranks that hold the same box."""
-        if self.ranks is None:
+        if self.mesh is None:
             return True
-        coordinate = coordinates(self.mesh_shape, self.ranks).get(rank)
-        return coordinate is not None and all(
-            position == 0 for position, placement in zip(coordinate, self.placements) if placement is None
-        )
+        coordinate = self.mesh.coordinates.get(rank)
+        return coordinate is not None and all(coordinate[dim] == 0 for dim in self.replica_dims)
 
     def held_whole_by(self, ranks: tuple[int, ...]) -> bool:
         """Whether every one of `ranks` holds the whole tensor."""
-        return self.ranks is None or (not self.is_sharded and set(ranks) <= set(self.ranks))
+        return self.mesh is None or (not self.is_sharded and set(ranks) <= set(self.mesh.ranks))
 
-    @functools.cached_property
+    @property
     def signature(self) -> str:
         """The same text on every rank that sees the same layout."""
-        return f"{self.shape}{self.mesh_shape}{self.ranks}{self.placements}"
-
-
-@functools.lru_cache(maxsize=64)
-def coordinates(mesh_shape: tuple[int, ...], ranks: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    found = {}
-    for position, rank in enumerate(ranks):
-        coordinate = []
-        for extent in reversed(mesh_shape):
-            position, index = divmod(position, extent)
-            coordinate.append(index)
-        found[rank] = tuple(reversed(coordinate))
-    return found
+        return f"{self.shape}{self.mesh.signature if self.mesh else ''}{self.placements}"
 
 
 @functools.lru_cache(maxsize=65536)
@@ -133,7 +161,8 @@ def box_at(
     return Box(tuple(offset), tuple(size))
 
 
-def split_order(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def split_order(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Sequence[int]:
     """Mesh dimensions in the order in which they cut.
 
     Left to right, but a strided shard cuts after those to its right whose sizes multiply to its
@@ -168,12 +197,21 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     if not isinstance(tensor, compat.DTensor):
         return Layout(tuple(tensor.shape))
     compat.check_placements(tuple(tensor.placements))
-    mesh_shape, ranks = compat.mesh_ranks(tensor.device_mesh)
-    layout = Layout(
-        tuple(tensor.shape), mesh_shape, ranks, tuple(compat.split_of(p) for p in tensor.placements)
-    )
-    split_order(mesh_shape, layout.placements)
+    mesh = mesh_of(tensor.device_mesh)
+    layout = Layout(tuple(tensor.shape), mesh, tuple(compat.split_of(p) for p in tensor.placements))
+    split_order(mesh.shape, layout.placements)
     return layout
+
+
+#: A mesh's ranks are read once: that costs more than everything else about a small tensor.
+_meshes: weakref.WeakKeyDictionary[DeviceMesh, Mesh] = weakref.WeakKeyDictionary()
+
+
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
+    mesh = _meshes.get(device_mesh)
+    if mesh is None:
+        mesh = _meshes[device_mesh] = Mesh(*compat.mesh_ranks(device_mesh))
+    return mesh
 
 
 def row_of(box: Box, itemsize: int) -> tuple[int, int]:

@@ -24,6 +24,7 @@ Group = Optional[dist.ProcessGroup]
 
 #: Every piece of a chunk starts at a multiple of this, so that it can be viewed as any dtype.
 ALIGNMENT = 16
+MOST_SLOTS = 8
 
 
 class TensorInfo(NamedTuple):
@@ -56,6 +57,8 @@ class Agreement(NamedTuple):
     by_rank: Optional[Mapping[int, Mapping[Key, Want]]]
     #: Peak bytes of staging buffers on any rank: the smallest that a rank asks for.
     staging_bytes: int
+    #: The device type of the staging buffers.
+    device: str
 
     def of(self, rank: int) -> Mapping[Key, Want]:
         return self.mine if self.by_rank is None else self.by_rank[rank]
@@ -96,11 +99,15 @@ def agree(
     group: Group = None,
     cause: Optional[BaseException] = None,
     staging_bytes: Optional[int] = None,
+    device: str = "",
 ) -> Agreement:
     """Raise every rank's problems on every rank, or learn what everyone wants.
 
-    `staging_bytes` is this rank's budget; None is that of the settings. One small all-gather where
-    nothing is wrong and all ranks want the same.
+    One small all-gather where nothing is wrong and all ranks want the same.
+
+    Args:
+        staging_bytes: this rank's budget; None is that of the settings.
+        device: the device type of this rank's tensors; nothing where it has none or of several types.
 
     Raises:
         RuntimeError: some rank has problems; the same message on every rank of the group.
@@ -113,17 +120,19 @@ def agree(
     except ValueError as error:
         # The other ranks wait in the collective below.
         problems.append(Problem(BAD_BUDGET, got=str(error)))
-    marks = gather_marks(Mark(digest(wants), bool(problems), budget), group)
+    marks = gather_marks(Mark(digest(wants), bool(problems), budget, device), group)
     if any(mark.troubled for mark in marks):
         found = collect_problems(problems, group)
         kind = ValueError if all(problem.what == BAD_BUDGET for _, problem in found) else RuntimeError
         raise_together(title, found, cause, kind)
-    budget = min(mark.staging_bytes for mark in marks)
-    if len({mark.digest for mark in marks}) == 1:
-        return Agreement(wants, None, budget)
-    everyone: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(everyone, dict(wants), group=group)
-    return Agreement(wants, dict(zip(ranks, everyone)), budget)
+    by_rank = None
+    if len({mark.digest for mark in marks}) > 1:
+        everyone: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(everyone, dict(wants), group=group)
+        by_rank = dict(zip(ranks, everyone))
+    kinds = {mark.device for mark in marks if mark.device}
+    common = compat.comm_device_type(group, kinds.pop() if len(kinds) == 1 else "cpu")
+    return Agreement(wants, by_rank, min(mark.staging_bytes for mark in marks), common)
 
 
 def agree_on_mesh(
@@ -136,7 +145,7 @@ def agree_on_mesh(
     """
     known: list[tuple[int, Problem]] = [(dist.get_rank(), problem) for problem in problems]
     for group in groups:
-        if any(mark.troubled for mark in gather_marks(Mark(b"", bool(known), 0), group)):
+        if any(mark.troubled for mark in gather_marks(Mark(b"", bool(known)), group)):
             everyone: list[Any] = [None] * len(compat.group_ranks(group))
             dist.all_gather_object(everyone, known, group=group)
             known = [(rank, Problem(*problem)) for one in everyone for rank, problem in one]
@@ -174,17 +183,29 @@ class Mark(NamedTuple):
     #: Of what is wanted; up to 16 bytes.
     digest: bytes
     troubled: bool
-    staging_bytes: int
+    staging_bytes: int = 0
+    #: A device type; up to 15 letters.
+    device: str = ""
 
 
 def gather_marks(mark: Mark, group: Group) -> list[Mark]:
     device = compat.current_device(compat.comm_device_type(group, "cpu"))
-    text = mark.digest.ljust(16, b"\0") + bytes([mark.troubled]) + mark.staging_bytes.to_bytes(8, "big")
+    text = b"".join(
+        (
+            mark.digest.ljust(16, b"\0"),
+            bytes([mark.troubled]),
+            mark.staging_bytes.to_bytes(8, "big"),
+            mark.device.encode()[:15].ljust(15, b"\0"),
+        )
+    )
     mine = torch.tensor(list(text), dtype=torch.uint8, device=device)
     everyone = [torch.empty_like(mine) for _ in compat.group_ranks(group)]
     dist.all_gather(everyone, mine, group=group)
     rows = [bytes(row.tolist()) for row in everyone]
-    return [Mark(row[:16], bool(row[16]), int.from_bytes(row[17:], "big")) for row in rows]
+    return [
+        Mark(row[:16], bool(row[16]), int.from_bytes(row[17:25], "big"), row[25:].rstrip(b"\0").decode())
+        for row in rows
+    ]
 
 
 def chunks(boxes: Iterable[tuple[Key, Box, int]], capacity: int) -> Iterator[list[Piece]]:
@@ -221,6 +242,16 @@ def chunk_bytes(pieces: Sequence[Piece]) -> int:
     return aligned(pieces[-1].start + pieces[-1].nbytes) if pieces else 0
 
 
+def moved(pieces: Sequence[Piece]) -> int:
+    """Bytes of tensors in a chunk, without padding."""
+    return sum(piece.nbytes for piece in pieces)
+
+
+def total_bytes(boxes: Iterable[tuple[Key, Box, int]]) -> int:
+    """No chunk of these boxes is larger."""
+    return sum(aligned(box.numel * itemsize) for _, box, itemsize in boxes)
+
+
 def round_sizes(streams: Iterable[Iterable[tuple[Key, Box, int]]], capacity: int) -> list[int]:
     """Bytes per rank of each round: that of the rank that needs most in it."""
     sizes: list[int] = []
@@ -236,9 +267,14 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def capacity_of(staging_bytes: int, members: int) -> int:
-    """Bytes of one buffer, where a rank may hold one per member of the group and one of its own.
+def slots_of(ranks: Sequence[int]) -> int:
+    """Chunks that the one rank which sends to all, or receives from all, has under way at most.
 
-    One more is left free for what Python and the backend need meanwhile.
+    The others have two: one that travels, and one that is filled or emptied meanwhile.
     """
-    return max(staging_bytes // (members + 2) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+    return max(2, min(2 * (len(ranks) - 1), MOST_SLOTS))
+
+
+def capacity_of(staging_bytes: int, buffers: int) -> int:
+    """Bytes of one of so many buffers. One more is left free for what the backend needs meanwhile."""
+    return max(staging_bytes // (buffers + 1) // ALIGNMENT * ALIGNMENT, ALIGNMENT)

@@ -9,8 +9,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Optional
+
+from torch_dcp_backport.transfer import settings
+from torch_dcp_backport.transfer.progress import Meter
 
 logger = logging.getLogger("torch_dcp_backport.transfer")
 
@@ -26,7 +29,9 @@ class Report:
     #: Bytes of tensors that this rank handed to the backend and got from it, without padding.
     bytes_sent: int
     bytes_received: int
-    #: Collectives that carried tensors. Grows with bytes / budget, not with the number of tensors.
+    #: Buffers of tensors that this rank handed to the backend and got from it.
+    chunks: int
+    #: Chunks per receiver, the most that anyone needs. Grows with bytes / budget, not with the tensors.
     rounds: int
     #: Peak bytes of this rank's staging buffers, and the budget that all ranks agreed on.
     staging_bytes: int
@@ -38,8 +43,8 @@ class Report:
         parts = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
         return (
             f"{self.operation}: {self.tensors} tensors, sent {self.bytes_sent} and received "
-            f"{self.bytes_received} bytes in {self.rounds} rounds, staging {self.staging_bytes} of "
-            f"{self.staging_budget} bytes; {parts}"
+            f"{self.bytes_received} bytes in {self.chunks} chunks and {self.rounds} rounds, "
+            f"staging {self.staging_bytes} of {self.staging_budget} bytes; {parts}"
         )
 
 
@@ -47,12 +52,28 @@ class Report:
 class Tally:
     """A report while it grows."""
 
+    operation: str
     tensors: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    chunks: int = 0
     rounds: int = 0
     staging_bytes: int = 0
+    staging_budget: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.meter = Meter(self.operation, settings.progress())
+
+    def sent(self, nbytes: int) -> None:
+        self.bytes_sent += nbytes
+        self.chunks += 1
+        self.meter.add(nbytes)
+
+    def received(self, nbytes: int) -> None:
+        self.bytes_received += nbytes
+        self.chunks += 1
+        self.meter.add(nbytes)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -62,10 +83,10 @@ class Tally:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def close(self, operation: str, budget: int) -> None:
+    def close(self) -> None:
         """The transfer ended well: this is the last report now."""
         global _last
-        _last = Report(operation, staging_budget=budget, **vars(self))
+        _last = Report(**{one.name: getattr(self, one.name) for one in fields(self)})
         logger.info("%s", _last)
 
 

@@ -1,31 +1,41 @@
-"""From the source rank to everyone's shards: each rank receives its own boxes, in bounded chunks."""
+"""From the source rank to everyone's shards: each rank receives its own boxes once, in bounded chunks.
+
+What every rank wants whole is broadcast. Everything else goes from the source to the first holder of its
+box alone, who passes it on to the replicas.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer.layout import Box, whole
+from torch_dcp_backport.transfer.layout import Box, Mesh, whole
 from torch_dcp_backport.transfer.plan import (
     Agreement,
     Group,
     Key,
     Piece,
     TensorInfo,
-    broadcast_object,
     capacity_of,
     chunk_bytes,
     chunks,
-    round_sizes,
+    moved,
+    slots_of,
+    total_bytes,
 )
+from torch_dcp_backport.transfer.post import finish, post
 from torch_dcp_backport.transfer.report import Tally
-from torch_dcp_backport.transfer.staging import Staging, part_of, view_of
+from torch_dcp_backport.transfer.staging import Move, Ring, Staging, part_of
 
 Read = Callable[[Key], torch.Tensor]
+
+END = object()
 
 
 class Target(NamedTuple):
@@ -35,6 +45,21 @@ class Target(NamedTuple):
     box: Box
 
 
+class Relay(NamedTuple):
+    """A way to all holders of a box: along these dimensions of a mesh, one after the other."""
+
+    mesh: Mesh
+    dims: tuple[int, ...]
+
+    @staticmethod
+    def order(relay: Optional[Relay]) -> tuple[object, ...]:
+        return (1, relay.mesh.ranks, relay.mesh.shape, relay.dims) if relay is not None else (0,)
+
+    def starts_at(self, rank: int) -> bool:
+        coordinate = self.mesh.coordinates.get(rank)
+        return coordinate is not None and not any(coordinate[dim] for dim in self.dims)
+
+
 def scatter(
     read: Optional[Read],
     inventory: Mapping[Key, object],
@@ -42,6 +67,7 @@ def scatter(
     agreement: Agreement,
     *,
     group: Group = None,
+    relays: Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]] = None,
     tally: Optional[Tally] = None,
 ) -> None:
     """Fill every rank's targets from the group's first rank.
@@ -52,23 +78,17 @@ def scatter(
         targets: this rank's destinations, one for each key that it wants.
         agreement: what `agree` returned.
         group: the process group; its first rank is the source. None is the default group.
+        relays: the process groups of each dimension of the meshes that this rank is in. With None, which
+            must be on every rank then, the source sends to every replica itself.
         tally: of the phases so far; a new one where there were none.
     """
-    tally = tally if tally is not None else Tally()
-    route = Route(read, inventory, targets, agreement, group, tally)
+    tally = tally if tally is not None else Tally("scatter")
+    tally.staging_budget = agreement.staging_bytes
+    route = Route(read, inventory, targets, agreement, group, relays, tally)
     with tally.phase("move"):
-        capacity = capacity_of(agreement.staging_bytes, len(route.ranks))
-        kind, sizes = route.schedule(capacity)
-        common = route.common_chunks(capacity)
-        each = max(sizes, default=0) * (len(route.ranks) + 1 if route.rank == route.source else 1)
-        staging = Staging(compat.current_device(kind), max([each, *map(chunk_bytes, common)]))
-        tally.staging_bytes = staging.nbytes
-        route.send_common(staging, common)
-        route.send_own(staging, sizes, capacity)
-        del staging  # needed no more; on the meta device the source's own shards take memory only now
-        route.copy_own()
+        route.move()
     tally.tensors = len(targets)
-    tally.close("scatter", agreement.staging_bytes)
+    tally.close()
 
 
 class Route:
@@ -81,6 +101,7 @@ class Route:
         targets: Mapping[Key, Target],
         agreement: Agreement,
         group: Group,
+        relays: Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]],
         tally: Tally,
     ) -> None:
         self.ranks = compat.group_ranks(group)
@@ -90,96 +111,236 @@ class Route:
         self.read = read
         self.targets = targets
         self.agreement = agreement
+        self.groups = relays
         self.tally = tally
         self.tensors = {key: info for key, info in inventory.items() if isinstance(info, TensorInfo)}
-        self.common = {key for key in self.tensors if self.wanted_whole_by_all(key)}
+        self.common: list[Key] = []
+        #: Everything else, by the way that it takes; in the same order on every rank.
+        self.ways: dict[Optional[Relay], list[Key]] = {}
+        for key in self.tensors:
+            if self.wanted_whole_by_all(key):
+                self.common.append(key)
+            else:
+                self.ways.setdefault(self.relay_of(key), []).append(key)
+        self.ways = dict(sorted(self.ways.items(), key=lambda item: Relay.order(item[0])))
+
+    # --- who gets what ---
 
     def wanted_whole_by_all(self, key: Key) -> bool:
         if self.agreement.by_rank is None:
             want = self.agreement.mine.get(key)
             return want is not None and want.layout.held_whole_by(self.ranks)
         wants = [self.agreement.of(rank).get(key) for rank in self.ranks]
-        return all(want is not None and want.layout.held_whole_by(self.ranks) for want in wants)
+        return (
+            all(want is not None and want.layout.held_whole_by(self.ranks) for want in wants)
+            and len({want.dtype for want in wants if want is not None}) == 1
+        )
 
-    def boxes_of(self, rank: int) -> Iterator[tuple[Key, Box, int]]:
-        """What only the source can give to `rank`, apart from what everyone gets."""
+    def relay_of(self, key: Key) -> Optional[Relay]:
+        """None where the source sends to everyone itself."""
+        want = self.agreement.mine.get(key) if self.agreement.by_rank is None else None
+        if want is None or self.groups is None or not want.layout.replica_dims:
+            return None
+        mesh = want.layout.mesh
+        assert mesh is not None, "replicas stand on a mesh"
+        return Relay(mesh, want.layout.replica_dims) if set(mesh.ranks) <= set(self.ranks) else None
+
+    def dtype_for(self, key: Key, rank: int) -> torch.dtype:
+        """What travels to a rank: the destination's dtype where that is smaller, or the source's."""
+        offered, wanted = self.tensors[key].dtype, self.agreement.of(rank)[key].dtype
+        return wanted if wanted.itemsize < offered.itemsize else offered
+
+    def boxes_of(self, rank: int, keys: Iterable[Key]) -> Iterator[tuple[Key, Box, int]]:
         wants = self.agreement.of(rank)
-        for key, info in self.tensors.items():
+        for key in keys:
             want = wants.get(key)
-            box = want.layout.box(rank) if want is not None and key not in self.common else None
+            box = want.layout.box(rank) if want is not None else None
             if box is not None:
-                yield key, box, info.dtype.itemsize
+                yield key, box, self.dtype_for(key, rank).itemsize
 
-    def schedule(self, capacity: int) -> tuple[str, list[int]]:
-        """The source's choice for all: the device type of the buffers, and each round's bytes per rank."""
-        choice = None
+    def receivers(self, relay: Optional[Relay]) -> list[int]:
+        """Whom the source sends to."""
+        return [
+            rank for rank in self.ranks if rank != self.source and (relay is None or relay.starts_at(rank))
+        ]
+
+    def takes_part(self, relay: Optional[Relay]) -> bool:
+        """Whether own chunks come along this way. The source's do where it is one of several holders."""
+        if relay is None:
+            return self.rank != self.source
+        return self.rank in relay.mesh.coordinates
+
+    def expected(self) -> int:
+        """Bytes that this rank sends and receives."""
+        found = self.bytes_for(self.rank, self.common)
+        for relay, keys in self.ways.items():
+            if self.rank == self.source:
+                found += sum(self.bytes_for(rank, keys) for rank in self.receivers(relay))
+            if self.takes_part(relay):
+                _, behind = self.neighbours(relay)
+                found += self.bytes_for(self.rank, keys) * (len(behind) + (self.rank != self.source))
+        return found
+
+    def bytes_for(self, rank: int, keys: Iterable[Key]) -> int:
+        return sum(box.numel * itemsize for _, box, itemsize in self.boxes_of(rank, keys))
+
+    # --- movement ---
+
+    def move(self) -> None:
+        self.tally.meter.expect(self.expected)
+        budget = self.agreement.staging_bytes
+        slots = slots_of(self.ranks)
+        portion, share = capacity_of(budget, slots), capacity_of(budget, 2)
+        if len(self.ranks) > 1:
+            own = slots if self.rank == self.source else 2
+            portion_here = min(portion, self.most(portion))
+            common = [(key, whole(self.tensors[key].shape), self.itemsize_of(key)) for key in self.common]
+            share_here = min(share, total_bytes(common))
+            nbytes = max(own * portion_here, 2 * share_here)
+            staging = Staging(compat.current_device(self.agreement.device), nbytes)
+            self.tally.staging_bytes = nbytes
+            self.send_common(staging, chunks(common, share), share_here)
+            for relay, keys in self.ways.items():
+                ring = staging.ring(own, portion_here)
+                if self.rank == self.source:
+                    self.send(staging, ring, portion, relay, keys)
+                elif self.takes_part(relay):
+                    deque(self.take(staging, ring, portion, relay, keys), maxlen=0)
+                ring.drain()
+            del staging  # needed no more; on the meta device the source's own shards take memory only now
         if self.rank == self.source:
-            kinds = {target.tensor.device.type for target in self.targets.values()}
-            kind = compat.comm_device_type(self.group, kinds.pop() if len(kinds) == 1 else "cpu")
-            choice = kind, round_sizes((self.boxes_of(rank) for rank in self.ranks[1:]), capacity)
-        kind, sizes = broadcast_object(choice, self.group)
-        return kind, sizes
+            self.copy_own()
+
+    def itemsize_of(self, key: Key) -> int:
+        return self.dtype_for(key, self.rank).itemsize
+
+    def most(self, portion: int) -> int:
+        """No chunk that this rank sends or receives on its own is larger, whatever the capacity."""
+        found = 0
+        for keys in self.ways.values():
+            if self.rank == self.source:
+                boxes = (
+                    (key, whole(self.tensors[key].shape), self.tensors[key].dtype.itemsize) for key in keys
+                )
+                found = max(found, total_bytes(boxes))
+            else:
+                found = max(found, total_bytes(self.boxes_of(self.rank, keys)))
+        return found
+
+    def send_common(self, staging: Staging, common: Iterable[Sequence[Piece]], size: int) -> None:
+        """What every rank wants whole (DDP, plain modules, replicas): broadcast once."""
+        ring = staging.ring(2, size)
+        for pieces in common:
+            slot = ring.take()
+            buffer = slot[: chunk_bytes(pieces)]
+            if self.rank == self.source:
+                self.pack(staging, buffer, pieces, self.rank)
+                self.tally.sent(moved(pieces))
+            work = dist.broadcast(buffer, src=self.source, group=self.group, async_op=True)
+            ring.use(slot, functools.partial(self.arrive, staging, buffer, pieces, [work], ()))
+            self.tally.rounds += 1
+        ring.drain()
+
+    def send(
+        self, staging: Staging, ring: Ring, portion: int, relay: Optional[Relay], keys: Sequence[Key]
+    ) -> None:
+        """The source's side: a chunk to each receiver in turn, until nobody needs any more."""
+        waiting = {rank: chunks(self.boxes_of(rank, keys), portion) for rank in self.receivers(relay)}
+        own = self.take(staging, ring, portion, relay, keys) if self.takes_part(relay) else iter(())
+        busy = True
+        while busy:
+            busy = next(own, END) is not END
+            for rank in list(waiting):
+                pieces = next(waiting[rank], None)
+                if pieces is None:
+                    del waiting[rank]
+                    continue
+                busy = True
+                slot = ring.take()
+                buffer = slot[: chunk_bytes(pieces)]
+                self.pack(staging, buffer, pieces, rank)
+                works = post(dist.isend, buffer, rank, self.group)
+                self.tally.sent(moved(pieces))
+                ring.use(slot, functools.partial(finish, works))
+            self.tally.rounds += busy
+
+    def take(
+        self, staging: Staging, ring: Ring, portion: int, relay: Optional[Relay], keys: Sequence[Key]
+    ) -> Iterator[None]:
+        """A rank's own chunks, one per step: from the source or the replica before it, to those behind it."""
+        before, behind = self.neighbours(relay)
+        for pieces in chunks(self.boxes_of(self.rank, keys), portion):
+            slot = ring.take()
+            buffer = slot[: chunk_bytes(pieces)]
+            works: Sequence[Any]
+            if before is not None:
+                group, first = before
+                works = [dist.broadcast(buffer, src=first, group=group, async_op=True)]
+            elif self.rank == self.source:
+                self.pack(staging, buffer, pieces, self.rank)
+                works = []
+            else:
+                works = post(dist.irecv, buffer, self.source, self.group)
+            ring.use(slot, functools.partial(self.arrive, staging, buffer, pieces, works, behind))
+            if self.rank != self.source:
+                self.tally.rounds += 1
+            yield
+
+    def neighbours(
+        self, relay: Optional[Relay]
+    ) -> tuple[Optional[tuple[dist.ProcessGroup, int]], list[dist.ProcessGroup]]:
+        """(the group and rank that own chunks come from, the groups that they are passed on to)."""
+        if relay is None:
+            return None, []
+        assert self.groups is not None, "a relay needs groups"
+        groups, coordinate = self.groups[relay.mesh], relay.mesh.coordinates[self.rank]
+        last = max((dim for dim in relay.dims if coordinate[dim]), default=-1)
+        before = (groups[last], relay.mesh.first_along(last, self.rank)) if last >= 0 else None
+        return before, [groups[dim] for dim in relay.dims if dim > last]
+
+    def arrive(
+        self,
+        staging: Staging,
+        buffer: torch.Tensor,
+        pieces: Sequence[Piece],
+        works: Sequence[Any],
+        behind: Sequence[dist.ProcessGroup],
+    ) -> None:
+        """A chunk is there: pass it on, and empty it."""
+        finish(works)
+        onward = []
+        for group in behind:
+            onward.append(dist.broadcast(buffer, src=self.rank, group=group, async_op=True))
+            self.tally.sent(moved(pieces))
+        if self.rank != self.source:
+            moves = [
+                Move(
+                    piece,
+                    self.dtype_for(piece.key, self.rank),
+                    part_of(self.targets[piece.key].tensor, self.targets[piece.key].box, piece),
+                )
+                for piece in pieces
+            ]
+            staging.unpack(buffer, moves)
+            self.tally.received(moved(pieces))
+        finish(onward)
+
+    def pack(self, staging: Staging, buffer: torch.Tensor, pieces: Sequence[Piece], rank: int) -> None:
+        moves = [
+            Move(
+                piece,
+                self.dtype_for(piece.key, rank),
+                part_of(self.full(piece.key), whole(self.tensors[piece.key].shape), piece),
+            )
+            for piece in pieces
+        ]
+        staging.pack(buffer, moves)
 
     def copy_own(self) -> None:
         """The source's own boxes need no traffic."""
-        if self.rank == self.source:
-            for key, target in self.targets.items():
-                target.tensor.copy_(self.full(key)[target.box.within(whole(self.tensors[key].shape))])
-
-    def common_chunks(self, capacity: int) -> list[list[Piece]]:
-        """What every rank wants whole (DDP, plain modules, replicas)."""
-        boxes = (
-            (key, whole(info.shape), info.dtype.itemsize)
-            for key, info in self.tensors.items()
-            if key in self.common
-        )
-        return list(chunks(boxes, capacity))
-
-    def send_common(self, staging: Staging, common: Iterable[Sequence[Piece]]) -> None:
-        """Broadcast once."""
-        for pieces in common:
-            (buffer,) = staging.buffers(1, chunk_bytes(pieces))
-            if self.rank == self.source:
-                self.pack(buffer, pieces)
-            dist.broadcast(buffer, src=self.source, group=self.group)
-            self.tally.rounds += 1
-            if self.rank != self.source:
-                self.unpack(buffer, pieces)
-
-    def send_own(self, staging: Staging, sizes: Sequence[int], capacity: int) -> None:
-        """Everything else goes to its rank alone, one part per rank in each round."""
-        if self.rank != self.source:
-            stream = chunks(self.boxes_of(self.rank), capacity)
-            for size in sizes:
-                (own,) = staging.buffers(1, size)
-                dist.scatter(own, None, src=self.source, group=self.group)
-                self.tally.rounds += 1
-                self.unpack(own, next(stream, []))
-            return
-        streams = [chunks(self.boxes_of(rank), capacity) for rank in self.ranks[1:]]
-        for size in sizes:
-            # The source's own part is never filled; scatter wants one all the same.
-            own, *parts = staging.buffers(len(self.ranks) + 1, size)
-            for part, stream in zip(parts[1:], streams):
-                self.pack(part, next(stream, []))
-            dist.scatter(own, parts, src=self.source, group=self.group)
-            self.tally.rounds += 1
+        for key, target in self.targets.items():
+            target.tensor.copy_(self.full(key)[target.box.within(whole(self.tensors[key].shape))])
 
     def full(self, key: Key) -> torch.Tensor:
         assert self.read is not None, "only the source reads"
         return self.read(key).detach()
-
-    def pack(self, buffer: torch.Tensor, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            info = self.tensors[piece.key]
-            source = part_of(self.full(piece.key), whole(info.shape), piece)
-            view_of(buffer, piece, info.dtype).copy_(source)
-            self.tally.bytes_sent += piece.nbytes
-
-    def unpack(self, buffer: torch.Tensor, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            target = self.targets[piece.key]
-            part_of(target.tensor, target.box, piece).copy_(
-                view_of(buffer, piece, self.tensors[piece.key].dtype)
-            )
-            self.tally.bytes_received += piece.nbytes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Optional
+from typing import Optional, Union
+
+from torch_dcp_backport.transfer.progress import Bar, Callback
 
 VARIABLE = "TORCH_DCP_BACKPORT_STAGING_MIB"
 MIB = 2**20
@@ -14,19 +16,36 @@ SMALLEST = 16
 LARGEST = 2**62
 
 _chosen: Optional[int] = None
+_progress: Optional[Callback] = None
 
 
-def configure(*, staging_bytes: Optional[int] = None) -> None:
-    """Set the staging budget of this process's transfers; None goes back to the environment's or 64 MiB.
+def configure(*, staging_bytes: Optional[int] = None, progress: Union[Callback, str, None] = None) -> None:
+    """Set how this process's transfers work; what is left out goes back to its default.
 
-    Less memory means more rounds. Where ranks differ, the smallest budget counts for all. A buffer for
-    each rank and one more hold at least one element (16 bytes) each, however small the budget is.
+    Args:
+        staging_bytes: the staging budget; by default the environment's, or 64 MiB. Less memory means more
+            rounds. Where ranks differ, the smallest budget counts for all. Buffers hold at least one
+            element (16 bytes) each, however small the budget is.
+        progress: called with a `Progress` after every chunk that this rank sends or receives, or "tqdm" for
+            a bar on standard error. What it raises is logged, and ends no transfer.
 
     Raises:
-        ValueError: not a whole number of bytes, or fewer than one element has.
+        ValueError: not a whole number of bytes, or fewer than one element has; not a callback.
+        ModuleNotFoundError: tqdm is not installed.
     """
-    global _chosen
-    _chosen = None if staging_bytes is None else checked(staging_bytes)
+    global _chosen, _progress
+    budget = None if staging_bytes is None else checked(staging_bytes)
+    if isinstance(progress, str):
+        if progress != "tqdm":
+            raise ValueError(f'progress={progress!r}: expected a callable, "tqdm" or None')
+        progress = Bar()
+    elif progress is not None and not callable(progress):
+        raise ValueError(f'progress={progress!r}: expected a callable, "tqdm" or None')
+    _chosen, _progress = budget, progress
+
+
+def progress() -> Optional[Callback]:
+    return _progress
 
 
 def staging_bytes() -> int:

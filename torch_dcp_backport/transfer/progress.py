@@ -1,0 +1,65 @@
+"""Tells whoever asked how far a transfer is. Must never change its course: a callback's errors are logged."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
+
+logger = logging.getLogger("torch_dcp_backport.transfer")
+
+
+class Progress(NamedTuple):
+    """How far one transfer of this rank is."""
+
+    #: "scatter" (load from rank 0) or "gather" (save).
+    operation: str
+    #: Bytes of tensors that this rank has handed to the backend or got from it, and will have in the end.
+    done: int
+    total: int
+
+
+Callback = Callable[[Progress], object]
+
+
+class Bar:
+    """A tqdm bar for each transfer."""
+
+    def __init__(self) -> None:
+        self._tqdm: Any = importlib.import_module("tqdm").tqdm
+        self._bar: Any = None
+
+    def __call__(self, progress: Progress) -> None:
+        if self._bar is None:
+            self._bar = self._tqdm(
+                total=progress.total, desc=progress.operation, unit="B", unit_scale=True, unit_divisor=1024
+            )
+        self._bar.update(progress.done - self._bar.n)
+        if progress.done >= progress.total:
+            self._bar.close()
+            self._bar = None
+
+
+class Meter:
+    """Calls the callback of one transfer until that raises; the transfer goes on without it then."""
+
+    def __init__(self, operation: str, callback: Optional[Callback]) -> None:
+        self.operation = operation
+        self.callback = callback
+        self.done = self.total = 0
+
+    def expect(self, nbytes: Callable[[], int]) -> None:
+        """`nbytes()` counts what will move; not called where nobody asked."""
+        if self.callback is not None:
+            self.total = nbytes()
+
+    def add(self, nbytes: int) -> None:
+        if self.callback is None:
+            return
+        self.done += nbytes
+        try:
+            self.callback(Progress(self.operation, self.done, self.total))
+        except Exception:
+            logger.warning("the progress callback failed and is not called again", exc_info=True)
+            self.callback = None
