@@ -317,14 +317,15 @@ def through_a_mirror(api: Any) -> None:
     """As on an accelerator, where everything on the host passes through pinned memory."""
     from torch_dcp_backport.transfer.staging import Staging
 
-    crosses = Staging.crosses
+    crosses, may_cross = Staging.crosses, Staging.may_cross
     Staging.crosses = lambda self, part: part.dtype != torch.bfloat16
+    Staging.may_cross = True
     try:
         scatter_to(api, ["shard0", "shard01", "replicate", "strided"], 6 * 1024)
         gather_from(api, "shard0", 6 * 1024, 0)
         gather_from(api, "hsdp", 6 * 1024, None)
     finally:
-        Staging.crosses = crosses
+        Staging.crosses, Staging.may_cross = crosses, may_cross
 
 
 def test_host_tensors_reach_an_accelerator_through_one_buffer(ranks):

@@ -83,6 +83,28 @@ def get_fqns(
     return {".".join(kept).replace(_CHECKPOINT_PREFIX, "")}
 
 
+class Names:
+    """`get_fqns` for the many names of one model, whose modules are looked at only once.
+
+    For names that the model surely has.
+    """
+
+    def __init__(self, model: nn.Module, dsd_fqn_modifiers: str = FQN_MODIFIERS) -> None:
+        self.model = model
+        self.dsd_fqn_modifiers = dsd_fqn_modifiers
+        wrappers = (DistributedDataParallel, OptimizedModule, FullyShardedDataParallel)
+        #: Whether a name is its FQN, apart from activation checkpointing's prefix.
+        self.are_plain = not any(
+            isinstance(module, wrappers) or hasattr(module, dsd_fqn_modifiers) for module in model.modules()
+        )
+
+    def fqns(self, name: str, skip_ddp_prefix: bool = True, skip_compiler_prefix: bool = True) -> set[str]:
+        if self.are_plain:
+            return {name.replace(_CHECKPOINT_PREFIX, "")}
+        modifiers = self.dsd_fqn_modifiers
+        return get_fqns(self.model, name, skip_ddp_prefix, skip_compiler_prefix, dsd_fqn_modifiers=modifiers)
+
+
 def child(wrapper: nn.Module, step: str, expected: str) -> Any:
     if step != expected:
         raise RuntimeError(

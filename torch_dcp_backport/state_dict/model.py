@@ -24,6 +24,7 @@ from torch_dcp_backport.state_dict.collect import full_or_cpu
 from torch_dcp_backport.state_dict.fqn import (
     FLAT_PARAM,
     ExtraState,
+    Names,
     get_fqns,
     walk_with_owner,
 )
@@ -32,6 +33,8 @@ from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.transfer import Problem, TensorInfo
 
 TITLE = "cannot load this model state dict"
+#: Their own loading code does nothing where a key is not there.
+NORMS = (nn.modules.batchnorm._NormBase, nn.modules.instancenorm._InstanceNorm)
 
 
 def own_method(obj: Union[nn.Module, torch.optim.Optimizer], api: str) -> Callable[..., Any]:
@@ -55,8 +58,10 @@ def get_model_state(model: nn.Module, info: StateDictInfo) -> dict[str, Any]:
         return {}
     with info.fsdp_context():
         state: dict[str, Any] = own_method(model, "state_dict")()
+    names = Names(model, info.dsd_fqn_modifiers)
     for key in list(state):
-        fqn = canonical(model, key, info)
+        # Hooks may have added keys that are no names.
+        fqn = key if names.are_plain and key in info.fqn_param_mapping else canonical(model, key, info)
         if fqn != key:
             state[fqn] = state.pop(key)
     if info.submodule_prefixes:
@@ -137,10 +142,9 @@ class Entry:
 
 def entries_of(model: nn.Module, info: StateDictInfo) -> list[Entry]:
     found = []
-    modifiers = info.dsd_fqn_modifiers
-    for name, value, owner in walk_with_owner(model, modifiers, every_name=True):
-        fqns = get_fqns(model, name, dsd_fqn_modifiers=modifiers)
-        load_keys = get_fqns(model, name, False, False, dsd_fqn_modifiers=modifiers)
+    names = Names(model, info.dsd_fqn_modifiers)
+    for name, value, owner in walk_with_owner(model, info.dsd_fqn_modifiers, every_name=True):
+        fqns, load_keys = names.fqns(name), names.fqns(name, False, False)
         if len(fqns) > 1:
             # An FSDP1 FlatParameter: FSDP1's own hooks take the FQNs.
             found += [Entry(fqn, value, fqn, direct=False) for fqn in sorted(fqns)]
@@ -199,7 +203,7 @@ def load_model_state(
             raise RuntimeError(complaint)
         if not info.handle_model or not state_dict:
             return _IncompatibleKeys([], [])
-        return call_load_state_dict(model, renamed(entries_of(model, info), state_dict), info, assign=False)
+        return call_load_state_dict(model, renamed(entries_of(model, info), state_dict), info)
     entries = entries_of(model, info) if info.handle_model else []
     shards = any(isinstance(entry.value, compat.DTensor) for entry in entries)
     if not info.broadcast_from_rank0 and not (shards and dist.is_initialized()):
@@ -227,12 +231,16 @@ def renamed(entries: Iterable[Entry], state_dict: Mapping[str, Any]) -> dict[str
 
 
 def call_load_state_dict(
-    model: nn.Module, state_dict: Mapping[str, Any], info: StateDictInfo, assign: bool
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    info: StateDictInfo,
+    *,
+    assign: bool = False,
+    strict: Optional[bool] = None,
 ) -> _IncompatibleKeys:
+    strict = info.strict if strict is None else strict
     with info.fsdp_context():
-        result = own_method(model, "load_state_dict")(
-            state_dict=state_dict, strict=info.strict, assign=assign
-        )
+        result = own_method(model, "load_state_dict")(state_dict=state_dict, strict=strict, assign=assign)
     return result  # type: ignore[no-any-return]
 
 
@@ -265,7 +273,7 @@ class ModelLoad(Load):
             return
         known = {entry.fqn for entry in self.entries}
         self.unexpected = [key for key in inventory if key not in known]
-        custom = any(has_custom_loading(module) for module in self.model.modules())
+        custom = self.is_custom
         # Custom loading code may know keys that nothing else knows, and may do without others.
         if self.info.strict and not custom and not self.info.fsdp_modules:
             self.problems += [Problem("Unexpected key(s) in state_dict", key) for key in self.unexpected]
@@ -355,15 +363,50 @@ class ModelLoad(Load):
     def finish(self) -> _IncompatibleKeys:
         if self.nothing:
             return _IncompatibleKeys([], [])
-        loaded = {entry.load_key: entry.result for entry in self.entries if entry.has_result}
+        done: set[str] = set()
+        if self.is_plain():
+            done = {entry.load_key for entry in self.entries if entry.result is entry.value}
+        loaded = {
+            entry.load_key: entry.result
+            for entry in self.entries
+            if entry.has_result and entry.load_key not in done
+        }
         # What nothing in the model is known by goes to load_state_dict() too: it may be known to hooks.
         loaded.update((key, self.given[key]) for key in self.unexpected if key in self.given)
         assign = any(torch.is_tensor(entry.value) and entry.value.is_meta for entry in self.entries)
-        result = call_load_state_dict(self.model, loaded, self.info, assign)
+        strict = self.info.strict and not done
+        result = call_load_state_dict(self.model, loaded, self.info, assign=assign, strict=strict)
         for key in self.unexpected:
             if key not in self.given and key not in result.unexpected_keys:
                 result.unexpected_keys.append(key)
-        return result
+        missing = [key for key in result.missing_keys if key not in done]
+        return _IncompatibleKeys(missing, result.unexpected_keys)
+
+    def is_plain(self) -> bool:
+        """Whether load_state_dict() would do nothing with a tensor that is in place but copy it to itself.
+
+        With many small DTensors that costs more than the transfer. Nobody can see the difference: the
+        keys were judged before, and no code outside torch takes part.
+        """
+        return (
+            not self.is_custom
+            and not self.info.fsdp_modules
+            and type(self.model).load_state_dict is nn.Module.load_state_dict
+            and all(
+                type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+                or isinstance(module, NORMS)
+                for module in self.model.modules()
+            )
+            and not any(
+                hook_module(hook).partition(".")[0] != "torch"
+                for module in self.model.modules()
+                for hook in module._load_state_dict_post_hooks.values()
+            )
+        )
+
+    @functools.cached_property
+    def is_custom(self) -> bool:
+        return any(has_custom_loading(module) for module in self.model.modules())
 
 
 def unflatten_model_state(model: nn.Module, state_dict: Mapping[Any, Any]) -> Mapping[str, Any]:

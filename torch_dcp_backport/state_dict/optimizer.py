@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.collect import Index, Path, full_or_cpu, leaves
-from torch_dcp_backport.state_dict.fqn import get_fqns
-from torch_dcp_backport.state_dict.load import Load, run
+from torch_dcp_backport.state_dict.fqn import Names
+from torch_dcp_backport.state_dict.load import Destination, Load, run
 from torch_dcp_backport.state_dict.model import own_method
 from torch_dcp_backport.state_dict.options import StateDictInfo
-from torch_dcp_backport.transfer import Problem, TensorInfo, spell_key
+from torch_dcp_backport.transfer import Problem, TensorInfo, layout_of, misfit, spell_key
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 TITLE = "cannot load this optimizer state dict"
@@ -40,6 +40,22 @@ FIRST_VALUES: Mapping[type[Optimizer], Mapping[str, Any]] = {
     torch.optim.Rprop: {"step_size": LR},
 }
 
+#: Optimizers that make the same states for every parameter of a group, and nothing that depends on its shape.
+UNIFORM = frozenset(
+    (
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    )
+)
+
 #: Temporary gradients that initialising the state of one of torch's own optimizers may hold at a time.
 GRAD_BYTES = 16 * 2**20
 
@@ -53,9 +69,18 @@ def init_optim_state(optim: Optimizer) -> None:
     Nothing happens where states exist, or where gradients exist: a stateless optimizer such as SGD has
     no states after real steps either. A load makes states that are missing then from the checkpoint.
     """
-    params = [param for group in optim.param_groups for param in group[PARAMS]]
-    if optim.state or any(param.grad is not None for param in params):
-        return
+    if is_fresh(optim):
+        make_states(optim, {param for group in optim.param_groups for param in group[PARAMS]})
+
+
+def is_fresh(optim: Optimizer) -> bool:
+    return not optim.state and all(
+        param.grad is None for group in optim.param_groups for param in group[PARAMS]
+    )
+
+
+def make_states(optim: Optimizer, params: Collection[torch.Tensor]) -> None:
+    """The states of these parameters, which have neither states nor gradients."""
     groups = optim.param_groups
     rates = [group.get("lr") for group in groups]
     try:
@@ -63,17 +88,17 @@ def init_optim_state(optim: Optimizer) -> None:
             if rate is not None:
                 # Some optimizers move parameters by lr alone.
                 group["lr"] = torch.zeros_like(rate) if torch.is_tensor(rate) else 0.0
-        for batch in batches(optim):
+        for batch in batches(optim, params):
             optim.param_groups = batch
             for group in batch:
                 for param in group[PARAMS]:
-                    if param.requires_grad:
+                    if param.requires_grad and param in params:
                         param.grad = torch.zeros_like(param)
             optim.step(closure=None)
             for group in batch:
                 for param in group[PARAMS]:
                     param.grad = None
-        rewind(optim, groups, rates)
+        rewind(optim, groups, rates, params)
     finally:
         optim.param_groups = groups
         for group, rate in zip(groups, rates):
@@ -83,7 +108,12 @@ def init_optim_state(optim: Optimizer) -> None:
             param.grad = None
 
 
-def rewind(optim: Optimizer, groups: Sequence[Mapping[str, Any]], rates: Sequence[Any]) -> None:
+def rewind(
+    optim: Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    rates: Sequence[Any],
+    params: Collection[torch.Tensor],
+) -> None:
     """The states of an optimizer's first step, as they were before that step (pytorch#164929).
 
     A counter that starts at 1 would make every bias correction of the training to come too small.
@@ -95,7 +125,7 @@ def rewind(optim: Optimizer, groups: Sequence[Mapping[str, Any]], rates: Sequenc
     with torch.no_grad():
         for group, rate in zip(groups, rates):
             for param in group[PARAMS]:
-                state = optim.state.get(param, {})
+                state = optim.state.get(param, {}) if param in params else {}
                 for name in first.keys() & state.keys():
                     value = rate if first[name] is LR else first[name]
                     if torch.is_tensor(state[name]):
@@ -104,8 +134,8 @@ def rewind(optim: Optimizer, groups: Sequence[Mapping[str, Any]], rates: Sequenc
                         state[name] = type(state[name])(value)
 
 
-def batches(optim: Optimizer) -> Iterator[list[dict[str, Any]]]:
-    """The param groups in portions whose gradients weigh at most GRAD_BYTES.
+def batches(optim: Optimizer, params: Collection[torch.Tensor]) -> Iterator[list[dict[str, Any]]]:
+    """The param groups with these parameters, in portions whose gradients weigh at most GRAD_BYTES.
 
     Only for torch's own optimizers, whose step() treats every parameter by itself; others may look
     at all their groups at once.
@@ -117,7 +147,9 @@ def batches(optim: Optimizer) -> Iterator[list[dict[str, Any]]]:
         batch: list[torch.Tensor] = []
         weight = 0
         for param in group[PARAMS]:
-            local = compat.local_part(param) if isinstance(param, compat.DTensor) else param
+            if param not in params:
+                continue
+            local = local_of(param)
             nbytes = local.numel() * local.element_size()
             if batch and weight + nbytes > GRAD_BYTES:
                 yield [{**group, PARAMS: batch}]
@@ -126,6 +158,49 @@ def batches(optim: Optimizer) -> Iterator[list[dict[str, Any]]]:
             weight += nbytes
         if batch:
             yield [{**group, PARAMS: batch}]
+
+
+def local_of(param: torch.Tensor) -> torch.Tensor:
+    return compat.local_part(param) if isinstance(param, compat.DTensor) else param
+
+
+Templates = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
+
+
+def templates_of(optim: Optimizer) -> Templates:
+    """parameter -> the states that a step would make for it, as those of another one of its group.
+
+    For a fresh optimizer of a kind that makes the same states for every parameter: each of the
+    parameter's shape, or a scalar. Such states are made of what is loaded; temporary gradients, and
+    zeros that a load overwrites, are made for one parameter per group alone. Parameters that this cannot be
+    said of get their states here.
+    """
+    found: dict[torch.Tensor, Mapping[str, torch.Tensor]] = {}
+    if type(optim) not in UNIFORM or not is_fresh(optim):
+        return found
+    for group in optim.param_groups:
+        params = [param for param in group[PARAMS] if param.requires_grad]
+        maker = next((param for param in params if param.dim()), None)
+        if maker is None:
+            make_states(optim, set(params))
+            continue
+        make_states(optim, {maker})
+        states = dict(optim.state.get(maker, {}))
+        others = [param for param in params if param is not maker]
+        if states and all(is_uniform(state, maker) for state in states.values()):
+            found.update(dict.fromkeys(others, states))
+        else:
+            make_states(optim, set(others))
+    return found
+
+
+def is_uniform(state: Any, maker: torch.Tensor) -> bool:
+    if not torch.is_tensor(state):
+        return False
+    sharded = isinstance(state, compat.DTensor)
+    if state.dim() == 0:
+        return not sharded
+    return state.shape == maker.shape and sharded == isinstance(maker, compat.DTensor)
 
 
 # --- get -------------------------------------------------------------------------------------
@@ -155,9 +230,10 @@ def named_state(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
         for index, param in enumerate(param for group in optim.param_groups for param in group[PARAMS])
     }
     names: dict[int, str] = {}
+    every = Names(model)
     for name, param in model.named_parameters():
         if param in number:
-            (fqn,) = get_fqns(model, name)
+            (fqn,) = every.fqns(name)
             names[number[param]] = fqn
 
     def name_of(index: int) -> str:
@@ -235,9 +311,12 @@ def flatten_optim_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unflatten_optim_state(
-    optim: Optimizer, state_dict: Mapping[str, Any], info: StateDictInfo
+    optim: Optimizer,
+    state_dict: Mapping[str, Any],
+    info: StateDictInfo,
+    templates: Optional[Templates] = None,
 ) -> dict[str, Any]:
-    """The inverse of `flatten_optim_state`, for the groups and states that `optim` has.
+    """The inverse of `flatten_optim_state`, for the groups and states that `optim` has, or will have.
 
     Raises:
         KeyError: a state or a group value that is not there.
@@ -260,7 +339,8 @@ def unflatten_optim_state(
                     continue
                 loaded[PARAMS].append(fqn)
                 if param.requires_grad:
-                    found = saved.below(f"{STATE}.{fqn}", optim.state.get(param, {}))
+                    absent = templates.get(param, ()) if templates else ()
+                    found = saved.below(f"{STATE}.{fqn}", optim.state.get(param, {}), absent)
                     if found:
                         state[fqn] = found
                     elif info.strict and saved.keys:
@@ -283,13 +363,19 @@ class FlatStates:
         self.strict = strict
         self.keys = sorted(key for key in flat if key.startswith(f"{STATE}."))
 
-    def below(self, prefix: str, held: Mapping[Any, Any]) -> dict[Any, Any]:
+    def below(self, prefix: str, held: Mapping[Any, Any], absent: Iterable[str] = ()) -> dict[Any, Any]:
         """The states below a prefix, in the form in which the optimizer holds its own.
 
-        An optimizer that holds none yet (its parameter had no gradient so far) takes what is there.
+        Args:
+            absent: names of states that it does not hold yet, but would make.
+
+        An optimizer that holds none (its parameter had no gradient so far) takes what is there.
         """
         if held:
             return {name: self.one(f"{prefix}.{name}", value) for name, value in held.items()}
+        if self.strict and any(f"{prefix}.{name}" in self.flat for name in absent):
+            for name in absent:
+                self.one(f"{prefix}.{name}", None)
         found: dict[Any, Any] = {}
         index = bisect.bisect_left(self.keys, f"{prefix}.")
         while index < len(self.keys) and self.keys[index].startswith(f"{prefix}."):
@@ -393,8 +479,12 @@ def load_optim_state(
     if not info.handle_optim:
         return
     for optim in optimizers:
-        init_optim_state(optim)
-        if not info.full_state_dict or info.fsdp_modules:
+        full = info.full_state_dict and not info.fsdp_modules
+        was_fresh = is_fresh(optim)
+        templates = templates_of(optim) if full else {}
+        if not templates:
+            init_optim_state(optim)
+        if not full:
             if complaint:
                 raise RuntimeError(complaint)
             mine = own_part(optim, state_dict, info)
@@ -402,25 +492,36 @@ def load_optim_state(
                 mine = fsdp1_to_load(model, optim, mine, info)
             own_method(optim, "load_state_dict")(state_dict=mine)
             continue
-        load = OptimizerLoad(model, optim, [Problem(complaint)] if complaint else [])
+        load = OptimizerLoad(model, optim, templates, [Problem(complaint)] if complaint else [])
         given: dict[Path, Any] = {}
         if not complaint and (not info.broadcast_from_rank0 or dist.get_rank() == 0):
             try:
-                given = paths_of(by_name(own_part(optim, state_dict, info), load.names))
+                given = paths_of(by_name(own_part(optim, state_dict, info, templates), load.names))
             except Exception as error:
                 # Heard by every rank in the agreement, instead of raised by one.
                 missing = isinstance(error, KeyError)
                 load.problems.append(Problem(f"missing key {error}" if missing else str(error)))
-        run(load, given, broadcast=info.broadcast_from_rank0)
+        try:
+            run(load, given, broadcast=info.broadcast_from_rank0)
+        except BaseException:
+            if was_fresh:
+                # With the states of some parameters alone, it would never make the others'.
+                optim.state.clear()
+            raise
         own_method(optim, "load_state_dict")(state_dict=load.result())
 
 
-def own_part(optim: Optimizer, state_dict: Mapping[str, Any], info: StateDictInfo) -> dict[str, Any]:
+def own_part(
+    optim: Optimizer,
+    state_dict: Mapping[str, Any],
+    info: StateDictInfo,
+    templates: Optional[Templates] = None,
+) -> dict[str, Any]:
     if not state_dict:
         return {}
     if STATE in state_dict:
         return split_optim_state(optim, state_dict, info)
-    return unflatten_optim_state(optim, state_dict, info)
+    return unflatten_optim_state(optim, state_dict, info, templates)
 
 
 def by_name(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -442,8 +543,9 @@ def fsdp1_to_load(
 ) -> dict[str, Any]:
     """FSDP1 maps the states to its FlatParameters itself, under names with the compiler's prefix."""
     prefixed: dict[str, str] = {}
+    every = Names(model)
     for name, _ in model.named_parameters():
-        plain, compiled = get_fqns(model, name), get_fqns(model, name, skip_compiler_prefix=False)
+        plain, compiled = every.fqns(name), every.fqns(name, skip_compiler_prefix=False)
         if plain != compiled:
             (fqn,), (with_prefix,) = plain, compiled
             prefixed[fqn] = with_prefix
@@ -486,13 +588,22 @@ class Boxed(NamedTuple):
     value: Any
 
 
+class Absent(NamedTuple):
+    """Stands for a state that the optimizer would make, as another parameter's of its group."""
+
+    template: torch.Tensor
+
+
 class OptimizerLoad(Load):
     """Where an optimizer wants the tensors of a full state dict, and its own dict once they are there."""
 
     title = TITLE
 
-    def __init__(self, model: nn.Module, optim: Optimizer, problems: list[Problem]) -> None:
+    def __init__(
+        self, model: nn.Module, optim: Optimizer, templates: Templates, problems: list[Problem]
+    ) -> None:
         super().__init__(problems)
+        self.optim = optim
         local = named_state(model, optim)
         self.params = {
             fqn: param
@@ -502,11 +613,15 @@ class OptimizerLoad(Load):
         self.names = [group[PARAMS] for group in local[GROUPS]]
         #: path -> value, of the optimizer as it is; overwritten by what is loaded.
         self.values = paths_of(local)
+        for fqn, param in self.params.items():
+            for name, template in templates.get(param, {}).items():
+                self.values[STATE, fqn, name] = Absent(template)
 
     def live(self) -> Iterable[object]:
         return self.params.values()
 
     def plan(self, inventory: Mapping[Any, Any]) -> None:
+        self.make_absent(path for path in self.values if path not in inventory)
         for path, offered in inventory.items():
             if path[0] == GROUPS:
                 self.plan_group_value(path, offered)
@@ -519,6 +634,31 @@ class OptimizerLoad(Load):
                 len(untouched),
                 spell_key(untouched[0]),
             )
+
+    def make_absent(self, paths: Iterable[Path]) -> None:
+        """States that the optimizer has to make after all: they are not in the checkpoint."""
+        names = {str(path[1]) for path in paths if isinstance(self.values[path], Absent)}
+        if names:
+            make_states(self.optim, {self.params[name] for name in names})
+        for fqn in names:
+            for name, value in self.optim.state[self.params[fqn]].items():
+                self.values[STATE, fqn, name] = value
+
+    def want_as(
+        self, path: Path, param: torch.Tensor, dtype: torch.dtype, settle: Callable[[torch.Tensor], None]
+    ) -> None:
+        """A new state with the layout and memory format of its parameter."""
+        local, layout = local_of(param), layout_of(param)
+        problem = misfit(path, local, layout)
+        if problem:
+            self.problems.append(problem)
+
+        def finish(filled: torch.Tensor) -> None:
+            settle(compat.wrap_local(filled, param) if isinstance(param, compat.DTensor) else filled)
+
+        self.destinations[path] = Destination(
+            layout, dtype, local.device, lambda _: torch.empty_like(local, dtype=dtype), finish, param
+        )
 
     def plan_group_value(self, path: Path, offered: Boxed) -> None:
         live = self.values.get(path, Boxed(None)).value
@@ -533,7 +673,16 @@ class OptimizerLoad(Load):
         def settle(value: Any) -> None:
             self.values[path] = value
 
-        if torch.is_tensor(live):
+        if isinstance(live, Absent):
+            template = live.template
+            if template.dim():
+                if self.accepts(path, offered, tuple(param.shape)):
+                    self.want_as(path, param, param.dtype, settle)
+            elif isinstance(offered, (int, float)):
+                settle(offered)
+            elif self.accepts(path, offered, ()):
+                self.want_whole(path, offered._replace(dtype=template.dtype), template.device, settle)
+        elif torch.is_tensor(live):
             if live.dim() == 0 and isinstance(offered, (int, float)):
                 settle(offered)
             elif self.accepts(path, offered, tuple(live.shape)):
@@ -550,7 +699,8 @@ class OptimizerLoad(Load):
 
     def result(self) -> dict[str, Any]:
         """The state dict for the optimizer's own load_state_dict()."""
-        state: dict[str, Any] = {}
+        # In the optimizer's own order.
+        state: dict[str, Any] = {fqn: {} for names in self.names for fqn in names}
         groups: list[dict[str, Any]] = [{} for _ in self.names]
         for path, value in self.values.items():
             if path[0] == GROUPS:
@@ -559,7 +709,7 @@ class OptimizerLoad(Load):
                 place(state, path[1:], value)
         for group, names in zip(groups, self.names):
             group[PARAMS] = names
-        return {STATE: {fqn: relisted(states) for fqn, states in state.items()}, GROUPS: groups}
+        return {STATE: {fqn: relisted(states) for fqn, states in state.items() if states}, GROUPS: groups}
 
 
 def relisted(tree: Any) -> Any:

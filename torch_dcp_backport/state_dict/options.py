@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.state_dict.fqn import FQN_MODIFIERS, ExtraState, get_fqns, walk_model_state
+from torch_dcp_backport.state_dict.fqn import FQN_MODIFIERS, ExtraState, Names, get_fqns, walk_model_state
 
 FQNS_T = set[str]
 Submodules = Optional[set[nn.Module]]
@@ -124,10 +124,11 @@ def map_parameters(model: nn.Module, modifiers: str) -> tuple[ParamMapping, Para
     by_tensor: dict[torch.Tensor, FQNS_T] = {}
     names: ParamMapping = {}
     shared: ParamMapping = {}
+    every = Names(model, modifiers)
     for name, value in walk_model_state(model, modifiers):
         if isinstance(value, ExtraState):
             continue
-        found = get_fqns(model, name, dsd_fqn_modifiers=modifiers)
+        found = every.fqns(name)
         known = by_tensor.setdefault(value, set())
         if known:
             shared[value] = known

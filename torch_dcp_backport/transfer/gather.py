@@ -14,7 +14,6 @@ from torch_dcp_backport.transfer.errors import Problem, spell_key
 from torch_dcp_backport.transfer.layout import Box, Layout, whole
 from torch_dcp_backport.transfer.plan import (
     Agreement,
-    Group,
     Key,
     Piece,
     Want,
@@ -28,7 +27,7 @@ from torch_dcp_backport.transfer.plan import (
     slots_of,
     total_bytes,
 )
-from torch_dcp_backport.transfer.post import finish, post
+from torch_dcp_backport.transfer.post import Group, finish, post
 from torch_dcp_backport.transfer.report import Tally
 from torch_dcp_backport.transfer.staging import Move, Staging, part_of
 
@@ -42,6 +41,7 @@ class Held(NamedTuple):
     layout: Layout
 
 
+@torch.no_grad()
 def gather(
     held: Mapping[Key, Held],
     make: Callable[[Key], torch.Tensor],
@@ -132,7 +132,7 @@ class Route:
             slot = ring.take()
             buffer = slot[: chunk_bytes(pieces)]
             self.give(staging, buffer, pieces)
-            ring.use(slot, functools.partial(finish, post(dist.isend, buffer, to, self.group)))
+            ring.use(slot, functools.partial(finish, post(dist.isend, [(buffer, to)], self.group)))
             self.tally.rounds += 1
         ring.drain()
 
@@ -155,7 +155,7 @@ class Route:
                     continue
                 slot = ring.take()
                 buffer = slot[: chunk_bytes(pieces)]
-                works = post(dist.irecv, buffer, rank, self.group)
+                works = post(dist.irecv, [(buffer, rank)], self.group)
                 ring.use(slot, functools.partial(self.arrive, staging, buffer, pieces, works))
             self.tally.rounds += bool(waiting)
         # Meanwhile the last chunks travel.
@@ -199,29 +199,30 @@ class Route:
         self, staging: Staging, buffer: torch.Tensor, pieces: Sequence[Piece], works: Sequence[Any]
     ) -> None:
         finish(works)
-        moves = []
-        for piece in pieces:
-            target = self.out[piece.key]
-            moves.append(Move(piece, target.dtype, part_of(target, whole(tuple(target.shape)), piece)))
-        staging.unpack(buffer, moves)
+        staging.unpack(buffer, self.to_whole(pieces))
         self.tally.received(moved(pieces))
 
+    def to_whole(self, pieces: Iterable[Piece]) -> Iterator[Move]:
+        for piece in pieces:
+            target = self.out[piece.key]
+            yield Move(piece, target.dtype, part_of(target, whole(tuple(target.shape)), piece.box))
+
     def give(self, staging: Staging, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        if not pieces:
-            return
-        moves = []
+        if pieces:
+            staging.pack(buffer, self.from_held(pieces))
+            self.tally.sent(moved(pieces))
+
+    def from_held(self, pieces: Iterable[Piece]) -> Iterator[Move]:
         for piece in pieces:
             one = self.held[piece.key]
             box = one.layout.box(self.rank)
             assert box is not None
-            moves.append(Move(piece, one.tensor.dtype, part_of(one.tensor, box, piece)))
-        staging.pack(buffer, moves)
-        self.tally.sent(moved(pieces))
+            yield Move(piece, one.tensor.dtype, part_of(one.tensor, box, piece.box))
 
     def copy_own(self) -> None:
         """A receiver's own boxes need no traffic."""
         for key, box, _ in self.boxes_of(self.rank):
-            self.out[key][box.within(whole(self.wants[key].layout.shape))].copy_(self.held[key].tensor)
+            part_of(self.out[key], whole(self.wants[key].layout.shape), box).copy_(self.held[key].tensor)
 
 
 def agree_on_all(

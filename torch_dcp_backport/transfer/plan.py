@@ -14,17 +14,20 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import settings
+from torch_dcp_backport.transfer.consensus import Mark, agree_on_mark, broadcast_object
 from torch_dcp_backport.transfer.errors import Problem, raise_together, spell_key
 from torch_dcp_backport.transfer.layout import Box, Layout, row_of
+from torch_dcp_backport.transfer.post import Group
 
 BAD_BUDGET = "not a staging budget"
 
 Key = Hashable
-Group = Optional[dist.ProcessGroup]
 
 #: Every piece of a chunk starts at a multiple of this, so that it can be viewed as any dtype.
 ALIGNMENT = 16
 MOST_SLOTS = 8
+#: Larger chunks would only take longer to fill before they travel, and leave the processor's caches.
+LARGEST_CHUNK = 4 * 2**20
 
 
 class TensorInfo(NamedTuple):
@@ -64,13 +67,6 @@ class Agreement(NamedTuple):
         return self.mine if self.by_rank is None else self.by_rank[rank]
 
 
-def broadcast_object(value: object, group: Group) -> Any:
-    """The first rank's object, on every rank of the group."""
-    box = [value]
-    dist.broadcast_object_list(box, src=compat.group_ranks(group)[0], group=group)
-    return box[0]
-
-
 def publish(
     inventory: Optional[Mapping[Key, object]], problems: Sequence[Problem], title: str, group: Group = None
 ) -> dict[Key, Any]:
@@ -103,7 +99,7 @@ def agree(
 ) -> Agreement:
     """Raise every rank's problems on every rank, or learn what everyone wants.
 
-    One small all-gather where nothing is wrong and all ranks want the same.
+    One small message from and to each rank where nothing is wrong and all want the same.
 
     Args:
         staging_bytes: this rank's budget; None is that of the settings.
@@ -120,19 +116,19 @@ def agree(
     except ValueError as error:
         # The other ranks wait in the collective below.
         problems.append(Problem(BAD_BUDGET, got=str(error)))
-    marks = gather_marks(Mark(digest(wants), bool(problems), budget, device), group)
-    if any(mark.troubled for mark in marks):
+    own = Mark(digest(wants), bool(problems), budget, device)
+    common = agree_on_mark(own, group)
+    if common.troubled:
         found = collect_problems(problems, group)
         kind = ValueError if all(problem.what == BAD_BUDGET for _, problem in found) else RuntimeError
         raise_together(title, found, cause, kind)
     by_rank = None
-    if len({mark.digest for mark in marks}) > 1:
+    if common.digest != own.digest:
         everyone: list[Any] = [None] * len(ranks)
         dist.all_gather_object(everyone, dict(wants), group=group)
         by_rank = dict(zip(ranks, everyone))
-    kinds = {mark.device for mark in marks if mark.device}
-    common = compat.comm_device_type(group, kinds.pop() if len(kinds) == 1 else "cpu")
-    return Agreement(wants, by_rank, min(mark.staging_bytes for mark in marks), common)
+    on = compat.comm_device_type(group, common.device or "cpu")
+    return Agreement(wants, by_rank, common.staging_bytes, on)
 
 
 def agree_on_mesh(
@@ -145,7 +141,7 @@ def agree_on_mesh(
     """
     known: list[tuple[int, Problem]] = [(dist.get_rank(), problem) for problem in problems]
     for group in groups:
-        if any(mark.troubled for mark in gather_marks(Mark(b"", bool(known)), group)):
+        if agree_on_mark(Mark(bytes(16), bool(known)), group).troubled:
             everyone: list[Any] = [None] * len(compat.group_ranks(group))
             dist.all_gather_object(everyone, known, group=group)
             known = [(rank, Problem(*problem)) for one in everyone for rank, problem in one]
@@ -175,37 +171,6 @@ def digest(wants: Mapping[Key, Want]) -> bytes:
     """The same bytes on ranks that want the same keys in the same layouts."""
     text = "\n".join(f"{key!r} {want.dtype} {want.layout.signature}" for key, want in wants.items())
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-class Mark(NamedTuple):
-    """What every rank tells every other in one fixed-size collective."""
-
-    #: Of what is wanted; up to 16 bytes.
-    digest: bytes
-    troubled: bool
-    staging_bytes: int = 0
-    #: A device type; up to 15 letters.
-    device: str = ""
-
-
-def gather_marks(mark: Mark, group: Group) -> list[Mark]:
-    device = compat.current_device(compat.comm_device_type(group, "cpu"))
-    text = b"".join(
-        (
-            mark.digest.ljust(16, b"\0"),
-            bytes([mark.troubled]),
-            mark.staging_bytes.to_bytes(8, "big"),
-            mark.device.encode()[:15].ljust(15, b"\0"),
-        )
-    )
-    mine = torch.tensor(list(text), dtype=torch.uint8, device=device)
-    everyone = [torch.empty_like(mine) for _ in compat.group_ranks(group)]
-    dist.all_gather(everyone, mine, group=group)
-    rows = [bytes(row.tolist()) for row in everyone]
-    return [
-        Mark(row[:16], bool(row[16]), int.from_bytes(row[17:25], "big"), row[25:].rstrip(b"\0").decode())
-        for row in rows
-    ]
 
 
 def chunks(boxes: Iterable[tuple[Key, Box, int]], capacity: int) -> Iterator[list[Piece]]:
@@ -277,4 +242,4 @@ def slots_of(ranks: Sequence[int]) -> int:
 
 def capacity_of(staging_bytes: int, buffers: int) -> int:
     """Bytes of one of so many buffers. One more is left free for what the backend needs meanwhile."""
-    return max(staging_bytes // (buffers + 1) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+    return max(min(staging_bytes // (buffers + 1), LARGEST_CHUNK) // ALIGNMENT * ALIGNMENT, ALIGNMENT)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport.transfer.plan import Group
+Group = Optional[dist.ProcessGroup]
 
 
-def post(operation: Callable[..., Any], buffer: torch.Tensor, peer: int, group: Group) -> Sequence[Any]:
-    """Start `dist.isend` or `dist.irecv` of one buffer; `peer` is a global rank.
+def post(
+    operation: Callable[..., Any], messages: Sequence[tuple[torch.Tensor, int]], group: Group
+) -> Sequence[Any]:
+    """Start `dist.isend` or `dist.irecv` of (buffer, global rank of the peer).
 
-    As a batch of one: NCCL would make a communicator for each pair of ranks otherwise.
+    Always as a batch: NCCL would make a communicator for each pair of ranks otherwise.
     """
-    works: Sequence[Any] = dist.batch_isend_irecv([dist.P2POp(operation, buffer, peer, group)])
+    if not messages:
+        return ()
+    works: Sequence[Any] = dist.batch_isend_irecv(
+        [dist.P2POp(operation, buffer, peer, group) for buffer, peer in messages]
+    )
     return works
 
 

@@ -18,10 +18,10 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.layout import Box, Mesh, whole
 from torch_dcp_backport.transfer.plan import (
     Agreement,
-    Group,
     Key,
     Piece,
     TensorInfo,
+    Want,
     capacity_of,
     chunk_bytes,
     chunks,
@@ -29,7 +29,7 @@ from torch_dcp_backport.transfer.plan import (
     slots_of,
     total_bytes,
 )
-from torch_dcp_backport.transfer.post import finish, post
+from torch_dcp_backport.transfer.post import Group, finish, post
 from torch_dcp_backport.transfer.report import Tally
 from torch_dcp_backport.transfer.staging import Move, Ring, Staging, part_of
 
@@ -60,6 +60,7 @@ class Relay(NamedTuple):
         return coordinate is not None and not any(coordinate[dim] for dim in self.dims)
 
 
+@torch.no_grad()
 def scatter(
     read: Optional[Read],
     inventory: Mapping[Key, object],
@@ -114,6 +115,7 @@ class Route:
         self.groups = relays
         self.tally = tally
         self.tensors = {key: info for key, info in inventory.items() if isinstance(info, TensorInfo)}
+        self.own = self.copy_own()
         self.common: list[Key] = []
         #: Everything else, by the way that it takes; in the same order on every rank.
         self.ways: dict[Optional[Relay], list[Key]] = {}
@@ -145,9 +147,9 @@ class Route:
         assert mesh is not None, "replicas stand on a mesh"
         return Relay(mesh, want.layout.replica_dims) if set(mesh.ranks) <= set(self.ranks) else None
 
-    def dtype_for(self, key: Key, rank: int) -> torch.dtype:
-        """What travels to a rank: the destination's dtype where that is smaller, or the source's."""
-        offered, wanted = self.tensors[key].dtype, self.agreement.of(rank)[key].dtype
+    def dtype_for(self, key: Key, wanted: torch.dtype) -> torch.dtype:
+        """What travels: the destination's dtype where that is smaller, or the source's."""
+        offered = self.tensors[key].dtype
         return wanted if wanted.itemsize < offered.itemsize else offered
 
     def boxes_of(self, rank: int, keys: Iterable[Key]) -> Iterator[tuple[Key, Box, int]]:
@@ -155,8 +157,8 @@ class Route:
         for key in keys:
             want = wants.get(key)
             box = want.layout.box(rank) if want is not None else None
-            if box is not None:
-                yield key, box, self.dtype_for(key, rank).itemsize
+            if want is not None and box is not None:
+                yield key, box, self.dtype_for(key, want.dtype).itemsize
 
     def receivers(self, relay: Optional[Relay]) -> list[int]:
         """Whom the source sends to."""
@@ -200,19 +202,22 @@ class Route:
             staging = Staging(compat.current_device(self.agreement.device), nbytes)
             self.tally.staging_bytes = nbytes
             self.send_common(staging, chunks(common, share), share_here)
+            last = next(reversed(self.ways), None)
             for relay, keys in self.ways.items():
                 ring = staging.ring(own, portion_here)
                 if self.rank == self.source:
                     self.send(staging, ring, portion, relay, keys)
                 elif self.takes_part(relay):
                     deque(self.take(staging, ring, portion, relay, keys), maxlen=0)
+                if relay is last and self.rank == self.source:
+                    # The last chunks are still under way.
+                    deque(self.own, maxlen=0)
                 ring.drain()
-            del staging  # needed no more; on the meta device the source's own shards take memory only now
         if self.rank == self.source:
-            self.copy_own()
+            deque(self.own, maxlen=0)
 
     def itemsize_of(self, key: Key) -> int:
-        return self.dtype_for(key, self.rank).itemsize
+        return self.dtype_for(key, self.agreement.mine[key].dtype).itemsize
 
     def most(self, portion: int) -> int:
         """No chunk that this rank sends or receives on its own is larger, whatever the capacity."""
@@ -259,10 +264,13 @@ class Route:
                 slot = ring.take()
                 buffer = slot[: chunk_bytes(pieces)]
                 self.pack(staging, buffer, pieces, rank)
-                works = post(dist.isend, buffer, rank, self.group)
+                works = post(dist.isend, [(buffer, rank)], self.group)
                 self.tally.sent(moved(pieces))
                 ring.use(slot, functools.partial(finish, works))
             self.tally.rounds += busy
+            copied = 0
+            while copied < portion:
+                copied += next(self.own, portion)
 
     def take(
         self, staging: Staging, ring: Ring, portion: int, relay: Optional[Relay], keys: Sequence[Key]
@@ -280,7 +288,7 @@ class Route:
                 self.pack(staging, buffer, pieces, self.rank)
                 works = []
             else:
-                works = post(dist.irecv, buffer, self.source, self.group)
+                works = post(dist.irecv, [(buffer, self.source)], self.group)
             ring.use(slot, functools.partial(self.arrive, staging, buffer, pieces, works, behind))
             if self.rank != self.source:
                 self.tally.rounds += 1
@@ -313,34 +321,31 @@ class Route:
             onward.append(dist.broadcast(buffer, src=self.rank, group=group, async_op=True))
             self.tally.sent(moved(pieces))
         if self.rank != self.source:
-            moves = [
-                Move(
-                    piece,
-                    self.dtype_for(piece.key, self.rank),
-                    part_of(self.targets[piece.key].tensor, self.targets[piece.key].box, piece),
-                )
-                for piece in pieces
-            ]
-            staging.unpack(buffer, moves)
+            staging.unpack(buffer, self.to_targets(pieces))
             self.tally.received(moved(pieces))
         finish(onward)
 
-    def pack(self, staging: Staging, buffer: torch.Tensor, pieces: Sequence[Piece], rank: int) -> None:
-        moves = [
-            Move(
-                piece,
-                self.dtype_for(piece.key, rank),
-                part_of(self.full(piece.key), whole(self.tensors[piece.key].shape), piece),
-            )
-            for piece in pieces
-        ]
-        staging.pack(buffer, moves)
+    def to_targets(self, pieces: Iterable[Piece]) -> Iterator[Move]:
+        for piece in pieces:
+            key, target = piece.key, self.targets[piece.key]
+            dtype = self.dtype_for(key, self.agreement.mine[key].dtype)
+            yield Move(piece, dtype, part_of(target.tensor, target.box, piece.box))
 
-    def copy_own(self) -> None:
-        """The source's own boxes need no traffic."""
+    def pack(self, staging: Staging, buffer: torch.Tensor, pieces: Iterable[Piece], rank: int) -> None:
+        staging.pack(buffer, self.from_source(pieces, self.agreement.of(rank)))
+
+    def from_source(self, pieces: Iterable[Piece], wants: Mapping[Key, Want]) -> Iterator[Move]:
+        for piece in pieces:
+            key = piece.key
+            part = part_of(self.full(key), whole(self.tensors[key].shape), piece.box)
+            yield Move(piece, self.dtype_for(key, wants[key].dtype), part)
+
+    def copy_own(self) -> Iterator[int]:
+        """The source's own boxes need no traffic: one copy per step, and its bytes."""
         for key, target in self.targets.items():
-            target.tensor.copy_(self.full(key)[target.box.within(whole(self.tensors[key].shape))])
+            target.tensor.copy_(part_of(self.full(key), whole(self.tensors[key].shape), target.box))
+            yield target.tensor.nbytes
 
     def full(self, key: Key) -> torch.Tensor:
         assert self.read is not None, "only the source reads"
-        return self.read(key).detach()
+        return self.read(key)

@@ -1,0 +1,112 @@
+"""Small metadata between ranks: one rank's object for all, and what all ranks' marks come to.
+
+Knows no tensors but the bytes that it sends.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.post import Group, finish, post
+
+#: An object of up to so many bytes takes one message: a collective's cost is its start.
+BLOCK = 16 * 1024
+LENGTH = 8
+
+
+def broadcast_object(value: object, group: Group) -> Any:
+    """The first rank's object, on every rank of the group. Pickled, as torch's own object collectives do."""
+    source = compat.group_ranks(group)[0]
+    device = device_for(group)
+    is_source = dist.get_rank() == source
+    data = pickle.dumps(value) if is_source else b""
+    block = torch.zeros(BLOCK, dtype=torch.uint8, device=device)
+    if is_source:
+        head = (len(data).to_bytes(LENGTH, "big") + data)[:BLOCK]
+        block[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    dist.broadcast(block, src=source, group=group)
+    head = block.cpu().numpy().tobytes()
+    length = int.from_bytes(head[:LENGTH], "big")
+    left = length - (BLOCK - LENGTH)
+    if left > 0:
+        rest = torch.empty(left, dtype=torch.uint8, device=device)
+        if is_source:
+            rest.copy_(torch.frombuffer(bytearray(data[-left:]), dtype=torch.uint8))
+        dist.broadcast(rest, src=source, group=group)
+        head += rest.cpu().numpy().tobytes()
+    return value if is_source else pickle.loads(head[LENGTH : LENGTH + length])
+
+
+class Mark(NamedTuple):
+    """What every rank brings to an agreement, and what comes of it."""
+
+    #: Of what is wanted, 16 bytes; of all ranks: not any rank's, unless it is every rank's.
+    digest: bytes
+    #: Whether something is wrong; of all ranks: with anyone.
+    troubled: bool
+    #: The budget; of all ranks: the smallest.
+    staging_bytes: int = 0
+    #: A device type of up to 15 letters; of all ranks: nothing if it is not the same for all that have one.
+    device: str = ""
+
+    def to_bytes(self) -> bytes:
+        budget, device = self.staging_bytes.to_bytes(8, "big"), self.device.encode()[:15].ljust(15, b"\0")
+        return b"".join((self.digest, bytes([self.troubled]), budget, device))
+
+    @classmethod
+    def from_bytes(cls, row: bytes) -> Mark:
+        return cls(
+            row[:16], bool(row[16]), int.from_bytes(row[17:25], "big"), row[25:].rstrip(b"\0").decode()
+        )
+
+
+MARK_BYTES = len(Mark(bytes(16), False).to_bytes())
+
+
+def common_mark(marks: Sequence[Mark]) -> Mark:
+    digests = {mark.digest for mark in marks}
+    devices = {mark.device for mark in marks if mark.device}
+    return Mark(
+        digests.pop() if len(digests) == 1 else bytes(16),
+        any(mark.troubled for mark in marks),
+        min(mark.staging_bytes for mark in marks),
+        devices.pop() if len(devices) == 1 else "",
+    )
+
+
+def agree_on_mark(mark: Mark, group: Group) -> Mark:
+    """What all ranks' marks come to, on every rank.
+
+    To the first rank and back: an all-gather takes as many steps as there are ranks on some backends.
+    """
+    ranks, rank = compat.group_ranks(group), dist.get_rank()
+    device = device_for(group)
+    if rank != ranks[0]:
+        buffer = tensor_of(mark, device)
+        finish(post(dist.isend, [(buffer, ranks[0])], group))
+        finish(post(dist.irecv, [(buffer, ranks[0])], group))
+        return mark_of(buffer)
+    others = [torch.empty(MARK_BYTES, dtype=torch.uint8, device=device) for _ in ranks[1:]]
+    finish(post(dist.irecv, list(zip(others, ranks[1:])), group))
+    common = common_mark([mark, *map(mark_of, others)])
+    buffer = tensor_of(common, device)
+    finish(post(dist.isend, [(buffer, other) for other in ranks[1:]], group))
+    return common
+
+
+def tensor_of(mark: Mark, device: torch.device) -> torch.Tensor:
+    return torch.tensor(list(mark.to_bytes()), dtype=torch.uint8, device=device)
+
+
+def mark_of(buffer: torch.Tensor) -> Mark:
+    return Mark.from_bytes(bytes(buffer.tolist()))
+
+
+def device_for(group: Group) -> torch.device:
+    return compat.current_device(compat.comm_device_type(group, "cpu"))
