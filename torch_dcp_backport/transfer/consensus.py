@@ -86,18 +86,17 @@ def agree_on_mark(mark: Mark, group: Group) -> Mark:
     To the first rank and back: an all-gather takes as many steps as there are ranks on some backends.
     """
     ranks, rank = compat.group_ranks(group), dist.get_rank()
-    device = device_for(group)
-    if rank != ranks[0]:
-        buffer = tensor_of(mark, device)
-        finish(post(dist.isend, [(buffer, ranks[0])], group))
-        finish(post(dist.irecv, [(buffer, ranks[0])], group))
-        return mark_of(buffer)
+    first, device = ranks[0], device_for(group)
+    if rank != first:
+        own, common = tensor_of(mark, device), torch.empty(MARK_BYTES, dtype=torch.uint8, device=device)
+        finish(post([(dist.isend, own, first), (dist.irecv, common, first)], group))
+        return mark_of(common)
     others = [torch.empty(MARK_BYTES, dtype=torch.uint8, device=device) for _ in ranks[1:]]
-    finish(post(dist.irecv, list(zip(others, ranks[1:])), group))
-    common = common_mark([mark, *map(mark_of, others)])
-    buffer = tensor_of(common, device)
-    finish(post(dist.isend, [(buffer, other) for other in ranks[1:]], group))
-    return common
+    finish(post([(dist.irecv, buffer, other) for buffer, other in zip(others, ranks[1:])], group))
+    result = common_mark([mark, *map(mark_of, others)])
+    buffer = tensor_of(result, device)
+    finish(post([(dist.isend, buffer, other) for other in ranks[1:]], group))
+    return result
 
 
 def tensor_of(mark: Mark, device: torch.device) -> torch.Tensor:

@@ -132,7 +132,7 @@ class Route:
             slot = ring.take()
             buffer = slot[: chunk_bytes(pieces)]
             self.give(staging, buffer, pieces)
-            ring.use(slot, functools.partial(finish, post(dist.isend, [(buffer, to)], self.group)))
+            ring.use(slot, functools.partial(finish, post([(dist.isend, buffer, to)], self.group)))
             self.tally.rounds += 1
         ring.drain()
 
@@ -155,7 +155,7 @@ class Route:
                     continue
                 slot = ring.take()
                 buffer = slot[: chunk_bytes(pieces)]
-                works = post(dist.irecv, [(buffer, rank)], self.group)
+                works = post([(dist.irecv, buffer, rank)], self.group)
                 ring.use(slot, functools.partial(self.arrive, staging, buffer, pieces, works))
             self.tally.rounds += bool(waiting)
         # Meanwhile the last chunks travel.

@@ -11,17 +11,19 @@ import torch.distributed as dist
 Group = Optional[dist.ProcessGroup]
 
 
-def post(
-    operation: Callable[..., Any], messages: Sequence[tuple[torch.Tensor, int]], group: Group
-) -> Sequence[Any]:
-    """Start `dist.isend` or `dist.irecv` of (buffer, global rank of the peer).
+#: (`dist.isend` or `dist.irecv`, the buffer, the global rank of the peer)
+Message = tuple[Callable[..., Any], torch.Tensor, int]
+
+
+def post(messages: Sequence[Message], group: Group) -> Sequence[Any]:
+    """Start the messages.
 
     Always as a batch: NCCL would make a communicator for each pair of ranks otherwise.
     """
     if not messages:
         return ()
     works: Sequence[Any] = dist.batch_isend_irecv(
-        [dist.P2POp(operation, buffer, peer, group) for buffer, peer in messages]
+        [dist.P2POp(operation, buffer, peer, group) for operation, buffer, peer in messages]
     )
     return works
 

@@ -264,7 +264,7 @@ class Route:
                 slot = ring.take()
                 buffer = slot[: chunk_bytes(pieces)]
                 self.pack(staging, buffer, pieces, rank)
-                works = post(dist.isend, [(buffer, rank)], self.group)
+                works = post([(dist.isend, buffer, rank)], self.group)
                 self.tally.sent(moved(pieces))
                 ring.use(slot, functools.partial(finish, works))
             self.tally.rounds += busy
@@ -288,7 +288,7 @@ class Route:
                 self.pack(staging, buffer, pieces, self.rank)
                 works = []
             else:
-                works = post(dist.irecv, [(buffer, self.source)], self.group)
+                works = post([(dist.irecv, buffer, self.source)], self.group)
             ring.use(slot, functools.partial(self.arrive, staging, buffer, pieces, works, behind))
             if self.rank != self.source:
                 self.tally.rounds += 1
