@@ -34,6 +34,7 @@ __all__ = [
     "check_placements",
     "comm_device_type",
     "current_device",
+    "device_types",
     "from_local",
     "group_ranks",
     "host_buffer",
@@ -132,13 +133,18 @@ def group_ranks(group: Optional[dist.ProcessGroup] = None) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(cast(dist.ProcessGroup, members)))
 
 
-def comm_device_type(group: Optional[dist.ProcessGroup], prefer: str) -> str:
-    """The device type collectives of `group` run on: `prefer` if it can, else one that it has.
+def device_types(group: Optional[dist.ProcessGroup]) -> list[str]:
+    """The device types that collectives of `group` can run on.
 
     torch 2.4 has no public way to ask; the attribute below is the same from 2.1 to the newest.
     """
     members = group if group is not None else dist.group.WORLD
-    kinds = [device.type for device in cast(Any, members)._device_types]
+    return [device.type for device in cast(Any, members)._device_types]
+
+
+def comm_device_type(group: Optional[dist.ProcessGroup], prefer: str) -> str:
+    """The device type collectives of `group` run on: `prefer` if it can, else one that it has."""
+    kinds = device_types(group)
     if prefer in kinds or not kinds:
         return prefer if kinds else "cpu"
     return "cpu" if "cpu" in kinds else kinds[0]

@@ -6,7 +6,7 @@ here and in `transfer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -28,8 +28,8 @@ from torch_dcp_backport.transfer import (
     scatter,
     spell_key,
 )
-from torch_dcp_backport.transfer.layout import Box, Layout, mesh_of, whole
-from torch_dcp_backport.transfer.plan import agree_on_mesh
+from torch_dcp_backport.transfer.layout import Box, Layout, Mesh, mesh_of, whole
+from torch_dcp_backport.transfer.plan import agree_on_mesh, no_room
 
 Key = Hashable
 
@@ -179,11 +179,44 @@ def run_broadcast(load: Load, given: Mapping[Any, Any], group: Optional[dist.Pro
         wants = {key: Want(one.layout, one.dtype) for key, one in load.destinations.items()}
         kinds = {one.device.type for one in load.destinations.values()}
         kind = kinds.pop() if len(kinds) == 1 else ""
-        agreement = agree(wants, load.problems, load.title, group, cause, device=kind)
-    targets = make_targets(load)
-    relays = {mesh_of(mesh): compat.mesh_groups(mesh) for mesh in load.meshes()}
-    scatter(lambda key: given[key], inventory, targets, agreement, group=group, relays=relays, tally=tally)
+        relays = relays_of(load, group)
+        condition = "relays" if relays is not None else ""
+        agreement = agree(wants, load.problems, load.title, group, cause, device=kind, condition=condition)
+    targets: dict[Key, Target] = {}
+    problems: list[Problem] = []
+    trouble: Optional[BaseException] = None
+    try:
+        targets = make_targets(load)
+    except (RuntimeError, MemoryError) as error:
+        problems, trouble = [no_room("what is loaded", error)], error
+    scatter(
+        lambda key: given[key],
+        inventory,
+        targets,
+        agreement,
+        group=group,
+        relays=relays,
+        tally=tally,
+        title=load.title,
+        problems=problems,
+        cause=trouble,
+    )
     settle(load, targets)
+
+
+def relays_of(
+    load: Load, group: Optional[dist.ProcessGroup]
+) -> Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]]:
+    """The groups along which replicas can pass a box on; None where they do not carry what `group` does."""
+    if not any(one.layout.replica_dims for one in load.destinations.values()):
+        return {}
+    try:
+        found = {mesh_of(mesh): compat.mesh_groups(mesh) for mesh in load.meshes()}
+    except Exception:  # a mesh without process groups; the source sends to every replica itself then
+        return None
+    needed = set(compat.device_types(group))
+    carried = all(needed <= set(compat.device_types(one)) for groups in found.values() for one in groups)
+    return found if carried else None
 
 
 def run_local(load: Load, given: Mapping[Any, Any]) -> None:

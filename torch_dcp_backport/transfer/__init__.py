@@ -3,7 +3,7 @@
 Knows tensors, layouts and process groups. Must never know what a model or an optimizer is.
 """
 
-from torch_dcp_backport.transfer.errors import Problem, raise_together, spell_key
+from torch_dcp_backport.transfer.errors import Problem, TransferError, raise_together, spell_key
 from torch_dcp_backport.transfer.gather import Held, gather
 from torch_dcp_backport.transfer.layout import Box, Layout, Mesh, layout_of
 from torch_dcp_backport.transfer.plan import TensorInfo, Want, agree, misfit, publish
@@ -23,6 +23,7 @@ __all__ = [
     "Tally",
     "Target",
     "TensorInfo",
+    "TransferError",
     "Want",
     "agree",
     "configure",

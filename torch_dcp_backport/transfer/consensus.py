@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.errors import spell, told
 from torch_dcp_backport.transfer.post import Group, finish, post
 
 #: An object of up to so many bytes takes one message: a collective's cost is its start.
@@ -23,6 +24,11 @@ LENGTH = 8
 def broadcast_object(value: object, group: Group) -> Any:
     """The first rank's object, on every rank of the group. Pickled, as torch's own object collectives do."""
     source = compat.group_ranks(group)[0]
+    with told(lambda: f"nothing was changed; the inventory of rank {source} did not arrive everywhere"):
+        return _broadcast_object(value, source, group)
+
+
+def _broadcast_object(value: object, source: int, group: Group) -> Any:
     device = device_for(group)
     is_source = dist.get_rank() == source
     data = pickle.dumps(value) if is_source else b""
@@ -85,8 +91,14 @@ def agree_on_mark(mark: Mark, group: Group) -> Mark:
 
     To the first rank and back: an all-gather takes as many steps as there are ranks on some backends.
     """
-    ranks, rank = compat.group_ranks(group), dist.get_rank()
-    first, device = ranks[0], device_for(group)
+    ranks = compat.group_ranks(group)
+    waited_for = ranks[1:] if dist.get_rank() == ranks[0] else ranks[:1]
+    with told(lambda: f"nothing was changed; no agreement with {spell(waited_for)}"):
+        return _agree_on_mark(mark, ranks, group)
+
+
+def _agree_on_mark(mark: Mark, ranks: Sequence[int], group: Group) -> Mark:
+    rank, first, device = dist.get_rank(), ranks[0], device_for(group)
     if rank != first:
         own, common = tensor_of(mark, device), torch.empty(MARK_BYTES, dtype=torch.uint8, device=device)
         finish(post([(dist.isend, own, first), (dist.irecv, common, first)], group))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Optional
 
 #: A message names at most so many problems; the rest are counted.
@@ -66,3 +67,26 @@ def raise_together(
     """Raise one error for all findings; return where there are none."""
     if found:
         raise kind(compose(title, found)) from cause
+
+
+class TransferError(RuntimeError):
+    """A transfer that broke off: a rank is gone, a collective timed out, memory ran out."""
+
+
+@contextlib.contextmanager
+def told(story: Callable[[], str]) -> Iterator[None]:
+    """Say what was being done when something failed; `story()` is asked only then."""
+    try:
+        yield
+    except TransferError:
+        raise
+    except Exception as error:
+        raise TransferError(f"{story()}: {error}") from error
+
+
+def spell_doing(verb: str, keys: Sequence[Hashable]) -> str:
+    """What was under way: the first and the last of the keys, each named once."""
+    names = [spell_key(key) for key in dict.fromkeys(keys)]
+    if len(names) > 2:
+        names = [f"{names[0]} ... {names[-1]} ({len(names)} tensors)"]
+    return " ".join([verb, ", ".join(names)]).rstrip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer.errors import Problem, spell_key
+from torch_dcp_backport.transfer.errors import Problem, spell_doing, spell_key, told
 from torch_dcp_backport.transfer.layout import Box, Layout, whole
 from torch_dcp_backport.transfer.plan import (
     Agreement,
@@ -23,13 +24,15 @@ from torch_dcp_backport.transfer.plan import (
     chunks,
     misfit,
     moved,
+    no_room,
+    ready,
     round_sizes,
     slots_of,
     total_bytes,
 )
 from torch_dcp_backport.transfer.post import Group, finish, post
 from torch_dcp_backport.transfer.report import Tally
-from torch_dcp_backport.transfer.staging import Move, Staging, part_of
+from torch_dcp_backport.transfer.staging import Move, Ring, Staging, part_of
 
 TITLE = "cannot gather"
 
@@ -67,21 +70,28 @@ def gather(
         RuntimeError: the ranks hold different keys, dtypes or layouts, or a local tensor is not its
             rank's box; on every rank.
         ValueError: a budget that is none.
+        TransferError: a rank is gone, or the group's timeout is over.
     """
     tally = Tally("gather")
     wants = {key: Want(one.layout, one.tensor.dtype) for key, one in held.items()}
     with tally.phase("agree"):
         agreement = agree_on_all(held, wants, group, staging_bytes)
-    tally.staging_budget = agreement.staging_bytes
-    with tally.phase("move"):
-        out = {key: make(key) for key in held} if to in (None, dist.get_rank()) else {}
-        route = Route(held, out, wants, agreement, group, tally)
-        if to is None:
-            route.to_all()
-        elif to == route.rank:
-            route.receive()
-        else:
-            route.send(to)
+    out: dict[Key, torch.Tensor] = {}
+    route = Route(held, out, wants, agreement, to, group, tally)
+    with tally.phase("prepare"):
+        problems, cause = [], None
+        try:
+            if to in (None, route.rank):
+                out.update((key, make(key)) for key in held)
+        except (RuntimeError, MemoryError) as error:
+            out.clear()
+            problems, cause = [no_room("whole tensors", error)], error
+        budget = agreement.staging_bytes
+        staging, tally.staging_budget = ready(
+            route.allocate, budget, route.nbytes, problems, TITLE, group, cause
+        )
+    with tally.phase("move"), told(lambda: f"{TITLE}: broken off while {route.story()}"):
+        route.move(staging, tally.staging_budget)
     tally.tensors = len(held)
     tally.close()
     return out
@@ -96,6 +106,7 @@ class Route:
         out: Mapping[Key, torch.Tensor],
         wants: Mapping[Key, Want],
         agreement: Agreement,
+        to: Optional[int],
         group: Group,
         tally: Tally,
     ) -> None:
@@ -103,10 +114,16 @@ class Route:
         self.rank = dist.get_rank()
         self.group = group
         self.held, self.out, self.wants = held, out, wants
-        self.budget = agreement.staging_bytes
+        self.to = to
         self.device = compat.current_device(agreement.device)
         self.tally = tally
         self.slots = slots_of(self.ranks)
+        #: What is going on: verb and peer, and the pieces.
+        self.doing: tuple[str, Sequence[Piece]] = ("starting", ())
+
+    def story(self) -> str:
+        verb, pieces = self.doing
+        return spell_doing(verb, [piece.key for piece in pieces])
 
     def boxes_of(self, sender: int) -> Iterator[tuple[Key, Box, int]]:
         """What `sender` contributes: of boxes that several ranks hold, the first holder's only."""
@@ -118,34 +135,55 @@ class Route:
     def bytes_of(self, senders: Iterable[int]) -> int:
         return sum(box.numel * size for sender in senders for _, box, size in self.boxes_of(sender))
 
-    def staging(self, nbytes: int) -> Staging:
-        self.tally.staging_bytes = nbytes
-        return Staging(self.device, nbytes)
+    @property
+    def nbytes(self) -> int:
+        return sum(math.prod(want.layout.shape) * want.dtype.itemsize for want in self.wants.values())
 
-    def send(self, to: int) -> None:
+    def allocate(self, budget: int) -> Staging:
+        count, size = self.sizes(budget)
+        self.tally.staging_bytes = count * size
+        return Staging(self.device, count * size)
+
+    def sizes(self, budget: int) -> tuple[int, int]:
+        """(buffers, bytes of one)."""
+        if self.to is None:
+            largest = max(self.rounds(budget), default=0)
+            return 2, largest * (len(self.ranks) + 1)
+        if self.to != self.rank:
+            return 2, min(self.portion(budget), total_bytes(self.boxes_of(self.rank)))
+        boxes = ((key, whole(want.layout.shape), want.dtype.itemsize) for key, want in self.wants.items())
+        return self.slots, min(self.portion(budget), total_bytes(boxes))
+
+    def portion(self, budget: int) -> int:
+        return capacity_of(budget, self.slots if self.to is not None else 2 * (len(self.ranks) + 1))
+
+    def rounds(self, budget: int) -> list[int]:
+        """Every rank derives every sender's chunks, so that all agree on the rounds without asking."""
+        return round_sizes((self.boxes_of(sender) for sender in self.ranks), self.portion(budget))
+
+    def move(self, staging: Staging, budget: int) -> None:
+        ring = staging.ring(*self.sizes(budget))
+        if self.to is None:
+            self.to_all(staging, ring, budget)
+        elif self.to == self.rank:
+            self.receive(staging, ring, self.portion(budget))
+        else:
+            self.send(staging, ring, self.portion(budget), self.to)
+
+    def send(self, staging: Staging, ring: Ring, portion: int, to: int) -> None:
         self.tally.meter.expect(lambda: self.bytes_of([self.rank]))
-        portion = capacity_of(self.budget, self.slots)
-        size = min(portion, total_bytes(self.boxes_of(self.rank)))
-        staging = self.staging(2 * size)
-        ring = staging.ring(2, size)
         for pieces in chunks(self.boxes_of(self.rank), portion):
             slot = ring.take()
             buffer = slot[: chunk_bytes(pieces)]
             self.give(staging, buffer, pieces)
+            self.doing = f"sending to rank {to}", pieces
             ring.use(slot, functools.partial(finish, post([(dist.isend, buffer, to)], self.group)))
             self.tally.rounds += 1
         ring.drain()
 
-    def receive(self) -> None:
+    def receive(self, staging: Staging, ring: Ring, portion: int) -> None:
         """A chunk of each sender in turn, until nobody has any more."""
         self.tally.meter.expect(lambda: self.bytes_of(rank for rank in self.ranks if rank != self.rank))
-        portion = capacity_of(self.budget, self.slots)
-        whole_boxes = (
-            (key, whole(want.layout.shape), want.dtype.itemsize) for key, want in self.wants.items()
-        )
-        size = min(portion, total_bytes(whole_boxes))
-        staging = self.staging(self.slots * size)
-        ring = staging.ring(self.slots, size)
         waiting = {rank: chunks(self.boxes_of(rank), portion) for rank in self.ranks if rank != self.rank}
         while waiting:
             for rank in list(waiting):
@@ -155,28 +193,23 @@ class Route:
                     continue
                 slot = ring.take()
                 buffer = slot[: chunk_bytes(pieces)]
+                self.doing = f"receiving from rank {rank}", pieces
                 works = post([(dist.irecv, buffer, rank)], self.group)
-                ring.use(slot, functools.partial(self.arrive, staging, buffer, pieces, works))
+                ring.use(slot, functools.partial(self.arrive, staging, buffer, pieces, works, rank))
             self.tally.rounds += bool(waiting)
         # Meanwhile the last chunks travel.
         self.copy_own()
         ring.drain()
 
-    def to_all(self) -> None:
-        """Every rank derives every sender's chunks, so that all agree on the rounds without asking."""
+    def to_all(self, staging: Staging, ring: Ring, budget: int) -> None:
         self.tally.meter.expect(lambda: self.bytes_of(self.ranks))
-        capacity = capacity_of(self.budget, 2 * (len(self.ranks) + 1))
-        sizes = round_sizes((self.boxes_of(sender) for sender in self.ranks), capacity)
-        streams = [chunks(self.boxes_of(sender), capacity) for sender in self.ranks]
-        size = max(sizes, default=0)
-        slot_size = size * (len(self.ranks) + 1)
-        staging = self.staging(2 * slot_size)
-        ring = staging.ring(2, slot_size)
-        for size in sizes:
+        streams = [chunks(self.boxes_of(sender), self.portion(budget)) for sender in self.ranks]
+        for size in self.rounds(budget):
             parts = [next(stream, []) for stream in streams]
             slot = ring.take()
             mine, *others = torch.split(slot[: size * (len(self.ranks) + 1)], size)
             self.give(staging, mine, parts[self.ranks.index(self.rank)])
+            self.doing = "gathering", [piece for pieces in parts for piece in pieces]
             work = dist.all_gather(others, mine, group=self.group, async_op=True)
             ring.use(slot, functools.partial(self.arrive_all, staging, others, parts, [work]))
             self.tally.rounds += 1
@@ -193,11 +226,17 @@ class Route:
         finish(works)
         for rank, buffer, pieces in zip(self.ranks, buffers, parts):
             if rank != self.rank and pieces:
-                self.arrive(staging, buffer, pieces, ())
+                self.arrive(staging, buffer, pieces, (), rank)
 
     def arrive(
-        self, staging: Staging, buffer: torch.Tensor, pieces: Sequence[Piece], works: Sequence[Any]
+        self,
+        staging: Staging,
+        buffer: torch.Tensor,
+        pieces: Sequence[Piece],
+        works: Sequence[Any],
+        sender: int,
     ) -> None:
+        self.doing = f"receiving from rank {sender}", pieces
         finish(works)
         staging.unpack(buffer, self.to_whole(pieces))
         self.tally.received(moved(pieces))

@@ -6,8 +6,9 @@ Only small metadata crosses ranks here; no tensor is read or written.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,18 @@ from torch_dcp_backport.transfer.errors import Problem, raise_together, spell_ke
 from torch_dcp_backport.transfer.layout import Box, Layout, row_of
 from torch_dcp_backport.transfer.post import Group
 
+logger = logging.getLogger("torch_dcp_backport.transfer")
+
 BAD_BUDGET = "not a staging budget"
 
 Key = Hashable
 
 #: Every piece of a chunk starts at a multiple of this, so that it can be viewed as any dtype.
 ALIGNMENT = 16
+#: Transfers of fewer bytes are not worth a question whether every rank has the memory.
+SMALL = 2**20
+#: What a rank without room for its staging buffers does not go below.
+FLOOR = 2**20
 MOST_SLOTS = 8
 #: Larger chunks would only take longer to fill before they travel, and leave the processor's caches.
 LARGEST_CHUNK = 4 * 2**20
@@ -96,6 +103,7 @@ def agree(
     cause: Optional[BaseException] = None,
     staging_bytes: Optional[int] = None,
     device: str = "",
+    condition: str = "",
 ) -> Agreement:
     """Raise every rank's problems on every rank, or learn what everyone wants.
 
@@ -104,6 +112,7 @@ def agree(
     Args:
         staging_bytes: this rank's budget; None is that of the settings.
         device: the device type of this rank's tensors; nothing where it has none or of several types.
+        condition: of what else must be the same on all ranks; where it is not, `by_rank` is given.
 
     Raises:
         RuntimeError: some rank has problems; the same message on every rank of the group.
@@ -116,7 +125,7 @@ def agree(
     except ValueError as error:
         # The other ranks wait in the collective below.
         problems.append(Problem(BAD_BUDGET, got=str(error)))
-    own = Mark(digest(wants), bool(problems), budget, device)
+    own = Mark(digest(wants, condition), bool(problems), budget, device)
     common = agree_on_mark(own, group)
     if common.troubled:
         found = collect_problems(problems, group)
@@ -129,6 +138,66 @@ def agree(
         by_rank = dict(zip(ranks, everyone))
     on = compat.comm_device_type(group, common.device or "cpu")
     return Agreement(wants, by_rank, common.staging_bytes, on)
+
+
+Buffers = TypeVar("Buffers")
+
+
+def ready(
+    allocate: Callable[[int], Buffers],
+    budget: int,
+    nbytes: int,
+    problems: Sequence[Problem],
+    title: str,
+    group: Group = None,
+    cause: Optional[BaseException] = None,
+) -> tuple[Buffers, int]:
+    """(staging buffers, the budget that they are of): every rank has its memory, or every rank raises.
+
+    Without this, a rank that is out of memory leaves the others to the group's timeout. One small message
+    from and to each rank, but none where less than SMALL moves. A rank without room for its buffers
+    tries half of the budget, and so on down to FLOOR; the smallest then counts for all.
+
+    Args:
+        allocate: makes buffers for a budget.
+        nbytes: what moves, of all tensors; the same on every rank.
+        problems: of this rank, from the memory that it needed so far.
+
+    Raises:
+        RuntimeError: some rank has no room; the same message on every rank.
+    """
+    problems, asked = list(problems), budget
+    buffers: Optional[Buffers] = None
+    while buffers is None and not problems:
+        try:
+            buffers = allocate(asked)
+        except (RuntimeError, MemoryError) as error:
+            if nbytes >= SMALL and asked > FLOOR:
+                asked = max(asked // 2, FLOOR)
+            else:
+                problems.append(no_room("staging buffers", error))
+                cause = error
+    common = Mark(bytes(16), bool(problems), asked)
+    if nbytes >= SMALL:
+        common = agree_on_mark(common, group)
+        if common.troubled:
+            raise_together(title, collect_problems(problems, group), cause)
+    raise_together(title, [(dist.get_rank(), problem) for problem in problems], cause)
+    if common.staging_bytes < asked:
+        del buffers
+        buffers = allocate(common.staging_bytes)
+    if common.staging_bytes < budget:
+        logger.warning(
+            "the staging budget is %d bytes instead of %d: a rank has no room for more",
+            common.staging_bytes,
+            budget,
+        )
+    assert buffers is not None, "there are buffers, or problems were raised"
+    return buffers, common.staging_bytes
+
+
+def no_room(what: str, error: BaseException) -> Problem:
+    return Problem("out of memory", what, got=str(error).partition("\n")[0])
 
 
 def agree_on_mesh(
@@ -167,9 +236,10 @@ def misfit(key: Key, local: torch.Tensor, layout: Layout) -> Optional[Problem]:
     return Problem(what, spell_key(key), got=str(tuple(local.shape)), expected=str(box.size))
 
 
-def digest(wants: Mapping[Key, Want]) -> bytes:
-    """The same bytes on ranks that want the same keys in the same layouts."""
-    text = "\n".join(f"{key!r} {want.dtype} {want.layout.signature}" for key, want in wants.items())
+def digest(wants: Mapping[Key, Want], condition: str) -> bytes:
+    """The same bytes on ranks that want the same keys in the same layouts, under the same condition."""
+    lines = [f"{key!r} {want.dtype} {want.layout.signature}" for key, want in wants.items()]
+    text = "\n".join([*lines, condition])
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

@@ -7,6 +7,7 @@ box alone, who passes it on to the replicas.
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.errors import Problem, spell_doing, told
 from torch_dcp_backport.transfer.layout import Box, Mesh, whole
 from torch_dcp_backport.transfer.plan import (
     Agreement,
@@ -26,6 +28,7 @@ from torch_dcp_backport.transfer.plan import (
     chunk_bytes,
     chunks,
     moved,
+    ready,
     slots_of,
     total_bytes,
 )
@@ -70,6 +73,9 @@ def scatter(
     group: Group = None,
     relays: Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]] = None,
     tally: Optional[Tally] = None,
+    title: str = "cannot load",
+    problems: Sequence[Problem] = (),
+    cause: Optional[BaseException] = None,
 ) -> None:
     """Fill every rank's targets from the group's first rank.
 
@@ -82,12 +88,24 @@ def scatter(
         relays: the process groups of each dimension of the meshes that this rank is in. With None, which
             must be on every rank then, the source sends to every replica itself.
         tally: of the phases so far; a new one where there were none.
+        title: first words of an error.
+        problems: why this rank could not make its targets, and the `cause`.
+
+    Raises:
+        RuntimeError: some rank has no room for its targets or its buffers; on every rank, before anything
+            was written.
+        TransferError: a rank is gone, or the group's timeout is over; says what was under way and what
+            was already written.
     """
     tally = tally if tally is not None else Tally("scatter")
-    tally.staging_budget = agreement.staging_bytes
     route = Route(read, inventory, targets, agreement, group, relays, tally)
-    with tally.phase("move"):
-        route.move()
+    with tally.phase("prepare"):
+        budget = agreement.staging_bytes
+        staging, tally.staging_budget = ready(
+            route.allocate, budget, route.nbytes, problems, title, group, cause
+        )
+    with tally.phase("move"), told(lambda: f"{title}: {route.story()}"):
+        route.move(staging, tally.staging_budget)
     tally.tensors = len(targets)
     tally.close()
 
@@ -116,6 +134,9 @@ class Route:
         self.tally = tally
         self.tensors = {key: info for key, info in inventory.items() if isinstance(info, TensorInfo)}
         self.own = self.copy_own()
+        #: What is going on: verb and peer, and the pieces.
+        self.doing: tuple[str, Sequence[Piece]] = ("starting", ())
+        self.written: dict[Key, None] = {}
         self.common: list[Key] = []
         #: Everything else, by the way that it takes; in the same order on every rank.
         self.ways: dict[Optional[Relay], list[Key]] = {}
@@ -186,25 +207,48 @@ class Route:
     def bytes_for(self, rank: int, keys: Iterable[Key]) -> int:
         return sum(box.numel * itemsize for _, box, itemsize in self.boxes_of(rank, keys))
 
+    def story(self) -> str:
+        verb, pieces = self.doing
+        text = f"broken off while {spell_doing(verb, [piece.key for piece in pieces])}; "
+        if self.written:
+            return text + spell_doing(
+                f"do not use what was being loaded: rank {self.rank} wrote", list(self.written)
+            )
+        return text + f"rank {self.rank} wrote nothing"
+
     # --- movement ---
 
-    def move(self) -> None:
-        self.tally.meter.expect(self.expected)
-        budget = self.agreement.staging_bytes
-        slots = slots_of(self.ranks)
-        portion, share = capacity_of(budget, slots), capacity_of(budget, 2)
+    @property
+    def nbytes(self) -> int:
+        return sum(math.prod(info.shape) * info.dtype.itemsize for info in self.tensors.values())
+
+    def allocate(self, budget: int) -> Staging:
+        nbytes = 0
         if len(self.ranks) > 1:
-            own = slots if self.rank == self.source else 2
-            portion_here = min(portion, self.most(portion))
-            common = [(key, whole(self.tensors[key].shape), self.itemsize_of(key)) for key in self.common]
-            share_here = min(share, total_bytes(common))
-            nbytes = max(own * portion_here, 2 * share_here)
-            staging = Staging(compat.current_device(self.agreement.device), nbytes)
-            self.tally.staging_bytes = nbytes
-            self.send_common(staging, chunks(common, share), share_here)
+            count, size, common_size = self.sizes(budget)
+            nbytes = max(count * size, 2 * common_size)
+        self.tally.staging_bytes = nbytes
+        return Staging(compat.current_device(self.agreement.device), nbytes)
+
+    def sizes(self, budget: int) -> tuple[int, int, int]:
+        """(buffers for what is this rank's own, bytes of one, bytes of one of the two for common chunks)."""
+        count = slots_of(self.ranks) if self.rank == self.source else 2
+        size = self.most(capacity_of(budget, slots_of(self.ranks)))
+        return count, size, min(capacity_of(budget, 2), total_bytes(self.common_boxes()))
+
+    def common_boxes(self) -> Iterator[tuple[Key, Box, int]]:
+        for key in self.common:
+            yield key, whole(self.tensors[key].shape), self.itemsize_of(key)
+
+    def move(self, staging: Staging, budget: int) -> None:
+        self.tally.meter.expect(self.expected)
+        if len(self.ranks) > 1:
+            count, size, common_size = self.sizes(budget)
+            self.send_common(staging, chunks(self.common_boxes(), capacity_of(budget, 2)), common_size)
+            portion = capacity_of(budget, slots_of(self.ranks))
             last = next(reversed(self.ways), None)
             for relay, keys in self.ways.items():
-                ring = staging.ring(own, portion_here)
+                ring = staging.ring(count, size)
                 if self.rank == self.source:
                     self.send(staging, ring, portion, relay, keys)
                 elif self.takes_part(relay):
@@ -220,7 +264,7 @@ class Route:
         return self.dtype_for(key, self.agreement.mine[key].dtype).itemsize
 
     def most(self, portion: int) -> int:
-        """No chunk that this rank sends or receives on its own is larger, whatever the capacity."""
+        """No chunk that this rank sends or receives on its own is larger, in portions of this size."""
         found = 0
         for keys in self.ways.values():
             if self.rank == self.source:
@@ -230,7 +274,7 @@ class Route:
                 found = max(found, total_bytes(boxes))
             else:
                 found = max(found, total_bytes(self.boxes_of(self.rank, keys)))
-        return found
+        return min(found, portion)
 
     def send_common(self, staging: Staging, common: Iterable[Sequence[Piece]], size: int) -> None:
         """What every rank wants whole (DDP, plain modules, replicas): broadcast once."""
@@ -241,8 +285,9 @@ class Route:
             if self.rank == self.source:
                 self.pack(staging, buffer, pieces, self.rank)
                 self.tally.sent(moved(pieces))
+            self.doing = f"broadcasting from rank {self.source}", pieces
             work = dist.broadcast(buffer, src=self.source, group=self.group, async_op=True)
-            ring.use(slot, functools.partial(self.arrive, staging, buffer, pieces, [work], ()))
+            ring.use(slot, functools.partial(self.arrive, staging, buffer, pieces, [work], (), self.source))
             self.tally.rounds += 1
         ring.drain()
 
@@ -264,13 +309,18 @@ class Route:
                 slot = ring.take()
                 buffer = slot[: chunk_bytes(pieces)]
                 self.pack(staging, buffer, pieces, rank)
+                self.doing = f"sending to rank {rank}", pieces
                 works = post([(dist.isend, buffer, rank)], self.group)
                 self.tally.sent(moved(pieces))
-                ring.use(slot, functools.partial(finish, works))
+                ring.use(slot, functools.partial(self.finish_sending, works, rank, pieces))
             self.tally.rounds += busy
             copied = 0
             while copied < portion:
                 copied += next(self.own, portion)
+
+    def finish_sending(self, works: Sequence[Any], rank: int, pieces: Sequence[Piece]) -> None:
+        self.doing = f"sending to rank {rank}", pieces
+        finish(works)
 
     def take(
         self, staging: Staging, ring: Ring, portion: int, relay: Optional[Relay], keys: Sequence[Key]
@@ -281,6 +331,8 @@ class Route:
             slot = ring.take()
             buffer = slot[: chunk_bytes(pieces)]
             works: Sequence[Any]
+            peer = before[1] if before is not None else self.source
+            self.doing = f"receiving from rank {peer}", pieces
             if before is not None:
                 group, first = before
                 works = [dist.broadcast(buffer, src=first, group=group, async_op=True)]
@@ -289,7 +341,7 @@ class Route:
                 works = []
             else:
                 works = post([(dist.irecv, buffer, self.source)], self.group)
-            ring.use(slot, functools.partial(self.arrive, staging, buffer, pieces, works, behind))
+            ring.use(slot, functools.partial(self.arrive, staging, buffer, pieces, works, behind, peer))
             if self.rank != self.source:
                 self.tally.rounds += 1
             yield
@@ -313,8 +365,10 @@ class Route:
         pieces: Sequence[Piece],
         works: Sequence[Any],
         behind: Sequence[dist.ProcessGroup],
+        peer: int,
     ) -> None:
         """A chunk is there: pass it on, and empty it."""
+        self.doing = f"receiving from rank {peer}", pieces
         finish(works)
         onward = []
         for group in behind:
@@ -323,11 +377,14 @@ class Route:
         if self.rank != self.source:
             staging.unpack(buffer, self.to_targets(pieces))
             self.tally.received(moved(pieces))
-        finish(onward)
+        if onward:
+            self.doing = "passing on to replicas", pieces
+            finish(onward)
 
     def to_targets(self, pieces: Iterable[Piece]) -> Iterator[Move]:
         for piece in pieces:
             key, target = piece.key, self.targets[piece.key]
+            self.written[key] = None
             dtype = self.dtype_for(key, self.agreement.mine[key].dtype)
             yield Move(piece, dtype, part_of(target.tensor, target.box, piece.box))
 
@@ -343,6 +400,7 @@ class Route:
     def copy_own(self) -> Iterator[int]:
         """The source's own boxes need no traffic: one copy per step, and its bytes."""
         for key, target in self.targets.items():
+            self.written[key] = None
             target.tensor.copy_(part_of(self.full(key), whole(self.tensors[key].shape), target.box))
             yield target.tensor.nbytes
 
