@@ -1,4 +1,4 @@
-"""The command line: status, verify, run. Importing the package has activated it before this file starts.
+"""The command line: status, verify, run, report. Importing the package has activated it before this starts.
 
 Parses and delegates; must never decide anything about torch itself.
 """
@@ -22,6 +22,7 @@ The fix of torch.distributed.checkpoint.state_dict for torch >= 2.4, < 2.7.
 
   status [--json] [--load]   say what is decided for this environment, and why
   verify ...                 load a model with stock torch and with the fix, and compare memory and values
+  report                     print what a bug report needs, to be pasted
   run SCRIPT ARGS...         run a script with the fix active, as `python SCRIPT ARGS...` would
   run -m MODULE ARGS...      run a module with the fix active, as `python -m MODULE ARGS...` would
 
@@ -52,6 +53,13 @@ Say what torch_dcp_backport decided for this environment and why. Torch is not i
 is given, so that a torch that needs the fix shows as `pending`.
 """
 
+REPORT_HELP = """\
+Print one block of text for a bug report: the status with torch's module imported, versions of torch and of
+the packages that call it, devices, and our environment variables. Nothing is sent anywhere.
+"""
+
+REPORT_CODES = "exit codes: 0 printed; 2 wrong usage"
+
 STATUS_CODES = "exit codes: 0 applied, pending, not-needed, disabled; 1 unsupported, conflict; 2 wrong usage"
 
 
@@ -63,6 +71,8 @@ def main(argv: list[str]) -> int:
         from torch_dcp_backport.regression.verify import main as verify
 
         return verify(rest)
+    if command == "report":
+        return report(rest)
     if command == "run":
         return run(rest)
     if command in ("-h", "--help"):
@@ -89,6 +99,16 @@ def status(argv: list[str]) -> int:
         found = torch_dcp_backport.status()
     print(json.dumps(found.to_dict(), indent=2) if args.json else found)
     return 1 if found.outcome in ("unsupported", "conflict") else 0
+
+
+def report(argv: list[str]) -> int:
+    argparse.ArgumentParser(prog=f"{PROG} report", description=REPORT_HELP, epilog=REPORT_CODES).parse_args(
+        argv
+    )
+    from torch_dcp_backport.bug_report import compose
+
+    print(compose())
+    return 0
 
 
 def run(argv: list[str]) -> int:

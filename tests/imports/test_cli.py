@@ -1,4 +1,4 @@
-"""python -m torch_dcp_backport status | verify | run, as a shell sees it."""
+"""python -m torch_dcp_backport status | verify | run | report, as a shell sees it."""
 
 from __future__ import annotations
 
@@ -42,6 +42,27 @@ def test_status_load_shows_what_training_would_see(fresh: Fresh) -> None:
     assert ended.code == 0
     assert data["outcome"] == ("applied" if AFFECTED else "not-needed")
     assert bool(data["replaced"]) is AFFECTED
+
+
+def test_report_is_one_block_to_paste(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DCP_BACKPORT_STAGING_MIB", "16")
+    ended = fresh("", *M, "report")
+    assert (ended.code, ended.err) == (0, "")
+    lines = ended.out.strip().splitlines()
+    assert (lines[0], lines[-1]) == ("```", "```")
+    assert f": {'applied' if AFFECTED else 'not-needed'} (" in lines[1]
+    assert f"packages     torch {TORCH.partition('+')[0]}" in ended.out
+    assert "gloo" in ended.out
+    assert "TORCH_DCP_BACKPORT_STAGING_MIB=16" in ended.out
+
+
+def test_report_works_where_torch_does_not(fresh: Fresh, tmp_path: Path) -> None:
+    (tmp_path / "site" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "torch" / "__init__.py").write_text("raise OSError('libcudart is not there')\n")
+    (tmp_path / "site" / "torch" / "version.py").write_text("__version__ = '2.6.0'\n")
+    ended = fresh("", *M, "report", path=str(tmp_path / "site"))
+    assert ended.code == 0
+    assert "cannot be imported: OSError: libcudart is not there" in ended.out
 
 
 def test_status_fails_where_the_fix_cannot_be_had(fresh: Fresh, tmp_path: Path) -> None:

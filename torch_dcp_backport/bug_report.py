@@ -1,0 +1,80 @@
+"""What a bug report has to say about the environment, as text to paste. Nothing of the user's own is in it.
+
+Must work where torch does not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+
+import torch_dcp_backport
+from torch_dcp_backport.activation import gate
+
+#: What takes part, and who calls the functions that we replace.
+PACKAGES = (
+    "torch",
+    "wrapt",
+    "packaging",
+    "numpy",
+    "accelerate",
+    "lightning",
+    "lightning-fabric",
+    "torchtune",
+    "torchtitan",
+    "transformers",
+    "verl",
+    "vllm",
+    "sglang",
+    "torch-npu",
+    "habana-torch-plugin",
+)
+#: All our switches begin so.
+PREFIX = gate.VARIABLE
+
+
+def compose() -> str:
+    """With torch's module imported, as training does, so that the status is final."""
+    devices = devices_of_torch()
+    switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PREFIX)]
+    lines = [
+        "```",
+        str(torch_dcp_backport.status()),
+        "",
+        f"python       {platform.python_version()} ({sys.implementation.name}), {platform.platform()}",
+        f"packages     {', '.join(found())}",
+        *devices,
+        f"switches     {', '.join(switches) or 'none set'}",
+        "```",
+    ]
+    return "\n".join(lines)
+
+
+def devices_of_torch() -> list[str]:
+    try:
+        import torch
+        import torch.distributed.checkpoint.state_dict
+    except Exception as error:
+        return [f"torch        cannot be imported: {type(error).__name__}: {error}"]
+    backends = [
+        name
+        for name in ("gloo", "nccl", "mpi", "ucc")
+        if getattr(torch.distributed, f"is_{name}_available", bool)()
+    ]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return [
+        f"backends     {', '.join(backends)}",
+        f"CUDA         {torch.version.cuda or 'none'}; {', '.join(names) or 'no device'}",
+    ]
+
+
+def found() -> list[str]:
+    versions = []
+    for name in PACKAGES:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
