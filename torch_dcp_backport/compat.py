@@ -134,12 +134,17 @@ def group_ranks(group: Optional[dist.ProcessGroup] = None) -> tuple[int, ...]:
 
 
 def device_types(group: Optional[dist.ProcessGroup]) -> list[str]:
-    """The device types that collectives of `group` can run on.
+    """The device types that messages of `group` can be on.
 
-    torch 2.4 has no public way to ask; the attribute below is the same from 2.1 to the newest.
+    torch 2.4 has no public way to ask; the attributes below are the same from 2.1 to the newest. gloo
+    says that it serves accelerators too, but its point-to-point messages are on the host.
     """
-    members = group if group is not None else dist.group.WORLD
-    return [device.type for device in cast(Any, members)._device_types]
+    members: Any = group if group is not None else dist.group.WORLD
+    return [
+        device.type
+        for device in members._device_types
+        if device.type == "cpu" or members._get_backend(device).name() != "gloo"
+    ]
 
 
 def comm_device_type(group: Optional[dist.ProcessGroup], prefer: str) -> str:

@@ -355,3 +355,26 @@ def test_one_name_of_a_tied_weight_is_enough(fixed):
 
 def test_the_model_is_freed(fixed):
     fixed(model_is_freed)
+
+
+def complete(api: Any) -> None:
+    """Modules whose hooks rename or make keys: nothing is missing."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for layer in (
+        checkpoint_wrapper(nn.Linear(3, 3)),
+        nn.utils.spectral_norm(nn.Linear(3, 3)),
+        nn.BatchNorm1d(3),
+    ):
+        model = nn.Sequential(nn.Linear(3, 3), layer)
+        other = nn.Sequential(nn.Linear(3, 3), copy.deepcopy(layer))
+        options = api.StateDictOptions(full_state_dict=True)
+        state = api.get_model_state_dict(model, options=options)
+        found = api.set_model_state_dict(other, state, options=options)
+        assert (found.missing_keys, found.unexpected_keys) == ([], []), type(layer)
+        for key, value in api.get_model_state_dict(other, options=options).items():
+            assert torch.equal(value, state[key]), key
+
+
+def test_a_complete_state_dict_misses_nothing(ranks):
+    ranks(complete)

@@ -478,3 +478,42 @@ def test_the_optimizer_alone_through_set_state_dict(ranks):
 def test_initialising_states_needs_no_full_set_of_gradients(ranks):
     # One weight may exceed the limit alone: embed.weight, 32 x 8 floats on 4 ranks.
     assert max(ranks(temporary_gradients_are_bounded)) <= 256
+
+
+def other_groups(api: Any) -> None:
+    """Parameter numbers name nothing where the groups differ."""
+    model = build()
+    params = list(model.parameters())
+    optim = torch.optim.Adam([{"params": params[:2]}, {"params": params[2:]}])
+    saved = torch.optim.Adam(params).state_dict()
+    saved["state"] = {index: {"step": torch.tensor(1.0)} for index in range(len(params))}
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(RuntimeError, match=rf"groups of \[{len(params)}\].*but the optimizer of \[2, "):
+        api.set_optimizer_state_dict(model, optim, saved if dist.get_rank() == 0 else {}, options=options)
+    assert not optim.state
+
+
+def test_numbered_parameters_need_the_same_groups(ranks):
+    ranks(other_groups)
+
+
+def states_cannot_be_made(api: Any, kind: str) -> None:
+    """Rank 1 has no memory for the states that the optimizer makes itself."""
+    model = build()
+    optim = getattr(torch.optim, kind)(model.parameters())
+    before = dict(optim.state)
+    if dist.get_rank() == 1:
+
+        def step(closure: Any = None) -> None:
+            raise RuntimeError("can't allocate memory")
+
+        optim.step = step
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(RuntimeError, match=r"rank 1: could not make the optimizer's states.*can't allocate"):
+        api.set_optimizer_state_dict(model, optim, {}, options=options)
+    assert dict(optim.state) == before
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Adamax"])
+def test_states_that_cannot_be_made_are_an_error_on_every_rank(ranks, kind):
+    ranks(states_cannot_be_made, kind)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import os
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -311,6 +314,116 @@ def backwards_mesh(api: Any) -> None:
 
 def test_a_source_that_is_not_the_first_of_its_replicas(ranks):
     ranks(backwards_mesh)
+
+
+def late_head(api: Any) -> None:
+    """The source's own head comes after another one, and there are buffers for two chunks only."""
+    from torch_dcp_backport.transfer import plan
+
+    mesh = DeviceMesh("cpu", [[1, 3], [2, 0]])
+    value = value_of("w", (8, 6), torch.float32)
+    model = nn.Module()
+    model.w = nn.Parameter(distribute_tensor(torch.zeros(8, 6), mesh, [Replicate(), Shard(0)]))
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    most, plan.MOST_SLOTS = plan.MOST_SLOTS, 2
+    transfer.configure(staging_bytes=3 * 16)
+    try:
+        api.set_model_state_dict(model, {"w": value} if dist.get_rank() == 0 else {}, options=options)
+    finally:
+        plan.MOST_SLOTS = most
+        transfer.configure()
+    assert torch.equal(model.w.to_local(), value.chunk(2)[0 if dist.get_rank() in (1, 2) else 1])
+
+
+def test_a_source_whose_box_goes_to_another_rank_late(ranks):
+    ranks(late_head)
+
+
+def source_off_the_mesh(api: Any, broadcast: bool) -> None:
+    mesh = DeviceMesh("cpu", [1, 2, 3])
+    value = value_of("w", (9, 4), torch.float32)
+    model = nn.Module()
+    model.w = nn.Parameter(distribute_tensor(torch.zeros(9, 4), mesh, [Shard(0)]))
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    rank = dist.get_rank()
+    api.set_model_state_dict(model, {"w": value} if rank == 0 or not broadcast else {}, options=options)
+    if rank:
+        assert torch.equal(model.w.to_local(), value.chunk(3)[rank - 1])
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_a_source_that_is_not_on_the_mesh(ranks, broadcast):
+    ranks(source_off_the_mesh, broadcast)
+
+
+def unpicklable(api: Any) -> None:
+    model = build()
+    optim = torch.optim.Adam(model.parameters())
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state: Any = {}
+    if dist.get_rank() == 0:
+        names = [name for name, _ in model.named_parameters()]
+        groups = {key: value for key, value in optim.param_groups[0].items() if key != "params"}
+        state = {"state": {}, "param_groups": [{**groups, "note": threading.Lock(), "params": names}]}
+    with pytest.raises(RuntimeError, match=r"rank 0: a value that cannot be pickled.*param_groups\.0\.note"):
+        api.set_optimizer_state_dict(model, optim, state, options=options)
+
+
+def test_a_value_that_cannot_travel_is_an_error_on_every_rank(ranks):
+    ranks(unpicklable)
+
+
+def freed_at_once(api: Any, optimizer: bool) -> None:
+    """Without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = build("cpu" if optimizer else "meta")
+        options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        source = full_state()
+        if optimizer:
+            optim = torch.optim.Adam(model.parameters())
+            names = [name for name, _ in model.named_parameters()]
+            groups = {key: value for key, value in optim.param_groups[0].items() if key != "params"}
+            shapes = {name: param.shape for name, param in model.named_parameters()}
+            states = {
+                name: {
+                    "step": torch.tensor(1.0),
+                    "exp_avg": torch.ones(shape),
+                    "exp_avg_sq": torch.ones(shape),
+                }
+                for name, shape in shapes.items()
+            }
+            source = {"state": states, "param_groups": [{**groups, "params": names}]}
+            alive = [weakref.ref(state["exp_avg"]) for state in states.values()]
+            api.set_optimizer_state_dict(
+                model, optim, source if dist.get_rank() == 0 else {}, options=options
+            )
+            del states
+        else:
+            alive = [weakref.ref(value) for value in source.values()]
+            api.set_model_state_dict(model, source if dist.get_rank() == 0 else {}, options=options)
+        del source
+        assert [one() for one in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_what_was_loaded_is_freed_without_the_garbage_collector(ranks, optimizer):
+    ranks(freed_at_once, optimizer)
+
+
+def device_types(api: Any) -> None:
+    """gloo is registered for accelerators too, but sends nothing that is on one."""
+    from torch_dcp_backport import compat
+
+    assert compat.device_types(None) == ["cpu"]
+    assert compat.comm_device_type(None, "cuda") == "cpu"
+
+
+def test_buffers_of_a_gloo_group_are_on_the_host(ranks):
+    ranks(device_types)
 
 
 def through_a_mirror(api: Any) -> None:

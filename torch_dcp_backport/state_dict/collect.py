@@ -177,16 +177,17 @@ def untouched(value: Any) -> Any:
 def leaves(tree: Any, opens: Callable[[Sequence[Any]], bool]) -> dict[Path, Any]:
     """path -> value of a nested dict; lists are opened only where `opens(list)` says so."""
     found: dict[Path, Any] = {}
-
-    def visit(path: Path, value: Any) -> None:
-        if isinstance(value, Mapping) and value:
-            for key, one in value.items():
-                visit((*path, key), one)
-        elif isinstance(value, (list, tuple)) and opens(value):
-            for index, one in enumerate(value):
-                visit((*path, Index(index)), one)
-        else:
-            found[path] = value
-
-    visit((), tree)
+    # Not a function that calls itself from inside this one: such a cycle would keep the values alive.
+    visit(found, opens, (), tree)
     return found
+
+
+def visit(found: dict[Path, Any], opens: Callable[[Sequence[Any]], bool], path: Path, value: Any) -> None:
+    if isinstance(value, Mapping) and value:
+        for key, one in value.items():
+            visit(found, opens, (*path, key), one)
+    elif isinstance(value, (list, tuple)) and opens(value):
+        for index, one in enumerate(value):
+            visit(found, opens, (*path, Index(index)), one)
+    else:
+        found[path] = value

@@ -12,13 +12,14 @@ from typing import Any, Union
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 from torch.nn.parallel import DistributedDataParallel
 
 FLAT_PARAM = "_flat_param"
+CHECKPOINT_PREFIX: str = checkpoint_wrapper._CHECKPOINT_PREFIX
 #: Method by which a module declares children that its state dict hooks rename (pytorch#146053).
 FQN_MODIFIERS = "_fqn_modifiers"
 
@@ -46,7 +47,7 @@ def get_fqns(
         skip_compiler_prefix: leave torch.compile's "_orig_mod" out.
         dsd_fqn_modifiers: name of the method with a module's renamed children.
     """
-    name = name.replace(_CHECKPOINT_PREFIX, "")
+    name = name.replace(CHECKPOINT_PREFIX, "")
     path = name.split(".")
     if len(path) == 1:
         return {name}
@@ -80,7 +81,7 @@ def get_fqns(
         if renamed and hasattr(here, renamed):
             here = getattr(here, renamed)
         here = getattr(here, step)
-    return {".".join(kept).replace(_CHECKPOINT_PREFIX, "")}
+    return {".".join(kept).replace(CHECKPOINT_PREFIX, "")}
 
 
 class Names:
@@ -100,7 +101,7 @@ class Names:
 
     def fqns(self, name: str, skip_ddp_prefix: bool = True, skip_compiler_prefix: bool = True) -> set[str]:
         if self.are_plain:
-            return {name.replace(_CHECKPOINT_PREFIX, "")}
+            return {name.replace(CHECKPOINT_PREFIX, "")}
         modifiers = self.dsd_fqn_modifiers
         return get_fqns(self.model, name, skip_ddp_prefix, skip_compiler_prefix, dsd_fqn_modifiers=modifiers)
 
@@ -129,26 +130,25 @@ def walk_with_owner(
     With `every_name`, a module that stands under several names is visited under each, as
     `model.state_dict()` does.
     """
-    seen: set[nn.Module] = set()
+    # Not a function that calls itself from inside this one: such a cycle would keep the model alive.
+    yield from visit(model, "", set(), dsd_fqn_modifiers, every_name)
 
-    def visit(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any, nn.Module]]:
-        seen.add(module)
-        hidden = (
-            set(getattr(module, dsd_fqn_modifiers)().values())
-            if hasattr(module, dsd_fqn_modifiers)
-            else set()
-        )
-        for name, submodule in module._modules.items():
-            if submodule is not None and (every_name or submodule not in seen):
-                # A renamed child's state stands under its parent's own name.
-                yield from visit(submodule, prefix if name in hidden else f"{prefix}{name}.")
-        transient = module._non_persistent_buffers_set
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in transient:
-                yield prefix + name, buffer, module
-        for name, param in module.named_parameters(recurse=False):
-            yield prefix + name, param, module
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield prefix + EXTRA_STATE, ExtraState(), module
 
-    yield from visit(model, "")
+def visit(
+    module: nn.Module, prefix: str, seen: set[nn.Module], modifiers: str, every_name: bool
+) -> Iterator[tuple[str, Any, nn.Module]]:
+    seen.add(module)
+    hidden = set(getattr(module, modifiers)().values()) if hasattr(module, modifiers) else set()
+    for name, submodule in module._modules.items():
+        if submodule is not None and (every_name or submodule not in seen):
+            # A renamed child's state stands under its parent's own name.
+            below = prefix if name in hidden else f"{prefix}{name}."
+            yield from visit(submodule, below, seen, modifiers, every_name)
+    transient = module._non_persistent_buffers_set
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in transient:
+            yield prefix + name, buffer, module
+    for name, param in module.named_parameters(recurse=False):
+        yield prefix + name, param, module
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        yield prefix + EXTRA_STATE, ExtraState(), module

@@ -127,6 +127,7 @@ def distribute_tensors(
     load.local.update(load.small)
     raise_together(load.title, [(own_rank(), problem) for problem in load.problems])
     copy_slices(load, full)
+    load.destinations.clear()
     local_state_dict.update(load.local)
 
 

@@ -162,10 +162,14 @@ def run(
         RuntimeError: what `load.plan` or the inventory found, of all ranks, on all ranks; before
             anything was written.
     """
-    if broadcast:
-        run_broadcast(load, given, group)
-    else:
-        run_local(load, given)
+    try:
+        if broadcast:
+            run_broadcast(load, given, group)
+        else:
+            run_local(load, given)
+    finally:
+        # They refer to the load: without a cycle, what it touched is freed as soon as nobody needs it.
+        load.destinations.clear()
 
 
 def run_broadcast(load: Load, given: Mapping[Any, Any], group: Optional[dist.ProcessGroup]) -> None:
@@ -177,7 +181,8 @@ def run_broadcast(load: Load, given: Mapping[Any, Any], group: Optional[dist.Pro
     with tally.phase("agree"):
         cause = guarded_plan(load, inventory)
         wants = {key: Want(one.layout, one.dtype) for key, one in load.destinations.items()}
-        kinds = {one.device.type for one in load.destinations.values()}
+        # Counters of steps are on the host with an accelerator's optimizer too.
+        kinds = {one.device.type for one in load.destinations.values() if one.layout.shape}
         kind = kinds.pop() if len(kinds) == 1 else ""
         relays = relays_of(load, group)
         condition = "relays" if relays is not None else ""
@@ -233,6 +238,8 @@ def copy_slices(load: Load, given: Mapping[Any, Any]) -> None:
     """Every destination from this rank's own dict; a DTensor there has the destination's layout."""
     targets = make_targets(load)
     for key, target in targets.items():
+        if not target.box.numel:
+            continue
         value = given[key].detach()
         if isinstance(value, compat.DTensor):
             target.tensor.copy_(compat.local_part(value))
@@ -258,7 +265,7 @@ def plan_local(load: Load, given: Mapping[Any, Any]) -> None:
     meshes = load.meshes() if dist.is_initialized() else []
     if meshes:
         mesh = max(meshes, key=lambda one: one.size())
-        agree_on_mesh(load.problems, load.title, [mesh.get_group(dim) for dim in range(mesh.ndim)], cause)
+        agree_on_mesh(load.problems, load.title, compat.mesh_groups(mesh), cause)
     raise_together(load.title, [(own_rank(), problem) for problem in load.problems], cause)
 
 

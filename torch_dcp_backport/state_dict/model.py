@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.collect import full_or_cpu
 from torch_dcp_backport.state_dict.fqn import (
+    CHECKPOINT_PREFIX,
     FLAT_PARAM,
     ExtraState,
     Names,
@@ -379,7 +380,7 @@ class ModelLoad(Load):
         for key in self.unexpected:
             if key not in self.given and key not in result.unexpected_keys:
                 result.unexpected_keys.append(key)
-        missing = [key for key in result.missing_keys if key not in done]
+        missing = [key for key in result.missing_keys if key.replace(CHECKPOINT_PREFIX, "") not in done]
         return _IncompatibleKeys(missing, result.unexpected_keys)
 
     def is_plain(self) -> bool:
@@ -392,21 +393,27 @@ class ModelLoad(Load):
             not self.is_custom
             and not self.info.fsdp_modules
             and type(self.model).load_state_dict is nn.Module.load_state_dict
-            and all(
-                type(module)._load_from_state_dict is nn.Module._load_from_state_dict
-                or isinstance(module, NORMS)
-                for module in self.model.modules()
-            )
-            and not any(
-                hook_module(hook).partition(".")[0] != "torch"
-                for module in self.model.modules()
-                for hook in module._load_state_dict_post_hooks.values()
-            )
+            and "load_state_dict" not in vars(self.model)
+            and all(map(loads_plainly, self.model.modules()))
         )
 
     @functools.cached_property
     def is_custom(self) -> bool:
         return any(has_custom_loading(module) for module in self.model.modules())
+
+
+def loads_plainly(module: nn.Module) -> bool:
+    """Whether nothing but torch's own code, which does nothing for a key that is not there, loads it."""
+    own = type(module)._load_from_state_dict is nn.Module._load_from_state_dict or isinstance(module, NORMS)
+    before = map(hook_module, module._load_state_dict_pre_hooks.values())
+    after = map(hook_module, module._load_state_dict_post_hooks.values())
+    return (
+        own
+        and "_load_from_state_dict" not in vars(module)
+        # torch.nn's (spectral_norm) compute keys from others.
+        and all(name.startswith("torch.distributed.") for name in before)
+        and all(name.startswith("torch.") for name in after)
+    )
 
 
 def unflatten_model_state(model: nn.Module, state_dict: Mapping[Any, Any]) -> Mapping[str, Any]:

@@ -480,35 +480,56 @@ def load_optim_state(
         return
     for optim in optimizers:
         full = info.full_state_dict and not info.fsdp_modules
-        was_fresh = is_fresh(optim)
-        templates = templates_of(optim) if full else {}
-        if not templates:
-            init_optim_state(optim)
-        if not full:
-            if complaint:
-                raise RuntimeError(complaint)
-            mine = own_part(optim, state_dict, info)
-            if info.fsdp_modules:
-                mine = fsdp1_to_load(model, optim, mine, info)
-            own_method(optim, "load_state_dict")(state_dict=mine)
+        if full:
+            load_full_state(model, optim, state_dict, info, complaint)
             continue
-        load = OptimizerLoad(model, optim, templates, [Problem(complaint)] if complaint else [])
-        given: dict[Path, Any] = {}
-        if not complaint and (not info.broadcast_from_rank0 or dist.get_rank() == 0):
+        init_optim_state(optim)
+        if complaint:
+            raise RuntimeError(complaint)
+        mine = own_part(optim, state_dict, info)
+        if info.fsdp_modules:
+            mine = fsdp1_to_load(model, optim, mine, info)
+        own_method(optim, "load_state_dict")(state_dict=mine)
+
+
+def load_full_state(
+    model: nn.Module,
+    optim: Optimizer,
+    state_dict: Mapping[str, Any],
+    info: StateDictInfo,
+    complaint: Optional[str],
+) -> None:
+    """Load full tensors; what is wrong on one rank is heard by all, instead of raised by one."""
+    was_fresh = is_fresh(optim)
+    problems = [Problem(complaint)] if complaint else []
+    load: Load = Unprepared(optim, problems)
+    given: dict[Path, Any] = {}
+    try:
+        try:
+            templates = templates_of(optim)
+            if not templates:
+                init_optim_state(optim)
+            load = OptimizerLoad(model, optim, templates, problems)
+        except (RuntimeError, MemoryError) as error:
+            load.problems.append(Problem("could not make the optimizer's states", got=str(error)))
+        if isinstance(load, OptimizerLoad) and not complaint and holds_source(info):
             try:
                 given = paths_of(by_name(own_part(optim, state_dict, info, templates), load.names))
             except Exception as error:
-                # Heard by every rank in the agreement, instead of raised by one.
                 missing = isinstance(error, KeyError)
                 load.problems.append(Problem(f"missing key {error}" if missing else str(error)))
-        try:
-            run(load, given, broadcast=info.broadcast_from_rank0)
-        except BaseException:
-            if was_fresh:
-                # With the states of some parameters alone, it would never make the others'.
-                optim.state.clear()
-            raise
-        own_method(optim, "load_state_dict")(state_dict=load.result())
+        run(load, given, broadcast=info.broadcast_from_rank0)
+    except BaseException:
+        if was_fresh:
+            # With the states of some parameters alone, it would never make the others'.
+            optim.state.clear()
+        raise
+    assert isinstance(load, OptimizerLoad), "everything else was raised"
+    own_method(optim, "load_state_dict")(state_dict=load.result())
+
+
+def holds_source(info: StateDictInfo) -> bool:
+    return not info.broadcast_from_rank0 or dist.get_rank() == 0
 
 
 def own_part(
@@ -533,6 +554,12 @@ def by_name(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, 
     if len(numbers) != len(flat):
         raise RuntimeError(
             f"the state dict numbers {len(numbers)} parameters, but the optimizer has {len(flat)}; use FQNs"
+        )
+    sizes, own_sizes = [len(group[PARAMS]) for group in state[GROUPS]], [len(group) for group in names]
+    if sizes != own_sizes:
+        raise RuntimeError(
+            f"the state dict has groups of {sizes} numbered parameters, but the optimizer of {own_sizes}; "
+            "use FQNs"
         )
     fqn_of = dict(zip(numbers, flat))
     return {**state, STATE: {fqn_of[number]: value for number, value in state[STATE].items()}}
@@ -594,6 +621,19 @@ class Absent(NamedTuple):
     template: torch.Tensor
 
 
+class Unprepared(Load):
+    """An optimizer whose states could not be made: it takes part in the agreement, and wants nothing."""
+
+    title = TITLE
+
+    def __init__(self, optim: Optimizer, problems: list[Problem]) -> None:
+        super().__init__(problems)
+        self.optim = optim
+
+    def live(self) -> Iterable[object]:
+        return (param for group in self.optim.param_groups for param in group[PARAMS])
+
+
 class OptimizerLoad(Load):
     """Where an optimizer wants the tensors of a full state dict, and its own dict once they are there."""
 
@@ -618,7 +658,8 @@ class OptimizerLoad(Load):
                 self.values[STATE, fqn, name] = Absent(template)
 
     def live(self) -> Iterable[object]:
-        return self.params.values()
+        yield from self.params.values()
+        yield from (value for value in self.values.values() if isinstance(value, compat.DTensor))
 
     def plan(self, inventory: Mapping[Any, Any]) -> None:
         self.make_absent(path for path in self.values if path not in inventory)

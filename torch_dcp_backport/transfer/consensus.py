@@ -1,13 +1,12 @@
-"""Small metadata between ranks: one rank's object for all, and what all ranks' marks come to.
+"""Small metadata between ranks: one rank's bytes for all, and what all ranks' marks come to.
 
 Knows no tensors but the bytes that it sends.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,22 +15,21 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.errors import spell, told
 from torch_dcp_backport.transfer.post import Group, finish, post
 
-#: An object of up to so many bytes takes one message: a collective's cost is its start.
+#: What has up to so many bytes takes one message: a collective's cost is its start.
 BLOCK = 16 * 1024
 LENGTH = 8
 
 
-def broadcast_object(value: object, group: Group) -> Any:
-    """The first rank's object, on every rank of the group. Pickled, as torch's own object collectives do."""
+def broadcast_bytes(data: bytes, group: Group) -> bytes:
+    """The first rank's bytes, on every rank of the group."""
     source = compat.group_ranks(group)[0]
     with told(lambda: f"nothing was changed; the inventory of rank {source} did not arrive everywhere"):
-        return _broadcast_object(value, source, group)
+        return _broadcast_bytes(data, source, group)
 
 
-def _broadcast_object(value: object, source: int, group: Group) -> Any:
+def _broadcast_bytes(data: bytes, source: int, group: Group) -> bytes:
     device = device_for(group)
     is_source = dist.get_rank() == source
-    data = pickle.dumps(value) if is_source else b""
     block = torch.zeros(BLOCK, dtype=torch.uint8, device=device)
     if is_source:
         head = (len(data).to_bytes(LENGTH, "big") + data)[:BLOCK]
@@ -46,7 +44,16 @@ def _broadcast_object(value: object, source: int, group: Group) -> Any:
             rest.copy_(torch.frombuffer(bytearray(data[-left:]), dtype=torch.uint8))
         dist.broadcast(rest, src=source, group=group)
         head += rest.cpu().numpy().tobytes()
-    return value if is_source else pickle.loads(head[LENGTH : LENGTH + length])
+    return data if is_source else head[LENGTH : LENGTH + length]
+
+
+def open_lane(device: torch.device, group: Group) -> None:
+    """Every rank's first use of the backend of `device`, where the messages so far went through another one.
+
+    Some backends connect in the first call, which has to be everyone's; point-to-point messages are not.
+    """
+    if device.type != device_for(group).type:
+        dist.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), compat.group_ranks(group)[0], group)
 
 
 class Mark(NamedTuple):

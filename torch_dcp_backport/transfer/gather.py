@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.consensus import open_lane
 from torch_dcp_backport.transfer.errors import Problem, spell_doing, spell_key, told
 from torch_dcp_backport.transfer.layout import Box, Layout, whole
 from torch_dcp_backport.transfer.plan import (
@@ -118,6 +119,7 @@ class Route:
         self.device = compat.current_device(agreement.device)
         self.tally = tally
         self.slots = slots_of(self.ranks)
+        self._rounds: dict[int, list[int]] = {}
         #: What is going on: verb and peer, and the pieces.
         self.doing: tuple[str, Sequence[Piece]] = ("starting", ())
 
@@ -155,13 +157,20 @@ class Route:
         return self.slots, min(self.portion(budget), total_bytes(boxes))
 
     def portion(self, budget: int) -> int:
-        return capacity_of(budget, self.slots if self.to is not None else 2 * (len(self.ranks) + 1))
+        if self.to is not None:
+            return capacity_of(budget, self.slots)
+        # Two all-gathers are under way, and a backend may keep a copy of each one's result.
+        return capacity_of(budget, 4 * len(self.ranks) + 2)
 
     def rounds(self, budget: int) -> list[int]:
         """Every rank derives every sender's chunks, so that all agree on the rounds without asking."""
-        return round_sizes((self.boxes_of(sender) for sender in self.ranks), self.portion(budget))
+        if budget not in self._rounds:
+            boxes = (self.boxes_of(sender) for sender in self.ranks)
+            self._rounds[budget] = round_sizes(boxes, self.portion(budget))
+        return self._rounds[budget]
 
     def move(self, staging: Staging, budget: int) -> None:
+        open_lane(staging.device, self.group)
         ring = staging.ring(*self.sizes(budget))
         if self.to is None:
             self.to_all(staging, ring, budget)

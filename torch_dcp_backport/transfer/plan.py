@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import pickle
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, TypeVar
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import settings
-from torch_dcp_backport.transfer.consensus import Mark, agree_on_mark, broadcast_object
+from torch_dcp_backport.transfer.consensus import Mark, agree_on_mark, broadcast_bytes
 from torch_dcp_backport.transfer.errors import Problem, raise_together, spell_key
 from torch_dcp_backport.transfer.layout import Box, Layout, row_of
 from torch_dcp_backport.transfer.post import Group
@@ -86,13 +87,31 @@ def publish(
         RuntimeError: the source has problems; on every rank.
     """
     ranks = compat.group_ranks(group)
-    payload: Any = None
-    if dist.get_rank() == ranks[0]:
-        payload = list(problems) if problems else inventory
-    received = broadcast_object(payload, group)
-    if isinstance(received, list):
-        raise_together(title, [(ranks[0], Problem(*problem)) for problem in received])
-    return dict(received)
+    is_source = dist.get_rank() == ranks[0]
+    received = broadcast_bytes(pickled(inventory or {}, problems) if is_source else b"", group)
+    # As torch's own object collectives do.
+    found = pickle.loads(received)
+    if isinstance(found, list):
+        raise_together(title, [(ranks[0], Problem(*problem)) for problem in found])
+    return dict(inventory or {}) if is_source else dict(found)
+
+
+def pickled(inventory: Mapping[Key, object], problems: Sequence[Problem]) -> bytes:
+    """The inventory, or the problems; the other ranks wait, so that a value that cannot travel is one."""
+    if problems:
+        return pickle.dumps(list(problems))
+    try:
+        return pickle.dumps(dict(inventory))
+    except Exception:
+        return pickle.dumps([one for one in map(unsendable, inventory, inventory.values()) if one])
+
+
+def unsendable(key: Key, value: object) -> Optional[Problem]:
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        return Problem("a value that cannot be pickled for the other ranks", spell_key(key), got=str(error))
+    return None
 
 
 def agree(
@@ -155,8 +174,8 @@ def ready(
     """(staging buffers, the budget that they are of): every rank has its memory, or every rank raises.
 
     Without this, a rank that is out of memory leaves the others to the group's timeout. One small message
-    from and to each rank, but none where less than SMALL moves. A rank without room for its buffers
-    tries half of the budget, and so on down to FLOOR; the smallest then counts for all.
+    from and to each rank, but none where less than SMALL moves: there a rank raises alone. A rank without
+    room for its buffers tries half of the budget, and so on down to FLOOR; the smallest counts for all.
 
     Args:
         allocate: makes buffers for a budget.
@@ -164,7 +183,7 @@ def ready(
         problems: of this rank, from the memory that it needed so far.
 
     Raises:
-        RuntimeError: some rank has no room; the same message on every rank.
+        RuntimeError: some rank has no room; the same message on every rank (from SMALL bytes on).
     """
     problems, asked = list(problems), budget
     buffers: Optional[Buffers] = None
@@ -197,7 +216,7 @@ def ready(
 
 
 def no_room(what: str, error: BaseException) -> Problem:
-    return Problem("out of memory", what, got=str(error).partition("\n")[0])
+    return Problem("could not allocate", what, got=str(error).partition("\n")[0])
 
 
 def agree_on_mesh(

@@ -36,7 +36,8 @@ class Report:
     #: Peak bytes of this rank's staging buffers, and the budget that all ranks agreed on.
     staging_bytes: int
     staging_budget: int
-    #: phase -> seconds: "inventory" (what the source has), "agree" (what all want), "move".
+    #: phase -> seconds: "inventory" (what the source has), "agree" (what all want), "prepare"
+    #: (memory), "move".
     seconds: Mapping[str, float]
 
     def __str__(self) -> str:

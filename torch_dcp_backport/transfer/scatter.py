@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.consensus import open_lane
 from torch_dcp_backport.transfer.errors import Problem, spell_doing, told
 from torch_dcp_backport.transfer.layout import Box, Mesh, whole
 from torch_dcp_backport.transfer.plan import (
@@ -92,8 +93,8 @@ def scatter(
         problems: why this rank could not make its targets, and the `cause`.
 
     Raises:
-        RuntimeError: some rank has no room for its targets or its buffers; on every rank, before anything
-            was written.
+        RuntimeError: some rank has no room for its targets or its buffers; before anything was written,
+            and on every rank if 1 MiB or more moves.
         TransferError: a rank is gone, or the group's timeout is over; says what was under way and what
             was already written.
     """
@@ -133,7 +134,8 @@ class Route:
         self.groups = relays
         self.tally = tally
         self.tensors = {key: info for key, info in inventory.items() if isinstance(info, TensorInfo)}
-        self.own = self.copy_own()
+        #: The source's own copies, made while it sends.
+        self.own: Iterator[int] = iter(())
         #: What is going on: verb and peer, and the pieces.
         self.doing: tuple[str, Sequence[Piece]] = ("starting", ())
         self.written: dict[Key, None] = {}
@@ -242,7 +244,10 @@ class Route:
 
     def move(self, staging: Staging, budget: int) -> None:
         self.tally.meter.expect(self.expected)
+        if self.rank == self.source:
+            self.own = self.copy_own()
         if len(self.ranks) > 1:
+            open_lane(staging.device, self.group)
             count, size, common_size = self.sizes(budget)
             self.send_common(staging, chunks(self.common_boxes(), capacity_of(budget, 2)), common_size)
             portion = capacity_of(budget, slots_of(self.ranks))
@@ -253,12 +258,11 @@ class Route:
                     self.send(staging, ring, portion, relay, keys)
                 elif self.takes_part(relay):
                     deque(self.take(staging, ring, portion, relay, keys), maxlen=0)
-                if relay is last and self.rank == self.source:
+                if relay is last:
                     # The last chunks are still under way.
                     deque(self.own, maxlen=0)
                 ring.drain()
-        if self.rank == self.source:
-            deque(self.own, maxlen=0)
+        deque(self.own, maxlen=0)
 
     def itemsize_of(self, key: Key) -> int:
         return self.dtype_for(key, self.agreement.mine[key].dtype).itemsize
@@ -299,7 +303,7 @@ class Route:
         own = self.take(staging, ring, portion, relay, keys) if self.takes_part(relay) else iter(())
         busy = True
         while busy:
-            busy = next(own, END) is not END
+            busy = False
             for rank in list(waiting):
                 pieces = next(waiting[rank], None)
                 if pieces is None:
@@ -313,6 +317,8 @@ class Route:
                 works = post([(dist.isend, buffer, rank)], self.group)
                 self.tally.sent(moved(pieces))
                 ring.use(slot, functools.partial(self.finish_sending, works, rank, pieces))
+            # After the others' chunks: where the source is not the first of its replicas, it waits for one.
+            busy |= next(own, END) is not END
             self.tally.rounds += busy
             copied = 0
             while copied < portion:
@@ -400,6 +406,8 @@ class Route:
     def copy_own(self) -> Iterator[int]:
         """The source's own boxes need no traffic: one copy per step, and its bytes."""
         for key, target in self.targets.items():
+            if not target.box.numel:
+                continue
             self.written[key] = None
             target.tensor.copy_(part_of(self.full(key), whole(self.tensors[key].shape), target.box))
             yield target.tensor.nbytes

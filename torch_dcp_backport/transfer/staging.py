@@ -66,6 +66,10 @@ class Staging:
     def nbytes(self) -> int:
         return self.store.numel()
 
+    @property
+    def device(self) -> torch.device:
+        return self.store.device
+
     def pack(self, buffer: torch.Tensor, moves: Iterable[Move]) -> None:
         """Fill a chunk. What comes from the host to an accelerator goes there in one copy."""
         views = Views(buffer)
