@@ -2,7 +2,7 @@
 PYTHON ?= python3
 LANES = $(PYTHON) tools/lanes.py
 
-.PHONY: demo test test-ends test-matrix conformance lint wheel
+.PHONY: demo test test-ends test-matrix conformance reliability lint wheel
 
 # The main job: a real model's out-of-memory on torch 2.6.0, and the cure.
 demo:
@@ -25,6 +25,10 @@ conformance:
 	for lane in 2.6 2.5 2.4; do $(LANES) run $$lane -- python tests/conformance/record.py ours || exit 1; done
 	for lane in 2.6 2.5 2.4; do $(LANES) run $$lane -- python tests/conformance/record.py stock || exit 1; done
 	$(LANES) run current -- python tests/conformance/record.py docs
+
+# Writes docs/reliability.md from the table of faults.
+reliability:
+	$(LANES) run 2.6 -- env PYTHONPATH=.:tests:tests/ranks python tests/ranks/reliability.py
 
 lint:
 	$(LANES) make 2.6 >/dev/null

@@ -31,9 +31,14 @@ WAYS = {
 def run_all(way: str, keys: Iterable[str], streams: int = 3) -> dict[str, dict[str, Any]]:
     """The results of these scenarios.
 
-    In several streams, each with its own processes: ranks mostly wait for each other.
+    In several streams, each with its own processes: ranks mostly wait for each other. All scenarios of a
+    world size that few have go to the same one, so that its processes are started once.
     """
-    waiting = iter(list(keys))
+    by_world: dict[int, list[str]] = {}
+    for key in keys:
+        by_world.setdefault(all_scenarios()[key].world, []).append(key)
+    usual = by_world.pop(max(by_world, key=lambda world: len(by_world[world])), [])
+    waiting = iter([*by_world.values(), *([key] for key in usual)])
     results: dict[str, dict[str, Any]] = {}
     lock = threading.Lock()
 
@@ -42,10 +47,11 @@ def run_all(way: str, keys: Iterable[str], streams: int = 3) -> dict[str, dict[s
         try:
             while True:
                 with lock:
-                    key = next(waiting, None)
-                if key is None:
+                    keys = next(waiting, None)
+                if keys is None:
                     return
-                results[key] = runner.run(key)
+                for key in keys:
+                    results[key] = runner.run(key)
         finally:
             runner.close()
 
@@ -60,8 +66,8 @@ class Runner:
 
     def __init__(self, way: str) -> None:
         self.way = way
-        #: Seconds of a collective. Torch's own hangs are part of the record; ours has none to wait for.
-        self.timeout = 12.0 if way == "torch" else 30.0
+        #: Seconds of a collective: torch's own hangs are part of the record.
+        self.timeout = 12.0
         self.pools: dict[int, Pool] = {}
         self.count = 0
 

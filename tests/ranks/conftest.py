@@ -21,6 +21,18 @@ def two_dim_support() -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many faults were put into a rank, and how many of these cases ended as docs/reliability.md says."""
+    passed, failed = (
+        sum("test_faults.py::" in one.nodeid and "[" in one.nodeid and one.when == "call" for one in reports)
+        for reports in map(terminalreporter.getreports, ("passed", "failed"))
+    )
+    if passed or failed:
+        terminalreporter.write_line(
+            f"faults of one rank: {passed + failed} cases, {passed} ended as docs/reliability.md says"
+        )
+
+
 class Pools:
     def __init__(self) -> None:
         self.open: dict[tuple[int, str], Pool] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any, Callable
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 from models import Model, build, check_values, full_state
 from test_optimizer import full_optimizer_state, optimizer_of, snapshot
+
+from torch_dcp_backport.transfer import TensorInfo, consensus, plan
 
 
 def no_longer_there(state: dict[str, Any]) -> None:
@@ -172,6 +175,39 @@ def spoiled_optimizer(api: Any, spoiler: str, how: str) -> tuple[str, str]:
     same_everywhere(error)
     assert snapshot(optim) == before, "states were written"
     return error
+
+
+def odd_inventory(api: Any, sent: object, most: int) -> tuple[str, str]:
+    """What a peer sends is not what it should be."""
+    model = build()
+    real, limit = plan.pickled, consensus.MOST
+    if sent is not None:
+        plan.pickled = lambda *_: pickle.dumps(sent)
+    consensus.MOST = most or limit
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    mine = full_state() if dist.get_rank() == 0 else {}
+    try:
+        error = error_of(lambda: api.set_model_state_dict(model, mine, options=options))
+    finally:
+        plan.pickled, consensus.MOST = real, limit
+    same_everywhere(error)
+    assert not any(param.full_tensor().any() for param in model.parameters())
+    return error
+
+
+@pytest.mark.parametrize(
+    ("sent", "most", "expected"),
+    [
+        ("text", 0, "what rank 0 sent is no inventory. Is the same release of torch_dcp_backport on every"),
+        ({"head.weight": TensorInfo((32, -8), torch.float32)}, 0, "what rank 0 sent is no inventory"),
+        ({"head.weight": TensorInfo((32, 8), "float32")}, 0, "what rank 0 sent is no inventory"),  # type: ignore[arg-type]
+        (None, 100, "where 100 are the most"),
+    ],
+)
+def test_what_a_peer_sends_is_checked(ranks, sent, most, expected):
+    for _, text in ranks(odd_inventory, sent, most):
+        assert "nothing was changed" in text
+        assert expected in text
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

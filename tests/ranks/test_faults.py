@@ -1,191 +1,130 @@
-"""Ranks that fail, die or stay away during a transfer: the others say so within the group's timeout."""
+"""Ranks that fail, die, hang or have no memory: everyone hears of it, and nothing is worse than before."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import json
 import re
-import time
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import faults
 import pytest
-import torch
+import reliability
 import torch.distributed as dist
-from models import build, full_state, fully_shard
+from faults import BROKEN, FAULTS, LOADED, REFUSED, TIMEOUT, TOLD, WORLD, Seen
 from pool import OURS, Pool, RankError
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport import transfer
-from torch_dcp_backport.state_dict import load
-from torch_dcp_backport.transfer.staging import Staging
 
-TIMEOUT = 2.0
+#: Bytes. The backend may still hold the last small messages; a shard has a MiB.
+SLACK = 64 * 1024
 
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    """A fresh one for every test: no group is whole afterwards."""
-    pool = Pool(4, OURS, timeout=TIMEOUT, limit=40.0)
-    yield pool
-    pool.close()
-
-
-def die() -> None:
-    os._exit(7)
+CASES = [
+    pytest.param(number, call, rank, id=f"{fault.what}-{call}-{rank}".replace(" ", "_"))
+    for number, fault in enumerate(FAULTS)
+    for call, rank in fault.where
+]
+WHOLE = [one for one in CASES if FAULTS[one.values[0]].ends != BROKEN]
+BREAKING = [one for one in CASES if FAULTS[one.values[0]].ends == BROKEN]
 
 
-def fail() -> None:
-    raise KeyError("a fault")
+@pytest.mark.parametrize(("number", "call", "rank"), WHOLE)
+def test_every_rank_hears_of_it_and_goes_on(ranks, number, call, rank):
+    fault = FAULTS[number]
+    seen = ranks(faults.case, call, number, rank)
+    assert all(ranks(faults.group_is_usable))
+    for one in seen:
+        assert one.untouched
+        assert one.kept < SLACK
+    if fault.ends == LOADED:
+        assert all(one.complete for one in seen), seen
+        return
+    assert all(fault.says in one.error[1] for one in seen if one is not seen[rank]), seen
+    if fault.ends == REFUSED:
+        assert len({one.error for one in seen}) == 1, seen
+        assert "nothing was changed" in seen[0].error[1]
+        assert not any(one.changed for one in seen), seen
+    if fault.ends == TOLD:
+        assert seen[rank].error == ("KeyError", "'a fault'")
+        assert all(
+            f"rank {rank}: KeyError: 'a fault'" in one.error[1] for one in seen if one is not seen[rank]
+        )
 
 
-FAULTS: dict[str, Callable[[], None]] = {"dies": die, "fails": fail}
+def into_file(api: Any, call: str, number: int, rank: int, folder: str) -> None:
+    seen = faults.case(api, call, number, rank)
+    Path(folder, str(dist.get_rank())).write_text(json.dumps(seen))
 
 
-def faulty(api: Any, call: str, where: str, rank: int, fault: str, folder: str) -> None:
-    """`rank` has the fault when it packs or unpacks its second chunk; the others' errors go into `folder`."""
-    model = build()
-    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    state = full_state()
-    api.set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
-    real, calls = getattr(Staging, where), []
-
-    def spy(self: Staging, *args: Any) -> None:
-        calls.append(1)
-        if dist.get_rank() == rank and len(calls) == 2:
-            FAULTS[fault]()
-        real(self, *args)
-
-    setattr(Staging, where, spy)
-    transfer.configure(staging_bytes=7 * 256)
-    began = time.monotonic()
+def broken_off(number: int, call: str, rank: int) -> dict[int, Seen]:
+    """By rank; without the rank that died. In processes of its own: no group is whole afterwards."""
+    pool = Pool(WORLD, OURS, timeout=TIMEOUT, limit=40.0)
     try:
-        if call == "load":
-            api.set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
-        else:
-            options = api.StateDictOptions(full_state_dict=True, cpu_offload=True)
-            api.get_model_state_dict(model, options=options)
-        text = "no error"
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
+        with tempfile.TemporaryDirectory() as folder:
+            dies = FAULTS[number].dies
+            with pytest.raises(RankError, match="died") if dies else contextlib.nullcontext():
+                pool.run(into_file, call, number, rank, folder)
+            return {int(path.name): Seen(*json.loads(path.read_text())) for path in Path(folder).iterdir()}
     finally:
-        setattr(Staging, where, real)
-        transfer.configure()
-    Path(folder, str(dist.get_rank())).write_text(f"{time.monotonic() - began:.1f} {text}")
+        pool.close()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(
-    ("call", "where", "rank", "living"),
-    [
-        ("load", "unpack", 2, r"broken off while (sending to|receiving from) rank \d"),
-        ("load", "pack", 0, r"broken off while (sending to|receiving from) rank \d"),
-        ("save", "pack", 3, r"broken off while (sending to|receiving from) rank \d"),
-        ("save", "unpack", 0, r"broken off while sending to rank 0"),
-    ],
-)
-def test_a_rank_with_a_fault_ends_the_transfer_of_those_that_need_it(
-    pool, tmp_path, call, where, rank, fault, living
-):
-    if fault == "dies":
-        with pytest.raises(RankError, match=f"the process of rank {rank} died"):
-            pool.run(faulty, call, where, rank, fault, str(tmp_path))
-    else:
-        pool.run(faulty, call, where, rank, fault, str(tmp_path))
-    texts = {path.name: path.read_text().partition(" ") for path in tmp_path.iterdir()}
-    assert len(texts) == 4 - (fault == "dies")
-    errors = {name: text for name, (_, _, text) in texts.items() if text != "no error"}
-    assert all(float(seconds) < 5 * TIMEOUT for seconds, _, _ in texts.values())
-    if fault == "fails":
-        assert "a fault" in errors.pop(str(rank))
-    # Whoever had all that it needs before may be done; whoever waits for the faulty rank is not.
-    waiting = set(map(str, range(4))) if rank == 0 else {"0"}
-    assert waiting - {str(rank)} <= set(errors)
-    for name, text in errors.items():
-        title = "cannot load this model state dict" if call == "load" else "cannot gather"
-        assert text.startswith(f"TransferError: {title}: broken off while"), text
-        if name in waiting:
-            assert re.search(living, text), text
-        if call == "load":
-            assert f"rank {name} wrote" in text
+@pytest.fixture(scope="module")
+def broken() -> Iterator[dict[tuple[int, str, int], Future[dict[int, Seen]]]]:
+    """All of them, several at a time: they mostly wait."""
+    with ThreadPoolExecutor(4) as executor:
+        yield {one.values: executor.submit(broken_off, *one.values) for one in BREAKING}
 
 
-def snapshot(model: nn.Module) -> list[Any]:
-    return [getattr(value, "_local_tensor", value).tolist() for value in model.state_dict().values()]
+@pytest.mark.parametrize(("number", "call", "rank"), BREAKING)
+def test_who_waits_for_a_rank_is_told_within_the_timeout(broken, number, call, rank):
+    fault = FAULTS[number]
+    seen = broken[number, call, rank].result()
+    living = set(range(WORLD)) - {rank}
+    assert set(seen) == living | (set() if fault.dies else {rank})
+    for other in living:
+        one = seen[other]
+        assert one.seconds < 4 * TIMEOUT
+        assert one.untouched
+        assert one.kept < SLACK
+        if not one.error[0]:
+            # Whoever had all that it needs before is done; whoever waits for the rank is not.
+            assert rank != 0
+            assert other != 0
+            assert one.complete
+            continue
+        kind, text = one.error
+        assert kind == transfer.TransferError.__name__, text
+        assert re.search(r"broken off while|no agreement with|did not arrive everywhere", text), text
+        assert "nothing was changed" in text or not fault.before, text
+        if one.changed:
+            assert_named(one.changed, text)
 
 
-def stays_away(api: Any, absent: int) -> str:
-    if dist.get_rank() == absent:
-        time.sleep(2 * TIMEOUT)
-        return ""
-    model = build()
-    before = snapshot(model)
-    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    with pytest.raises(transfer.TransferError) as caught:
-        api.set_model_state_dict(model, full_state() if dist.get_rank() == 0 else {}, options=options)
-    assert snapshot(model) == before
-    return str(caught.value)
+def assert_named(changed: list[str], text: str) -> None:
+    """An error names the first and the last tensor that was written, and how many there are."""
+    found = re.search(r"rank \d wrote (\S+)(?: \.\.\. (\S+) \((\d+) tensors\)|, (\S+?))?(?::|$)", text)
+    assert found, text
+    first, _, count, second = found.groups()
+    assert first.rstrip(":") in changed or int(count or 2) > len(changed), text
+    assert int(count or (2 if second else 1)) >= len(changed), text
 
 
-@pytest.mark.parametrize("absent", [0, 3])
-def test_a_rank_that_does_not_call_is_missed_before_anything_is_written(pool, absent):
-    texts = pool.run(stays_away, absent)
-    for rank, text in enumerate(texts):
-        if rank != absent:
-            assert text.startswith("nothing was changed; "), text
-    if absent == 3:
-        assert "no agreement with ranks 1-3" in texts[0]
-
-
-def no_memory(api: Any, where: str, rank: int) -> tuple[str, Any]:
-    """`rank` finds no memory for whole tensors or shards, or for staging buffers above 2 MiB."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    state = {key: torch.full((512, 512), 2.0) for key in model.state_dict()}
-    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    real = Staging.__init__
-
-    def short(self: Staging, device: torch.device, nbytes: int) -> None:
-        if where == "staging" and dist.get_rank() == rank and nbytes > limit:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        real(self, device, nbytes)
-
-    limit = 2 * 2**20
-
-    def none(*args: Any, **kwargs: Any) -> torch.Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    Staging.__init__ = short
-    if where == "shards" and dist.get_rank() == rank:
-        load.torch = SimpleNamespace(**{**vars(torch), "empty": none})
-    try:
-        api.set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
-        return "", transfer.last_report()
-    except RuntimeError as error:
-        assert all(parameter.is_meta for parameter in model.parameters())
-        return str(error), None
-    finally:
-        Staging.__init__ = real
-        load.torch = torch
-        dist.barrier()  # the group is whole
+def test_the_page_is_what_is_tested():
+    assert reliability.PATH.read_text() == reliability.page(), "make reliability writes it anew"
 
 
 def test_a_rank_without_room_for_its_buffers_gets_smaller_ones(ranks):
-    for text, report in ranks(no_memory, "staging", 0):
-        assert not text
-        assert 0 < report.staging_bytes <= 2 * 2**20
+    for report in ranks(short_of_memory):
+        assert 0 < report.staging_bytes <= 2**20
         assert 2**20 <= report.staging_budget < 64 * 2**20
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_without_room_for_its_shards_is_an_error_on_every_rank(ranks, rank):
-    texts = {text for text, _ in ranks(no_memory, "shards", rank)}
-    assert len(texts) == 1
-    (text,) = texts
-    assert text.startswith("cannot load this model state dict: 1 problem(s), nothing was changed.")
-    assert f"rank {rank}: could not allocate: what is loaded (DefaultCPUAllocator" in text
+def short_of_memory(api: Any) -> transfer.Report:
+    (number,) = (number for number, fault in enumerate(FAULTS) if "little memory" in fault.what)
+    faults.case(api, "load", number, 0)
+    return transfer.last_report()

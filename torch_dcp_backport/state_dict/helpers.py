@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.collect import check_types, rebuild, untouched, whole_tree
 from torch_dcp_backport.state_dict.cpu_copy import Tree
-from torch_dcp_backport.state_dict.load import Load, copy_slices, inventory_of, own_rank, run
+from torch_dcp_backport.state_dict.load import Load, copy_slices, inventory_of, own_rank, run, snapshot
 from torch_dcp_backport.transfer import TensorInfo, raise_together
 
 #: FQN -> tensor or small value.
@@ -84,7 +84,7 @@ def broadcast_state_dict(
         RuntimeError: wrong shapes or types; on every rank, before anything was written.
     """
     load = DictLoad(local_state_dict, torch.device(device), cpu_offload)
-    run(load, full_state_dict, broadcast=True, group=pg)
+    run(load, snapshot(full_state_dict), broadcast=True, group=pg)
     local_state_dict.update(load.small)
     if strict:
         for key in set(local_state_dict) - load.offered:
@@ -100,7 +100,7 @@ def distribute_state_dict(
 ) -> None:
     """As `broadcast_state_dict`, where every rank holds the full dict: each takes its own slices."""
     load = DictLoad(local_state_dict, torch.device(device), False)
-    run(load, full_state_dict, broadcast=False)
+    run(load, snapshot(full_state_dict), broadcast=False)
     for key, value in full_state_dict.items():
         if not torch.is_tensor(value):
             local_state_dict[key] = value

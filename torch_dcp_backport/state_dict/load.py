@@ -28,6 +28,8 @@ from torch_dcp_backport.transfer import (
     scatter,
     spell_key,
 )
+from torch_dcp_backport.transfer.errors import DOUBTFUL
+from torch_dcp_backport.transfer.exclusive import exclusive
 from torch_dcp_backport.transfer.layout import Box, Layout, Mesh, mesh_of, whole
 from torch_dcp_backport.transfer.plan import agree_on_mesh, no_room
 
@@ -80,6 +82,14 @@ class Load:
     def live(self) -> Iterable[object]:
         """Everything that the loaded object holds now."""
         raise NotImplementedError
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether code outside torch takes part in `apply`: it can fail on one rank alone."""
+        return False
+
+    def apply(self) -> None:
+        """Hand what was loaded to its owner."""
 
     def usable(self, key: Key, offered: Any) -> bool:
         """Whether `offered` is not a tensor that cannot be sliced; if it is, that is a problem."""
@@ -160,19 +170,45 @@ def run(
 
     Raises:
         RuntimeError: what `load.plan` or the inventory found, of all ranks, on all ranks; before
-            anything was written.
+            anything was written. What the owner's own loading code raises: as it is on that rank, as a
+            RuntimeError on the others.
     """
     try:
         if broadcast:
-            run_broadcast(load, given, group)
+            with exclusive(group, load.title):
+                apply_together(load, [group], run_broadcast(load, given, group))
         else:
-            run_local(load, given)
+            meshes = load.meshes() if dist.is_initialized() else []
+            groups = compat.mesh_groups(max(meshes, key=lambda one: one.size())) if meshes else []
+            apply_together(load, groups, run_local(load, given, groups))
     finally:
         # They refer to the load: without a cycle, what it touched is freed as soon as nobody needs it.
         load.destinations.clear()
 
 
-def run_broadcast(load: Load, given: Mapping[Any, Any], group: Optional[dist.ProcessGroup]) -> None:
+def snapshot(given: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """What a dict holds now, whatever another thread does to it meanwhile.
+
+    Other mappings may make their tensors anew each time; they are read as needed.
+    """
+    return dict(given) if isinstance(given, dict) else given
+
+
+def apply_together(load: Load, groups: Sequence[Optional[dist.ProcessGroup]], custom: bool) -> None:
+    """`load.apply()`; where it may fail on one rank alone (`custom`, on any), the others hear of it."""
+    try:
+        load.apply()
+    except Exception as error:
+        if custom:
+            agree_on_mesh([problem_of(error)], groups, so_far=DOUBTFUL)
+        raise
+    if custom:
+        found, _ = agree_on_mesh([], groups, so_far=DOUBTFUL)
+        raise_together(load.title, found, so_far=DOUBTFUL)
+
+
+def run_broadcast(load: Load, given: Mapping[Any, Any], group: Optional[dist.ProcessGroup]) -> bool:
+    """Whether code outside torch takes part in what is left to do, on any rank."""
     tally = Tally("scatter")
     is_source = dist.get_rank(group) == 0
     with tally.phase("inventory"):
@@ -186,7 +222,16 @@ def run_broadcast(load: Load, given: Mapping[Any, Any], group: Optional[dist.Pro
         kind = kinds.pop() if len(kinds) == 1 else ""
         relays = relays_of(load, group)
         condition = "relays" if relays is not None else ""
-        agreement = agree(wants, load.problems, load.title, group, cause, device=kind, condition=condition)
+        agreement = agree(
+            wants,
+            load.problems,
+            load.title,
+            group,
+            cause,
+            device=kind,
+            condition=condition,
+            custom=load.is_custom,
+        )
     targets: dict[Key, Target] = {}
     problems: list[Problem] = []
     trouble: Optional[BaseException] = None
@@ -207,6 +252,7 @@ def run_broadcast(load: Load, given: Mapping[Any, Any], group: Optional[dist.Pro
         cause=trouble,
     )
     settle(load, targets)
+    return agreement.custom
 
 
 def relays_of(
@@ -224,14 +270,16 @@ def relays_of(
     return found if carried else None
 
 
-def run_local(load: Load, given: Mapping[Any, Any]) -> None:
+def run_local(load: Load, given: Mapping[Any, Any], groups: Sequence[Optional[dist.ProcessGroup]]) -> bool:
+    """As `run_broadcast`; the ranks of these groups take part."""
     tally = Tally("slice")
     with tally.phase("agree"):
-        plan_local(load, given)
+        custom = plan_local(load, given, groups)
     with tally.phase("move"):
         copy_slices(load, given)
     tally.tensors = len(load.destinations)
     tally.close()
+    return custom
 
 
 def copy_slices(load: Load, given: Mapping[Any, Any]) -> None:
@@ -248,7 +296,7 @@ def copy_slices(load: Load, given: Mapping[Any, Any]) -> None:
     settle(load, targets)
 
 
-def plan_local(load: Load, given: Mapping[Any, Any]) -> None:
+def plan_local(load: Load, given: Mapping[Any, Any], groups: Sequence[Optional[dist.ProcessGroup]]) -> bool:
     inventory = {} if load.problems else inventory_of(given, whole_only=False)
     cause = guarded_plan(load, inventory)
     for key, one in load.destinations.items():
@@ -262,11 +310,11 @@ def plan_local(load: Load, given: Mapping[Any, Any]) -> None:
                     expected="a whole tensor",
                 )
             )
-    meshes = load.meshes() if dist.is_initialized() else []
-    if meshes:
-        mesh = max(meshes, key=lambda one: one.size())
-        agree_on_mesh(load.problems, load.title, compat.mesh_groups(mesh), cause)
-    raise_together(load.title, [(own_rank(), problem) for problem in load.problems], cause)
+    found, custom = [(own_rank(), problem) for problem in load.problems], load.is_custom
+    if groups:
+        found, custom = agree_on_mesh(load.problems, groups, custom)
+    raise_together(load.title, found, cause)
+    return custom
 
 
 def guarded_plan(load: Load, inventory: Mapping[Any, Any]) -> Optional[Exception]:
@@ -276,9 +324,13 @@ def guarded_plan(load: Load, inventory: Mapping[Any, Any]) -> Optional[Exception
     try:
         load.plan(inventory)
     except Exception as error:
-        load.problems.append(Problem(f"{type(error).__name__}: {error}"))
+        load.problems.append(problem_of(error))
         return error
     return None
+
+
+def problem_of(error: Exception) -> Problem:
+    return Problem(f"{type(error).__name__}: {error}")
 
 
 def inventory_of(given: Mapping[Any, Any], whole_only: bool = True) -> dict[Key, Any]:

@@ -29,7 +29,7 @@ from torch_dcp_backport.state_dict.fqn import (
     get_fqns,
     walk_with_owner,
 )
-from torch_dcp_backport.state_dict.load import Load, run
+from torch_dcp_backport.state_dict.load import Load, problem_of, run, snapshot
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.transfer import Problem, TensorInfo
 
@@ -205,7 +205,16 @@ def load_model_state(
         if not info.handle_model or not state_dict:
             return _IncompatibleKeys([], [])
         return call_load_state_dict(model, renamed(entries_of(model, info), state_dict), info)
-    entries = entries_of(model, info) if info.handle_model else []
+    problems = [Problem(complaint)] if complaint else []
+    entries: list[Entry] = []
+    try:
+        if info.handle_model:
+            entries = entries_of(model, info)
+    except Exception as error:
+        if not info.broadcast_from_rank0:
+            raise
+        # The other ranks wait.
+        problems.append(problem_of(error))
     shards = any(isinstance(entry.value, compat.DTensor) for entry in entries)
     if not info.broadcast_from_rank0 and not (shards and dist.is_initialized()):
         # Nobody else takes part, so nobody else needs to hear of it.
@@ -215,10 +224,9 @@ def load_model_state(
             return _IncompatibleKeys([], [])
     if not info.handle_model:
         return _IncompatibleKeys([], [])
-    problems = [Problem(complaint)] if complaint else []
     load = ModelLoad(model, entries, state_dict, info, problems, optional)
-    run(load, state_dict, broadcast=info.broadcast_from_rank0)
-    return load.finish()
+    run(load, load.given, broadcast=info.broadcast_from_rank0)
+    return load.keys
 
 
 def renamed(entries: Iterable[Entry], state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,9 +272,11 @@ class ModelLoad(Load):
         self.nothing = False
         self.model = model
         self.entries = entries
-        self.given = state_dict
+        self.given = snapshot(state_dict)
         self.info = info
         self.unexpected: list[str] = []
+        #: Missing and unexpected keys, once it is applied.
+        self.keys = _IncompatibleKeys([], [])
 
     def plan(self, inventory: Mapping[Any, Any]) -> None:
         if self.optional and not inventory:
@@ -274,7 +284,7 @@ class ModelLoad(Load):
             return
         known = {entry.fqn for entry in self.entries}
         self.unexpected = [key for key in inventory if key not in known]
-        custom = self.is_custom
+        custom = self.loads_customly
         # Custom loading code may know keys that nothing else knows, and may do without others.
         if self.info.strict and not custom and not self.info.fsdp_modules:
             self.problems += [Problem("Unexpected key(s) in state_dict", key) for key in self.unexpected]
@@ -361,11 +371,11 @@ class ModelLoad(Load):
             return compat.current_device(compat.comm_device_type(None, "cpu"))
         return torch.device("cpu")
 
-    def finish(self) -> _IncompatibleKeys:
+    def apply(self) -> None:
         if self.nothing:
-            return _IncompatibleKeys([], [])
+            return
         done: set[str] = set()
-        if self.is_plain():
+        if self.is_plain:
             done = {entry.load_key for entry in self.entries if entry.result is entry.value}
         loaded = {
             entry.load_key: entry.result
@@ -381,8 +391,13 @@ class ModelLoad(Load):
             if key not in self.given and key not in result.unexpected_keys:
                 result.unexpected_keys.append(key)
         missing = [key for key in result.missing_keys if key.replace(CHECKPOINT_PREFIX, "") not in done]
-        return _IncompatibleKeys(missing, result.unexpected_keys)
+        self.keys = _IncompatibleKeys(missing, result.unexpected_keys)
 
+    @property
+    def is_custom(self) -> bool:
+        return not self.is_plain
+
+    @functools.cached_property
     def is_plain(self) -> bool:
         """Whether load_state_dict() would do nothing with a tensor that is in place but copy it to itself.
 
@@ -390,7 +405,7 @@ class ModelLoad(Load):
         keys were judged before, and no code outside torch takes part.
         """
         return (
-            not self.is_custom
+            not self.loads_customly
             and not self.info.fsdp_modules
             and type(self.model).load_state_dict is nn.Module.load_state_dict
             and "load_state_dict" not in vars(self.model)
@@ -398,7 +413,7 @@ class ModelLoad(Load):
         )
 
     @functools.cached_property
-    def is_custom(self) -> bool:
+    def loads_customly(self) -> bool:
         return any(has_custom_loading(module) for module in self.model.modules())
 
 

@@ -524,8 +524,6 @@ def load_full_state(
             # With the states of some parameters alone, it would never make the others'.
             optim.state.clear()
         raise
-    assert isinstance(load, OptimizerLoad), "everything else was raised"
-    own_method(optim, "load_state_dict")(state_dict=load.result())
 
 
 def holds_source(info: StateDictInfo) -> bool:
@@ -737,6 +735,16 @@ class OptimizerLoad(Load):
                 self.want_whole(path, offered, torch.device("cpu") if offered.shape == () else device, settle)
         elif self.usable(path, offered):
             settle(offered)
+
+    @property
+    def is_custom(self) -> bool:
+        optim = self.optim
+        hooks = (*optim._optimizer_load_state_dict_pre_hooks.values(),)
+        hooks += (*optim._optimizer_load_state_dict_post_hooks.values(),)
+        return bool(hooks) or not type(optim).__module__.startswith("torch.")
+
+    def apply(self) -> None:
+        own_method(self.optim, "load_state_dict")(state_dict=self.result())
 
     def result(self) -> dict[str, Any]:
         """The state dict for the optimizer's own load_state_dict()."""

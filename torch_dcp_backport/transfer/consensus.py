@@ -12,18 +12,20 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer.errors import spell, told
+from torch_dcp_backport.transfer.errors import UNCHANGED, spell, told
 from torch_dcp_backport.transfer.post import Group, finish, post
 
 #: What has up to so many bytes takes one message: a collective's cost is its start.
 BLOCK = 16 * 1024
 LENGTH = 8
+#: What a source may announce: nobody allocates more on its word. A key takes about 100 bytes.
+MOST = 2 * 2**30
 
 
 def broadcast_bytes(data: bytes, group: Group) -> bytes:
     """The first rank's bytes, on every rank of the group."""
     source = compat.group_ranks(group)[0]
-    with told(lambda: f"nothing was changed; the inventory of rank {source} did not arrive everywhere"):
+    with told(lambda: f"{UNCHANGED}; the inventory of rank {source} did not arrive everywhere"):
         return _broadcast_bytes(data, source, group)
 
 
@@ -37,6 +39,8 @@ def _broadcast_bytes(data: bytes, source: int, group: Group) -> bytes:
     dist.broadcast(block, src=source, group=group)
     head = block.cpu().numpy().tobytes()
     length = int.from_bytes(head[:LENGTH], "big")
+    if length > MOST:
+        raise ValueError(f"an inventory of {length} bytes, where {MOST} are the most")
     left = length - (BLOCK - LENGTH)
     if left > 0:
         rest = torch.empty(left, dtype=torch.uint8, device=device)
@@ -63,6 +67,8 @@ class Mark(NamedTuple):
     digest: bytes
     #: Whether something is wrong; of all ranks: with anyone.
     troubled: bool
+    #: Whether code outside torch has a part in it that can fail later; of all ranks: anyone's.
+    custom: bool = False
     #: The budget; of all ranks: the smallest.
     staging_bytes: int = 0
     #: A device type of up to 15 letters; of all ranks: nothing if it is not the same for all that have one.
@@ -70,13 +76,12 @@ class Mark(NamedTuple):
 
     def to_bytes(self) -> bytes:
         budget, device = self.staging_bytes.to_bytes(8, "big"), self.device.encode()[:15].ljust(15, b"\0")
-        return b"".join((self.digest, bytes([self.troubled]), budget, device))
+        return b"".join((self.digest, bytes([self.troubled, self.custom]), budget, device))
 
     @classmethod
     def from_bytes(cls, row: bytes) -> Mark:
-        return cls(
-            row[:16], bool(row[16]), int.from_bytes(row[17:25], "big"), row[25:].rstrip(b"\0").decode()
-        )
+        budget, device = int.from_bytes(row[18:26], "big"), row[26:].rstrip(b"\0").decode()
+        return cls(row[:16], bool(row[16]), bool(row[17]), budget, device)
 
 
 MARK_BYTES = len(Mark(bytes(16), False).to_bytes())
@@ -88,19 +93,20 @@ def common_mark(marks: Sequence[Mark]) -> Mark:
     return Mark(
         digests.pop() if len(digests) == 1 else bytes(16),
         any(mark.troubled for mark in marks),
+        any(mark.custom for mark in marks),
         min(mark.staging_bytes for mark in marks),
         devices.pop() if len(devices) == 1 else "",
     )
 
 
-def agree_on_mark(mark: Mark, group: Group) -> Mark:
-    """What all ranks' marks come to, on every rank.
+def agree_on_mark(mark: Mark, group: Group, so_far: str = UNCHANGED) -> Mark:
+    """What all ranks' marks come to, on every rank; `so_far` is said where no agreement comes about.
 
     To the first rank and back: an all-gather takes as many steps as there are ranks on some backends.
     """
     ranks = compat.group_ranks(group)
     waited_for = ranks[1:] if dist.get_rank() == ranks[0] else ranks[:1]
-    with told(lambda: f"nothing was changed; no agreement with {spell(waited_for)}"):
+    with told(lambda: f"{so_far}; no agreement with {spell(waited_for)}"):
         return _agree_on_mark(mark, ranks, group)
 
 

@@ -28,12 +28,16 @@ class Problem(NamedTuple):
         return text
 
 
-def compose(title: str, found: Iterable[tuple[int, Problem]]) -> str:
+UNCHANGED = "nothing was changed"
+DOUBTFUL = "do not use what was being loaded"
+
+
+def compose(title: str, found: Iterable[tuple[int, Problem]], so_far: str = UNCHANGED) -> str:
     """One message of many ranks' findings; the same finding of several ranks stands once."""
     by_problem: dict[Problem, list[int]] = {}
     for rank, problem in found:
         by_problem.setdefault(problem, []).append(rank)
-    lines = [f"{title}: {len(by_problem)} problem(s), nothing was changed."]
+    lines = [f"{title}: {len(by_problem)} problem(s), {so_far}."]
     for problem, ranks in list(by_problem.items())[:SHOWN]:
         lines.append(f"  {spell(ranks)}: {problem}")
     if len(by_problem) > SHOWN:
@@ -63,10 +67,11 @@ def raise_together(
     found: Sequence[tuple[int, Problem]],
     cause: Optional[BaseException] = None,
     kind: type[Exception] = RuntimeError,
+    so_far: str = UNCHANGED,
 ) -> None:
     """Raise one error for all findings; return where there are none."""
     if found:
-        raise kind(compose(title, found)) from cause
+        raise kind(compose(title, found, so_far)) from cause
 
 
 class TransferError(RuntimeError):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.consensus import open_lane
 from torch_dcp_backport.transfer.errors import Problem, spell_doing, spell_key, told
+from torch_dcp_backport.transfer.exclusive import exclusive
 from torch_dcp_backport.transfer.layout import Box, Layout, whole
 from torch_dcp_backport.transfer.plan import (
     Agreement,
@@ -73,6 +74,17 @@ def gather(
         ValueError: a budget that is none.
         TransferError: a rank is gone, or the group's timeout is over.
     """
+    with exclusive(group, TITLE):
+        return _gather(held, make, to, group, staging_bytes)
+
+
+def _gather(
+    held: Mapping[Key, Held],
+    make: Callable[[Key], torch.Tensor],
+    to: Optional[int],
+    group: Group,
+    staging_bytes: Optional[int],
+) -> dict[Key, torch.Tensor]:
     tally = Tally("gather")
     wants = {key: Want(one.layout, one.tensor.dtype) for key, one in held.items()}
     with tally.phase("agree"):

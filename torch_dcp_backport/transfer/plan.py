@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import settings
 from torch_dcp_backport.transfer.consensus import Mark, agree_on_mark, broadcast_bytes
-from torch_dcp_backport.transfer.errors import Problem, raise_together, spell_key
+from torch_dcp_backport.transfer.errors import UNCHANGED, Problem, raise_together, spell_key
 from torch_dcp_backport.transfer.layout import Box, Layout, row_of
 from torch_dcp_backport.transfer.post import Group
 
@@ -70,6 +70,8 @@ class Agreement(NamedTuple):
     staging_bytes: int
     #: The device type of the staging buffers.
     device: str
+    #: Whether some rank's code outside torch has a part in it that can fail later.
+    custom: bool
 
     def of(self, rank: int) -> Mapping[Key, Want]:
         return self.mine if self.by_rank is None else self.by_rank[rank]
@@ -93,7 +95,23 @@ def publish(
     found = pickle.loads(received)
     if isinstance(found, list):
         raise_together(title, [(ranks[0], Problem(*problem)) for problem in found])
-    return dict(inventory or {}) if is_source else dict(found)
+    if not is_inventory(found):
+        raise RuntimeError(
+            f"{title}: {UNCHANGED}; what rank {ranks[0]} sent is no inventory. Is the same release of "
+            "torch_dcp_backport on every rank?"
+        )
+    return dict(inventory or {}) if is_source else found
+
+
+def is_inventory(found: object) -> bool:
+    """Whether what a peer announces as tensors is described as it should be; other values may be anything."""
+    return isinstance(found, dict) and all(
+        isinstance(one.dtype, torch.dtype)
+        and isinstance(one.shape, tuple)
+        and all(isinstance(size, int) and size >= 0 for size in one.shape)
+        for one in found.values()
+        if isinstance(one, TensorInfo)
+    )
 
 
 def pickled(inventory: Mapping[Key, object], problems: Sequence[Problem]) -> bytes:
@@ -123,6 +141,7 @@ def agree(
     staging_bytes: Optional[int] = None,
     device: str = "",
     condition: str = "",
+    custom: bool = False,
 ) -> Agreement:
     """Raise every rank's problems on every rank, or learn what everyone wants.
 
@@ -131,6 +150,7 @@ def agree(
     Args:
         staging_bytes: this rank's budget; None is that of the settings.
         device: the device type of this rank's tensors; nothing where it has none or of several types.
+        custom: whether code outside torch has a part in it on this rank that can fail later.
         condition: of what else must be the same on all ranks; where it is not, `by_rank` is given.
 
     Raises:
@@ -144,7 +164,7 @@ def agree(
     except ValueError as error:
         # The other ranks wait in the collective below.
         problems.append(Problem(BAD_BUDGET, got=str(error)))
-    own = Mark(digest(wants, condition), bool(problems), budget, device)
+    own = Mark(digest(wants, condition), bool(problems), custom, budget, device)
     common = agree_on_mark(own, group)
     if common.troubled:
         found = collect_problems(problems, group)
@@ -156,7 +176,7 @@ def agree(
         dist.all_gather_object(everyone, dict(wants), group=group)
         by_rank = dict(zip(ranks, everyone))
     on = compat.comm_device_type(group, common.device or "cpu")
-    return Agreement(wants, by_rank, common.staging_bytes, on)
+    return Agreement(wants, by_rank, common.staging_bytes, on, common.custom)
 
 
 Buffers = TypeVar("Buffers")
@@ -196,7 +216,7 @@ def ready(
             else:
                 problems.append(no_room("staging buffers", error))
                 cause = error
-    common = Mark(bytes(16), bool(problems), asked)
+    common = Mark(bytes(16), bool(problems), staging_bytes=asked)
     if nbytes >= SMALL:
         common = agree_on_mark(common, group)
         if common.troubled:
@@ -220,20 +240,25 @@ def no_room(what: str, error: BaseException) -> Problem:
 
 
 def agree_on_mesh(
-    problems: Sequence[Problem], title: str, groups: Sequence[Group], cause: Any = None
-) -> None:
-    """Raise every rank's problems on every rank of a mesh, given its groups, one per dimension.
+    problems: Sequence[Problem],
+    groups: Sequence[Group],
+    custom: bool = False,
+    so_far: str = UNCHANGED,
+) -> tuple[list[tuple[int, Problem]], bool]:
+    """(every rank's problems, whether any is `custom`), on every rank of a mesh with these groups.
 
-    No group may span the mesh as a whole; passing the findings on along one dimension after the
-    other reaches every rank.
+    The groups are those of its dimensions. None may span the mesh as a whole; passing the findings on along
+    one dimension after the other reaches every rank.
     """
     known: list[tuple[int, Problem]] = [(dist.get_rank(), problem) for problem in problems]
     for group in groups:
-        if agree_on_mark(Mark(bytes(16), bool(known)), group).troubled:
+        common = agree_on_mark(Mark(bytes(16), bool(known), custom), group, so_far)
+        custom = common.custom
+        if common.troubled:
             everyone: list[Any] = [None] * len(compat.group_ranks(group))
             dist.all_gather_object(everyone, known, group=group)
             known = [(rank, Problem(*problem)) for one in everyone for rank, problem in one]
-    raise_together(title, known, cause)
+    return known, custom
 
 
 def collect_problems(problems: Sequence[Problem], group: Group) -> list[tuple[int, Problem]]:

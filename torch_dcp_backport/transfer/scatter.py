@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.consensus import open_lane
-from torch_dcp_backport.transfer.errors import Problem, spell_doing, told
+from torch_dcp_backport.transfer.errors import DOUBTFUL, Problem, spell_doing, spell_key, told
 from torch_dcp_backport.transfer.layout import Box, Mesh, whole
 from torch_dcp_backport.transfer.plan import (
     Agreement,
@@ -213,9 +213,7 @@ class Route:
         verb, pieces = self.doing
         text = f"broken off while {spell_doing(verb, [piece.key for piece in pieces])}; "
         if self.written:
-            return text + spell_doing(
-                f"do not use what was being loaded: rank {self.rank} wrote", list(self.written)
-            )
+            return text + spell_doing(f"{DOUBTFUL}: rank {self.rank} wrote", list(self.written))
         return text + f"rank {self.rank} wrote nothing"
 
     # --- movement ---
@@ -414,4 +412,10 @@ class Route:
 
     def full(self, key: Key) -> torch.Tensor:
         assert self.read is not None, "only the source reads"
-        return self.read(key)
+        value, info = self.read(key), self.tensors[key]
+        if value.shape != info.shape:
+            raise RuntimeError(
+                f"{spell_key(key)} was changed while it was read: it was {info.shape} and is "
+                f"{tuple(value.shape)}"
+            )
+        return value
