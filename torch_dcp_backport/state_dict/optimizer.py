@@ -739,9 +739,8 @@ class OptimizerLoad(Load):
     @property
     def is_custom(self) -> bool:
         optim = self.optim
-        hooks = (*optim._optimizer_load_state_dict_pre_hooks.values(),)
-        hooks += (*optim._optimizer_load_state_dict_post_hooks.values(),)
-        return bool(hooks) or not type(optim).__module__.startswith("torch.")
+        hooked = optim._optimizer_load_state_dict_pre_hooks or optim._optimizer_load_state_dict_post_hooks
+        return bool(hooked) or not type(optim).__module__.startswith("torch.")
 
     def apply(self) -> None:
         own_method(self.optim, "load_state_dict")(state_dict=self.result())
