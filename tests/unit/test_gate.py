@@ -7,6 +7,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torch_dcp_backport.activation import gate
 from torch_dcp_backport.activation.gate import AFFECTED, FIXED, UNKNOWN, Facts, decide
@@ -227,3 +229,51 @@ def test_a_finder_that_forbids_torch_is_respected(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Forbids(), *sys.meta_path])
     assert gate.read_facts({}).folder is None
+
+
+@given(
+    st.integers(0, 4),
+    st.integers(0, 30),
+    st.integers(0, 9),
+    st.sampled_from(("", "a0", "rc1", ".dev20250101")),
+    st.sampled_from(("", ".post1")),
+    st.sampled_from(("", "+cu124", "+git.nv25.02", "+our.cluster.7")),
+    st.sampled_from((FIXED, AFFECTED, UNKNOWN)),
+)
+def test_any_version_is_decided_by_its_number_or_else_by_its_code(
+    major, minor, micro, pre, post, local, found
+):
+    asked = []
+
+    def probe() -> str:
+        asked.append(found)
+        return found
+
+    version = f"{major}.{minor}.{micro}{pre}{post if not pre.startswith('.dev') else ''}{local}"
+    outcome = decide(Facts("auto", version, "/torch", probe)).outcome
+    number = (major, minor)
+    if number < (2, 4):
+        assert (outcome, asked) == ("unsupported", [])
+    elif number > (2, 7) or (number == (2, 7) and not pre):
+        assert (outcome, asked) == ("not-needed", [])
+    elif not pre:
+        assert (outcome, asked) == ("pending", [])
+    else:
+        expected = {FIXED: "not-needed", AFFECTED: "pending", UNKNOWN: "unsupported"}[found]
+        assert (outcome, asked) == (expected, [found])
+
+
+@given(st.text(max_size=30))
+def test_any_text_for_a_version_is_decided(text):
+    facts = Facts("auto", text, "/torch", lambda: UNKNOWN)
+    assert decide(facts).outcome in ("unsupported", "not-needed", "pending")
+
+
+@given(st.text(max_size=20).filter(lambda text: "\0" not in text))
+def test_any_text_for_the_switch_is_one_of_three_or_an_error_that_names_them(text):
+    meant = text.strip().lower() or "auto"
+    if meant in gate.SWITCHES:
+        assert gate.read_switch({gate.VARIABLE: text}) == meant
+    else:
+        with pytest.raises(ValueError, match="off, auto, strict"):
+            gate.read_switch({gate.VARIABLE: text})
