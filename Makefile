@@ -38,4 +38,4 @@ lint:
 
 # Builds, checks what is inside, installs into a clean environment, and runs from outside the tree.
 wheel:
-	$(LANES) run lint -- python tools/check_wheel.py
+	$(LANES) run lint -- python tools/check_wheel.py "$$($(LANES) make 2.6)"

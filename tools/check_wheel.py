@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Build wheel and sdist, check what is inside, install the wheel into a clean environment, import it.
+"""Build wheel and sdist, check what is inside, install the wheel into clean environments, use it from there.
 
-Runs in the lint lane (it has `build` and hatchling). Touches nothing in the checkout.
+    check_wheel.py PYTHON-WITH-TORCH
+
+Runs in the lint lane (it has `build`, hatchling and mypy). Touches nothing in the checkout.
 """
 
 from __future__ import annotations
@@ -25,16 +27,23 @@ def main() -> int:
         (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
         run(sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist))
         check_contents(wheel, sdist)
-        check_install(wheel, Path(folder))
+        check_without_torch(wheel, Path(folder))
+        check_with_torch(wheel, Path(folder), sys.argv[1])
     print("wheel and sdist are sound")
     return 0
 
 
-def run(*command: str) -> str:
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+def run(*command: str, cwd: Path = ROOT) -> str:
+    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, text=True, env=clean())
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}")
     return done.stdout
+
+
+def clean() -> dict[str, str]:
+    """Without what would put the checkout in front of the installed package."""
+    ours = ("PYTHONPATH", "TORCH_DCP_BACKPORT")
+    return {key: value for key, value in os.environ.items() if key not in ours}
 
 
 def check_contents(wheel: Path, sdist: Path) -> None:
@@ -47,28 +56,54 @@ def check_contents(wheel: Path, sdist: Path) -> None:
         raise SystemExit("the wheel is not typed: py.typed is missing")
     with tarfile.open(sdist) as archive:
         inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    for name in ("README.md", "LICENSE", "CHANGELOG.md", "patches/README.md", "tests/unit/test_gate.py"):
-        if name not in inside:
-            raise SystemExit(f"the sdist lacks {name}")
+    known = {name for name in run("git", "ls-files").split() if not name.startswith(".")} | {"PKG-INFO"}
+    files = {name for name in inside if not any(other.startswith(f"{name}/") for other in inside)}
+    if files - {".gitignore"} != known:
+        raise SystemExit(f"sdist and git differ: {sorted((files - {'.gitignore'}) ^ known)}")
 
 
-def check_install(wheel: Path, folder: Path) -> None:
-    """Without torch there is nothing to patch: the import warns, and says so."""
-    env = folder / "env"
+def installed(wheel: Path, env: Path) -> str:
+    """The Python of a new environment with the wheel, without what it depends on."""
     venv.create(env, with_pip=True)
     python = str(env / "bin" / "python")
-    run(python, "-m", "pip", "install", "--quiet", "packaging>=21", "wrapt>=1.16")
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel))
+    return python
+
+
+def check_with_torch(wheel: Path, folder: Path, lane: str) -> None:
+    """Beside the packages of a lane: nothing is in conflict, and all works from outside the tree."""
+    python = installed(wheel, folder / "torch")
+    site = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own, other = (Path(run(one, "-c", site).strip()) for one in (python, lane))
+    (own / "lane.pth").write_text(f"{other}\n")
+    print(run(python, "-m", "pip", "check"), end="")
+    command = str(Path(python).with_name("torch-dcp-backport"))
+    status = run(command, "status", cwd=folder)
+    if "applied" not in status and "pending" not in status:
+        raise SystemExit(f"the installed command says:\n{status}")
+    code = "import sys, torch_dcp_backport as t; print(t.status().outcome, sys.argv)"
+    (folder / "program.py").write_text(code)
+    program = run(command, "run", "-m", "program", "--lr", "1", cwd=folder)
+    if not program.startswith("pending") or "'--lr', '1']" not in program:
+        raise SystemExit(f"a program that the installed command runs says: {program}")
+    print(run(command, "verify", "--size", "tiny", "--no-plot", cwd=folder), end="")
+    sample = folder / "typed_client.py"
+    sample.write_text((ROOT / "tests" / "typed_client.py").read_text())
+    checker = ("-m", "mypy", "--strict", "--python-executable", python, "--cache-dir", str(folder / "mypy"))
+    print(run(sys.executable, *checker, sample.name, cwd=folder), end="")
+
+
+def check_without_torch(wheel: Path, folder: Path) -> None:
+    """Without torch there is nothing to patch: the import warns, and says so."""
+    python = installed(wheel, folder / "env")
+    run(python, "-m", "pip", "install", "--quiet", "packaging>=21", "wrapt>=1.16")
     code = (
         "import torch_dcp_backport as t, importlib.metadata as m, sys;"
         "assert t.__version__ == m.version('torch-dcp-backport');"
         "assert t.status().outcome == 'unsupported', t.status();"
         "assert 'site-packages' in t.__file__; print(t.status())"
     )
-    clean = {
-        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TORCH_DCP_BACKPORT")
-    }
-    done = subprocess.run([python, "-W", "error::RuntimeWarning", "-c", code], cwd=folder, env=clean)
+    done = subprocess.run([python, "-W", "error::RuntimeWarning", "-c", code], cwd=folder, env=clean())
     if done.returncode:
         raise SystemExit("the installed wheel does not import")
 

@@ -63,6 +63,14 @@ REPORT_CODES = "exit codes: 0 printed; 2 wrong usage"
 STATUS_CODES = "exit codes: 0 applied, pending, not-needed, disabled; 1 unsupported, conflict; 2 wrong usage"
 
 
+def console() -> int:
+    """The installed command `torch-dcp-backport`, which is `python -m torch_dcp_backport`."""
+    # There Python puts the working directory first, here the folder of the command.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()
+    return main(sys.argv[1:])
+
+
 def main(argv: list[str]) -> int:
     command, rest = (argv[0], argv[1:]) if argv else ("", [])
     if command == "status":
