@@ -1,4 +1,4 @@
-"""What a client's type checker sees: tools/check_wheel.py runs `mypy --strict` on it beside the installed wheel."""
+"""What a client's type checker sees; tools/check_wheel.py runs `mypy --strict` on it."""
 
 from __future__ import annotations
 
