@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport import transfer
+from torch_dcp_backport.regression import meter
 from torch_dcp_backport.state_dict import collect, load, optimizer
 from torch_dcp_backport.state_dict import model as model_module
 from torch_dcp_backport.transfer.staging import Staging
@@ -156,15 +157,10 @@ class Scene:
 
 def tensor_bytes(scene: Scene) -> int:
     """Of all tensors but the model's or optimizer's own."""
-    gc.collect()
-    found = {}
-    for one in gc.get_objects():
-        if type(one) in (torch.Tensor, nn.Parameter) and not one.is_meta and one.layout is torch.strided:
-            with contextlib.suppress(NotImplementedError):  # a tensor that is just being freed
-                found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+    found = meter.live_storages()
     for value in scene.values().values():
-        found.pop(value.untyped_storage().data_ptr(), None)
-    return sum(found.values())
+        found.pop((str(value.device), value.untyped_storage().data_ptr()), None)
+    return sum(nbytes for nbytes, _ in found.values())
 
 
 def hooks_of(scene: Scene) -> list[int]:

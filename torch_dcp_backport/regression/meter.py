@@ -6,6 +6,7 @@ It must never hold on to what it measures and must never guess: where there is n
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -91,6 +92,30 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
         if storage.device.type != "meta":
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def live_storages() -> dict[tuple[str, int], tuple[int, str]]:
+    """(device, address) -> (bytes, a tensor that holds it) of every storage that Python can reach.
+
+    A view keeps its whole storage alive, and counts as such. What only C++ holds (autograd's saved tensors)
+    is not seen.
+    """
+    import torch
+
+    plain = torch.Tensor.__torch_dispatch__
+    gc.collect()
+    found: dict[tuple[str, int], tuple[int, str]] = {}
+    for one in gc.get_objects():
+        # By type: isinstance would wake up lazy modules and proxies. Wrappers such as DTensor hold others.
+        if not issubclass(type(one), torch.Tensor) or type(one).__torch_dispatch__ is not plain:
+            continue
+        # Sparse tensors have no storage of their own, nor has one that is just being freed.
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            storage = one.untyped_storage()
+            if storage.device.type != "meta" and storage.nbytes():
+                holder = f"{tuple(one.shape)} {one.dtype}".replace("torch.", "")
+                found[str(storage.device), storage.data_ptr()] = storage.nbytes(), holder
+    return found
 
 
 @dataclass
