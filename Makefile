@@ -2,7 +2,7 @@
 PYTHON ?= python3
 LANES = $(PYTHON) tools/lanes.py
 
-.PHONY: demo test test-ends test-matrix conformance reliability lint wheel
+.PHONY: demo test test-ends test-matrix examples conformance reliability lint wheel
 
 # The main job: a real model's out-of-memory on torch 2.6.0, and the cure.
 demo:
@@ -18,6 +18,10 @@ test-ends:
 
 test-matrix: test-ends
 	$(MAKE) test ALSO="2.4 2.5 2.7"
+
+# What is in examples/, on four ranks.
+examples:
+	$(LANES) test 2.6 current -- tests/examples
 
 # Records what native torch, ours and stock torch give in every scenario, and writes docs/conformance.md.
 conformance:

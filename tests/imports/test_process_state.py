@@ -84,7 +84,7 @@ torch_dcp_backport.deactivate()
         assert facts["meta_path"] == []
         assert not facts["ours"]
         assert not facts["wrapt"]
-        assert facts["grown"] < 4 * MIB
+        assert facts["grown"] < 8 * MIB
         heavy = [name for name in facts["new"] if name.partition(".")[0] not in ("packaging", "ast", "_ast")]
         assert heavy == []
 
@@ -133,4 +133,5 @@ for _ in range(3):
     assert facts["replaced"] == []
     assert facts["new"] == []
     if AFFECTED:  # else it is torch's own that ran
-        assert facts["grown"] < 4 * MIB
+        # 20 models have 80 MiB; allocators keep some for the next.
+        assert facts["grown"] < 16 * MIB

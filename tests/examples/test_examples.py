@@ -1,0 +1,44 @@
+"""Every example runs as its first lines say, on four ranks, on a broken and on a current torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+#: What rank 0 says at the end.
+SAYS = {
+    "fsdp2_full_state": r"19 tensors loaded, trained, saved and loaded again\n.*(applied|not-needed)",
+    "hsdp_full_state": "8 tensors on 2 replicas of 2 shards",
+    "lora_from_meta": "4 base weights loaded, 8 adapters saved",
+    "tp_fsdp2_full_state": r"16 tensors; model\[0\].up.weight is placed as \(_StridedShard",
+}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_as_it_says(example: Path) -> None:
+    (command,) = re.findall(r"^    torchrun (.*)$", example.read_text(), re.MULTILINE)
+    arguments = ["-m", "torch.distributed.run", "--standalone", *shlex.split(command)]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(SAYS[example.stem], done.stdout), done.stdout
+
+
+def test_each_is_listed() -> None:
+    listed = (ROOT / "README.md").read_text()
+    assert [path.name for path in EXAMPLES if f"examples/{path.name}" not in listed] == []
