@@ -19,7 +19,7 @@ test-ends:
 test-matrix: test-ends
 	$(MAKE) test ALSO="2.4 2.5 2.7"
 
-# What is in examples/, on four ranks.
+# What is in examples/, on four ranks, and every command and program in README and docs/.
 examples:
 	$(LANES) test 2.6 current -- tests/examples
 

@@ -75,6 +75,7 @@ def main() -> None:
         assert all(torch.equal(again[key], value) for key, value in model_state.items())
         print(f"{len(again)} tensors loaded, trained, saved and loaded again")
         print(torch_dcp_backport.status())
+    dist.barrier()  # nobody leaves while others still talk to it
     dist.destroy_process_group()
 
 

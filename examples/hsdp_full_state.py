@@ -52,6 +52,7 @@ def main() -> None:
         print(f"{len(again)} tensors on {groups} replicas of 2 shards")
         if torch_dcp_backport.status().outcome == "applied":
             print("the last transfer:", torch_dcp_backport.transfer.last_report())
+    dist.barrier()  # nobody leaves while others still talk to it
     dist.destroy_process_group()
 
 

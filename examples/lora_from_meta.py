@@ -67,6 +67,7 @@ def main() -> None:
         assert sorted(adapters) == sorted(f"{i}.{name}" for i in range(4) for name in "ab")
         print(f"{len(state)} base weights loaded, {len(adapters)} adapters saved")
         print("missing in the checkpoint, as meant:", keys.missing_keys)
+    dist.barrier()  # nobody leaves while others still talk to it
     dist.destroy_process_group()
 
 

@@ -61,6 +61,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         assert all(torch.equal(again[key], value) for key, value in state.items())
         print(f"{len(again)} tensors; model[0].up.weight is placed as {model[0].up.weight.placements}")
+    dist.barrier()  # nobody leaves while others still talk to it
     dist.destroy_process_group()
 
 

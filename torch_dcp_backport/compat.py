@@ -25,6 +25,8 @@ else:
     except ImportError:  # torch 2.4 and 2.5
         from torch.distributed._composable.fsdp import FSDPModule
 
+#: Tensors with no behaviour of their own. torch 2.4 has no `Buffer`.
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter))
 HAS_STRIDED = hasattr(placement_types, "_StridedShard")
 
 __all__ = [

@@ -75,7 +75,7 @@ it. One after the other is fine, in the same order on every rank.
 - Options that differ between ranks (`full_state_dict` here and not there) make ranks call different collectives: they end
   in the group's timeout.
 - `state_dict()` hooks that fail on one rank in a save: the others wait for the timeout, see above.
-- FSDP1 takes torch's own path.
+- FSDP1: its hooks are torch's own, with collectives of their own.
 - Faults on accelerators: the tests use processes on the CPU.
 """
 

@@ -165,7 +165,7 @@ def is_direct(value: torch.Tensor, owner: nn.Module, info: StateDictInfo) -> boo
         return type(compat.local_part(value)) is torch.Tensor
     if info.fsdp_modules or is_lazy(value) or has_custom_loading(owner):
         return False
-    return type(value) in (torch.Tensor, nn.Parameter, nn.Buffer if hasattr(nn, "Buffer") else nn.Parameter)
+    return type(value) in compat.PLAIN_TENSORS
 
 
 def has_custom_loading(module: nn.Module) -> bool:

@@ -1,0 +1,76 @@
+"""Every command and every program in README and docs runs as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: Commands that other parts of CI run.
+ELSEWHERE = {
+    "make demo": "with --size tiny, tools/check_wheel.py",
+    "make test": ".ci/run",
+    "pytest --pyargs torch_dcp_backport.regression": "make test",
+    "python -m torch_dcp_backport verify --size tiny": "without a picture, tools/check_wheel.py",
+    "python -m torch_dcp_backport verify --size tiny --no-plot": "tools/check_wheel.py",
+}
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """(page, text) of every block of this language."""
+    return [
+        (page.name, text)
+        for page in PAGES
+        for text in re.findall(rf"^ *```{language}\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    ]
+
+
+COMMANDS = {
+    command
+    for _, text in blocks("bash")
+    for line in text.splitlines()
+    for command in [re.sub(r"\s+#.*", "", line).strip()]
+    if command
+}
+
+
+def run(command: str | list[str], folder: Path) -> None:
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    done = subprocess.run(
+        command,
+        shell=isinstance(command, str),
+        cwd=folder,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS - set(ELSEWHERE)))
+def test_a_command_does_what_it_is_shown_for(command: str, tmp_path: Path) -> None:
+    run(command, tmp_path)
+
+
+def test_what_others_run_is_still_shown() -> None:
+    assert set(ELSEWHERE) <= COMMANDS
+
+
+@pytest.mark.parametrize(("page", "program"), blocks("python"))
+def test_a_program_runs(page: str, program: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(program)
+    run([sys.executable, "program.py"], tmp_path)
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
