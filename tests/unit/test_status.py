@@ -15,7 +15,7 @@ APPLIED = Status(
     "auto",
     "2.6.0",
     replaced=(("torch.a", ("f", "g")), ("torch.b", ("h",))),
-    records=("0001-x", "0002-y"),
+    records=("0001-full-tensor-kept-alive", "0002-bad-input-loads-or-hangs"),
     late_bindings=("train.f",),
     out_of_reach=("list in train.kept",),
     overridden=("torch.a.g",),
@@ -47,7 +47,8 @@ def test_text_lists_what_was_done() -> None:
         "2 names in torch.a:",
         "f, g",
         "1 names in torch.b:",
-        "patches/:\n               0001-x, 0002-y\n",
+        "defects of torch:\n               0001 every rank keeps the full model alive\n",
+        "https://github.com/pytorch/pytorch/pull/142845\n               0002 bad input loads silently",
     ):
         assert part in text
     assert "train.f" in text.split("bound early")[1]
@@ -72,10 +73,13 @@ def test_off_is_told_how_to_switch_on() -> None:
 def test_data_survives_json() -> None:
     data = json.loads(json.dumps(APPLIED.to_dict()))
     assert data == APPLIED.to_dict()
+    assert data["upstream"]["0001-full-tensor-kept-alive"] == [
+        "https://github.com/pytorch/pytorch/pull/142845"
+    ]
     assert data["replaced"] == {"torch.a": ["f", "g"], "torch.b": ["h"]}
     assert data["fingerprint"] == APPLIED.fingerprint
     assert data["version"] == __version__
-    assert set(data) == {*Status._fields, "fingerprint"}
+    assert set(data) == {*Status._fields, "fingerprint", "upstream"}
 
 
 def test_fingerprint_is_known_beforehand() -> None:

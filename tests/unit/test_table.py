@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -9,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from torch_dcp_backport.activation import replace
-from torch_dcp_backport.activation.table import FIRST, FIXED_IN, STATE_DICT, STATE_DICT_UTILS, TABLE, Target
+from torch_dcp_backport.activation.table import (
+    FIRST,
+    FIXED_IN,
+    RECORDS,
+    STATE_DICT,
+    STATE_DICT_UTILS,
+    TABLE,
+    Target,
+)
 
 TORCH = tuple(int(part) for part in version("torch").split(".")[:2])
 affected = pytest.mark.skipif(
@@ -41,6 +50,9 @@ def test_records_and_patches_name_each_other() -> None:
     folder = Path(__file__).resolve().parents[2] / "patches"
     written = {path.stem for path in folder.glob("[0-9]*.md")}
     assert {record for target in TABLE.targets for record in target.records} == written
+    for record, (_, links) in RECORDS.items():
+        (row,) = re.findall(r"^\| Upstream \|(.*)\|$", (folder / f"{record}.md").read_text(), re.MULTILINE)
+        assert tuple(re.findall(r"\((https://[^)]*)\)", row)) == links
 
 
 def test_provider_has_every_name_on_every_torch() -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch_dcp_backport._version import __version__
 from torch_dcp_backport.activation.gate import VARIABLE
-from torch_dcp_backport.activation.table import FIXED_IN
+from torch_dcp_backport.activation.table import FIXED_IN, RECORDS
 
 # What each outcome means to somebody who has not read the code.
 MEANING = {
@@ -60,6 +60,7 @@ class Status(NamedTuple):
         data["replaced"] = {module: list(names) for module, names in self.replaced}
         for name in ("records", "late_bindings", "out_of_reach", "overridden"):
             data[name] = list(getattr(self, name))
+        data["upstream"] = {record: list(_upstream(record)[1]) for record in self.records}
         data["fingerprint"] = self.fingerprint
         return data
 
@@ -73,7 +74,7 @@ class Status(NamedTuple):
         for module, names in self.replaced:
             lines += [f"  replaced     {len(names)} names in {module}:", *_wrapped(names)]
         if self.records:
-            lines += ["  because of   these defects, described in patches/:", *_wrapped(self.records)]
+            lines += ["  because of   these defects of torch:", *map(_record, self.records)]
         if self.late_bindings:
             lines += ["  bound early  and given the replacement afterwards:", *_wrapped(self.late_bindings)]
         if self.out_of_reach:
@@ -89,6 +90,16 @@ class Status(NamedTuple):
             f"  fingerprint  {self.fingerprint} (compare between ranks)",
         ]
         return "\n".join(lines)
+
+
+def _upstream(record: str) -> tuple[str, tuple[str, ...]]:
+    """What a record is about, and its links."""
+    return RECORDS.get(record, (record, ()))
+
+
+def _record(record: str) -> str:
+    about, links = _upstream(record)
+    return f"{'':15}{record[:4]} {about}" + "".join(f"\n{'':20}{link}" for link in links)
 
 
 def _wrapped(names: tuple[str, ...], width: int = 96) -> list[str]:

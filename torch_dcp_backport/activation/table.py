@@ -25,6 +25,23 @@ GATHERS_TO_ALL = "0007-full-get-gathers-to-every-rank"
 LIVE_COPY = "0008-cpu-copy-is-the-live-state"
 FORMATS = "0009-not-every-tensor-travels"
 
+# What each is about, and where upstream has it: the pull requests or issues that its record names.
+_PULL, _ISSUE = "https://github.com/pytorch/pytorch/pull/", "https://github.com/pytorch/pytorch/issues/"
+RECORDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    KEPT_ALIVE: ("every rank keeps the full model alive", (_PULL + "142845",)),
+    BAD_INPUT: ("bad input loads silently, half, or hangs", ()),
+    REPLACED: ("a load from meta unties tied weights", (_ISSUE + "143181",)),
+    OVERWRITTEN: ("the caller's dict is overwritten", ()),
+    NEVER_FREED: ("a model is never freed", (_PULL + "149354",)),
+    OPTIMIZER: ("loading an optimizer fails or loses values", (_PULL + "147730", _PULL + "165228")),
+    GATHERS_TO_ALL: ("a full get gathers every tensor on every rank", ()),
+    LIVE_COPY: ("the copy for an asynchronous save is the live state", (_PULL + "146852", _PULL + "156092")),
+    FORMATS: (
+        "tensors that are not contiguous arrive permuted, float8 not at all",
+        ("https://github.com/NVIDIA/physicsnemo/issues/1614",),
+    ),
+}
+
 
 class Target(NamedTuple):
     """One name in one of torch's modules; the provider has the replacement under the same name."""
