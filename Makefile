@@ -19,9 +19,11 @@ test-ends:
 test-matrix: test-ends
 	$(MAKE) test ALSO="2.4 2.5 2.7"
 
-# What is in examples/, on four ranks, and every command and program in README and docs/.
+# What is in examples/, on four ranks, and every command and program in README and docs/. Not on torch 2.13: once in
+# ten times, with or without us, its processes abort at exit after a DTensor.full_tensor() on the CPU ("terminate
+# called without an active exception").
 examples:
-	$(LANES) test 2.6 current -- tests/examples
+	$(LANES) test 2.6 2.7 -- tests/examples
 
 # Records what native torch, ours and stock torch give in every scenario, and writes docs/conformance.md.
 conformance:
