@@ -52,6 +52,10 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     if packed != set(tracked):
         raise SystemExit(f"wheel and git differ: {sorted(packed ^ set(tracked))}")
+    (points,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("entry_points.txt"))
+    sections = [line for line in zipfile.ZipFile(wheel).read(points).decode().splitlines() if line[:1] == "["]
+    if sections != ["[console_scripts]"]:
+        raise SystemExit(f"more than the command starts by itself: {sections}")
     if "torch_dcp_backport/py.typed" not in packed:
         raise SystemExit("the wheel is not typed: py.typed is missing")
     with tarfile.open(sdist) as archive:

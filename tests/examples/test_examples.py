@@ -1,4 +1,4 @@
-"""Every example runs as its first lines say, on four ranks, on a torch that needs the fix and on one that has it."""
+"""Every example runs as its first lines say, on four ranks."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ TOLD = "told"
 BROKEN = "broken off"
 
 #: Of the process groups whose transfers are broken off, in seconds.
-TIMEOUT = 2.0
+TIMEOUT = 3.0
 WORLD = 4
 SIZE, LAYERS = 512, 4
 KEYS = [f"{number}.{name}" for number in range(LAYERS) for name in ("weight", "bias")]

@@ -31,8 +31,8 @@ def limit(*, keeps: int | None = None, peak: int | None = None) -> Iterator[Figu
     """Fail if the block keeps, or needs at its peak, more than so many bytes in this process.
 
     Args:
-        keeps: most bytes of tensors that the block may leave alive. Counted exactly, storage by storage: a
-            view of a large tensor counts as the large tensor; meta tensors count as nothing.
+        keeps: most bytes of tensors that the block may leave alive. Counted storage by storage: a view of a
+            large tensor counts as the large tensor; meta tensors, and what only C++ holds, count as nothing.
         peak: most bytes of memory above the state before the block. The host's includes what allocators
             round up, so leave some MiB.
 
@@ -42,6 +42,7 @@ def limit(*, keeps: int | None = None, peak: int | None = None) -> Iterator[Figu
     """
     figures = Figures()
     before = meter.live_storages()
+    meter.trim()
     base, exact = meter.resident(), meter.forget_peak()
     devices = _forget_cuda_peaks()
     if peak is not None and (base is None or not exact):
@@ -50,7 +51,12 @@ def limit(*, keeps: int | None = None, peak: int | None = None) -> Iterator[Figu
     highest = meter.peak_resident()
     if base is not None and highest is not None and exact:
         figures.peak = max([highest - base, *_cuda_peaks(devices)])
-    new = {key: found for key, found in meter.live_storages().items() if key not in before}
+    # By size too: an address may be used again.
+    new = {
+        key: found
+        for key, found in meter.live_storages().items()
+        if key not in before or before[key][0] != found[0]
+    }
     figures.kept = sum(nbytes for nbytes, _ in new.values())
     if keeps is not None and figures.kept > keeps:
         largest = sorted(((*found, device) for (device, _), found in new.items()), reverse=True)[:SHOWN]
@@ -91,4 +97,8 @@ def _forget_cuda_peaks() -> dict[int, int]:
 def _cuda_peaks(devices: dict[int, int]) -> list[int]:
     import torch
 
-    return [torch.cuda.max_memory_allocated(index) - before for index, before in devices.items()]
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    # Without a figure from before, it was initialised since.
+    indices = range(torch.cuda.device_count())
+    return [torch.cuda.max_memory_allocated(index) - devices.get(index, 0) for index in indices]

@@ -6,6 +6,7 @@ It must never hold on to what it measures and must never guess: where there is n
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import threading
 import time
@@ -43,6 +44,12 @@ def peak_resident() -> int | None:
 def private_data() -> int | None:
     """What RLIMIT_DATA counts: private writable memory, touched or not."""
     return _status("VmData")
+
+
+def trim() -> None:
+    """Give back what the allocator kept of freed memory: using it again would not show."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def forget_peak() -> bool:
@@ -97,8 +104,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def live_storages() -> dict[tuple[str, int], tuple[int, str]]:
     """(device, address) -> (bytes, a tensor that holds it) of every storage that Python can reach.
 
-    A view keeps its whole storage alive, and counts as such. What only C++ holds (autograd's saved tensors)
-    is not seen.
+    A view keeps its whole storage alive, and counts as such. What only C++ holds (autograd's saved tensors, a
+    gradient that nobody read) is not seen.
     """
     import torch
 

@@ -33,17 +33,37 @@ def dcp_memory() -> Callable[..., contextlib.AbstractContextManager[memory.Figur
     return memory.limit
 
 
+def limits_of(item: pytest.Item) -> dict[str, int]:
+    """Of all its markers; the closest one's figure counts."""
+    found: dict[str, int] = {}
+    for marker in item.iter_markers("dcp_memory"):
+        if marker.args or not marker.kwargs or marker.kwargs.keys() - {"keeps", "peak"}:
+            raise pytest.UsageError(
+                f"{item.nodeid}: dcp_memory takes keeps=bytes and peak=bytes, at least one"
+            )
+        found = {**marker.kwargs, **found}
+    return found
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if limits_of(item) and type(item) is not pytest.Function:
+            raise pytest.UsageError(
+                f"{item.nodeid}: dcp_memory marks functions; use memory.limit in this test"
+            )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
     """Puts the block around a marked test; pytest's own hook calls it then."""
-    marker = pyfuncitem.get_closest_marker("dcp_memory")
-    if marker is None:
+    limits = limits_of(pyfuncitem)
+    if not limits:
         return
     test = pyfuncitem.obj
 
     @functools.wraps(test)
     def held(*args: object, **kwargs: object) -> object:
-        with memory.limit(**marker.kwargs):
+        with memory.limit(**limits):
             return test(*args, **kwargs)
 
     pyfuncitem.obj = held

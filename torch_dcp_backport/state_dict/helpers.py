@@ -13,7 +13,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.collect import check_types, rebuild, untouched, whole_tree
 from torch_dcp_backport.state_dict.cpu_copy import Tree
 from torch_dcp_backport.state_dict.load import Load, copy_slices, inventory_of, own_rank, run, snapshot
-from torch_dcp_backport.transfer import TensorInfo, raise_together
+from torch_dcp_backport.transfer import Tally, TensorInfo, raise_together
 
 #: FQN -> tensor or small value.
 FlatDict = dict[str, Any]
@@ -126,7 +126,7 @@ def distribute_tensors(
     load.plan(inventory_of(full))
     load.local.update(load.small)
     raise_together(load.title, [(own_rank(), problem) for problem in load.problems])
-    copy_slices(load, full)
+    copy_slices(load, full, Tally("slice"))
     load.destinations.clear()
     local_state_dict.update(load.local)
 

@@ -6,6 +6,9 @@ here and in `transfer`.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
@@ -34,6 +37,8 @@ from torch_dcp_backport.transfer.layout import Box, Layout, Mesh, mesh_of, whole
 from torch_dcp_backport.transfer.plan import agree_on_mesh, no_room
 
 Key = Hashable
+
+logger = logging.getLogger(__name__)
 
 
 class Destination(NamedTuple):
@@ -174,13 +179,20 @@ def run(
             RuntimeError on the others.
     """
     try:
-        if broadcast:
-            with exclusive(group, load.title):
-                apply_together(load, [group], run_broadcast(load, given, group))
-        else:
+        with contextlib.ExitStack() as alone:
+            if broadcast:
+                alone.enter_context(exclusive(group, load.title))
+                custom, targets = run_broadcast(load, given, group)
+                finish_together(load, lambda: settle(load, targets), [group], custom)
+                return
             meshes = load.meshes() if dist.is_initialized() else []
-            groups = compat.mesh_groups(max(meshes, key=lambda one: one.size())) if meshes else []
-            apply_together(load, groups, run_local(load, given, groups))
+            groups = compat.mesh_groups(max(meshes, key=lambda one: one.size())) if meshes else ()
+            for one in groups:
+                alone.enter_context(exclusive(one, load.title))
+            tally = Tally("slice")
+            with tally.phase("agree"):
+                custom = plan_local(load, given, groups)
+            finish_together(load, lambda: copy_slices(load, given, tally), groups, custom)
     finally:
         # They refer to the load: without a cycle, what it touched is freed as soon as nobody needs it.
         load.destinations.clear()
@@ -191,68 +203,79 @@ def snapshot(given: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
     Other mappings may make their tensors anew each time; they are read as needed.
     """
-    return dict(given) if isinstance(given, dict) else given
+    return dict(given) if type(given) in (dict, OrderedDict) else given
 
 
-def apply_together(load: Load, groups: Sequence[Optional[dist.ProcessGroup]], custom: bool) -> None:
-    """`load.apply()`; where it may fail on one rank alone (`custom`, on any), the others hear of it."""
+def finish_together(
+    load: Load, last: Callable[[], None], groups: Sequence[Optional[dist.ProcessGroup]], custom: bool
+) -> None:
+    """`last()` and `load.apply()`; where code outside torch takes part on any rank, all hear of a failure."""
     try:
+        last()
         load.apply()
     except Exception as error:
-        if custom:
-            agree_on_mesh([problem_of(error)], groups, so_far=DOUBTFUL)
+        if custom and groups:
+            # Now, in case that the others never come to the agreement.
+            logger.error("%s: %s", load.title, problem_of(error))
+            with contextlib.suppress(Exception):
+                agree_on_mesh([problem_of(error)], groups, so_far=DOUBTFUL)
         raise
-    if custom:
+    if custom and groups:
         found, _ = agree_on_mesh([], groups, so_far=DOUBTFUL)
         raise_together(load.title, found, so_far=DOUBTFUL)
 
 
-def run_broadcast(load: Load, given: Mapping[Any, Any], group: Optional[dist.ProcessGroup]) -> bool:
-    """Whether code outside torch takes part in what is left to do, on any rank."""
+def run_broadcast(
+    load: Load, given: Mapping[Any, Any], group: Optional[dist.ProcessGroup]
+) -> tuple[bool, dict[Key, Target]]:
+    """(whether code outside torch takes part in what is left to do, on any rank; the filled tensors)."""
     tally = Tally("scatter")
-    is_source = dist.get_rank(group) == 0
-    with tally.phase("inventory"):
-        mine = inventory_of(given) if is_source and not load.problems else None
-        inventory = publish(mine, load.problems, load.title, group)
-    with tally.phase("agree"):
-        cause = guarded_plan(load, inventory)
-        wants = {key: Want(one.layout, one.dtype) for key, one in load.destinations.items()}
-        # Counters of steps are on the host with an accelerator's optimizer too.
-        kinds = {one.device.type for one in load.destinations.values() if one.layout.shape}
-        kind = kinds.pop() if len(kinds) == 1 else ""
-        relays = relays_of(load, group)
-        condition = "relays" if relays is not None else ""
-        agreement = agree(
-            wants,
-            load.problems,
-            load.title,
-            group,
-            cause,
-            device=kind,
-            condition=condition,
-            custom=load.is_custom,
-        )
-    targets: dict[Key, Target] = {}
-    problems: list[Problem] = []
-    trouble: Optional[BaseException] = None
+    cause: Optional[BaseException] = None
     try:
-        targets = make_targets(load)
-    except (RuntimeError, MemoryError) as error:
-        problems, trouble = [no_room("what is loaded", error)], error
-    scatter(
-        lambda key: given[key],
-        inventory,
-        targets,
-        agreement,
-        group=group,
-        relays=relays,
-        tally=tally,
-        title=load.title,
-        problems=problems,
-        cause=trouble,
-    )
-    settle(load, targets)
-    return agreement.custom
+        is_source = dist.get_rank(group) == 0
+        with tally.phase("inventory"):
+            mine, cause = guarded_inventory(load, given) if is_source else (None, None)
+            inventory = publish(mine, load.problems, load.title, group)
+        with tally.phase("agree"):
+            cause = guarded_plan(load, inventory) or cause
+            wants = {key: Want(one.layout, one.dtype) for key, one in load.destinations.items()}
+            # Counters of steps are on the host with an accelerator's optimizer too.
+            kinds = {one.device.type for one in load.destinations.values() if one.layout.shape}
+            kind = kinds.pop() if len(kinds) == 1 else ""
+            relays = relays_of(load, group)
+            condition = "relays" if relays is not None else ""
+            agreement = agree(
+                wants,
+                load.problems,
+                load.title,
+                group,
+                cause,
+                device=kind,
+                condition=condition,
+                custom=fails_alone(load),
+            )
+        targets: dict[Key, Target] = {}
+        problems: list[Problem] = []
+        try:
+            targets = make_targets(load)
+        except (RuntimeError, MemoryError) as error:
+            problems, cause = [no_room("what is loaded", error)], error
+        scatter(
+            lambda key: given[key],
+            inventory,
+            targets,
+            agreement,
+            group=group,
+            relays=relays,
+            tally=tally,
+            title=load.title,
+            problems=problems,
+            cause=cause,
+        )
+        return agreement.custom, targets
+    finally:
+        # An error that its own traceback holds on to keeps alive what it touched.
+        cause = None
 
 
 def relays_of(
@@ -270,20 +293,15 @@ def relays_of(
     return found if carried else None
 
 
-def run_local(load: Load, given: Mapping[Any, Any], groups: Sequence[Optional[dist.ProcessGroup]]) -> bool:
-    """As `run_broadcast`; the ranks of these groups take part."""
-    tally = Tally("slice")
-    with tally.phase("agree"):
-        custom = plan_local(load, given, groups)
+def copy_slices(load: Load, given: Mapping[Any, Any], tally: Tally) -> None:
+    """Every destination from this rank's own dict; a DTensor there has the destination's layout."""
     with tally.phase("move"):
-        copy_slices(load, given)
+        _copy_slices(load, given)
     tally.tensors = len(load.destinations)
     tally.close()
-    return custom
 
 
-def copy_slices(load: Load, given: Mapping[Any, Any]) -> None:
-    """Every destination from this rank's own dict; a DTensor there has the destination's layout."""
+def _copy_slices(load: Load, given: Mapping[Any, Any]) -> None:
     targets = make_targets(load)
     for key, target in targets.items():
         if not target.box.numel:
@@ -297,8 +315,9 @@ def copy_slices(load: Load, given: Mapping[Any, Any]) -> None:
 
 
 def plan_local(load: Load, given: Mapping[Any, Any], groups: Sequence[Optional[dist.ProcessGroup]]) -> bool:
-    inventory = {} if load.problems else inventory_of(given, whole_only=False)
-    cause = guarded_plan(load, inventory)
+    """Whether code outside torch takes part in what is left to do, on any rank."""
+    inventory, cause = guarded_inventory(load, given, whole_only=False)
+    cause = guarded_plan(load, inventory or {}) or cause
     for key, one in load.destinations.items():
         value = given[key]
         if isinstance(value, compat.DTensor) and (one.like is None or layout_of(value) != one.layout):
@@ -310,10 +329,13 @@ def plan_local(load: Load, given: Mapping[Any, Any], groups: Sequence[Optional[d
                     expected="a whole tensor",
                 )
             )
-    found, custom = [(own_rank(), problem) for problem in load.problems], load.is_custom
+    found, custom = [(own_rank(), problem) for problem in load.problems], fails_alone(load)
     if groups:
         found, custom = agree_on_mesh(load.problems, groups, custom)
-    raise_together(load.title, found, cause)
+    try:
+        raise_together(load.title, found, cause)
+    finally:
+        cause = None  # as above
     return custom
 
 
@@ -327,6 +349,26 @@ def guarded_plan(load: Load, inventory: Mapping[Any, Any]) -> Optional[Exception
         load.problems.append(problem_of(error))
         return error
     return None
+
+
+def fails_alone(load: Load) -> bool:
+    try:
+        return load.is_custom
+    except Exception:  # the others wait for the answer
+        return True
+
+
+def guarded_inventory(
+    load: Load, given: Mapping[Any, Any], whole_only: bool = True
+) -> tuple[Optional[dict[Key, Any]], Optional[BaseException]]:
+    """What a dict holds; nothing, and one problem more, where it cannot be read."""
+    if load.problems:
+        return None, None
+    try:
+        return inventory_of(given, whole_only), None
+    except Exception as error:
+        load.problems.append(problem_of(error))
+        return None, error
 
 
 def problem_of(error: Exception) -> Problem:

@@ -395,7 +395,8 @@ class ModelLoad(Load):
 
     @property
     def is_custom(self) -> bool:
-        return not self.is_plain
+        # FSDP1's own code talks to the other ranks: one that fails in it must not wait for them.
+        return not self.is_plain and not self.info.fsdp_modules
 
     @functools.cached_property
     def is_plain(self) -> bool:

@@ -738,9 +738,10 @@ class OptimizerLoad(Load):
 
     @property
     def is_custom(self) -> bool:
-        optim = self.optim
-        hooked = optim._optimizer_load_state_dict_pre_hooks or optim._optimizer_load_state_dict_post_hooks
-        return bool(hooked) or not type(optim).__module__.startswith("torch.")
+        # Wrappers (accelerate's) may not have called Optimizer.__init__, and have no hooks then.
+        hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+        hooked = any(getattr(self.optim, name, None) for name in hooks)
+        return hooked or not type(self.optim).__module__.startswith("torch.")
 
     def apply(self) -> None:
         own_method(self.optim, "load_state_dict")(state_dict=self.result())

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.errors import UNCHANGED
 from torch_dcp_backport.transfer.post import Group
 
@@ -27,22 +26,21 @@ def exclusive(group: Group, what: str) -> Iterator[None]:
     Raises:
         RuntimeError: another thread of this process is in the middle of a transfer in the group.
     """
-    if len(compat.group_ranks(group)) == 1:
+    if dist.get_world_size(group) == 1:
         yield
         return
     key, mine = group or dist.group.WORLD, (threading.get_ident(), what)
-    with _LOCK:
-        used = _USED.setdefault(key, mine)
-    if used is mine:
-        try:
+    try:
+        with _LOCK:
+            used = _USED.setdefault(key, mine)
+        if used[0] == mine[0]:
             yield
-        finally:
+            return
+    finally:
+        if _USED.get(key) is mine:
             del _USED[key]
-    elif used[0] == mine[0]:
-        yield
-    else:
-        raise RuntimeError(
-            f"{what}: {UNCHANGED}; another thread of this process is in the middle of a transfer in the same "
-            f"process group ({used[1]}), and ranks tell transfers apart by their order alone. Make all such "
-            "calls from one thread, or one after the other in the same order on every rank"
-        )
+    raise RuntimeError(
+        f"{what}: {UNCHANGED}; another thread of this process is in the middle of a transfer in the same "
+        f"process group ({used[1]}), and ranks tell transfers apart by their order alone. Make all such "
+        "calls from one thread, or one after the other in the same order on every rank"
+    )

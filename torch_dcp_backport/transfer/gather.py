@@ -100,9 +100,13 @@ def _gather(
             out.clear()
             problems, cause = [no_room("whole tensors", error)], error
         budget = agreement.staging_bytes
-        staging, tally.staging_budget = ready(
-            route.allocate, budget, route.nbytes, problems, TITLE, group, cause
-        )
+        try:
+            staging, tally.staging_budget = ready(
+                route.allocate, budget, route.nbytes, problems, TITLE, group, cause
+            )
+        finally:
+            # An error that its own traceback holds on to keeps alive what it touched.
+            cause = None
     with tally.phase("move"), told(lambda: f"{TITLE}: broken off while {route.story()}"):
         route.move(staging, tally.staging_budget)
     tally.tensors = len(held)

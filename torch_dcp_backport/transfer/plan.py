@@ -217,11 +217,15 @@ def ready(
                 problems.append(no_room("staging buffers", error))
                 cause = error
     common = Mark(bytes(16), bool(problems), staging_bytes=asked)
-    if nbytes >= SMALL:
-        common = agree_on_mark(common, group)
-        if common.troubled:
-            raise_together(title, collect_problems(problems, group), cause)
-    raise_together(title, [(dist.get_rank(), problem) for problem in problems], cause)
+    try:
+        if nbytes >= SMALL:
+            common = agree_on_mark(common, group)
+            if common.troubled:
+                raise_together(title, collect_problems(problems, group), cause)
+        raise_together(title, [(dist.get_rank(), problem) for problem in problems], cause)
+    finally:
+        # An error that its own traceback holds on to keeps alive what it touched.
+        cause = None
     if common.staging_bytes < asked:
         del buffers
         buffers = allocate(common.staging_bytes)
