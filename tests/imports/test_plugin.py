@@ -54,7 +54,8 @@ def file(tmp_path: Path) -> str:
 
 
 def test_a_test_that_keeps_or_needs_too_much_fails(fresh: Fresh, file: str) -> None:
-    ended = fresh("", "-m", "pytest", "-q", "-p", "torch_dcp_backport.regression.plugin", file)
+    # Without the short summary: it repeats the errors whole where CI is set in the environment.
+    ended = fresh("", "-m", "pytest", "-q", "-rN", "-p", "torch_dcp_backport.regression.plugin", file)
     assert ended.code == 1
     assert "4 failed, 3 passed" in ended.out
     kept = "this process keeps 4194304 bytes (4.0 MiB) of tensors alive that were not before, 1048576 bytes"
