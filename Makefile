@@ -2,7 +2,7 @@
 PYTHON ?= python3
 LANES = $(PYTHON) tools/lanes.py
 
-.PHONY: demo test test-ends test-matrix examples conformance reliability lint wheel
+.PHONY: demo test test-ends test-matrix examples clients conformance reliability patched-page lint wheel
 
 # The main job: a real model's out-of-memory on torch 2.6.0, and the cure.
 demo:
@@ -25,6 +25,11 @@ test-matrix: test-ends
 examples:
 	$(LANES) test 2.6 2.7 -- tests/examples
 
+# lightning-fabric, accelerate, torchtune and verl as they are, on torch 2.6.0 and 2.5.1, with the backport imported
+# first, last and not at all.
+clients:
+	$(LANES) test clients-2.5 clients -- tests/clients
+
 # Records what native torch, ours and stock torch give in every scenario, and writes docs/conformance.md.
 conformance:
 	for lane in 2.7 current; do $(LANES) run $$lane -- python tests/conformance/record.py native || exit 1; done
@@ -35,6 +40,10 @@ conformance:
 # Writes docs/reliability.md from the table of faults.
 reliability:
 	$(LANES) run 2.6 -- env PYTHONPATH=.:tests:tests/ranks python tests/ranks/reliability.py
+
+# Writes docs/what-is-patched.md from the records in patches/ and the table of replaced names.
+patched-page:
+	$(PYTHON) tools/patched_page.py
 
 lint:
 	$(LANES) make 2.6 >/dev/null

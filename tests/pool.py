@@ -17,8 +17,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
 
 OURS = "torch_dcp_backport.state_dict"
 STOCK = "torch.distributed.checkpoint.state_dict"
@@ -39,22 +39,33 @@ class Pool:
     """`world` processes in one gloo group; functions get the API module under test first."""
 
     def __init__(
-        self, world: int, api: str, *, switch: str = "", timeout: float = 30.0, limit: float = LIMIT
+        self,
+        world: int,
+        api: str,
+        *,
+        switch: str = "",
+        timeout: float = 30.0,
+        limit: float = LIMIT,
+        imports: Optional[Sequence[str]] = None,
     ) -> None:
         """`switch`: the TORCH_DCP_BACKPORT of the ranks; by default off for torch's own API.
 
         `timeout` is that of collectives, `limit` that of a whole function, in seconds. A world of 0 is one
-        process without any process group.
+        process without any process group. `imports`: what the ranks import, in this order, before anything
+        else, in processes that have not even torch; by default torch_dcp_backport, after torch.
         """
         self.world = world
         self.limit = limit
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
         switch = switch or ("off" if api == STOCK else "auto")
+        context = CONTEXT if imports is None else multiprocessing.get_context("spawn")
+        modules = ("torch_dcp_backport",) if imports is None else tuple(imports)
         for rank in range(max(world, 1)):
-            ours, theirs = CONTEXT.Pipe()
-            args = (rank, world, api, switch, f"file://{self.folder.name}/rendezvous", timeout, theirs)
-            process = CONTEXT.Process(target=serve, args=args, daemon=True)
+            ours, theirs = context.Pipe()
+            rendezvous = f"file://{self.folder.name}/rendezvous"
+            args = (rank, world, api, switch, modules, rendezvous, timeout, theirs)
+            process = context.Process(target=serve, args=args, daemon=True)
             with STARTING:
                 process.start()
             theirs.close()
@@ -102,10 +113,20 @@ class Pool:
         self.folder.cleanup()
 
 
-def serve(rank: int, world: int, api: str, switch: str, rendezvous: str, timeout: float, pipe: Any) -> None:
+def serve(
+    rank: int,
+    world: int,
+    api: str,
+    switch: str,
+    modules: tuple[str, ...],
+    rendezvous: str,
+    timeout: float,
+    pipe: Any,
+) -> None:
     os.environ["TORCH_DCP_BACKPORT"] = switch
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-    import torch_dcp_backport  # noqa: F401, I001  after torch; tests/imports has the other orders
+    for name in modules:
+        importlib.import_module(name)
 
     import torch
     import torch.distributed as dist

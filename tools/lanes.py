@@ -33,6 +33,18 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("pytest>=8.3,<9", "hypothesis>=6.100,<7", "pytest-timeout>=2.3,<3", "wrapt>=1.16", "packaging>=23")
 VERIFY = ("transformers>=4.51,<4.58", "safetensors>=0.4.3,<1", "matplotlib>=3.8,<4")
 OLD = ("numpy<2", "setuptools<80")
+# Programs that call what is patched; verl's numpy < 2 wants the older readers of files. Python 3.10 to 3.12.
+CLIENTS = (
+    "lightning-fabric==2.5.5",
+    "accelerate==1.10.1",
+    "torchtune==0.6.1",
+    "torchao==0.9.0",
+    "verl==0.5.0",
+    "transformers>=4.51,<4.58",
+    "datasets>=3.6,<4",
+    "pyarrow>=19,<22",
+    "pandas>=2.2,<3",
+)
 
 LANES: dict[str, tuple[str, ...]] = {
     "2.4.0": ("torch==2.4.0", *OLD, *TOOLS),
@@ -48,6 +60,8 @@ LANES: dict[str, tuple[str, ...]] = {
         *TOOLS,
         *VERIFY,
     ),
+    "clients": ("torch==2.6.0", *OLD, *TOOLS, *CLIENTS),
+    "clients-2.5": ("torch==2.5.1", *OLD, *TOOLS, *CLIENTS),
     "lint": ("ruff==0.14.5", "mypy==1.18.2", "packaging>=23", "build==1.3.0", "hatchling>=1.26", "twine>=6"),
 }
 UV = "uv>=0.9,<1"
@@ -166,7 +180,7 @@ def main() -> int:
     args = parser.parse_args(argv)
     if args.verb == "list":
         for name, requirements in LANES.items():
-            print(f"{name:8s} {' '.join(requirements)}")
+            print(f"{name:12s} {' '.join(requirements)}")
         return 0
     if args.verb == "make":
         for name in args.lane:

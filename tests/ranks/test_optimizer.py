@@ -244,6 +244,26 @@ def both_at_once(api: Any) -> None:
     assert params_digest(other) == weights
 
 
+def nothing_but_rank_0s(api: Any, together: bool) -> None:
+    """None from the ranks that did not read the file, as accelerate gives it."""
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    train_a_step(model, optim)
+    want, weights = snapshot(optim), params_digest(model)
+    states = api.get_state_dict(model, optim, options=full(api, "all", cpu_offload=True))
+    model_state, optim_state = states if dist.get_rank() == 0 else (None, None)
+    other = build()
+    fresh = optimizer_of(other, "AdamW")
+    if together:
+        arguments = {"model_state_dict": model_state, "optim_state_dict": optim_state}
+        api.set_state_dict(other, fresh, **arguments, options=full(api))
+    else:
+        api.set_model_state_dict(other, model_state, options=full(api))
+        api.set_optimizer_state_dict(other, fresh, optim_state, options=full(api))
+    assert snapshot(fresh) == want
+    assert params_digest(other) == weights
+
+
 def optimizer_alone(api: Any) -> None:
     """set_state_dict with an empty model state on every rank loads the optimizer and leaves the model."""
     model = build()
@@ -469,6 +489,11 @@ def test_several_optimizers(ranks):
 
 def test_model_and_optimizer_in_one_call(ranks):
     ranks(both_at_once)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_none_from_the_other_ranks(ranks, together):
+    ranks(nothing_but_rank_0s, together)
 
 
 def test_the_optimizer_alone_through_set_state_dict(ranks):

@@ -432,8 +432,10 @@ def loads_plainly(module: nn.Module) -> bool:
     )
 
 
-def unflatten_model_state(model: nn.Module, state_dict: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """The deprecated form {submodule: its state dict} as one state dict with FQNs."""
+def unflatten_model_state(model: nn.Module, state_dict: Optional[Mapping[Any, Any]]) -> Mapping[str, Any]:
+    """The deprecated form {submodule: its state dict} as one state dict with FQNs; None as an empty one."""
+    if state_dict is None:
+        return {}
     if not isinstance(state_dict, Mapping) or not any(isinstance(key, nn.Module) for key in state_dict):
         return state_dict
     warnings.warn(

@@ -276,9 +276,10 @@ def fsdp1_group(info: StateDictInfo) -> Optional[dist.ProcessGroup]:
     return group if module._use_orig_params or 0 in compat.group_ranks(group) else None
 
 
-def complaint_about(state: Mapping[Any, Any], info: StateDictInfo) -> Optional[str]:
+def complaint_about(state: Optional[Mapping[Any, Any]], info: StateDictInfo) -> Optional[str]:
     """Why an optimizer state dict cannot be one that this call gives or takes; None where it can."""
-    if not isinstance(state, Mapping):
+    # None is as good as an empty one: accelerate gives it where rank 0 alone has read the file.
+    if state is not None and not isinstance(state, Mapping):
         return f"not a state dict but a {type(state).__name__}"
     may_be_empty = (info.cpu_offload and info.full_state_dict) or info.broadcast_from_rank0
     if info.handle_optim and not state and not may_be_empty:

@@ -1,0 +1,94 @@
+"""accelerate with its FSDP2 plugin and FULL_STATE_DICT, through Accelerator.save_state() and load_state()."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from client import environment, facts, full_state_of, tiny_llama, train
+from conftest import check_orders
+from packaging.version import Version
+from torch import nn
+
+
+def accelerator_of() -> Any:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType
+
+    environment()
+    for shared in (AcceleratorState, GradientState, PartialState):
+        shared._reset_state()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        state_dict_type="FULL_STATE_DICT",
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=True,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    # accelerate asks for an accelerator before it takes FSDP; nothing else in its path does.
+    for state in (accelerator.state, PartialState()):
+        state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    return accelerator
+
+
+def prepared(accelerator: Any, filled: bool) -> tuple[nn.Module, Any]:
+    model = tiny_llama()
+    if filled:
+        model.load_state_dict(full_state_of(model))
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def a_job(api: Any, order: str, folder: str) -> dict[str, Any]:
+    """A step, its checkpoint, and the checkpoint in another model and optimizer."""
+    place = Path(folder, order)
+    accelerator = accelerator_of()
+    model, optimizer = prepared(accelerator, filled=True)
+    train(model, optimizer)
+    accelerator.save_state(str(place))
+    dist.barrier()
+    saved = {path.name: torch.load(path) for path in sorted(place.glob("*.bin"))}
+    accelerator = accelerator_of()
+    other, its_optimizer = prepared(accelerator, filled=False)
+    accelerator.load_state(str(place))
+    return facts(saved=saved, model=other.state_dict(), optimizer=its_optimizer.state_dict())
+
+
+@pytest.mark.skipif(
+    Version(torch.__version__).release < (2, 6), reason="accelerate's FSDP2 needs torch 2.6, and says so"
+)
+def test_a_job(in_every_order: Any, tmp_path: Path) -> None:
+    check_orders(in_every_order(a_job, str(tmp_path)), stock_keeps=["optimizer"])
+
+
+def in_model(api: Any, order: str, folder: str, everywhere: bool) -> dict[str, Any]:
+    """A checkpoint in several files, file by file, into a model on the meta device."""
+    from accelerate.utils import load_checkpoint_in_model
+    from client import shard_layers
+    from safetensors.torch import save_file
+
+    place = Path(folder, order)
+    environment()
+    with torch.device("meta"):
+        model = tiny_llama()
+    full = full_state_of(model)
+    shard_layers(model, model.model.layers)
+    if dist.get_rank() == 0:
+        place.mkdir(parents=True)
+        save_file(full, place / "model.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+    load_checkpoint_in_model(
+        model, str(place), strict=True, full_state_dict=True, broadcast_from_rank0=not everywhere
+    )
+    return facts(model=model.state_dict())
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["rank-0-reads", "all-read"])
+def test_load_checkpoint_in_model(in_every_order: Any, tmp_path: Path, everywhere: bool) -> None:
+    results = in_every_order(in_model, str(tmp_path), everywhere)
+    check_orders(results, stock_keeps=[] if everywhere else ["model"])
