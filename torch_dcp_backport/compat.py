@@ -5,6 +5,9 @@ No other module below `activation` may ask which torch this is.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Optional, cast
 
 import torch
@@ -28,14 +31,20 @@ else:
 #: Tensors with no behaviour of their own. torch 2.4 has no `Buffer`.
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter))
 HAS_STRIDED = hasattr(placement_types, "_StridedShard")
+#: Device type -> the package that brings it to torch. torch >= 2.5 imports such packages itself.
+PLUGINS = {"npu": "torch_npu", "hpu": "habana_frameworks.torch"}
 
 __all__ = [
     "AmbiguousLayout",
     "DTensor",
     "arrived",
+    "backends",
     "check_placements",
     "comm_device_type",
     "current_device",
+    "default_backends",
+    "device_counts",
+    "device_module",
     "device_types",
     "from_local",
     "group_ranks",
@@ -44,6 +53,7 @@ __all__ = [
     "mesh_groups",
     "mesh_ranks",
     "reshard",
+    "set_device",
     "split_of",
     "wrap_local",
 ]
@@ -180,3 +190,48 @@ def current_device(kind: str) -> torch.device:
     if module is None or not hasattr(module, "current_device"):
         return torch.device(kind)
     return torch.device(kind, module.current_device())
+
+
+def device_module(kind: str) -> Optional[ModuleType]:
+    """`torch.cuda` for "cuda" and its like for any other accelerator; None where torch knows no such type.
+
+    torch.accelerator, which asks without a name, came with torch 2.6.
+    """
+    if kind in PLUGINS and not hasattr(torch, kind):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(PLUGINS[kind])
+    try:
+        known = torch.device(kind).type == kind != "cpu"  # torch.accelerator is no type
+    except RuntimeError:
+        return None
+    module: Optional[ModuleType] = getattr(torch, kind, None)
+    return module if known and hasattr(module, "device_count") else None
+
+
+def device_counts(*more: str) -> dict[str, int]:
+    """Accelerator type -> how many devices this process sees, of the usual types and of `more`."""
+    other = torch._C._get_privateuse1_backend_name()
+    modules = {kind: device_module(kind) for kind in ("cuda", "xpu", *PLUGINS, other, *more)}
+    return {kind: int(module.device_count()) for kind, module in modules.items() if module is not None}
+
+
+def set_device(kind: str, rank: int) -> None:
+    """Give this process the device of its rank; ranks share where there are fewer."""
+    module = device_module(kind)
+    if module is not None and hasattr(module, "set_device"):
+        module.set_device(rank % module.device_count())
+
+
+def backends() -> dict[str, list[str]]:
+    """The backends that this torch has, each with the device types that it serves."""
+    names = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    return {
+        name: list(dist.Backend.backend_capability.get(name, ()))
+        for name in names
+        if dist.is_backend_available(name)
+    }
+
+
+def default_backends() -> dict[str, str]:
+    """Device type -> the backend that torch takes for it."""
+    return dict(dist.Backend.default_device_backend_map)

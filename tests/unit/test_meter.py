@@ -92,3 +92,52 @@ def test_without_proc_nothing_is_guessed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (watch.peak, watch.after, watch.history) == (None, None, [])
     with pytest.raises(RuntimeError, match="no /proc"), meter.data_limit(BIG):
         pass
+
+
+class Allocator:
+    """What `torch.<accelerator>` tells of memory, for device 1."""
+
+    def __init__(self) -> None:
+        self.held = self.highest = 100
+
+    def device_count(self) -> int:
+        return 2
+
+    def current_device(self) -> int:
+        return 1
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return self.held * device.index
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.highest * device.index
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.highest = self.held
+
+    def take(self, size: int) -> None:
+        self.held += size
+        self.highest = max(self.highest, self.held)
+
+
+def test_on_an_accelerator_its_allocator_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator()
+    monkeypatch.setattr(torch, "hpu", allocator, raising=False)
+    allocator.take(500)
+    allocator.take(-500)
+    with meter.Watch(meter.gauge("hpu")) as watch:
+        allocator.take(70)
+        allocator.take(-30)
+        watch.stop_peak()
+        allocator.take(200)
+    assert (watch.peak, watch.after) == (70, 240)
+    assert watch.history
+
+
+@pytest.mark.parametrize("name", ["memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"])
+def test_an_accelerator_that_does_not_tell_is_not_guessed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch, "hpu", Allocator(), raising=False)
+    monkeypatch.delattr(Allocator, name)
+    with meter.Watch(meter.gauge("hpu")) as watch:
+        watch.stop_peak()
+    assert watch.peak is None

@@ -58,6 +58,7 @@ class Job:
     world: int
     arguments: dict[str, Any] = field(default_factory=dict)
     backend: str = "gloo"
+    device: str = "cpu"  # its type; a rank on an accelerator has the device of its number, or shares one
     seconds: float = 120.0  # hard limit
 
 
@@ -89,8 +90,14 @@ def run(
     preload: Sequence[str] = (),
     environment: dict[str, str] | None = None,
     done: Callable[[Job, list[RankReport]], None] = lambda job, reports: None,
+    waiting: Callable[[Job], None] = lambda job: None,
 ) -> dict[str, list[RankReport]]:
-    """Run the jobs one after another, the way's way; reports by job name, one per rank."""
+    """Run the jobs one after another, the way's way; reports by job name, one per rank.
+
+    Args:
+        done: called after each job.
+        waiting: called many times a second until it is over.
+    """
     if not hasattr(os, "fork"):
         raise LaunchError("the ranks are forked, which this system cannot do")
     with tempfile.TemporaryDirectory(prefix="dcp-backport-") as name:
@@ -118,7 +125,7 @@ def run(
                 start_new_session=True,
             )
         try:
-            return _collect(server, way, jobs, folder, done)
+            return _collect(server, way, jobs, folder, done, waiting)
         finally:
             _end(server)
 
@@ -151,6 +158,7 @@ def _collect(
     jobs: Sequence[Job],
     folder: Path,
     done: Callable[[Job, list[RankReport]], None],
+    waiting: Callable[[Job], None],
 ) -> dict[str, list[RankReport]]:
     reports: dict[str, list[RankReport]] = {}
     limit = IMPORT_SECONDS
@@ -162,6 +170,7 @@ def _collect(
                 raise LaunchError(_server_error(way, f"ended with code {server.returncode}", folder))
             if time.monotonic() > deadline:
                 raise LaunchError(_server_error(way, "did not answer in time", folder))
+            waiting(job)
             time.sleep(0.05)
         limit = 0.0
         reports[job.name] = [

@@ -1,6 +1,6 @@
-"""Reads this process's memory: the kernel's figures, and the exact bytes that tensors keep alive.
+"""Reads this process's memory: the kernel's or the accelerator's figures, and what tensors keep alive.
 
-It must never hold on to what it measures and must never guess: where there is no /proc it says None.
+It must never hold on to what it measures and must never guess: where nobody tells it says None.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 import gc
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -125,11 +125,50 @@ def live_storages() -> dict[tuple[str, int], tuple[int, str]]:
     return found
 
 
+@dataclass(frozen=True)
+class Gauge:
+    """Where memory is read; what is not told there is None."""
+
+    held: Callable[[], int | None]
+    highest: Callable[[], int | None]  # since `forget`
+    forget: Callable[[], bool]  # the highest so far, if that can be done
+    settle: Callable[[], object]  # waits for work under way
+
+
+HOST = Gauge(resident, peak_resident, forget_peak, lambda: None)
+
+
+def gauge(kind: str) -> Gauge:
+    """Of the CPU what the kernel tells, else what this process has allocated on its current device."""
+    if kind == "cpu":
+        return HOST
+    from torch_dcp_backport import compat
+
+    module = compat.device_module(kind)
+    device = compat.current_device(kind)  # by name: another thread has a current device of its own
+
+    def ask(name: str) -> int | None:
+        value: int | None = getattr(module, name)(device) if hasattr(module, name) else None
+        return value
+
+    def forget() -> bool:
+        ask("reset_peak_memory_stats")
+        return hasattr(module, "reset_peak_memory_stats")
+
+    return Gauge(
+        held=lambda: ask("memory_allocated"),
+        highest=lambda: ask("max_memory_allocated"),
+        forget=forget,
+        settle=lambda: ask("synchronize"),
+    )
+
+
 @dataclass
 class Watch:
-    """Follows resident memory while a block runs; all figures are bytes above the block's beginning."""
+    """Follows memory while a block runs; all figures are bytes above the block's beginning."""
 
-    peak: int | None = None  # set by `stop_peak`; None where the kernel does not tell
+    gauge: Gauge = HOST
+    peak: int | None = None  # set by `stop_peak`; None where that is not told
     after: int | None = None  # at the block's end
     history: list[tuple[float, int]] = field(default_factory=list)  # (seconds, bytes)
     marks: dict[str, float] = field(default_factory=dict)  # name -> seconds
@@ -137,8 +176,9 @@ class Watch:
     def __enter__(self) -> Watch:
         self._quit = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._exact = forget_peak()
-        self._base = resident()
+        self.gauge.settle()
+        self._exact = self.gauge.forget()
+        self._base = self.gauge.held()
         self._began = time.perf_counter()
         if self._base is not None:
             self._thread.start()
@@ -148,7 +188,7 @@ class Watch:
         self._quit.set()
         if self._thread.is_alive():
             self._thread.join()
-        now = resident()
+        now = self.gauge.held()
         if now is not None and self._base is not None:
             self.after = now - self._base
 
@@ -156,14 +196,15 @@ class Watch:
         self.marks[name] = time.perf_counter() - self._began
 
     def stop_peak(self) -> None:
-        """Take the peak here; what follows in the block is no longer part of it."""
-        highest = peak_resident()
+        """Take the peak here, all work done; what follows in the block is no longer part of it."""
+        self.gauge.settle()
+        highest = self.gauge.highest()
         if self._exact and highest is not None and self._base is not None:
             self.peak = highest - self._base
 
     def _sample(self) -> None:
         while not self._quit.is_set():
-            now = resident()
+            now = self.gauge.held()
             if now is not None and self._base is not None:
                 self.history.append((time.perf_counter() - self._began, now - self._base))
             self._quit.wait(INTERVAL)

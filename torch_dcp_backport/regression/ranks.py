@@ -109,8 +109,9 @@ def _rank(job: dict[str, Any], api: ModuleType, rank: int, stem: str) -> None:
 
 def _join(job: dict[str, Any], rank: int, stem: str) -> None:
     torch.set_num_threads(1)
-    if job["backend"] != "gloo":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if job["device"] != "cpu":
+        # Only here: on the CPU stock ranks stay without our code.
+        importlib.import_module("torch_dcp_backport.compat").set_device(job["device"], rank)
     dist.init_process_group(
         job["backend"],
         init_method=f"file://{stem}.store",

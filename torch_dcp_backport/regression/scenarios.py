@@ -298,14 +298,10 @@ def load_on_gpu(api: ModuleType, scenario: str) -> dict[str, Any]:
     room, new = room_of(what)
     gc.collect()
     dist.barrier()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call(api, loaded)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    loaded.source.clear()
-    gc.collect()
-    kept = torch.cuda.memory_allocated() - before
-    return {"peak": peak, "kept": kept, "room": room, "new": new, "wrong": wrong_values(loaded, DENSE)}
+    with meter.Watch(meter.gauge("cuda")) as watch:
+        call(api, loaded)
+        watch.stop_peak()
+        loaded.source.clear()
+        gc.collect()
+    wrong = wrong_values(loaded, DENSE)
+    return {"peak": watch.peak, "kept": watch.after, "room": room, "new": new, "wrong": wrong}

@@ -63,7 +63,8 @@ def assert_small(reports: Reports) -> None:
 
 def on_gpu(runs: Runs, way: str, scenario: str) -> Reports:
     jobs = [
-        launch.Job(f"gpu-{s}", SCENARIOS + "load_on_gpu", WORLD, {"scenario": s}, backend()) for s in LIMITED
+        launch.Job(f"gpu-{s}", SCENARIOS + "load_on_gpu", WORLD, {"scenario": s}, backend(), "cuda")
+        for s in LIMITED
     ]
     return runs(way, f"gpu-{scenario}", jobs)
 

@@ -10,23 +10,21 @@ import json
 import os
 import platform
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from importlib.util import find_spec
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch_dcp_backport._version import __version__
 from torch_dcp_backport.regression import launch
-from torch_dcp_backport.regression.verify import report
+from torch_dcp_backport.regression.verify import place, report
+from torch_dcp_backport.regression.verify.place import CannotRun
+from torch_dcp_backport.regression.verify.progress import Steps
 
 WORK = "torch_dcp_backport.regression.verify.work:"
 LIMIT = 600.0  # seconds for one case
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-
-
-class CannotRun(RuntimeError):
-    """Why there is nothing to compare."""
+STEPS = 2 + 2 * len(report.CASES)  # to look, to write, and the cases of both sides
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +42,18 @@ def parser() -> argparse.ArgumentParser:
         "--size", choices=("full", "tiny"), default="full", help="full is Qwen2.5-0.5B (default)"
     )
     made.add_argument("--world", type=int, default=4, help="ranks, at least 2 (default 4)")
+    made.add_argument(
+        "--device",
+        metavar="TYPE",
+        help="cpu, cuda or another accelerator's type (default: an accelerator that has a device for each "
+        "rank, else cpu; the choice is printed)",
+    )
+    made.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="gloo, nccl, hccl or any other of torch.distributed, or one per device type as in "
+        "cpu:gloo,cuda:nccl (default: torch's own for the device)",
+    )
     made.add_argument("--plot", default="memory.png", metavar="FILE", help="the picture (default memory.png)")
     made.add_argument("--no-plot", action="store_true", help="no picture")
     made.add_argument("--json", metavar="FILE", help="everything that was measured")
@@ -59,8 +69,10 @@ def verify(options: argparse.Namespace) -> int:
     if not library:
         _say("transformers and safetensors are not both here: a built-in model of the same shape instead, in")
         _say("torch.save files. `pip install 'torch-dcp-backport[verify]'` brings them.")
-    with tempfile.TemporaryDirectory(prefix="dcp-backport-verify-") as folder:
-        runner = Runner(options.size, options.world, folder, library)
+    with TemporaryDirectory(prefix="dcp-backport-verify-") as folder, Steps(STEPS, sys.stderr) as steps:
+        runner = Runner(options.size, options.world, folder, library, steps)
+        chosen = runner.choose(options.device, options.backend)
+        _say(f"device: {chosen.device} ({chosen.reason}), backend: {chosen.backend}")
         stock = runner.stock()
         fixed = runner.fixed(stock)
     about = {
@@ -71,29 +83,41 @@ def verify(options: argparse.Namespace) -> int:
         "cores": os.cpu_count(),
         "size": options.size,
         "world": options.world,
+        "device": chosen.device,
+        "device_reason": chosen.reason,
+        "backend": chosen.backend,
         "library": library,
         **runner.written,
     }
     faults = report.failures(fixed)
-    print(_headline(about), report.table((stock, fixed)), "", report.LEGEND, "", sep="\n")
+    print(_headline(about), report.table((stock, fixed)), "", report.legend(chosen.device), "", sep="\n")
     if options.json:
         document = report.document({"stock": stock, "fixed": fixed}, about, faults)
         with open(options.json, "w") as file:
             json.dump(document, file)
         print(f"measurements: {options.json}")
     if not options.no_plot:
-        print(_draw((stock, fixed), _headline(about), options.plot))
-    return _verdict(fixed, faults, report.measured((stock, fixed)))
+        print(_draw((stock, fixed), about, options.plot))
+    return _verdict(fixed, faults, "" if report.measured((stock, fixed)) else _untold(chosen.device))
 
 
 class Runner:
-    """Runs the cases of each side; the first run also writes the checkpoint."""
+    """Runs the cases of each side where `choose` has decided; the first side also writes the checkpoint."""
 
-    def __init__(self, size: str, world: int, folder: str, library: bool) -> None:
+    def __init__(self, size: str, world: int, folder: str, library: bool, steps: Steps) -> None:
         self.written: dict[str, Any] = {}
         self._world = world
         self._arguments = {"size": size, "folder": folder, "library": library}
-        self._began = time.monotonic()
+        self._steps = steps
+
+    def choose(self, device: str | None, backend: str | None) -> place.Place:
+        """A rank looks what there is: the process that forks the others must not touch an accelerator."""
+        look = launch.Job("devices", WORK + "look", 1, {"device": device}, seconds=LIMIT)
+        (found,) = self._run(launch.STOCK, [look], preload=())["devices"]
+        if found.ending != "finished":
+            raise CannotRun(f"torch could not be asked for its devices and backends.\n{found}")
+        self._place = place.choose(place.Seen(**found.result), self._world, device, backend)
+        return self._place
 
     def stock(self) -> report.Side:
         write = launch.Job("write", WORK + "write", 1, self._arguments, seconds=LIMIT)
@@ -127,28 +151,35 @@ class Runner:
                 case.name,
                 WORK + case.target,
                 self._world,
-                {**self._arguments, **({} if case.meta is None else {"meta": case.meta})},
+                {
+                    **self._arguments,
+                    "device": self._place.device,
+                    **({} if case.meta is None else {"meta": case.meta}),
+                },
+                self._place.backend,
+                self._place.device,
                 seconds=LIMIT,
             )
             for case in report.CASES
         ]
 
-    def _run(self, way: launch.Way, jobs: list[launch.Job]) -> dict[str, list[launch.RankReport]]:
-        names = ", ".join(job.name for job in jobs)
-        _say(f"[{self._clock()}] {way.name}: importing torch, then {names}")
-        preload = ["transformers.models.qwen2.modeling_qwen2"] if self._arguments["library"] else []
+    def _run(
+        self, way: launch.Way, jobs: list[launch.Job], preload: Sequence[str] | None = None
+    ) -> dict[str, list[launch.RankReport]]:
+        if preload is None:
+            preload = ["transformers.models.qwen2.modeling_qwen2"] if self._arguments["library"] else []
 
         def done(job: launch.Job, reports: list[launch.RankReport]) -> None:
-            _say(f"[{self._clock()}] {way.name}: {job.name} {', '.join(sorted({r.ending for r in reports}))}")
+            self._steps.finish(f"{way.name}: {job.name}", ", ".join(sorted({r.ending for r in reports})))
             if job.name == "write":
                 if reports[0].ending != "finished":
                     raise CannotRun(f"the checkpoint could not be written.\n{reports[0]}")
                 self.written = reports[0].result
 
-        return launch.run(way, jobs, preload=preload, environment=OFFLINE, done=done)
+        def waiting(job: launch.Job) -> None:
+            self._steps.waiting(f"{way.name}: {job.name}")
 
-    def _clock(self) -> str:
-        return f"{time.monotonic() - self._began:5.1f} s"
+        return launch.run(way, jobs, preload=preload, environment=OFFLINE, done=done, waiting=waiting)
 
 
 def _side(label: str, found: dict[str, list[launch.RankReport]]) -> report.Side:
@@ -158,26 +189,33 @@ def _side(label: str, found: dict[str, list[launch.RankReport]]) -> report.Side:
 def _headline(about: dict[str, Any]) -> str:
     model = "Qwen2ForCausalLM from transformers" if about["library"] else "a built-in model of Qwen2's shape"
     kind = "safetensors" if about["library"] else "torch.save"
+    where = f"{about['cores']} CPU cores" if about["device"] == "cpu" else f"a {about['device']} device each"
     return (
         f"torch {about['torch']}, {model}, {about['parameters']:,} parameters in bfloat16,\n"
-        f"{about['files']} {kind} files, {about['world']} ranks, gloo on {about['cores']} CPU cores"
+        f"{about['files']} {kind} files, {about['world']} ranks, {about['backend']} on {where}"
     )
 
 
-def _draw(sides: tuple[report.Side, report.Side], headline: str, path: str) -> str:
+def _draw(sides: tuple[report.Side, report.Side], about: dict[str, Any], path: str) -> str:
     if find_spec("matplotlib") is None:
         return "picture: none, matplotlib is not here (`pip install 'torch-dcp-backport[verify]'`)"
     if not report.measured(sides):
-        return "picture: none, this system does not tell a process's memory"
+        return f"picture: none, {_untold(about['device'])}"
     from torch_dcp_backport.regression.verify.plot import draw
 
-    draw(sides, headline, path)
+    draw(sides, _headline(about), path)
     return f"picture: {path}"
 
 
-def _verdict(fixed: report.Side, faults: list[str], measured: bool) -> int:
-    if not measured:
-        print("peaks were NOT measured: this system has no /proc. Storages and values were.")
+def _untold(device: str) -> str:
+    if device == "cpu":
+        return "this system does not tell a process's memory (no /proc)"
+    return f"torch.{device} does not tell what a process has allocated"
+
+
+def _verdict(fixed: report.Side, faults: list[str], untold: str) -> int:
+    if untold:
+        print(f"peaks are NOT known: {untold}. Storages and values are.")
     if faults:
         print(f"FAILED ({fixed.label}):", *faults, sep="\n  ")
         failed = [r for reports in fixed.cases.values() for r in reports if r.ending != "finished"]

@@ -43,7 +43,7 @@ def has_library() -> bool:
 
 
 def build(size: str, device: str, *, library: bool) -> nn.Module:
-    """The model, its embeddings tied; on the CPU its values are whatever the memory held."""
+    """The model, its embeddings tied; on a device its values are whatever the memory held."""
     model = (_from_library if library else _built_in)(SIZES[size])
     if device != "meta":
         model = model.to_empty(device=device)

@@ -15,8 +15,8 @@ from torch_dcp_backport.regression.meter import MIB
 PEAK_MARGIN = 64 * MIB  # above what a rank has to hold after the call
 KEPT_FACTOR = 1.02  # of the rank's own bytes
 LEGEND = """\
-Each line is one rank. peak: its highest resident memory during the call, above the state just before it.
-kept: its resident memory after the call, likewise; what rank 0 handed in is let go and not counted.
+Each line is one rank. peak: its highest {memory} during the call, above the state just before it.
+kept: its {memory} after the call, likewise; what rank 0 handed in is let go and not counted.
 x: the same in multiples of the whole model (of the whole optimizer state). storages: bytes that its
 parameters (states) keep alive, counted exactly, in multiples of its shard. values: compared bit for bit
 with the files (with the optimizer that was saved)."""
@@ -80,7 +80,7 @@ def _faults(report: RankReport) -> list[str]:
 
 
 def measured(sides: Sequence[Side]) -> bool:
-    """Did the kernel tell peaks?"""
+    """Was every peak told?"""
     reports = [r for side in sides for found in side.cases.values() for r in found if r.ending == "finished"]
     return all(report.result["peak"] is not None for report in reports)
 
@@ -94,6 +94,10 @@ def table(sides: Sequence[Side]) -> str:
         lines += [" | ".join(parts).rstrip() for parts in zip(_padded(ranks), *map(_padded, blocks))]
         lines += [text for side in sides for text in _untied(case, side)]
     return "\n".join(lines)
+
+
+def legend(device: str) -> str:
+    return LEGEND.format(memory="resident memory" if device == "cpu" else "allocated device memory")
 
 
 COLUMNS = ("peak MiB", "x", "kept MiB", "x", "storages", "seconds", "values")

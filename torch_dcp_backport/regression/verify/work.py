@@ -21,22 +21,40 @@ SETTLE = 0.3  # seconds of history after the call, for the picture
 LEARNING_RATE = 0.01
 
 
+def look(api: ModuleType, device: str | None) -> dict[str, Any]:
+    """What `place.Seen` holds, with the device type that was asked for."""
+    from torch_dcp_backport import compat
+
+    return {
+        "torch": torch.__version__,
+        "devices": compat.device_counts(*([device] if device else [])),
+        "backends": compat.backends(),
+        "defaults": compat.default_backends(),
+    }
+
+
 def write(api: ModuleType, size: str, folder: str, library: bool) -> dict[str, int]:
     return models.write_checkpoint(size, folder, library=library)
 
 
-def load_model(api: ModuleType, size: str, folder: str, library: bool, meta: bool) -> dict[str, Any]:
+def load_model(
+    api: ModuleType, size: str, folder: str, library: bool, device: str, meta: bool
+) -> dict[str, Any]:
     """Rank 0 reads the checkpoint; everybody gets its shard."""
-    scenarios.warm_up(api, scenarios.Scenario("warm-up", meta=meta), "cpu")
-    model = _sharded(size, library, meta)
+    scenarios.warm_up(api, scenarios.Scenario("warm-up", meta=meta), device)
+    model = _sharded(size, library, device, meta)
     checkpoint = models.Checkpoint(folder)
     source = checkpoint.state_dict() if dist.get_rank() == 0 else {}
     # Before the load: stock torch makes two parameters of the tied one.
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     shard = sum(_padded_bytes(parameter) for parameter in model.parameters())
     loaded = scenarios.Loaded(model, None, source)
-    found = _measure(api, loaded, new=shard if meta else 0)
-    wrong = [key for key, tensor in _state(model).items() if not _from_file(checkpoint, key, tensor)]
+    found = _measure(api, loaded, device, new=shard if meta else 0)
+    wrong = [
+        key
+        for key, tensor in _state(model).items()
+        if meter.local(tensor).device.type != device or not _from_file(checkpoint, key, tensor)
+    ]
     return {
         **found,
         "whole": whole,
@@ -47,10 +65,10 @@ def load_model(api: ModuleType, size: str, folder: str, library: bool, meta: boo
     }
 
 
-def load_optimizer(api: ModuleType, size: str, folder: str, library: bool) -> dict[str, Any]:
+def load_optimizer(api: ModuleType, size: str, folder: str, library: bool, device: str) -> dict[str, Any]:
     """AdamW's states to rank 0 and back into a fresh optimizer, compared with the originals rank by rank."""
-    scenarios.warm_up(api, scenarios.Scenario("warm-up", optimizer=True), "cpu")
-    model = _sharded(size, library, meta=False)
+    scenarios.warm_up(api, scenarios.Scenario("warm-up", optimizer=True), device)
+    model = _sharded(size, library, device, meta=False)
     original = _stepped(model)
     options = api.StateDictOptions(full_state_dict=True, cpu_offload=True)
     source = api.get_optimizer_state_dict(model, original, options=options)
@@ -59,9 +77,9 @@ def load_optimizer(api: ModuleType, size: str, folder: str, library: bool) -> di
     fresh = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
     wanted = _states(model, original)
     shard = sum(meter.own_bytes(tensor) for tensor in wanted.values())
-    found = _measure(api, scenarios.Loaded(model, fresh, source), new=shard)
+    found = _measure(api, scenarios.Loaded(model, fresh, source), device, new=shard)
     got = _states(model, fresh)
-    wrong = [name for name in wanted if name not in got or not _same_bits(got[name], wanted[name])]
+    wrong = [name for name in wanted if name not in got or not _same_state(got[name], wanted[name])]
     wrong += sorted(set(got) - set(wanted))
     if fresh.param_groups[0]["lr"] != LEARNING_RATE:
         wrong.append("param_groups.0.lr")
@@ -74,14 +92,14 @@ def load_optimizer(api: ModuleType, size: str, folder: str, library: bool) -> di
     }
 
 
-def _measure(api: ModuleType, loaded: scenarios.Loaded, new: int) -> dict[str, Any]:
+def _measure(api: ModuleType, loaded: scenarios.Loaded, device: str, new: int) -> dict[str, Any]:
     """The call; `new` is what this rank has to hold afterwards and does not hold before."""
     # Held until the call is over: stock torch overwrites the caller's dict, which would free it meanwhile.
     source = _tensors(loaded.source)
-    handed_in = meter.storage_bytes(source)
+    handed_in = meter.storage_bytes(tensor for tensor in source if tensor.device.type == device)
     gc.collect()
     dist.barrier()
-    with meter.Watch() as watch:
+    with meter.Watch(meter.gauge(device)) as watch:
         scenarios.call(api, loaded)
         watch.stop_peak()
         watch.mark("returned")
@@ -102,9 +120,9 @@ def _measure(api: ModuleType, loaded: scenarios.Loaded, new: int) -> dict[str, A
     }
 
 
-def _sharded(size: str, library: bool, meta: bool) -> nn.Module:
-    model = models.build(size, "meta" if meta else "cpu", library=library)
-    scenarios.shard(model, models.decoder_layers(model), "cpu")
+def _sharded(size: str, library: bool, device: str, meta: bool) -> nn.Module:
+    model = models.build(size, "meta" if meta else device, library=library)
+    scenarios.shard(model, models.decoder_layers(model), device)
     if not meta:
         for parameter in model.parameters():
             meter.local(parameter.detach()).fill_(77)  # no source has it; and now the memory is really there
@@ -123,7 +141,12 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _from_file(checkpoint: models.Checkpoint, key: str, tensor: torch.Tensor) -> bool:
     rows = scenarios.rows_of(tensor.shape[0], dist.get_rank(), dist.get_world_size())
-    return _same_bits(meter.local(tensor), checkpoint.rows(key, *rows))
+    return _same_bits(meter.local(tensor).cpu(), checkpoint.rows(key, *rows))
+
+
+def _same_state(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """A counter of steps may be on the host with an accelerator's optimizer too."""
+    return (got.device == wanted.device or wanted.dim() == 0) and _same_bits(got.cpu(), wanted.cpu())
 
 
 def _same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -135,12 +158,16 @@ def _same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _stepped(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW after one step on random gradients; FSDP2 cannot run a backward on a CPU before torch 2.7."""
+    """AdamW after one step on random gradients; FSDP2 cannot run a backward on a CPU before torch 2.7.
+
+    They come from the CPU: not every accelerator has a torch.Generator.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
     generator = torch.Generator().manual_seed(models.SEED + dist.get_rank())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-        meter.local(parameter.grad).normal_(0.0, 1.0, generator=generator)
+        local = meter.local(parameter.grad)
+        local.copy_(torch.randn(local.shape, dtype=local.dtype, generator=generator))
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return optimizer

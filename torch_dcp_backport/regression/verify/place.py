@@ -1,0 +1,115 @@
+"""Decides where `verify` loads: the ranks' device type and their backend. Data in, decision out.
+
+Must not import torch: a rank looks what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+
+class CannotRun(RuntimeError):
+    """Why there is nothing to compare."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What torch sees of this machine."""
+
+    torch: str  # its version
+    devices: Mapping[str, int]  # accelerator type -> how many; a type that torch does not know is not here
+    backends: Mapping[str, Sequence[str]]  # name -> device types that it serves
+    defaults: Mapping[str, str]  # device type -> torch's own choice of a backend, which may be missing
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks are, and why there."""
+
+    device: str
+    backend: str
+    reason: str
+
+
+def choose(seen: Seen, world: int, device: Optional[str] = None, backend: Optional[str] = None) -> Place:
+    """What was asked for if it is there, and the rest by what is there.
+
+    Raises:
+        CannotRun: what was asked for is not there.
+    """
+    for name in _names(backend):
+        if name not in seen.backends:
+            raise CannotRun(f"--backend {backend}: torch {seen.torch} has {_listed(seen.backends)} here")
+    if device is None:
+        device, reason = _best(seen, world, backend)
+    else:
+        _check(seen, world, device)
+        reason = "as asked"
+    found = _backend(seen, device, backend)
+    if found is None and backend is not None:
+        why = "" if reason == "as asked" else f", where the ranks would be ({reason})"
+        raise CannotRun(f"--backend {backend} does not serve {device}{why}")
+    if found is None:
+        raise CannotRun(
+            f"torch {seen.torch} has no own backend for {device}: give --backend; "
+            f"it has {_listed(seen.backends)} here"
+        )
+    return Place(device, found, reason)
+
+
+def _check(seen: Seen, world: int, device: str) -> None:
+    if device == "cpu":
+        return
+    if device not in seen.devices:
+        known = _listed(("cpu", *seen.devices))
+        raise CannotRun(
+            f"--device {device}: torch {seen.torch} knows no such device type here; it knows {known}"
+        )
+    if seen.devices[device] < world:
+        raise CannotRun(f"--device {device}: {_too_few(device, seen.devices[device], world)}")
+
+
+def _best(seen: Seen, world: int, backend: Optional[str]) -> tuple[str, str]:
+    """The first accelerator with a device for each rank that the backend serves, else the CPU; the reason."""
+    against = []
+    for kind, count in seen.devices.items():
+        if count == 0:
+            continue
+        if count < world:
+            against.append(_too_few(kind, count, world))
+        elif _backend(seen, kind, backend) is None:
+            lacks = f"--backend {backend} does not serve" if backend else "torch has no own backend for"
+            against.append(f"{lacks} {kind}")
+        else:
+            return kind, f"torch sees {_devices(kind, count)}"
+    return "cpu", "; ".join(against) or "torch sees no accelerator"
+
+
+def _backend(seen: Seen, device: str, asked: Optional[str]) -> Optional[str]:
+    """The backend for a device type, None where what was asked for, or torch's own, does not serve it."""
+    if asked is None:
+        own = seen.defaults.get(device)
+        return own if own in seen.backends else None
+    if ":" in asked:  # cpu:gloo,cuda:nccl
+        serves: Collection[str] = [part.partition(":")[0] for part in asked.split(",")]
+    else:
+        serves = seen.backends[asked]
+    return asked if device in serves else None
+
+
+def _names(backend: Optional[str]) -> list[str]:
+    return [] if backend is None else [part.rpartition(":")[2] for part in backend.split(",")]
+
+
+def _too_few(kind: str, count: int, world: int) -> str:
+    return f"{world} ranks need {world} devices, and torch sees {_devices(kind, count)}"
+
+
+def _devices(kind: str, count: int) -> str:
+    return f"{count or 'no'} {kind} device{'' if count == 1 else 's'}"
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(names) or "none"

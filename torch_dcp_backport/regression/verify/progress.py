@@ -1,0 +1,56 @@
+"""Says on stderr how far `verify` is, so that stdout has nothing but the result.
+
+On a terminal one line that is rewritten, and gone at the end; elsewhere a line for each finished step.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from types import TracebackType
+from typing import TextIO
+
+
+class Steps:
+    """The steps of one run, counted and timed."""
+
+    def __init__(self, total: int, stream: TextIO) -> None:
+        self._total = total
+        self._stream = stream
+        self._rewrites = stream.isatty()
+        self._finished = 0
+        self._began = time.monotonic()
+        self._shown = ""
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._show("")
+
+    def waiting(self, step: str) -> None:
+        """To be called again and again until the step is finished."""
+        if self._rewrites:
+            self._show(f"[{self._clock()}] {self._finished + 1}/{self._total} {step} ...")
+
+    def finish(self, step: str, ending: str) -> None:
+        self._finished += 1
+        self._show("")
+        if not self._rewrites:
+            line = f"[{self._clock()}] {self._finished}/{self._total} {step} {ending}"
+            print(line, file=self._stream, flush=True)
+
+    def _show(self, line: str) -> None:
+        """In place of what is shown. No escape sequences: not every terminal has them."""
+        line = line[: shutil.get_terminal_size().columns - 1]
+        if line == self._shown:
+            return
+        blank = " " * len(self._shown)
+        self._stream.write(f"\r{blank}\r{line}")
+        self._stream.flush()
+        self._shown = line
+
+    def _clock(self) -> str:
+        return f"{time.monotonic() - self._began:3.0f} s"
