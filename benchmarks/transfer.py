@@ -3,6 +3,7 @@
 
     python3 benchmarks/transfer.py                  the selection that the targets and the curves need
     python3 benchmarks/transfer.py --quick          every case and way once, tiny: does it work at all?
+    python3 benchmarks/transfer.py --alternatives   loaders of other projects, one model load beside the other
     python3 benchmarks/transfer.py --cases load save --models moe --worlds 2 4
 
 Interleaves the ways on one machine: one measurement of each in turn, every one in fresh processes.
@@ -31,11 +32,14 @@ from typing import Any
 
 import transfer_report
 from transfer_cases import (
+    ALTERNATIVES,
+    ALTERNATIVES_SELECTION,
     CASES,
     DEFAULT_WAYS,
     EACH_MODELS,
     MODELS,
     QUICK,
+    QUICK_WAYS,
     SELECTION,
     WAYS,
     Combination,
@@ -59,7 +63,7 @@ TAIL = 2000  # characters of output that an error keeps
 def main() -> int:
     options = parser().parse_args()
     chosen = combinations(options)
-    out = Path(options.out or (ROOT / "build/benchmark-quick" if options.quick else HERE / "results"))
+    out = Path(options.out or default_folder(options))
     results = Results(out / "results.json", options)
     with tempfile.TemporaryDirectory(prefix="dcp-backport-benchmark-") as folder:
         servers = [Server(WAYS[name], Path(folder), options.staging) for name in options.ways]
@@ -77,27 +81,35 @@ def main() -> int:
     return publish(out)
 
 
+def default_folder(options: argparse.Namespace) -> Path:
+    if options.quick:
+        return ROOT / "build/benchmark-quick"
+    return HERE / "results" / "alternatives" if options.alternatives else HERE / "results"
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--cases", nargs="+", choices=CASES, help="with --models or --worlds: all")
     made.add_argument("--models", nargs="+", choices=MODELS, help="with --cases or --worlds: dense")
     made.add_argument("--worlds", nargs="+", type=int, metavar="N", help="ranks; with the others: 4")
-    made.add_argument("--ways", nargs="+", choices=WAYS, help=f"{' '.join(DEFAULT_WAYS)}; --quick: all")
+    made.add_argument("--ways", nargs="+", choices=WAYS, help=f"{' '.join(DEFAULT_WAYS)}")
     made.add_argument("--repeats", type=int, help="5; --quick: 1")
     made.add_argument("--staging", type=float, default=16, metavar="MIB", help="the backport's budget (16)")
     made.add_argument("--seconds", type=float, default=180, help="hard limit of one measurement (180)")
     made.add_argument("--out", metavar="FOLDER", help="benchmarks/results; --quick: build/benchmark-quick")
     made.add_argument("--quick", action="store_true", help="a smoke test")
+    made.add_argument("--alternatives", action="store_true", help="the other projects' ways and their cases")
     made.add_argument("--resume", action="store_true", help="keep what the folder has, measure what it lacks")
     return made
 
 
 def combinations(options: argparse.Namespace) -> Sequence[Combination]:
-    """What to measure; fills in the options that hang on --quick."""
-    options.ways = options.ways or (tuple(WAYS) if options.quick else DEFAULT_WAYS)
+    """What to measure; fills in the options that hang on --quick and --alternatives."""
+    ways = ALTERNATIVES if options.alternatives else QUICK_WAYS if options.quick else DEFAULT_WAYS
+    options.ways = options.ways or ways
     options.repeats = options.repeats or (1 if options.quick else 5)
     if not (options.cases or options.models or options.worlds):
-        return QUICK if options.quick else SELECTION
+        return QUICK if options.quick else ALTERNATIVES_SELECTION if options.alternatives else SELECTION
     product = itertools.product(options.cases or CASES, options.models or ["dense"], options.worlds or [4])
     chosen = []
     for combination in itertools.starmap(Combination, product):
@@ -153,6 +165,7 @@ class Server:
             "world": combination.world,
             "arguments": {"case": combination.case, "model": combination.model},
             "backend": "gloo",
+            "device": "cpu",
             "seconds": seconds,
         }
         plan = {
@@ -212,7 +225,7 @@ class Server:
         ]
         # The ranks that raised say more than those that waited for them.
         errors.sort(key=lambda text: "raised" not in text)
-        if evidence and evidence["code"] != self.way.code:
+        if evidence and not _is_code_of(self.way, evidence["code"]):
             errors = [f"ran the code of {evidence['code']}: {evidence['outcome']}, {evidence['reason']}"]
         return {
             "error": "\n".join(errors),
@@ -228,6 +241,12 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def _is_code_of(way: Way, ran: str) -> bool:
+    if way.code.endswith(".py"):
+        return any(owner.endswith(way.code) for owner in ran.split(" and "))
+    return ran == way.code
 
 
 def _read_until(handle: int, end: bytes, deadline: float) -> str:
@@ -354,7 +373,9 @@ def commit() -> str:
 
 def publish(out: Path) -> int:
     """The tables, and the picture by the current lane's matplotlib."""
-    transfer_report.write(out)
+    if not transfer_report.write(out):
+        print(f"{out}: results.json, results.md")
+        return 0
     command = [lane_python("current"), str(HERE / "transfer_plot.py"), str(out)]
     code = subprocess.run(command, env={**os.environ, "TORCH_DCP_BACKPORT": "off"}).returncode
     print(f"{out}: results.json, results.md{', results.png' if code == 0 else '; no picture, see above'}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 TORCHS = "torch.distributed.checkpoint.state_dict"
 OURS = "torch_dcp_backport.state_dict"
 PACKAGE = "torch_dcp_backport"
+VERLS = "verl.third_party.torch.distributed.checkpoint.state_dict"
 
 
 @dataclass(frozen=True)
@@ -23,20 +24,66 @@ class Way:
     first: str  # the process's very first import
     api: str  # the module whose functions are called
     switch: str | None  # TORCH_DCP_BACKPORT; None leaves it unset
-    code: str  # the package whose code has to have run
+    code: str  # the package, or the file of set_model_state_dict, whose code has to have run
+    text: str = "torch's own fix"
 
 
 WAYS = {
     way.name: way
     for way in (
-        Way("stock-2.6", "2.6", TORCHS, TORCHS, "off", "torch"),
-        Way("backport-2.6", "2.6", PACKAGE, TORCHS, None, PACKAGE),
+        Way("stock-2.6", "2.6", TORCHS, TORCHS, "off", "torch", "as it is"),
+        Way(
+            "backport-2.6",
+            "2.6",
+            PACKAGE,
+            TORCHS,
+            None,
+            PACKAGE,
+            "with `import torch_dcp_backport` first, through torch's own module",
+        ),
         Way("native-2.7", "2.7", TORCHS, TORCHS, "off", "torch"),
         Way("native-current", "current", TORCHS, TORCHS, "off", "torch"),
-        Way("direct-current", "current", TORCHS, OURS, "off", PACKAGE),
+        Way(
+            "direct-current",
+            "current",
+            TORCHS,
+            OURS,
+            "off",
+            PACKAGE,
+            "`torch_dcp_backport.state_dict` called by its own name",
+        ),
+        Way(
+            "verl-2.6",
+            "clients",
+            VERLS,
+            VERLS,
+            "off",
+            VERLS.replace(".", "/") + ".py",
+            "verl 0.5.0's own copy of torch 2.7's functions",
+        ),
+        Way(
+            "accelerate-2.6",
+            "clients",
+            "alternatives.accelerate_loader",
+            "alternatives.accelerate_loader",
+            "off",
+            "alternatives/accelerate_loader.py",
+            "accelerate 1.10.1's `fsdp2_load_full_state_dict`",
+        ),
+        Way(
+            "torchtune-2.6",
+            "clients",
+            "alternatives.torchtune_loader",
+            "alternatives.torchtune_loader",
+            "off",
+            "alternatives/torchtune_loader.py",
+            "torchtune 0.6.1's `load_from_full_model_state_dict`, its switch for torch's functions off",
+        ),
     )
 }
 DEFAULT_WAYS = ("stock-2.6", "backport-2.6", "native-2.7", "native-current")
+QUICK_WAYS = (*DEFAULT_WAYS, "direct-current")
+ALTERNATIVES = ("stock-2.6", "backport-2.6", "verl-2.6", "accelerate-2.6", "torchtune-2.6", "native-2.7")
 
 
 @dataclass(frozen=True)
@@ -58,6 +105,7 @@ CASES = {
         Case("load", "set_model_state_dict, broadcast from rank 0"),
         Case("load-meta", "the same into a model on the meta device", meta=True),
         Case("load-all", "set_model_state_dict, the full dict on every rank", everyone=True),
+        Case("load-all-meta", "the same into a model on the meta device", meta=True, everyone=True),
         Case("load-each", "a set_model_state_dict for each parameter (Lightning)", each=True),
         Case("save", "get_model_state_dict, full, cpu_offload", save=True),
         Case("optim-load", "set_optimizer_state_dict, broadcast from rank 0, AdamW", optimizer=True),
@@ -177,5 +225,10 @@ SELECTION = (
     *(Combination("load", model, 4) for model in SCALING),
     Combination("save", "small", 4),
     Combination("optim-load", "small", 4),
+)
+ALTERNATIVES_SELECTION = tuple(
+    Combination(case, model, 4)
+    for model in ("dense", "embed", "moe")
+    for case in ("load-meta", "load-all-meta")
 )
 QUICK = (*(Combination(case, "tiny", 2) for case in CASES), Combination("load", "tiny", 3))

@@ -106,6 +106,10 @@ class Measured:
         seen = {way for one in self.compared for way in one.ways}
         return [way for way in WAYS if way in seen]
 
+    @property
+    def has_native(self) -> bool:
+        return NATIVE in self.ways
+
     def find(self, case: str, model: str, world: int) -> Compared | None:
         wanted = (case, model, world)
         return next((c for c in self.compared if (c.case.name, c.model, c.world) == wanted), None)
@@ -122,7 +126,8 @@ def read(folder: Path) -> Measured:
     return Measured(about, compared)
 
 
-def write(folder: Path) -> None:
+def write(folder: Path) -> bool:
+    """Whether there is anything for the picture, which compares with the native torches."""
     measured = read(folder)
     sections = (
         _head(measured),
@@ -136,6 +141,7 @@ def write(folder: Path) -> None:
         _legend(measured),
     )
     (folder / "results.md").write_text("\n\n".join(filter(None, sections)) + "\n")
+    return measured.has_native
 
 
 def _head(measured: Measured) -> str:
@@ -147,15 +153,14 @@ def _head(measured: Measured) -> str:
         "",
         f"- {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}",
         f"- Python {machine['python']}; gloo over the loopback device, one thread per rank",
-        *(f"- {way}: torch {', '.join(_torchs(measured, way))}; {_how(way)}" for way in measured.ways),
+        *(f"- {way}: torch {', '.join(_torchs(measured, way))}; {WAYS[way].text}" for way in measured.ways),
         f"- staging budget of the backport: {measured.about['staging_mib']:g} MiB",
         *(
             f"- {run['date']}, commit {run['commit']}, {run['repeats']} repeats, load average before "
             f"{run['load_average']:.1f}: `{run['command']}`"
             for run in runs
         ),
-        "",
-        "![curves and bars](results.png)",
+        *(["", "![curves and bars](results.png)"] if measured.has_native else []),
     ]
     return "\n".join(lines)
 
@@ -165,15 +170,9 @@ def _torchs(measured: Measured, way: str) -> list[str]:
     return sorted(found - {""}) or ["unknown"]
 
 
-def _how(way: str) -> str:
-    return {
-        STOCK: "as it is",
-        OURS: "with `import torch_dcp_backport` first, through torch's own module",
-        "direct-current": "`torch_dcp_backport.state_dict` called by its own name",
-    }.get(way, "torch's own fix")
-
-
 def _goals(measured: Measured) -> str:
+    if not measured.has_native:
+        return ""
     rows = [*_seconds_goals(measured), *_memory_goals(measured), *_received_goals(measured)]
     title = f"## Targets\n\n{OURS} on torch 2.6; seconds against {NATIVE}.\n\n"
     return title + _table(("what", "goal", "measured", "reached"), rows)
@@ -233,14 +232,16 @@ def _verdict(one: Compared | None, got: float | None, most: float) -> str:
 
 
 def _seconds(measured: Measured) -> str:
+    others = [NATIVE, STOCK] if measured.has_native else [way for way in measured.ways if way != OURS]
+
     def cells(one: Compared) -> Row:
-        ratios = (one.ratio(OURS, NATIVE), one.ratio(OURS, STOCK))
+        ratios = [one.ratio(OURS, other) for other in others]
         return (
             *(_seconds_cell(one, way) for way in measured.ways),
             *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
         )
 
-    heads = (*measured.ways, f"{OURS} / {NATIVE}", f"{OURS} / {STOCK}")
+    heads = (*measured.ways, *(f"{OURS} / {other}" for other in others))
     return "## Seconds\n\nMedians; in brackets how many measurements.\n\n" + _compared(measured, heads, cells)
 
 
