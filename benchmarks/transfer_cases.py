@@ -103,9 +103,9 @@ CASES = {
     case.name: case
     for case in (
         Case("load", "set_model_state_dict, broadcast from rank 0"),
-        Case("load-meta", "the same into a model on the meta device", meta=True),
+        Case("load-meta", "broadcast from rank 0 into a model on the meta device", meta=True),
         Case("load-all", "set_model_state_dict, the full dict on every rank", everyone=True),
-        Case("load-all-meta", "the same into a model on the meta device", meta=True, everyone=True),
+        Case("load-all-meta", "the full dict everywhere, into the meta device", meta=True, everyone=True),
         Case("load-each", "a set_model_state_dict for each parameter (Lightning)", each=True),
         Case("save", "get_model_state_dict, full, cpu_offload", save=True),
         Case("optim-load", "set_optimizer_state_dict, broadcast from rank 0, AdamW", optimizer=True),

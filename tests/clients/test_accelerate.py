@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,14 @@ from client import environment, facts, full_state_of, tiny_llama, train
 from conftest import check_orders
 from packaging.version import Version
 from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import os
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+print(f"rank {os.environ['RANK']}: {set_model_state_dict.__module__}\\n", end="", flush=True)
+"""
 
 
 def accelerator_of() -> Any:
@@ -64,6 +76,24 @@ def a_job(api: Any, order: str, folder: str) -> dict[str, Any]:
 )
 def test_a_job(in_every_order: Any, tmp_path: Path) -> None:
     check_orders(in_every_order(a_job, str(tmp_path)), stock_keeps=["optimizer"])
+
+
+def test_accelerate_launch(tmp_path: Path) -> None:
+    """The README's command, with two ranks: no line of the program knows of us."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (command,) = re.findall(r"`accelerate (launch .*?) ARGS\.\.\.`", (ROOT / "README.md").read_text())
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.accelerate_cli", *command.replace(" 8 ", " 2 ").split()],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout
+    for rank in (0, 1):
+        assert f"rank {rank}: torch_dcp_backport.state_dict" in done.stdout, done.stdout
 
 
 def in_model(api: Any, order: str, folder: str, everywhere: bool) -> dict[str, Any]:
