@@ -94,6 +94,21 @@ def forgot_to_broadcast(api: Any) -> tuple[str, str]:
     return error
 
 
+def a_hundred_thousand_more(api: Any) -> str:
+    """Keys of another model: told of with a few of them by name, or listed in full on every rank."""
+    model, good = build(), full_state()
+    more = {f"extra.{number}.weight": torch.zeros(1) for number in range(100_000)}
+    mine = {**good, **more} if dist.get_rank() == 0 else {}
+    full = {"full_state_dict": True, "broadcast_from_rank0": True}
+    name, text = error_of(lambda: api.set_model_state_dict(model, mine, options=api.StateDictOptions(**full)))
+    same_everywhere((name, text))
+    options = api.StateDictOptions(**full, strict=False)
+    result = api.set_model_state_dict(model, mine, options=options)
+    assert result.unexpected_keys == list(more)
+    check_values(model, good)
+    return text
+
+
 def differs_on_one_rank(api: Any) -> tuple[str, str]:
     model, state = build(), full_state()
     if dist.get_rank() == 2:
@@ -231,6 +246,13 @@ def test_forgotten_broadcast(ranks):
         assert kind == "RuntimeError"
         assert "ranks 1-3: the model state dict is empty" in text
         assert "broadcast_from_rank0" in text
+
+
+def test_huge_key_counts(ranks):
+    for text in ranks(a_hundred_thousand_more, world=2):
+        assert "100000 problem(s), nothing was changed" in text
+        assert "Unexpected key(s) in state_dict: extra.0.weight" in text
+        assert text.endswith("... and 99980 more")
 
 
 def test_a_problem_of_one_rank_names_it(ranks):

@@ -387,9 +387,11 @@ class ModelLoad(Load):
         assign = any(torch.is_tensor(entry.value) and entry.value.is_meta for entry in self.entries)
         strict = self.info.strict and not done
         result = call_load_state_dict(self.model, loaded, self.info, assign=assign, strict=strict)
-        for key in self.unexpected:
-            if key not in self.given and key not in result.unexpected_keys:
-                result.unexpected_keys.append(key)
+        # A rank that was given nothing has not told load_state_dict() of them.
+        told = set(result.unexpected_keys)
+        result.unexpected_keys.extend(
+            key for key in self.unexpected if key not in self.given and key not in told
+        )
         missing = [key for key in result.missing_keys if key.replace(CHECKPOINT_PREFIX, "") not in done]
         self.keys = _IncompatibleKeys(missing, result.unexpected_keys)
 
