@@ -43,6 +43,7 @@ __all__ = [
     "comm_device_type",
     "current_device",
     "default_backends",
+    "default_store",
     "device_counts",
     "device_module",
     "device_types",
@@ -192,13 +193,20 @@ def current_device(kind: str) -> torch.device:
     return torch.device(kind, module.current_device())
 
 
+def default_store() -> dist.Store:
+    """The store that the process group was made with."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
 def device_module(kind: str) -> Optional[ModuleType]:
     """`torch.cuda` for "cuda" and its like for any other accelerator; None where torch knows no such type.
 
     torch.accelerator, which asks without a name, came with torch 2.6.
     """
     if kind in PLUGINS and not hasattr(torch, kind):
-        with contextlib.suppress(ImportError):
+        # Whatever it raises: torch_npu, for one, a RuntimeError beside another accelerator.
+        with contextlib.suppress(Exception):
             importlib.import_module(PLUGINS[kind])
     try:
         known = torch.device(kind).type == kind != "cpu"  # torch.accelerator is no type
@@ -224,7 +232,8 @@ def set_device(kind: str, rank: int) -> None:
 
 def backends() -> dict[str, list[str]]:
     """The backends that this torch has, each with the device types that it serves."""
-    names = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    # "fake" moves nothing: torch registers it for tests.
+    names = [name for name in dist.Backend.backend_list if name not in (dist.Backend.UNDEFINED, "fake")]
     return {
         name: list(dist.Backend.backend_capability.get(name, ()))
         for name in names

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Layer, Model, build, check_values, full_state
+from pool import OURS, Pool
 from test_bad_input import error_of, same_everywhere
 from test_optimizer import full_optimizer_state, optimizer_of
 from torch import nn
@@ -193,3 +194,34 @@ def test_a_rank_without_memory_is_heard_of_and_keeps_nothing(ranks, how):
 
 def test_the_models_are_what_they_are_meant_to_be():
     assert any(isinstance(module, Layer) for module in WithCustom().modules())
+
+
+def all_but(api: Any, missing: list[int], more: int) -> str:
+    """A load that some ranks never come to; `more` keys make the inventory longer than its first message."""
+    if dist.get_rank() in missing:
+        return ""
+    model = build()
+    state = {**full_state(), **{f"more.{number}": torch.zeros(1) for number in range(more)}}
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    with pytest.raises(RuntimeError) as error:
+        api.set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
+    return str(error.value).partition(": ")[0]
+
+
+@pytest.mark.parametrize(("missing", "more"), [([1], 0), ([2], 0), ([2], 1000), ([3], 0), ([4, 5], 0)])
+def test_rank_0_names_the_ranks_that_never_came(missing: list[int], more: int) -> None:
+    pool = Pool(6, OURS, timeout=4.0, limit=40.0)
+    try:
+        said = pool.run(all_but, missing, more)
+    finally:
+        pool.close()
+    who = "rank " + str(missing[0]) if len(missing) == 1 else "ranks 4-5"
+    assert said[0] in (
+        f"nothing was changed; no agreement with {who}",
+        f"nothing was changed; the inventory of rank 0 did not arrive everywhere; {who} did not come",
+    )
+    for rank in set(range(1, 6)) - set(missing):
+        assert said[rank] in (
+            "nothing was changed; no agreement with rank 0, which may be waiting for another rank itself",
+            "nothing was changed; the inventory of rank 0 did not arrive everywhere",
+        )

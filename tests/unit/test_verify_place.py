@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Optional
 
 import pytest
@@ -36,6 +37,8 @@ def seen(**devices: int) -> Seen:
         ({"cuda": 8}, "cpu", None, ("cpu", "gloo"), "as asked"),
         ({"cuda": 8}, "cuda", "nccl", ("cuda", "nccl"), "as asked"),
         ({"cuda": 8}, "cuda", "cpu:gloo,cuda:nccl", ("cuda", "cpu:gloo,cuda:nccl"), "as asked"),
+        ({"cuda": 8}, "cpu", "cpu:gloo,cuda:nccl", ("cpu", "cpu:gloo,cuda:nccl"), "as asked"),
+        ({"cuda": 8}, "cuda", "NCCL", ("cuda", "nccl"), "as asked"),
     ],
 )
 def test_what_is_chosen_and_why(
@@ -59,6 +62,9 @@ def test_what_is_chosen_and_why(
         ({"cuda": 3}, "cuda", None, "4 ranks need 4 devices, and torch sees 3 cuda devices"),
         ({"cuda": 8}, None, "parrot", "--backend parrot: torch 2.4.1 has gloo, nccl, hccl here"),
         ({"cuda": 8}, None, "cpu:gloo,cuda:parrot", "torch 2.4.1 has gloo, nccl, hccl here"),
+        ({"cuda": 8}, None, "gloo,nccl", "give one name, or one per device type as in cpu:gloo,cuda:nccl"),
+        ({"cuda": 8}, None, "cpu:gloo,nccl", "give one name, or one per device type"),
+        ({"cuda": 8}, "cpu", "cpu:nccl", "--backend cpu:nccl: nccl does not serve cpu, but cuda"),
         ({"cuda": 8}, None, "", "torch 2.4.1 has gloo, nccl, hccl here"),
         ({"cuda": 8}, "cpu", "nccl", "--backend nccl does not serve cpu"),
         ({"cuda": 0}, None, "nccl", "does not serve cpu, where the ranks would be (torch sees no acc"),
@@ -111,9 +117,18 @@ def test_what_is_no_accelerators_type_has_no_module(name: str) -> None:
     assert name not in compat.device_counts(name)
 
 
+def test_a_plugin_that_cannot_be_imported_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch_npu raises a RuntimeError beside another accelerator."""
+    (tmp_path / "torch_npu.py").write_text("raise RuntimeError('two accelerators')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "npu" not in compat.device_counts()
+
+
 def test_backends_that_torch_lacks_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compat.backends()["gloo"][0] == "cpu"
-    assert "undefined" not in compat.backends()
+    assert not {"undefined", "fake"} & set(compat.backends())
     lacks: Any = lambda: False  # noqa: E731
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lacks)
     assert "gloo" not in compat.backends()

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import io
+import itertools
+from types import SimpleNamespace
 
 import pytest
 
+from torch_dcp_backport.regression.verify import progress
 from torch_dcp_backport.regression.verify.progress import Steps
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the clock is five seconds after the last one."""
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=itertools.count(100.0, 5.0).__next__))
 
 
 def screen(text: str) -> str:
@@ -28,7 +37,7 @@ def test_without_a_terminal_each_finished_step_is_a_line() -> None:
         for name in ("write", "load"):
             steps.waiting(name)
             steps.finish(name, "finished")
-    assert stream.getvalue().splitlines() == ["[  0 s] 1/2 write finished", "[  0 s] 2/2 load finished"]
+    assert stream.getvalue().splitlines() == ["[  5 s] 1/2 write finished", "[ 10 s] 2/2 load finished"]
 
 
 def test_a_terminal_has_one_line_that_is_gone_at_the_end() -> None:
@@ -39,7 +48,7 @@ def test_a_terminal_has_one_line_that_is_gone_at_the_end() -> None:
         assert screen(stream.getvalue()) == ""
         steps.waiting("load")
         steps.waiting("load")
-        assert screen(stream.getvalue()) == "[  0 s] 2/2 load ..."
+        assert screen(stream.getvalue()) == "[ 15 s] 2/2 load ..."
     assert screen(stream.getvalue()) == ""
     assert "\n" not in stream.getvalue()
 

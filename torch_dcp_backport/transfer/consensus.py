@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.transfer import roll_call
 from torch_dcp_backport.transfer.errors import UNCHANGED, spell, told
 from torch_dcp_backport.transfer.post import Group, finish, post
 
@@ -25,7 +26,13 @@ MOST = 2 * 2**30
 def broadcast_bytes(data: bytes, group: Group) -> bytes:
     """The first rank's bytes, on every rank of the group."""
     source = compat.group_ranks(group)[0]
-    with told(lambda: f"{UNCHANGED}; the inventory of rank {source} did not arrive everywhere"):
+
+    def story() -> str:
+        missing = roll_call.absent(group)
+        who = f"; {spell(missing)} did not come" if missing else ""
+        return f"{UNCHANGED}; the inventory of rank {source} did not arrive everywhere{who}"
+
+    with told(story):
         return _broadcast_bytes(data, source, group)
 
 
@@ -105,9 +112,17 @@ def agree_on_mark(mark: Mark, group: Group, so_far: str = UNCHANGED) -> Mark:
     To the first rank and back: an all-gather takes as many steps as there are ranks on some backends.
     """
     ranks = compat.group_ranks(group)
-    waited_for = ranks[1:] if dist.get_rank() == ranks[0] else ranks[:1]
-    with told(lambda: f"{so_far}; no agreement with {spell(waited_for)}"):
-        return _agree_on_mark(mark, ranks, group)
+
+    def story() -> str:
+        missing = roll_call.absent(group)
+        if dist.get_rank() == ranks[0]:
+            return f"{so_far}; no agreement with {spell(missing or ranks[1:])}"
+        return f"{so_far}; no agreement with {spell(ranks[:1])}, which may be waiting for another rank itself"
+
+    with told(story):
+        common = _agree_on_mark(mark, ranks, group)
+    roll_call.agreed(group)
+    return common
 
 
 def _agree_on_mark(mark: Mark, ranks: Sequence[int], group: Group) -> Mark:

@@ -109,6 +109,7 @@ class Runner:
         self._world = world
         self._arguments = {"size": size, "folder": folder, "library": library}
         self._steps = steps
+        self._place: place.Place
 
     def choose(self, device: str | None, backend: str | None) -> place.Place:
         """A rank looks what there is: the process that forks the others must not touch an accelerator."""

@@ -39,9 +39,9 @@ def choose(seen: Seen, world: int, device: Optional[str] = None, backend: Option
     Raises:
         CannotRun: what was asked for is not there.
     """
-    for name in _names(backend):
-        if name not in seen.backends:
-            raise CannotRun(f"--backend {backend}: torch {seen.torch} has {_listed(seen.backends)} here")
+    if backend is not None:
+        backend = backend.lower()  # as torch does
+        _check_backend(seen, backend)
     if device is None:
         device, reason = _best(seen, world, backend)
     else:
@@ -57,6 +57,25 @@ def choose(seen: Seen, world: int, device: Optional[str] = None, backend: Option
             f"it has {_listed(seen.backends)} here"
         )
     return Place(device, found, reason)
+
+
+def _check_backend(seen: Seen, backend: str) -> None:
+    """One name, or one per device type as in cpu:gloo,cuda:nccl."""
+    pairs = _pairs(backend)
+    if "," in backend and any(not kind for kind, _ in pairs):
+        raise CannotRun(f"--backend {backend}: give one name, or one per device type as in cpu:gloo,cuda:nccl")
+    for kind, name in pairs:
+        if name not in seen.backends:
+            raise CannotRun(f"--backend {backend}: torch {seen.torch} has {_listed(seen.backends)} here")
+        if kind and kind not in seen.backends[name]:
+            served = _listed(seen.backends[name])
+            raise CannotRun(f"--backend {backend}: {name} does not serve {kind}, but {served}")
+
+
+def _pairs(backend: str) -> list[tuple[str, str]]:
+    """(device type or nothing, name) of each part."""
+    parts = [part.rpartition(":") for part in backend.split(",")]
+    return [(kind, name) for kind, _, name in parts]
 
 
 def _check(seen: Seen, world: int, device: str) -> None:
@@ -92,15 +111,10 @@ def _backend(seen: Seen, device: str, asked: Optional[str]) -> Optional[str]:
     if asked is None:
         own = seen.defaults.get(device)
         return own if own in seen.backends else None
-    if ":" in asked:  # cpu:gloo,cuda:nccl
-        serves: Collection[str] = [part.partition(":")[0] for part in asked.split(",")]
-    else:
-        serves = seen.backends[asked]
-    return asked if device in serves else None
-
-
-def _names(backend: Optional[str]) -> list[str]:
-    return [] if backend is None else [part.rpartition(":")[2] for part in backend.split(",")]
+    served = {
+        one for kind, name in _pairs(asked) for one in ([kind] if kind else seen.backends[name])
+    }
+    return asked if device in served else None
 
 
 def _too_few(kind: str, count: int, world: int) -> str:
