@@ -28,7 +28,7 @@ examples:
 # lightning-fabric, accelerate, torchtune and verl as they are, on torch 2.6.0 and 2.5.1, with the backport imported
 # first, last and not at all.
 clients:
-	$(LANES) test clients-2.5 clients -- tests/clients
+	$(LANES) test clients-2.5 clients -- tests/clients --timeout 900
 
 # Records what native torch, ours and stock torch give in every scenario, and writes docs/conformance.md.
 conformance:

@@ -92,11 +92,18 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--cases", nargs="+", choices=CASES, help="with --models or --worlds: all")
     made.add_argument("--models", nargs="+", choices=MODELS, help="with --cases or --worlds: dense")
     made.add_argument("--worlds", nargs="+", type=int, metavar="N", help="ranks; with the others: 4")
-    made.add_argument("--ways", nargs="+", choices=WAYS, help=f"{' '.join(DEFAULT_WAYS)}")
+    made.add_argument(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        help=f"{' '.join(DEFAULT_WAYS)}; --quick and --alternatives: others",
+    )
     made.add_argument("--repeats", type=int, help="5; --quick: 1")
     made.add_argument("--staging", type=float, default=16, metavar="MIB", help="the backport's budget (16)")
     made.add_argument("--seconds", type=float, default=180, help="hard limit of one measurement (180)")
-    made.add_argument("--out", metavar="FOLDER", help="benchmarks/results; --quick: build/benchmark-quick")
+    made.add_argument(
+        "--out", metavar="FOLDER", help="benchmarks/results, or alternatives in it; --quick: build/..."
+    )
     made.add_argument("--quick", action="store_true", help="a smoke test")
     made.add_argument("--alternatives", action="store_true", help="the other projects' ways and their cases")
     made.add_argument("--resume", action="store_true", help="keep what the folder has, measure what it lacks")

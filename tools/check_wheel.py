@@ -3,12 +3,13 @@
 
     check_wheel.py PYTHON-WITH-TORCH
 
-Runs in the lint lane (it has `build`, hatchling and mypy). Touches nothing in the checkout.
+Runs in the lint lane (it has `build`, hatchling and mypy). What is sound is left in dist/.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -29,7 +30,8 @@ def main() -> int:
         check_contents(wheel, sdist)
         check_without_torch(wheel, Path(folder))
         check_with_torch(wheel, Path(folder), sys.argv[1])
-    print("wheel and sdist are sound")
+        shutil.copytree(out, ROOT / "dist", dirs_exist_ok=True)
+    print(f"wheel and sdist are sound: dist/{wheel.name}, dist/{sdist.name}")
     return 0
 
 

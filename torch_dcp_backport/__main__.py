@@ -6,6 +6,7 @@ Parses and delegates; must never decide anything about torch itself.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import runpy
@@ -125,6 +126,9 @@ def run(argv: list[str]) -> int:
         print(RUN_HELP, end="")
         return 0
     if argv[:1] == ["-m"] and len(argv) > 1:
+        if not exists(argv[1]):
+            print(f"{PROG} run: no module {argv[1]}\n\n{RUN_HELP}", end="", file=sys.stderr)
+            return 2
         # `python -m` had put the working directory first in sys.path, and it is right there for this one too.
         sys.argv = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
@@ -140,6 +144,16 @@ def run(argv: list[str]) -> int:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     runpy.run_path(script, run_name="__main__")
     return 0
+
+
+def exists(module: str) -> bool:
+    """Whether there is such a module; what its parents raise when they are imported is theirs."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            return False
+        raise
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ def compose() -> str:
     """With torch's module imported, as training does, so that the status is final."""
     devices = devices_of_torch()
     switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PREFIX)]
+    if devices[0].startswith("backends"):
+        devices.append(f"staging      {staging()}")
     lines = [
         "```",
         str(torch_dcp_backport.status()),
@@ -68,6 +70,16 @@ def devices_of_torch() -> list[str]:
         f"backends     {', '.join(backends)}",
         f"CUDA         {torch.version.cuda or 'none'}; {', '.join(names) or 'no device'}",
     ]
+
+
+def staging() -> str:
+    """The budget that transfers will have, or what is wrong with it."""
+    from torch_dcp_backport.transfer import settings
+
+    try:
+        return f"{settings.staging_bytes() / settings.MIB:g} MiB"
+    except ValueError as error:
+        return str(error)
 
 
 def found() -> list[str]:

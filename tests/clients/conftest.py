@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from pool import STOCK, Pool
+from pool import LIMIT, STOCK, Pool
 
 CLIENTS = ("lightning_fabric", "accelerate", "torchtune.training", "verl.utils.fsdp_utils")
 #: What the ranks import, and in which order. The first to be named is what the others must equal.
@@ -15,6 +15,14 @@ ORDERS = {
     "shim first": ("torch_dcp_backport", *CLIENTS),
     "client first": (*CLIENTS, "torch_dcp_backport"),
 }
+
+
+#: Seconds for a pool's processes to import the clients.
+START = 240.0
+
+
+def ready(api: Any) -> None:
+    """The ranks have begun."""
 
 
 class Orders:
@@ -27,7 +35,11 @@ class Orders:
     def get(self) -> dict[str, Pool]:
         for order, imports in ORDERS.items():
             if order not in self.open or not self.open[order].usable:
-                self.open[order] = Pool(self.world, STOCK, switch="auto", timeout=60.0, imports=imports)
+                pool = Pool(self.world, STOCK, switch="auto", timeout=120.0, limit=START, imports=imports)
+                # One after the other, and with time: each rank imports all of the clients.
+                pool.run(ready)
+                pool.limit = LIMIT
+                self.open[order] = pool
         return self.open
 
     def close(self) -> None:

@@ -54,6 +54,14 @@ def test_report_is_one_block_to_paste(fresh: Fresh, monkeypatch: pytest.MonkeyPa
     assert f"packages     torch {TORCH.partition('+')[0]}" in ended.out
     assert "gloo" in ended.out
     assert "TORCH_DCP_BACKPORT_STAGING_MIB=16" in ended.out
+    assert "staging      16 MiB" in ended.out
+
+
+def test_report_says_what_is_wrong_with_a_budget(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DCP_BACKPORT_STAGING_MIB", "16MiB")
+    ended = fresh("", *M, "report")
+    assert ended.code == 0
+    assert "staging      TORCH_DCP_BACKPORT_STAGING_MIB='16MiB': expected a number of MiB" in ended.out
 
 
 def test_report_works_where_torch_does_not(fresh: Fresh, tmp_path: Path) -> None:
@@ -90,6 +98,8 @@ def test_status_fails_where_the_fix_cannot_be_had(fresh: Fresh, tmp_path: Path) 
         (["run"], 2, "nothing to run"),
         (["run", "-m"], 2, "nothing to run"),
         (["run", "no_such.py"], 2, "no file no_such.py"),
+        (["run", "-m", "no_such"], 2, "no module no_such"),
+        (["run", "-m", "no_such.below"], 2, "no module no_such.below"),
         (["verify", "--help"], 0, "--backend NAME"),
         (["verify", "--world", "1"], 2, "give 2 or more"),
         (["verify", "--backend", "parrot"], 2, "--backend parrot: torch 2."),

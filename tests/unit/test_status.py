@@ -52,8 +52,20 @@ def test_text_lists_what_was_done() -> None:
     ):
         assert part in text
     assert "train.f" in text.split("bound early")[1]
+    assert "torch's own modules" not in text
     assert "still torch's own:\n               list in train.kept\n" in text
     assert "torch.a.g" in text.split("lost")[1]
+
+
+def test_torchs_own_modules_are_no_reproach() -> None:
+    text = str(APPLIED._replace(late_bindings=("torch.c.f", "train.f")))
+    assert "also in      torch's own modules that had them:\n               torch.c.f\n" in text
+    assert "bound early  and given the replacement afterwards:\n               train.f\n" in text
+
+
+def test_a_fingerprint_that_will_change_says_so() -> None:
+    assert "(compare between ranks)" in str(APPLIED)
+    assert "(not final: pending)" in str(APPLIED._replace(outcome="pending"))
 
 
 def test_text_stays_readable_with_many_names() -> None:

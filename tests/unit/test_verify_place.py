@@ -117,9 +117,7 @@ def test_what_is_no_accelerators_type_has_no_module(name: str) -> None:
     assert name not in compat.device_counts(name)
 
 
-def test_a_plugin_that_cannot_be_imported_is_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_plugin_that_cannot_be_imported_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """torch_npu raises a RuntimeError beside another accelerator."""
     (tmp_path / "torch_npu.py").write_text("raise RuntimeError('two accelerators')\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -10,10 +10,11 @@ from torch_dcp_backport.regression.launch import RankReport
 from torch_dcp_backport.regression.meter import MIB
 from torch_dcp_backport.regression.verify import report
 
-SHARD, WHOLE = 100 * MIB, 400 * MIB
+SHARD, WHOLE, MARGIN = 100 * MIB, 400 * MIB, report.PEAK_MARGINS["full"]
 GOOD: dict[str, Any] = {
     "new": SHARD,
-    "peak": SHARD + report.PEAK_MARGIN,
+    "peak": SHARD + MARGIN,
+    "margin": MARGIN,
     "kept": SHARD,
     "whole": WHOLE,
     "shard": SHARD,
@@ -44,7 +45,7 @@ def test_exactly_on_budget_passes() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"peak": SHARD + report.PEAK_MARGIN + 1}, "peak 164.0 MiB, budget 164.0 MiB"),
+        ({"peak": SHARD + MARGIN + 1}, "peak 164.0 MiB, budget 164.0 MiB"),
         ({"storages": WHOLE}, "storages of 400.0 MiB for a shard of 100.0 MiB"),
         ({"storages": int(SHARD * 1.03)}, "storages of 103.0 MiB"),
         ({"wrong": ["a.weight", "b.weight"]}, "2 values differ: a.weight, b.weight"),

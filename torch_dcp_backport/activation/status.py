@@ -75,8 +75,12 @@ class Status(NamedTuple):
             lines += [f"  replaced     {len(names)} names in {module}:", *_wrapped(names)]
         if self.records:
             lines += ["  because of   these defects of torch:", *map(_record, self.records)]
-        if self.late_bindings:
-            lines += ["  bound early  and given the replacement afterwards:", *_wrapped(self.late_bindings)]
+        torchs = tuple(name for name in self.late_bindings if name.startswith("torch."))
+        if torchs:
+            lines += ["  also in      torch's own modules that had them:", *_wrapped(torchs)]
+        others = tuple(name for name in self.late_bindings if name not in torchs)
+        if others:
+            lines += ["  bound early  and given the replacement afterwards:", *_wrapped(others)]
         if self.out_of_reach:
             lines += ["  not reached  bound early, and still torch's own:", *_wrapped(self.out_of_reach)]
         if self.overridden:
@@ -84,10 +88,11 @@ class Status(NamedTuple):
         hint = (
             "unset it to switch on" if self.switch == "off" else "start the process with =off to switch off"
         )
+        final = "not final: pending" if self.outcome == "pending" else "compare between ranks"
         lines += [
             f"  switch       {VARIABLE}={self.switch}; {hint}",
             f"  delete it    with torch >= {FIXED_IN[0]}.{FIXED_IN[1]}: remove the import and uninstall",
-            f"  fingerprint  {self.fingerprint} (compare between ranks)",
+            f"  fingerprint  {self.fingerprint} ({final})",
         ]
         return "\n".join(lines)
 

@@ -63,7 +63,9 @@ def _check_backend(seen: Seen, backend: str) -> None:
     """One name, or one per device type as in cpu:gloo,cuda:nccl."""
     pairs = _pairs(backend)
     if "," in backend and any(not kind for kind, _ in pairs):
-        raise CannotRun(f"--backend {backend}: give one name, or one per device type as in cpu:gloo,cuda:nccl")
+        raise CannotRun(
+            f"--backend {backend}: give one name, or one per device type as in cpu:gloo,cuda:nccl"
+        )
     for kind, name in pairs:
         if name not in seen.backends:
             raise CannotRun(f"--backend {backend}: torch {seen.torch} has {_listed(seen.backends)} here")
@@ -111,9 +113,7 @@ def _backend(seen: Seen, device: str, asked: Optional[str]) -> Optional[str]:
     if asked is None:
         own = seen.defaults.get(device)
         return own if own in seen.backends else None
-    served = {
-        one for kind, name in _pairs(asked) for one in ([kind] if kind else seen.backends[name])
-    }
+    served = {one for kind, name in _pairs(asked) for one in ([kind] if kind else seen.backends[name])}
     return asked if device in served else None
 
 

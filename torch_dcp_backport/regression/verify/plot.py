@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 
 from torch_dcp_backport.regression.meter import MIB
-from torch_dcp_backport.regression.verify.report import CASES, PEAK_MARGIN, Case, Side
+from torch_dcp_backport.regression.verify.report import CASES, Case, Side
 
 matplotlib.use("Agg")
 
@@ -65,7 +65,7 @@ def _panel(axes: Any, case: Case, side: Side) -> None:
         seen["whole"] / MIB, color="black", linewidth=1, linestyle=":", label=f"the whole {case.what}"
     )
     axes.axhline(
-        (seen["new"] + PEAK_MARGIN) / MIB,
+        (seen["new"] + seen["margin"]) / MIB,
         color="tab:gray",
         linewidth=1,
         linestyle="--",

@@ -12,7 +12,8 @@ from typing import Any
 from torch_dcp_backport.regression.launch import RankReport
 from torch_dcp_backport.regression.meter import MIB
 
-PEAK_MARGIN = 64 * MIB  # above what a rank has to hold after the call
+# Above what a rank has to hold after the call, by size of the model: less than stock torch needs for it.
+PEAK_MARGINS = {"full": 64 * MIB, "tiny": 8 * MIB}
 KEPT_FACTOR = 1.02  # of the rank's own bytes
 LEGEND = """\
 Each line is one rank. peak: its highest {memory} during the call, above the state just before it.
@@ -69,7 +70,7 @@ def _faults(report: RankReport) -> list[str]:
         return [_ending(report)]
     seen = report.result
     faults = []
-    budget = seen["new"] + PEAK_MARGIN
+    budget = seen["new"] + seen["margin"]
     if seen["peak"] is not None and seen["peak"] > budget:
         faults.append(f"peak {_mib(seen['peak'])} MiB, budget {_mib(budget)} MiB")
     if seen["storages"] > KEPT_FACTOR * seen["shard"]:
@@ -110,7 +111,7 @@ def _sizes(case: Case, sides: Sequence[Side]) -> list[str]:
     first = found[0]
     return [
         f"  {case.what} {_mib(first['whole'])} MiB, shard {_mib(first['shard'])} MiB; "
-        f"budget of the fixed side: peak {_mib(first['new'] + PEAK_MARGIN)} MiB, storages {KEPT_FACTOR}x"
+        f"budget of the fixed side: peak {_mib(first['new'] + first['margin'])} MiB, storages {KEPT_FACTOR}x"
     ]
 
 
@@ -166,7 +167,7 @@ def _mib(size: float) -> str:
 def document(sides: Mapping[str, Side], about: Mapping[str, Any], faults: Sequence[str]) -> dict[str, Any]:
     return {
         **about,
-        "budget": {"peak_margin_bytes": PEAK_MARGIN, "kept_factor": KEPT_FACTOR},
+        "budget": {"peak_margin_bytes": PEAK_MARGINS[about["size"]], "kept_factor": KEPT_FACTOR},
         "failures": list(faults),
         "sides": {
             name: {
