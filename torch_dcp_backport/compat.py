@@ -193,10 +193,9 @@ def current_device(kind: str) -> torch.device:
     return torch.device(kind, module.current_device())
 
 
-def default_store() -> dist.Store:
-    """The store that the process group was made with."""
-    store: dist.Store = dist.distributed_c10d._get_default_store()
-    return store
+def default_store() -> Any:
+    """The `torch.distributed.Store` that the default process group was made with."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def device_module(kind: str) -> Optional[ModuleType]:

@@ -69,8 +69,8 @@ def bits(tree: Any) -> Bits:
 def excess(tree: Any) -> dict[str, tuple[int, int]]:
     """{path: (bytes of the storage that it keeps alive, bytes of its own)} where the first is larger.
 
-    For models whose parameters divide evenly: FSDP2 pads other shards. Not by our own meter: to import it is to
-    activate.
+    For models whose parameters divide evenly: FSDP2 pads other shards. Without our own meter, whose import
+    would activate.
     """
     locals_ = {path: local_of(value) for path, value in tensors(tree).items()}
     sizes = {
