@@ -28,10 +28,11 @@ def broadcast_bytes(data: bytes, group: Group) -> bytes:
     source = compat.group_ranks(group)[0]
 
     def story() -> str:
-        missing = roll_call.absent(group)
+        missing = roll_call.absent(group) if dist.get_rank() == source else []
         who = f"; {spell(missing)} did not come" if missing else ""
         return f"{UNCHANGED}; the inventory of rank {source} did not arrive everywhere{who}"
 
+    roll_call.come(group)
     with told(story):
         return _broadcast_bytes(data, source, group)
 
@@ -114,11 +115,11 @@ def agree_on_mark(mark: Mark, group: Group, so_far: str = UNCHANGED) -> Mark:
     ranks = compat.group_ranks(group)
 
     def story() -> str:
-        missing = roll_call.absent(group)
         if dist.get_rank() == ranks[0]:
-            return f"{so_far}; no agreement with {spell(missing or ranks[1:])}"
+            return f"{so_far}; no agreement with {spell(roll_call.absent(group) or ranks[1:])}"
         return f"{so_far}; no agreement with {spell(ranks[:1])}, which may be waiting for another rank itself"
 
+    roll_call.come(group)
     with told(story):
         common = _agree_on_mark(mark, ranks, group)
     roll_call.agreed(group)

@@ -1,51 +1,60 @@
-"""Who never came to an agreement, asked through the store once it has failed.
+"""Who has come to a call: said in passing through the store, and asked where the call breaks off.
 
-Must cost nothing while all is well, and must never raise: what it finds out is only said.
+One message that nobody waits for. Must never raise: what it finds out is only said.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
+from typing import Any
 
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.post import Group
 
-#: How long the first rank waits for the others to fail as well, and for the first of them, in seconds.
-WINDOW, FIRST = 3.0, 1.0
-PAUSE = 0.25
+Key = tuple[int, tuple[int, ...]]
 
-#: The group's ranks -> how many agreements have come about; the same on all ranks that are in step.
-_agreed: dict[tuple[int, ...], int] = {}
+#: The store and a group's ranks -> how many agreements have come about; the same on ranks that are in step.
+_agreed: dict[Key, int] = {}
+#: The same count, as this rank has last told the others.
+_told: dict[Key, int] = {}
+
+
+def come(group: Group) -> None:
+    """This rank takes part in what comes next."""
+    with contextlib.suppress(Exception):
+        store, key = _store_and_key(group)
+        count = _agreed.get(key, 0)
+        if _told.get(key) != count:
+            _told[key] = count
+            store.set(_place(key, dist.get_rank()), str(count))
 
 
 def agreed(group: Group) -> None:
-    ranks = tuple(compat.group_ranks(group))
-    _agreed[ranks] = _agreed.get(ranks, 0) + 1
+    with contextlib.suppress(Exception):
+        _, key = _store_and_key(group)
+        _agreed[key] = _agreed.get(key, 0) + 1
 
 
 def absent(group: Group) -> list[int]:
-    """For every rank after a failure; on the group's first, the few that have not failed here as well.
-
-    Where most have not, they may only wait longer, as they do where a rank dies: then nobody is named.
-    """
+    """The group's ranks that have not come; nothing where that is not known."""
     missing: list[int] = []
     with contextlib.suppress(Exception):
-        missing = _call(group)
+        store, key = _store_and_key(group)
+        count = str(_agreed.get(key, 0)).encode()
+        places = {rank: _place(key, rank) for rank in key[1] if rank != dist.get_rank()}
+        missing = [
+            rank for rank, place in places.items() if not store.check([place]) or store.get(place) != count
+        ]
     return missing
 
 
-def _call(group: Group) -> list[int]:
-    store, ranks = compat.default_store(), tuple(compat.group_ranks(group))
-    place = f"torch_dcp_backport/{hash(ranks)}/{_agreed.get(ranks, 0)}"
-    if dist.get_rank() != ranks[0]:
-        store.set(f"{place}/{dist.get_rank()}", "here")
-        return []
-    others = list(ranks[1:])
-    missing, began = others, time.monotonic()
-    while missing and time.monotonic() - began < (FIRST if missing == others else WINDOW):
-        time.sleep(PAUSE)
-        missing = [rank for rank in missing if not store.check([f"{place}/{rank}"])]
-    return missing if 2 * len(missing) <= len(others) else []
+def _store_and_key(group: Group) -> tuple[Any, Key]:
+    """By store: a process group that was made anew begins anew."""
+    store = compat.default_store()
+    return store, (id(store), tuple(compat.group_ranks(group)))
+
+
+def _place(key: Key, rank: int) -> str:
+    return f"torch_dcp_backport/{hash(key[1])}/{rank}"
