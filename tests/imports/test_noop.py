@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -102,20 +101,24 @@ def test_before_torch_nobody_imports_torch(fresh: Fresh) -> None:
     assert facts["version"][:3].rstrip(".") in ("2.4", "2.5", "2.6", "2.7", "2.8", "2.1")
 
 
-def test_a_no_op_costs_less_than_30_milliseconds(tmp_path: Path) -> None:
+def test_a_no_op_imports_little(tmp_path: Path) -> None:
+    """What it costs in milliseconds is in benchmarks/startup.py; here, what can make it cost more."""
     # A torch that needs nothing, in front of whichever is installed.
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('torch was imported')\n")
     (tmp_path / "torch" / "version.py").write_text("__version__ = '2.13.0'\n")
-    path = os.pathsep.join((str(tmp_path), str(ROOT)))
-
-    def seconds(code: str) -> float:
-        # Of the processor, not of the clock: tests may share the machine.
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path})
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-
-    pairs = [(seconds("pass"), seconds("import torch_dcp_backport")) for _ in range(9)]
-    # The fastest of each: what else runs only ever adds.
-    assert min(ours for _, ours in pairs) - min(bare for bare, _ in pairs) < 0.030
+    code = (
+        "import sys; before = set(sys.modules); import torch_dcp_backport as t; "
+        "assert t.status().outcome == 'not-needed'; print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    new = done.stdout.split()
+    assert not set(HEAVY) & set(new)
+    # 41 on Python 3.11.
+    assert len(new) <= 60
