@@ -39,8 +39,6 @@ def compose() -> str:
     """With torch's module imported, as training does, so that the status is final."""
     devices = devices_of_torch()
     switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PREFIX)]
-    if devices[0].startswith("backends"):
-        devices.append(f"staging      {staging()}")
     lines = [
         "```",
         str(torch_dcp_backport.status()),
@@ -69,6 +67,7 @@ def devices_of_torch() -> list[str]:
     return [
         f"backends     {', '.join(backends)}",
         f"CUDA         {torch.version.cuda or 'none'}; {', '.join(names) or 'no device'}",
+        f"staging      {staging()}",
     ]
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch.distributed as dist
 from client import environment, facts, full_state_of, tiny_llama, train
 from conftest import check_orders
 from packaging.version import Version
+from programs import output_of
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,18 +80,10 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     """The README's command, with two ranks: no line of the program knows of us."""
     (tmp_path / "train.py").write_text(PROGRAM)
     (command,) = re.findall(r"`accelerate (launch .*?) ARGS\.\.\.`", (ROOT / "README.md").read_text())
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.accelerate_cli", *command.replace(" 8 ", " 2 ").split()],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout
+    arguments = ["-m", "accelerate.commands.accelerate_cli", *command.replace(" 8 ", " 2 ").split()]
+    output = output_of(arguments, tmp_path)
     for rank in (0, 1):
-        assert f"rank {rank}: torch_dcp_backport.state_dict" in done.stdout, done.stdout
+        assert f"rank {rank}: torch_dcp_backport.state_dict" in output, output
 
 
 def in_model(api: Any, order: str, folder: str, everywhere: bool) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -26,17 +24,8 @@ SAYS = {
 def test_an_example_runs_as_it_says(example: Path) -> None:
     (command,) = re.findall(r"^    torchrun (.*)$", example.read_text(), re.MULTILINE)
     arguments = ["-m", "torch.distributed.run", "--standalone", *shlex.split(command)]
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout
-    assert re.search(SAYS[example.stem], done.stdout), done.stdout
+    output = output_of(arguments, ROOT)
+    assert re.search(SAYS[example.stem], output), output
 
 
 def test_each_is_listed() -> None:
