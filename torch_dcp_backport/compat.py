@@ -37,6 +37,7 @@ PLUGINS = {"npu": "torch_npu", "hpu": "habana_frameworks.torch"}
 __all__ = [
     "AmbiguousLayout",
     "DTensor",
+    "add_note",
     "arrived",
     "backends",
     "check_placements",
@@ -53,6 +54,8 @@ __all__ = [
     "local_part",
     "mesh_groups",
     "mesh_ranks",
+    "offloaded_parameters",
+    "replicated",
     "reshard",
     "set_device",
     "split_of",
@@ -110,8 +113,11 @@ def arrived(local: torch.Tensor) -> torch.Tensor:
 def from_local(local: torch.Tensor, like: DTensor) -> DTensor:
     """`local` as a DTensor of `like`'s global shape, stride, mesh and placements, without traffic.
 
-    torch 2.4 checks (and broadcasts) unless told not to; uneven shards need the global shape.
+    torch 2.4 checks (and broadcasts) unless told not to; uneven shards need the global shape. `local` stays
+    on its device: from_local() would move what is offloaded to the host back to the mesh's.
     """
+    if local.device.type != like.device_mesh.device_type:
+        return wrap_local(local, like)
     wrapped = DTensor.from_local(
         local,
         like.device_mesh,
@@ -126,6 +132,30 @@ def from_local(local: torch.Tensor, like: DTensor) -> DTensor:
 def wrap_local(local: torch.Tensor, like: DTensor) -> DTensor:
     """As `from_local`, but `local` stays on its device, which need not be the mesh's."""
     return cast(DTensor, DTensor(local, like._spec, requires_grad=False))
+
+
+def offloaded_parameters(model: torch.nn.Module) -> set[int]:
+    """The ids of the parameters whose shards FSDP2's CPUOffloadPolicy keeps on the host, also from meta."""
+    found: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+            for param in getattr(group, "fsdp_params", ()):
+                if getattr(param, "offload_to_cpu", False):
+                    found.add(id(param.sharded_param))
+    return found
+
+
+def replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """`local`, which every rank of the mesh holds, as a DTensor; without traffic."""
+    placements = [Replicate()] * mesh.ndim
+    return cast(DTensor, DTensor.from_local(local, mesh, placements, run_check=False))
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Python 3.11 came with notes that a traceback shows."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
 
 
 def reshard(model: torch.nn.Module) -> None:

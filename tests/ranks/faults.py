@@ -23,8 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport import transfer
 from torch_dcp_backport.regression import meter
-from torch_dcp_backport.state_dict import collect, load, optimizer
-from torch_dcp_backport.state_dict import model as model_module
+from torch_dcp_backport.state_dict import collect, load, model_load, optimizer
 from torch_dcp_backport.transfer.staging import Staging
 
 REFUSED = "refused"
@@ -288,14 +287,14 @@ def not_a_dict(scene: Scene) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plan_fails(scene: Scene) -> Iterator[None]:
-    kind = optimizer.OptimizerLoad if scene.call == "optimizer" else model_module.ModelLoad
+    kind = optimizer.OptimizerLoad if scene.call == "optimizer" else model_load.ModelLoad
     with replaced(kind, "plan", fail):
         yield
 
 
 @contextlib.contextmanager
 def model_cannot_be_read(scene: Scene) -> Iterator[None]:
-    with replaced(model_module, "entries_of", fail):
+    with replaced(model_load, "entries_of", fail):
         yield
 
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_dcp_backport import transfer
 from torch_dcp_backport.compat import Replicate, Shard
+from torch_dcp_backport.state_dict.source import Source
 from torch_dcp_backport.transfer import Box, Held, Layout, Mesh, Target, TensorInfo, Want
 
 SHAPES = {"a": (7, 5), "b": (64, 3), "one": (1,), "scalar": (), "none": (0, 4), "deep": (3, 5, 2, 4)}
@@ -65,7 +66,7 @@ def full_values() -> dict[str, torch.Tensor]:
     }
 
 
-def scatter_to(api: Any, kinds: list[str], staging: int) -> None:
+def scatter_to(api: Any, kinds: list[str], staging: int, by_window: bool = False) -> None:
     """Every rank of its own kind: the demands may differ between ranks."""
     rank = dist.get_rank()
     kind = kinds[rank % len(kinds)]
@@ -82,7 +83,8 @@ def scatter_to(api: Any, kinds: list[str], staging: int) -> None:
         if box is not None:
             targets[key] = Target(torch.full(box.size, 1).to(want.dtype), box)
     agreement = transfer.agree(wants, [], "test", staging_bytes=staging)
-    transfer.scatter((lambda key: values[key]) if rank == 0 else None, inventory, targets, agreement)
+    reader = Source(values) if rank == 0 else None
+    transfer.scatter(reader, inventory, targets, agreement, by_window=by_window)
     whole = {key: Box((0,) * v.dim(), tuple(v.shape)) for key, v in values.items()}
     for key, target in targets.items():
         assert torch.equal(target.tensor, values[key][target.box.within(whole[key])]), key
@@ -136,6 +138,11 @@ def test_scatter_gives_every_rank_its_box(ranks, kind, staging):
 
 def test_scatter_to_ranks_with_different_layouts(ranks):
     ranks(scatter_to, ["shard0", "shard01", "replicate", "strided"], 6 * 1024)
+
+
+@pytest.mark.parametrize("kind", ["shard0", "replicate"])
+def test_one_tensor_after_the_other(ranks, kind):
+    ranks(scatter_to, [kind], 6 * 1024, by_window=True)
 
 
 @pytest.mark.parametrize("to", [None, 0, 2])

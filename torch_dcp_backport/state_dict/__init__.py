@@ -19,6 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from torch_dcp_backport.compat import DTensor
 from torch_dcp_backport.state_dict import model as _model
+from torch_dcp_backport.state_dict import model_load as _model_load
 from torch_dcp_backport.state_dict import optimizer as _optimizer
 from torch_dcp_backport.state_dict.collect import full_or_cpu as _maybe_full_or_cpu_state_dict
 from torch_dcp_backport.state_dict.cpu_copy import check_state_dict_similarity as _check_state_dict_similarity
@@ -158,7 +159,7 @@ def set_model_state_dict(
     state = _unflatten_model_state_dict(model, model_state_dict)
     with _gc_context():
         info = _verify_options(model, (), optim_only=False, options=options)
-        return _model.load_model_state(model, state, info, _model.complaint_about(state, info))
+        return _model_load.load_model_state(model, state, info, _model.complaint_about(state, info))
 
 
 def set_optimizer_state_dict(
@@ -197,7 +198,7 @@ def set_state_dict(
         _optimizer.load_optim_state(model, optims, optim_state_dict, info, complaint)
         # Only rank 0 knows whether there is a model state to load.
         complaint = _model.complaint_about(state, info)
-        return _model.load_model_state(model, state, info, complaint, optional=broadcast)
+        return _model_load.load_model_state(model, state, info, complaint)
 
 
 def _as_tuple(optimizers: _Optimizers) -> _OptimizerTuple:
@@ -241,7 +242,7 @@ def _get_model_state_dict(model: nn.Module, info: _StateDictInfo) -> dict[str, V
 def _load_model_state_dict(
     model: nn.Module, state_dict: Mapping[str, ValueType], info: _StateDictInfo
 ) -> _IncompatibleKeys:
-    return _model.load_model_state(model, state_dict, info)
+    return _model_load.load_model_state(model, state_dict, info)
 
 
 def _init_optim_state(optim: torch.optim.Optimizer) -> None:

@@ -118,37 +118,23 @@ def walk_model_state(
     model: nn.Module, dsd_fqn_modifiers: str = FQN_MODIFIERS
 ) -> Iterator[tuple[str, Union[torch.Tensor, ExtraState]]]:
     """(name, value) of everything a state dict of `model` holds; each module once, children first."""
-    for name, value, _ in walk_with_owner(model, dsd_fqn_modifiers):
-        yield name, value
-
-
-def walk_with_owner(
-    model: nn.Module, dsd_fqn_modifiers: str = FQN_MODIFIERS, every_name: bool = False
-) -> Iterator[tuple[str, Union[torch.Tensor, ExtraState], nn.Module]]:
-    """As `walk_model_state`, with the module that owns the value.
-
-    With `every_name`, a module that stands under several names is visited under each, as
-    `model.state_dict()` does.
-    """
     # Not a function that calls itself from inside this one: such a cycle would keep the model alive.
-    yield from visit(model, "", set(), dsd_fqn_modifiers, every_name)
+    yield from visit(model, "", set(), dsd_fqn_modifiers)
 
 
-def visit(
-    module: nn.Module, prefix: str, seen: set[nn.Module], modifiers: str, every_name: bool
-) -> Iterator[tuple[str, Any, nn.Module]]:
+def visit(module: nn.Module, prefix: str, seen: set[nn.Module], modifiers: str) -> Iterator[tuple[str, Any]]:
     seen.add(module)
     hidden = set(getattr(module, modifiers)().values()) if hasattr(module, modifiers) else set()
     for name, submodule in module._modules.items():
-        if submodule is not None and (every_name or submodule not in seen):
+        if submodule is not None and submodule not in seen:
             # A renamed child's state stands under its parent's own name.
             below = prefix if name in hidden else f"{prefix}{name}."
-            yield from visit(submodule, below, seen, modifiers, every_name)
+            yield from visit(submodule, below, seen, modifiers)
     transient = module._non_persistent_buffers_set
     for name, buffer in module.named_buffers(recurse=False):
         if name not in transient:
-            yield prefix + name, buffer, module
+            yield prefix + name, buffer
     for name, param in module.named_parameters(recurse=False):
-        yield prefix + name, param, module
+        yield prefix + name, param
     if type(module).get_extra_state is not nn.Module.get_extra_state:
-        yield prefix + EXTRA_STATE, ExtraState(), module
+        yield prefix + EXTRA_STATE, ExtraState()

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.collect import check_types, rebuild, untouched, whole_tree
 from torch_dcp_backport.state_dict.cpu_copy import Tree
-from torch_dcp_backport.state_dict.load import Load, copy_slices, inventory_of, own_rank, run, snapshot
-from torch_dcp_backport.transfer import Tally, TensorInfo, raise_together
+from torch_dcp_backport.state_dict.load import FIRST, Load, Local, own_rank, run
+from torch_dcp_backport.state_dict.source import Carried, Source
+from torch_dcp_backport.transfer import TensorInfo, raise_together
 
 #: FQN -> tensor or small value.
 FlatDict = dict[str, Any]
@@ -49,6 +50,8 @@ class DictLoad(Load):
             if isinstance(offered, TensorInfo):
                 # Scalars stay on the CPU.
                 self.want_whole(key, offered, self.device if offered.shape else torch.device("cpu"), settle)
+            elif isinstance(offered, Carried):
+                self.small[key] = offered.value
             elif self.usable(key, offered):
                 self.small[key] = offered
         elif self.accepts(key, offered, tuple(live.shape)):
@@ -84,7 +87,7 @@ def broadcast_state_dict(
         RuntimeError: wrong shapes or types; on every rank, before anything was written.
     """
     load = DictLoad(local_state_dict, torch.device(device), cpu_offload)
-    run(load, snapshot(full_state_dict), broadcast=True, group=pg)
+    run(load, full_state_dict, broadcast=True, group=pg)
     local_state_dict.update(load.small)
     if strict:
         for key in set(local_state_dict) - load.offered:
@@ -100,7 +103,7 @@ def distribute_state_dict(
 ) -> None:
     """As `broadcast_state_dict`, where every rank holds the full dict: each takes its own slices."""
     load = DictLoad(local_state_dict, torch.device(device), False)
-    run(load, snapshot(full_state_dict), broadcast=False)
+    run(load, full_state_dict, broadcast=False)
     for key, value in full_state_dict.items():
         if not torch.is_tensor(value):
             local_state_dict[key] = value
@@ -123,10 +126,11 @@ def distribute_tensors(
     }
     full = {key: value for key, (_, value) in entries.items()}
     load = DictLoad({key: live for key, (live, _) in entries.items()}, torch.device(device), False)
-    load.plan(inventory_of(full))
+    source = Source(full)
+    load.plan(source.inventory())
     load.local.update(load.small)
     raise_together(load.title, [(own_rank(), problem) for problem in load.problems])
-    copy_slices(load, full, Tally("slice"))
+    Local(load, source).move(FIRST)
     load.destinations.clear()
     local_state_dict.update(load.local)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -17,7 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.state_dict.source import About, Carried, Key, Source, Unusable, unusable
 from torch_dcp_backport.transfer import (
+    Agreement,
     Problem,
     Tally,
     Target,
@@ -33,12 +34,13 @@ from torch_dcp_backport.transfer import (
 )
 from torch_dcp_backport.transfer.errors import DOUBTFUL
 from torch_dcp_backport.transfer.exclusive import exclusive
-from torch_dcp_backport.transfer.layout import Box, Layout, Mesh, mesh_of, whole
+from torch_dcp_backport.transfer.layout import Box, Layout, Mesh, mesh_of
 from torch_dcp_backport.transfer.plan import agree_on_mesh, no_room
 
-Key = Hashable
-
 logger = logging.getLogger(__name__)
+
+#: What moves before any loading code runs.
+FIRST = ""
 
 
 class Destination(NamedTuple):
@@ -54,12 +56,8 @@ class Destination(NamedTuple):
     settle: Callable[[torch.Tensor], None]
     #: The DTensor that the checkpoint's value may equal in layout, or None.
     like: Optional[torch.Tensor] = None
-
-
-class Unusable(NamedTuple):
-    """Stands in an inventory for a tensor that cannot be sliced."""
-
-    why: str
+    #: When it moves: FIRST, or one of the load's own stages.
+    stage: str = FIRST
 
 
 class Load:
@@ -73,8 +71,16 @@ class Load:
         self.destinations: dict[Key, Destination] = {}
 
     def plan(self, inventory: Mapping[Any, Any]) -> None:
-        """Fill `destinations` and `problems`. Must not write anything."""
+        """Fill `destinations` and `problems`. Must not write anything; called again after `widen`."""
         raise NotImplementedError
+
+    @property
+    def stages(self) -> Sequence[str]:
+        """The stages that `apply` asks for, in its order: what moves when loading code is about to look."""
+        return ()
+
+    def widen(self, stages: Sequence[str]) -> None:
+        """Take the stages that other ranks have too; all ranks move the same tensors at the same time."""
 
     def meshes(self) -> list[DeviceMesh]:
         """The device meshes of what is loaded, in the same order on every rank."""
@@ -93,14 +99,19 @@ class Load:
         """Whether code outside torch takes part in `apply`: it can fail on one rank alone."""
         return False
 
-    def apply(self) -> None:
-        """Hand what was loaded to its owner."""
+    def apply(self, fetch: Callable[[str], None]) -> None:
+        """Hand what was loaded to its owner; `fetch(stage)` brings what belongs to a stage."""
+
+    def written(self) -> str:
+        """What `apply` has handed over so far, for an error."""
+        return ""
 
     def usable(self, key: Key, offered: Any) -> bool:
         """Whether `offered` is not a tensor that cannot be sliced; if it is, that is a problem."""
+        if isinstance(offered, Carried):
+            offered = Unusable(f"a tensor that is not dense ({offered.value.layout})")
         if isinstance(offered, Unusable):
-            what, expected = "not a tensor that can be loaded", "a whole, dense tensor"
-            self.problems.append(Problem(what, spell_key(key), offered.why, expected))
+            self.problems.append(unusable(key, offered))
             return False
         return True
 
@@ -146,8 +157,9 @@ class Load:
         offered: TensorInfo,
         device: torch.device,
         settle: Callable[[torch.Tensor], None],
+        stage: str = FIRST,
     ) -> None:
-        """A new tensor of the checkpoint's dtype, laid out as `like` (plain or DTensor)."""
+        """A new tensor of the checkpoint's dtype, laid out as `like` (plain or DTensor), on `device`."""
 
         def make(box: Box) -> torch.Tensor:
             return torch.empty(box.size, dtype=offered.dtype, device=device)
@@ -155,21 +167,34 @@ class Load:
         def finish(filled: torch.Tensor) -> None:
             settle(compat.from_local(filled, like) if isinstance(like, compat.DTensor) else filled)
 
-        self.destinations[key] = Destination(layout_of(like), offered.dtype, device, make, finish, like)
+        self.destinations[key] = Destination(
+            layout_of(like), offered.dtype, device, make, finish, like, stage
+        )
 
     def want_whole(
-        self, key: Key, offered: TensorInfo, device: torch.device, settle: Callable[[torch.Tensor], None]
+        self,
+        key: Key,
+        offered: TensorInfo,
+        device: torch.device,
+        settle: Callable[[torch.Tensor], None],
+        stage: str = FIRST,
+        held: Optional[torch.Tensor] = None,
     ) -> None:
-        """A new whole tensor, whatever its shape, on every rank."""
+        """A new whole tensor, whatever its shape, on every rank; `held` where this rank has it already."""
 
         def make(box: Box) -> torch.Tensor:
-            return torch.empty(box.size, dtype=offered.dtype, device=device)
+            return torch.empty(box.size, dtype=offered.dtype, device=device) if held is None else held
 
-        self.destinations[key] = Destination(Layout(offered.shape), offered.dtype, device, make, settle)
+        layout = Layout(offered.shape)
+        self.destinations[key] = Destination(layout, offered.dtype, device, make, settle, stage=stage)
 
 
 def run(
-    load: Load, given: Mapping[Any, Any], *, broadcast: bool, group: Optional[dist.ProcessGroup] = None
+    load: Load,
+    given: Union[Mapping[Any, Any], Source],
+    *,
+    broadcast: bool,
+    group: Optional[dist.ProcessGroup] = None,
 ) -> None:
     """Carry out a load: from the `given` of the group's first rank, or from every rank's own.
 
@@ -178,235 +203,316 @@ def run(
             anything was written. What the owner's own loading code raises: as it is on that rank, as a
             RuntimeError on the others.
     """
+    source = given if isinstance(given, Source) else Source(given)
+    course = Broadcast(load, source, group) if broadcast else Local(load, source)
     try:
         with contextlib.ExitStack() as alone:
-            if broadcast:
-                alone.enter_context(exclusive(group, load.title))
-                custom, targets = run_broadcast(load, given, group)
-                finish_together(load, lambda: settle(load, targets), [group], custom)
-                return
-            meshes = load.meshes() if dist.is_initialized() else []
-            groups = compat.mesh_groups(max(meshes, key=lambda one: one.size())) if meshes else ()
-            for one in groups:
+            for one in course.groups:
                 alone.enter_context(exclusive(one, load.title))
-            tally = Tally("slice")
-            with tally.phase("agree"):
-                custom = plan_local(load, given, groups)
-            finish_together(load, lambda: copy_slices(load, given, tally), groups, custom)
+            course.agree()
+            course.carry_out()
     finally:
         # They refer to the load: without a cycle, what it touched is freed as soon as nobody needs it.
         load.destinations.clear()
+        source.release()
 
 
-def snapshot(given: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """What a dict holds now, whatever another thread does to it meanwhile.
+class Course:
+    """One load, from the inventory to its end."""
 
-    Other mappings may make their tensors anew each time; they are read as needed.
-    """
-    return dict(given) if type(given) in (dict, OrderedDict) else given
+    def __init__(
+        self, load: Load, source: Source, groups: Sequence[Optional[dist.ProcessGroup]], tally: Tally
+    ) -> None:
+        self.load = load
+        self.source = source
+        #: The groups of all ranks that take part.
+        self.groups = groups
+        self.tally = tally
+        #: Whether code outside torch takes part in what is left to do, on any rank.
+        self.custom = False
+        #: Whether all ranks know that it broke off.
+        self.is_broken = False
 
+    def agree(self) -> None:
+        """Inventory, plan and agreement; nothing is written before it returns."""
+        raise NotImplementedError
 
-def finish_together(
-    load: Load, last: Callable[[], None], groups: Sequence[Optional[dist.ProcessGroup]], custom: bool
-) -> None:
-    """`last()` and `load.apply()`; where code outside torch takes part on any rank, all hear of a failure."""
-    try:
-        last()
-        load.apply()
-    except Exception as error:
-        if custom and groups:
-            # Now, in case that the others never come to the agreement.
-            logger.error("%s: %s", load.title, problem_of(error))
-            with contextlib.suppress(Exception):
-                agree_on_mesh([problem_of(error)], groups, so_far=DOUBTFUL)
-        raise
-    if custom and groups:
-        found, _ = agree_on_mesh([], groups, so_far=DOUBTFUL)
-        raise_together(load.title, found, so_far=DOUBTFUL)
+    def move(self, stage: str) -> None:
+        """Fill the destinations of a stage, and settle them."""
+        raise NotImplementedError
 
+    def fetch(self, stage: str) -> None:
+        """`move`, for the loading code that is about to look at the stage."""
+        raise NotImplementedError
 
-def run_broadcast(
-    load: Load, given: Mapping[Any, Any], group: Optional[dist.ProcessGroup]
-) -> tuple[bool, dict[Key, Target]]:
-    """(whether code outside torch takes part in what is left to do, on any rank; the filled tensors)."""
-    tally = Tally("scatter")
-    cause: Optional[BaseException] = None
-    try:
-        is_source = dist.get_rank(group) == 0
-        with tally.phase("inventory"):
-            mine, cause = guarded_inventory(load, given) if is_source else (None, None)
-            inventory = publish(mine, load.problems, load.title, group)
-        with tally.phase("agree"):
-            cause = guarded_plan(load, inventory) or cause
-            wants = {key: Want(one.layout, one.dtype) for key, one in load.destinations.items()}
-            # Counters of steps are on the host with an accelerator's optimizer too.
-            kinds = {one.device.type for one in load.destinations.values() if one.layout.shape}
-            kind = kinds.pop() if len(kinds) == 1 else ""
-            relays = relays_of(load, group)
-            condition = "relays" if relays is not None else ""
-            agreement = agree(
-                wants,
-                load.problems,
-                load.title,
-                group,
-                cause,
-                device=kind,
-                condition=condition,
-                custom=fails_alone(load),
-            )
-        targets: dict[Key, Target] = {}
-        problems: list[Problem] = []
+    def fetch_rest(self) -> None:
+        """The stages that this rank's loading code does not look at."""
+
+    def carry_out(self) -> None:
+        """Move, apply; where code outside torch takes part on any rank, all hear of a failure."""
         try:
-            targets = make_targets(load)
-        except (RuntimeError, MemoryError) as error:
-            problems, cause = [no_room("what is loaded", error)], error
-        scatter(
-            lambda key: given[key],
-            inventory,
-            targets,
-            agreement,
-            group=group,
-            relays=relays,
-            tally=tally,
-            title=load.title,
-            problems=problems,
-            cause=cause,
+            self.move_first()
+            self.load.apply(self.fetch)
+            self.fetch_rest()
+        except Exception as error:
+            if self.custom and self.groups and not self.is_broken:
+                # Now, in case that the others never come to the agreement.
+                logger.error("%s: %s", self.load.title, problem_of(error))
+                with contextlib.suppress(Exception):
+                    agree_on_mesh([problem_of(error)], self.groups, so_far=self.so_far())
+                compat.add_note(error, self.so_far())
+            raise
+        if self.custom and self.groups:
+            found, _ = agree_on_mesh([], self.groups, so_far=self.so_far())
+            raise_together(self.load.title, found, so_far=self.so_far())
+
+    def move_first(self) -> None:
+        self.move(FIRST)
+
+    def so_far(self) -> str:
+        """What an error says of what was written on this rank."""
+        written = self.load.written()
+        return f"{DOUBTFUL}: rank {own_rank()} has written {written}" if written else DOUBTFUL
+
+    def guarded_plan(self, inventory: Optional[Mapping[Any, Any]]) -> Optional[Exception]:
+        """Plan; a rank whose plan fails still takes part in the agreement, which then fails for all."""
+        if self.load.problems:
+            return None
+        try:
+            self.load.plan(inventory or {})
+        except Exception as error:
+            self.load.problems.append(problem_of(error))
+            return error
+        return None
+
+    def guarded_inventory(self, whole_only: bool) -> tuple[Optional[dict[Key, Any]], Optional[BaseException]]:
+        """What the dict holds; nothing, and one problem more, where it cannot be read."""
+        if self.load.problems:
+            return None, None
+        try:
+            return self.source.inventory(whole_only), None
+        except Exception as error:
+            self.load.problems.append(problem_of(error))
+            return None, error
+
+    def destinations_of(self, stage: str) -> dict[Key, Destination]:
+        return {key: one for key, one in self.load.destinations.items() if one.stage == stage}
+
+    def targets_of(self, stage: str) -> dict[Key, Target]:
+        rank = own_rank()
+        targets = {}
+        for key, one in self.destinations_of(stage).items():
+            # A rank outside the mesh holds an empty tensor.
+            box = one.layout.box(rank) or Box((0,) * len(one.layout.shape), (0,) * len(one.layout.shape))
+            targets[key] = Target(one.make(box), box)
+        return targets
+
+    def settle(self, targets: Mapping[Key, Target]) -> None:
+        for key, target in targets.items():
+            self.load.destinations[key].settle(target.tensor)
+
+    def fails_alone(self) -> bool:
+        try:
+            return self.load.is_custom
+        except Exception:  # the others wait for the answer
+            return True
+
+
+class Broadcast(Course):
+    """From the dict of the group's first rank."""
+
+    def __init__(self, load: Load, source: Source, group: Optional[dist.ProcessGroup]) -> None:
+        super().__init__(load, source, [group], Tally("scatter"))
+        self.group = group
+        self.is_source = dist.get_rank(group) == 0
+        self.inventory: dict[Key, Any] = {}
+        self.by_window = False
+        #: Stages that are still to come, in the same order on every rank.
+        self.pending: list[str] = []
+        self.agreement: Agreement
+        self.relays: Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]] = None
+
+    def agree(self) -> None:
+        cause: Optional[BaseException] = None
+        try:
+            load = self.load
+            with self.tally.phase("inventory"):
+                mine, cause = self.guarded_inventory(whole_only=True) if self.is_source else (None, None)
+                self.inventory = publish(mine, load.problems, load.title, self.group)
+                self.by_window = bool(self.inventory.pop(About.FLEETING, False))
+            with self.tally.phase("agree"):
+                cause = self.guarded_plan(self.inventory) or cause
+                self.agree_on_plan(cause)
+                stages = stages_of_all(self.agreement.notes)
+                if stages is not None:
+                    # Some rank's loading code looks at what other ranks' does not: all plan anew.
+                    load.widen(stages)
+                    load.destinations.clear()
+                    cause = self.guarded_plan(self.inventory)
+                    self.agree_on_plan(cause)
+            self.pending = list(load.stages)
+            self.custom = self.agreement.custom
+        finally:
+            # An error that its own traceback holds on to keeps alive what it touched.
+            cause = None
+
+    def agree_on_plan(self, cause: Optional[BaseException]) -> None:
+        load = self.load
+        # Counters of steps are on the host with an accelerator's optimizer too.
+        kinds = {one.device.type for one in load.destinations.values() if one.layout.shape}
+        self.relays = self.relay_groups()
+        condition = repr(("relays" if self.relays is not None else "", *load.stages))
+        self.agreement = agree(
+            wants_of(load.destinations),
+            load.problems,
+            load.title,
+            self.group,
+            cause,
+            device=kinds.pop() if len(kinds) == 1 else "",
+            condition=condition,
+            custom=self.fails_alone(),
+            note=list(load.stages),
         )
-        return agreement.custom, targets
-    finally:
-        # An error that its own traceback holds on to keeps alive what it touched.
-        cause = None
 
+    def relay_groups(self) -> Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]]:
+        """The groups along which replicas pass a box on; None where they do not carry what `group` does."""
+        if not any(one.layout.replica_dims for one in self.load.destinations.values()):
+            return {}
+        try:
+            found = {mesh_of(mesh): compat.mesh_groups(mesh) for mesh in self.load.meshes()}
+        except Exception:  # a mesh without process groups; the source sends to every replica itself then
+            return None
+        needed = set(compat.device_types(self.group))
+        carried = all(needed <= set(compat.device_types(one)) for groups in found.values() for one in groups)
+        return found if carried else None
 
-def relays_of(
-    load: Load, group: Optional[dist.ProcessGroup]
-) -> Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]]:
-    """The groups along which replicas can pass a box on; None where they do not carry what `group` does."""
-    if not any(one.layout.replica_dims for one in load.destinations.values()):
-        return {}
-    try:
-        found = {mesh_of(mesh): compat.mesh_groups(mesh) for mesh in load.meshes()}
-    except Exception:  # a mesh without process groups; the source sends to every replica itself then
-        return None
-    needed = set(compat.device_types(group))
-    carried = all(needed <= set(compat.device_types(one)) for groups in found.values() for one in groups)
-    return found if carried else None
+    def move_first(self) -> None:
+        # Whatever ends it is known to all ranks, or to none that could tell the others.
+        self.is_broken = True
+        self.move(FIRST)
+        self.is_broken = False
 
+    def fetch(self, stage: str) -> None:
+        while stage in self.pending:
+            self.fetch_next()
 
-def copy_slices(load: Load, given: Mapping[Any, Any], tally: Tally) -> None:
-    """Every destination from this rank's own dict; a DTensor there has the destination's layout."""
-    with tally.phase("move"):
-        _copy_slices(load, given)
-    tally.tensors = len(load.destinations)
-    tally.close()
+    def fetch_rest(self) -> None:
+        while self.pending:
+            self.fetch_next()
 
+    def fetch_next(self) -> None:
+        """One more stage. Every rank comes to it, or tells the others here why it does not."""
+        stage = self.pending.pop(0)
+        self.is_broken = True
+        wants = wants_of(self.destinations_of(stage))
+        device, title = self.agreement.device, self.load.title
+        self.agreement = agree(wants, [], title, self.group, device=device, custom=True, so_far=self.so_far())
+        self.move(stage)
+        self.is_broken = False
 
-def _copy_slices(load: Load, given: Mapping[Any, Any]) -> None:
-    targets = make_targets(load)
-    for key, target in targets.items():
-        if not target.box.numel:
-            continue
-        value = given[key].detach()
-        if isinstance(value, compat.DTensor):
-            target.tensor.copy_(compat.local_part(value))
-        else:
-            target.tensor.copy_(value[target.box.within(whole(tuple(value.shape)))])
-    settle(load, targets)
-
-
-def plan_local(load: Load, given: Mapping[Any, Any], groups: Sequence[Optional[dist.ProcessGroup]]) -> bool:
-    """Whether code outside torch takes part in what is left to do, on any rank."""
-    inventory, cause = guarded_inventory(load, given, whole_only=False)
-    cause = guarded_plan(load, inventory or {}) or cause
-    for key, one in load.destinations.items():
-        value = given[key]
-        if isinstance(value, compat.DTensor) and (one.like is None or layout_of(value) != one.layout):
-            load.problems.append(
-                Problem(
-                    "a DTensor of another layout",
-                    spell_key(key),
-                    got=str(value.placements),
-                    expected="a whole tensor",
-                )
+    def move(self, stage: str) -> None:
+        problems: list[Problem] = []
+        cause: Optional[BaseException] = None
+        targets: dict[Key, Target] = {}
+        agreement = self.agreement
+        everyone = [agreement.mine] if agreement.by_rank is None else agreement.by_rank.values()
+        wanted = {key for wants in everyone for key, want in wants.items() if want.stage == stage}
+        try:
+            try:
+                targets = self.targets_of(stage)
+            except (RuntimeError, MemoryError) as error:
+                problems, cause = [no_room("what is loaded", error)], error
+            scatter(
+                self.source if self.is_source else None,
+                {key: offer for key, offer in self.inventory.items() if key in wanted},
+                targets,
+                agreement,
+                group=self.group,
+                relays=self.relays,
+                by_window=self.by_window,
+                tally=self.tally,
+                title=self.load.title,
+                problems=problems,
+                cause=cause,
             )
-    found, custom = [(own_rank(), problem) for problem in load.problems], fails_alone(load)
-    if groups:
-        found, custom = agree_on_mesh(load.problems, groups, custom)
-    try:
-        raise_together(load.title, found, cause)
-    finally:
-        cause = None  # as above
-    return custom
+        finally:
+            cause = None  # as above
+        self.settle(targets)
 
 
-def guarded_plan(load: Load, inventory: Mapping[Any, Any]) -> Optional[Exception]:
-    """Plan; a rank whose plan fails still takes part in the agreement, which then fails for all."""
-    if load.problems:
+class Local(Course):
+    """From this rank's own dict, which is whole."""
+
+    def __init__(self, load: Load, source: Source) -> None:
+        meshes = load.meshes() if dist.is_initialized() else []
+        groups = compat.mesh_groups(max(meshes, key=lambda one: one.size())) if meshes else ()
+        super().__init__(load, source, groups, Tally("slice"))
+
+    def agree(self) -> None:
+        with self.tally.phase("agree"):
+            load = self.load
+            inventory, cause = self.guarded_inventory(whole_only=False)
+            if inventory is not None:
+                inventory.pop(About.FLEETING, None)
+            cause = self.guarded_plan(inventory) or cause
+            try:
+                try:
+                    load.problems.extend(self.other_layouts())
+                except Exception as error:
+                    load.problems.append(problem_of(error))
+                    cause = error
+                found = [(own_rank(), problem) for problem in load.problems]
+                # A mapping that makes its values is code that can fail, too.
+                self.custom = self.fails_alone() or not self.source.is_dict
+                if self.groups:
+                    found, self.custom = agree_on_mesh(load.problems, self.groups, self.custom)
+                raise_together(load.title, found, cause)
+            finally:
+                cause = None  # as above
+
+    def other_layouts(self) -> list[Problem]:
+        """DTensors of the dict that do not lie as their destinations do."""
+        return [
+            Problem("a DTensor of another layout", spell_key(key), str(value.placements), "a whole tensor")
+            for key, one in self.load.destinations.items()
+            if key in self.source.spread
+            for value in [self.source.value(key)]
+            if one.like is None or layout_of(value) != one.layout
+        ]
+
+    def fetch(self, stage: str) -> None:
+        self.move(stage)
+
+    def move(self, stage: str) -> None:
+        with self.tally.phase("move"):
+            targets = self.targets_of(stage)
+            for key, target in targets.items():
+                if target.box.numel:
+                    value = self.source.value(key)
+                    if isinstance(value, compat.DTensor):
+                        target.tensor.copy_(compat.local_part(value.detach()))
+                    else:
+                        target.tensor.copy_(self.source.piece(key, target.box))
+                self.source.release()
+            self.settle(targets)
+        self.tally.tensors += len(targets)
+        self.tally.close()
+
+
+def wants_of(destinations: Mapping[Key, Destination]) -> dict[Key, Want]:
+    return {key: Want(one.layout, one.dtype, one.stage) for key, one in destinations.items()}
+
+
+def stages_of_all(notes: Optional[Mapping[int, Sequence[str]]]) -> Optional[list[str]]:
+    """Every rank's stages, in an order that all ranks find; None where they are the same on all."""
+    if notes is None or len({tuple(names) for names in notes.values()}) == 1:
         return None
-    try:
-        load.plan(inventory)
-    except Exception as error:
-        load.problems.append(problem_of(error))
-        return error
-    return None
-
-
-def fails_alone(load: Load) -> bool:
-    try:
-        return load.is_custom
-    except Exception:  # the others wait for the answer
-        return True
-
-
-def guarded_inventory(
-    load: Load, given: Mapping[Any, Any], whole_only: bool = True
-) -> tuple[Optional[dict[Key, Any]], Optional[BaseException]]:
-    """What a dict holds; nothing, and one problem more, where it cannot be read."""
-    if load.problems:
-        return None, None
-    try:
-        return inventory_of(given, whole_only), None
-    except Exception as error:
-        load.problems.append(problem_of(error))
-        return None, error
+    return list(dict.fromkeys(name for names in notes.values() for name in names))
 
 
 def problem_of(error: Exception) -> Problem:
     return Problem(f"{type(error).__name__}: {error}")
 
 
-def inventory_of(given: Mapping[Any, Any], whole_only: bool = True) -> dict[Key, Any]:
-    """What a dict holds: TensorInfo for tensors (Unusable for some), everything else as it is."""
-    return {
-        key: offer_of(value, whole_only) if torch.is_tensor(value) else value for key, value in given.items()
-    }
-
-
-def offer_of(value: torch.Tensor, whole_only: bool) -> Union[TensorInfo, Unusable]:
-    if isinstance(value, compat.DTensor):
-        if whole_only:
-            return Unusable("a DTensor; a full state dict holds whole tensors, see DTensor.full_tensor()")
-    elif value.is_meta:
-        return Unusable("a tensor on the meta device, which holds no values")
-    elif value.layout is not torch.strided or value.is_quantized:
-        return Unusable(f"a tensor that is not dense ({value.layout})")
-    return TensorInfo(tuple(value.shape), value.dtype)
-
-
-def make_targets(load: Load) -> dict[Key, Target]:
-    rank = own_rank()
-    targets = {}
-    for key, one in load.destinations.items():
-        # A rank outside the mesh holds an empty tensor.
-        box = one.layout.box(rank) or Box((0,) * len(one.layout.shape), (0,) * len(one.layout.shape))
-        targets[key] = Target(one.make(box), box)
-    return targets
-
-
 def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def settle(load: Load, targets: Mapping[Key, Target]) -> None:
-    for key, target in targets.items():
-        load.destinations[key].settle(target.tensor)

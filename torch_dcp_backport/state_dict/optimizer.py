@@ -744,7 +744,7 @@ class OptimizerLoad(Load):
         hooked = any(getattr(self.optim, name, None) for name in hooks)
         return hooked or not type(self.optim).__module__.startswith("torch.")
 
-    def apply(self) -> None:
+    def apply(self, fetch: Callable[[str], None]) -> None:
         own_method(self.optim, "load_state_dict")(state_dict=self.result())
 
     def result(self) -> dict[str, Any]:

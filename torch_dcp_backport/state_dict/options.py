@@ -89,7 +89,9 @@ def verify_options(
     """
     if submodules:
         warnings.warn(
-            "submodules is deprecated: filter the keys of the returned state dict instead.",
+            # Programs and test suites filter by torch's own first words.
+            "Getting submodules only model/optim state_dict is deprecated: filter the keys of the returned "
+            "state dict instead.",
             FutureWarning,
             stacklevel=3,
         )

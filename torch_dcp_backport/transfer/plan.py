@@ -50,6 +50,8 @@ class Want(NamedTuple):
 
     layout: Layout
     dtype: torch.dtype
+    #: When it moves, where not all of a load moves at once.
+    stage: str = ""
 
 
 class Piece(NamedTuple):
@@ -72,6 +74,8 @@ class Agreement(NamedTuple):
     device: str
     #: Whether some rank's code outside torch has a part in it that can fail later.
     custom: bool
+    #: What each rank passed as `note`; None where all want the same.
+    notes: Optional[Mapping[int, Any]] = None
 
     def of(self, rank: int) -> Mapping[Key, Want]:
         return self.mine if self.by_rank is None else self.by_rank[rank]
@@ -142,6 +146,8 @@ def agree(
     device: str = "",
     condition: str = "",
     custom: bool = False,
+    note: object = None,
+    so_far: str = UNCHANGED,
 ) -> Agreement:
     """Raise every rank's problems on every rank, or learn what everyone wants.
 
@@ -152,6 +158,8 @@ def agree(
         device: the device type of this rank's tensors; nothing where it has none or of several types.
         custom: whether code outside torch has a part in it on this rank that can fail later.
         condition: of what else must be the same on all ranks; where it is not, `by_rank` is given.
+        note: what the other ranks need to know of this one then.
+        so_far: what an error says of what was written.
 
     Raises:
         RuntimeError: some rank has problems; the same message on every rank of the group.
@@ -165,18 +173,19 @@ def agree(
         # The other ranks wait in the collective below.
         problems.append(Problem(BAD_BUDGET, got=str(error)))
     own = Mark(digest(wants, condition), bool(problems), custom, budget, device)
-    common = agree_on_mark(own, group)
+    common = agree_on_mark(own, group, so_far)
     if common.troubled:
         found = collect_problems(problems, group)
         kind = ValueError if all(problem.what == BAD_BUDGET for _, problem in found) else RuntimeError
-        raise_together(title, found, cause, kind)
-    by_rank = None
+        raise_together(title, found, cause, kind, so_far)
+    by_rank = notes = None
     if common.digest != own.digest:
         everyone: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(everyone, dict(wants), group=group)
-        by_rank = dict(zip(ranks, everyone))
+        dist.all_gather_object(everyone, (dict(wants), note), group=group)
+        by_rank = {rank: theirs for rank, (theirs, _) in zip(ranks, everyone)}
+        notes = {rank: theirs for rank, (_, theirs) in zip(ranks, everyone)}
     on = compat.comm_device_type(group, common.device or "cpu")
-    return Agreement(wants, by_rank, common.staging_bytes, on, common.custom)
+    return Agreement(wants, by_rank, common.staging_bytes, on, common.custom, notes)
 
 
 Buffers = TypeVar("Buffers")
@@ -259,17 +268,22 @@ def agree_on_mesh(
         common = agree_on_mark(Mark(bytes(16), bool(known), custom), group, so_far)
         custom = common.custom
         if common.troubled:
-            everyone: list[Any] = [None] * len(compat.group_ranks(group))
-            dist.all_gather_object(everyone, known, group=group)
-            known = [(rank, Problem(*problem)) for one in everyone for rank, problem in one]
+            known = share_problems(known, group)
     return known, custom
 
 
 def collect_problems(problems: Sequence[Problem], group: Group) -> list[tuple[int, Problem]]:
-    ranks = compat.group_ranks(group)
-    everyone: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(everyone, list(problems), group=group)
-    return [(rank, Problem(*problem)) for rank, found in zip(ranks, everyone) for problem in found]
+    return share_problems([(dist.get_rank(), problem) for problem in problems], group)
+
+
+def share_problems(known: Sequence[tuple[int, Problem]], group: Group) -> list[tuple[int, Problem]]:
+    """The problems that the ranks of a group know of, with the ranks that have them.
+
+    One message for every kind of agreement: a rank that failed takes part in whichever the others are in.
+    """
+    everyone: list[Any] = [None] * len(compat.group_ranks(group))
+    dist.all_gather_object(everyone, list(known), group=group)
+    return [(rank, Problem(*problem)) for theirs in everyone for rank, problem in theirs]
 
 
 def misfit(key: Key, local: torch.Tensor, layout: Layout) -> Optional[Problem]:
@@ -286,7 +300,7 @@ def misfit(key: Key, local: torch.Tensor, layout: Layout) -> Optional[Problem]:
 
 def digest(wants: Mapping[Key, Want], condition: str) -> bytes:
     """The same bytes on ranks that want the same keys in the same layouts, under the same condition."""
-    lines = [f"{key!r} {want.dtype} {want.layout.signature}" for key, want in wants.items()]
+    lines = [f"{key!r} {want.dtype} {want.stage} {want.layout.signature}" for key, want in wants.items()]
     text = "\n".join([*lines, condition])
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 

@@ -50,9 +50,9 @@ class Meter:
         self.done = self.total = 0
 
     def expect(self, nbytes: Callable[[], int]) -> None:
-        """`nbytes()` counts what will move; not called where nobody asked."""
+        """`nbytes()` counts what else will move; not called without a callback."""
         if self.callback is not None:
-            self.total = nbytes()
+            self.total += nbytes()
 
     def add(self, nbytes: int) -> None:
         if self.callback is None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch_dcp_backport.transfer.consensus import open_lane
 from torch_dcp_backport.transfer.errors import DOUBTFUL, Problem, spell_doing, spell_key, told
 from torch_dcp_backport.transfer.layout import Box, Mesh, whole
 from torch_dcp_backport.transfer.plan import (
+    LARGEST_CHUNK,
     Agreement,
     Key,
     Piece,
@@ -37,9 +39,19 @@ from torch_dcp_backport.transfer.post import Group, finish, post
 from torch_dcp_backport.transfer.report import Tally
 from torch_dcp_backport.transfer.staging import Move, Ring, Staging, part_of
 
-Read = Callable[[Key], torch.Tensor]
-
 END = object()
+
+
+class Reader(Protocol):
+    """What the source holds."""
+
+    def shape(self, key: Key) -> tuple[int, ...]: ...
+
+    def piece(self, key: Key, box: Box) -> torch.Tensor:
+        """The part of a tensor in a box; any device, any strides."""
+
+    def release(self) -> None:
+        """Nothing of what was read is needed any more."""
 
 
 class Target(NamedTuple):
@@ -64,15 +76,25 @@ class Relay(NamedTuple):
         return coordinate is not None and not any(coordinate[dim] for dim in self.dims)
 
 
+class Window(NamedTuple):
+    """Keys whose tensors the source holds at the same time."""
+
+    #: What every rank wants whole.
+    common: list[Key]
+    #: Everything else, by the way that it takes; in the same order on every rank.
+    ways: dict[Optional[Relay], list[Key]]
+
+
 @torch.no_grad()
 def scatter(
-    read: Optional[Read],
+    reader: Optional[Reader],
     inventory: Mapping[Key, object],
     targets: Mapping[Key, Target],
     agreement: Agreement,
     *,
     group: Group = None,
     relays: Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]] = None,
+    by_window: bool = False,
     tally: Optional[Tally] = None,
     title: str = "cannot load",
     problems: Sequence[Problem] = (),
@@ -81,13 +103,15 @@ def scatter(
     """Fill every rank's targets from the group's first rank.
 
     Args:
-        read: on the source, the full tensor of a key (any device, any strides; only sliced).
+        reader: on the source, the full tensors.
         inventory: what `publish` returned.
         targets: this rank's destinations, one for each key that it wants.
         agreement: what `agree` returned.
         group: the process group; its first rank is the source. None is the default group.
         relays: the process groups of each dimension of the meshes that this rank is in. With None, which
             must be on every rank then, the source sends to every replica itself.
+        by_window: the source reads a tensor anew every time, so that it goes to every rank before the next
+            one is read; the same on every rank.
         tally: of the phases so far; a new one where there were none.
         title: first words of an error.
         problems: why this rank could not make its targets, and the `cause`.
@@ -99,7 +123,7 @@ def scatter(
             was already written.
     """
     tally = tally if tally is not None else Tally("scatter")
-    route = Route(read, inventory, targets, agreement, group, relays, tally)
+    route = Route(reader, inventory, targets, agreement, group, relays, tally, by_window)
     with tally.phase("prepare"):
         budget = agreement.staging_bytes
         staging, tally.staging_budget = ready(
@@ -107,7 +131,7 @@ def scatter(
         )
     with tally.phase("move"), told(lambda: f"{title}: {route.story()}"):
         route.move(staging, tally.staging_budget)
-    tally.tensors = len(targets)
+    tally.tensors += len(targets)
     tally.close()
 
 
@@ -116,19 +140,20 @@ class Route:
 
     def __init__(
         self,
-        read: Optional[Read],
+        reader: Optional[Reader],
         inventory: Mapping[Key, object],
         targets: Mapping[Key, Target],
         agreement: Agreement,
         group: Group,
         relays: Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]],
         tally: Tally,
+        by_window: bool,
     ) -> None:
         self.ranks = compat.group_ranks(group)
         self.rank = dist.get_rank()
         self.source = self.ranks[0]
         self.group = group
-        self.read = read
+        self.reader = reader
         self.targets = targets
         self.agreement = agreement
         self.groups = relays
@@ -139,15 +164,33 @@ class Route:
         #: What is going on: verb and peer, and the pieces.
         self.doing: tuple[str, Sequence[Piece]] = ("starting", ())
         self.written: dict[Key, None] = {}
-        self.common: list[Key] = []
-        #: Everything else, by the way that it takes; in the same order on every rank.
-        self.ways: dict[Optional[Relay], list[Key]] = {}
-        for key in self.tensors:
+        self.windows = [self.window_of(keys) for keys in self.key_windows(by_window)]
+        self.all = self.windows[0] if len(self.windows) == 1 else self.window_of(self.tensors)
+
+    def key_windows(self, by_window: bool) -> list[list[Key]]:
+        """All keys at once, or tensors one by one; small ones together."""
+        if not by_window:
+            return [list(self.tensors)]
+        windows: list[list[Key]] = []
+        room = 0
+        for key, info in self.tensors.items():
+            nbytes = math.prod(info.shape) * info.dtype.itemsize
+            if nbytes > room:
+                windows.append([])
+                room = LARGEST_CHUNK
+            windows[-1].append(key)
+            room -= nbytes
+        return windows
+
+    def window_of(self, keys: Iterable[Key]) -> Window:
+        common: list[Key] = []
+        ways: dict[Optional[Relay], list[Key]] = {}
+        for key in keys:
             if self.wanted_whole_by_all(key):
-                self.common.append(key)
+                common.append(key)
             else:
-                self.ways.setdefault(self.relay_of(key), []).append(key)
-        self.ways = dict(sorted(self.ways.items(), key=lambda item: Relay.order(item[0])))
+                ways.setdefault(self.relay_of(key), []).append(key)
+        return Window(common, dict(sorted(ways.items(), key=lambda item: Relay.order(item[0]))))
 
     # --- who gets what ---
 
@@ -197,8 +240,8 @@ class Route:
 
     def expected(self) -> int:
         """Bytes that this rank sends and receives."""
-        found = self.bytes_for(self.rank, self.common)
-        for relay, keys in self.ways.items():
+        found = self.bytes_for(self.rank, self.all.common)
+        for relay, keys in self.all.ways.items():
             if self.rank == self.source:
                 found += sum(self.bytes_for(rank, keys) for rank in self.receivers(relay))
             if self.takes_part(relay):
@@ -234,33 +277,41 @@ class Route:
         """(buffers for what is this rank's own, bytes of one, bytes of one of the two for common chunks)."""
         count = slots_of(self.ranks) if self.rank == self.source else 2
         size = self.most(capacity_of(budget, slots_of(self.ranks)))
-        return count, size, min(capacity_of(budget, 2), total_bytes(self.common_boxes()))
+        return count, size, min(capacity_of(budget, 2), total_bytes(self.boxes_for_all(self.all.common)))
 
-    def common_boxes(self) -> Iterator[tuple[Key, Box, int]]:
-        for key in self.common:
+    def boxes_for_all(self, common: Iterable[Key]) -> Iterator[tuple[Key, Box, int]]:
+        for key in common:
             yield key, whole(self.tensors[key].shape), self.itemsize_of(key)
 
     def move(self, staging: Staging, budget: int) -> None:
         self.tally.meter.expect(self.expected)
-        if self.rank == self.source:
-            self.own = self.copy_own()
         if len(self.ranks) > 1:
             open_lane(staging.device, self.group)
-            count, size, common_size = self.sizes(budget)
-            self.send_common(staging, chunks(self.common_boxes(), capacity_of(budget, 2)), common_size)
-            portion = capacity_of(budget, slots_of(self.ranks))
-            last = next(reversed(self.ways), None)
-            for relay, keys in self.ways.items():
-                ring = staging.ring(count, size)
-                if self.rank == self.source:
-                    self.send(staging, ring, portion, relay, keys)
-                elif self.takes_part(relay):
-                    deque(self.take(staging, ring, portion, relay, keys), maxlen=0)
-                if relay is last:
-                    # The last chunks are still under way.
-                    deque(self.own, maxlen=0)
-                ring.drain()
-        deque(self.own, maxlen=0)
+        for window in self.windows:
+            if self.rank == self.source:
+                self.own = self.copy_own(window)
+            if len(self.ranks) > 1:
+                self.move_window(staging, budget, window)
+            deque(self.own, maxlen=0)
+            if self.reader is not None:
+                self.reader.release()
+
+    def move_window(self, staging: Staging, budget: int, window: Window) -> None:
+        count, size, common_size = self.sizes(budget)
+        common = chunks(self.boxes_for_all(window.common), capacity_of(budget, 2))
+        self.send_common(staging, common, common_size)
+        portion = capacity_of(budget, slots_of(self.ranks))
+        last = next(reversed(window.ways), None)
+        for relay, keys in window.ways.items():
+            ring = staging.ring(count, size)
+            if self.rank == self.source:
+                self.send(staging, ring, portion, relay, keys)
+            elif self.takes_part(relay):
+                deque(self.take(staging, ring, portion, relay, keys), maxlen=0)
+            if relay is last:
+                # The last chunks are still under way.
+                deque(self.own, maxlen=0)
+            ring.drain()
 
     def itemsize_of(self, key: Key) -> int:
         return self.dtype_for(key, self.agreement.mine[key].dtype).itemsize
@@ -268,7 +319,7 @@ class Route:
     def most(self, portion: int) -> int:
         """No chunk that this rank sends or receives on its own is larger, in portions of this size."""
         found = 0
-        for keys in self.ways.values():
+        for keys in self.all.ways.values():
             if self.rank == self.source:
                 boxes = (
                     (key, whole(self.tensors[key].shape), self.tensors[key].dtype.itemsize) for key in keys
@@ -397,25 +448,29 @@ class Route:
 
     def from_source(self, pieces: Iterable[Piece], wants: Mapping[Key, Want]) -> Iterator[Move]:
         for piece in pieces:
-            key = piece.key
-            part = part_of(self.full(key), whole(self.tensors[key].shape), piece.box)
-            yield Move(piece, self.dtype_for(key, wants[key].dtype), part)
+            yield Move(
+                piece, self.dtype_for(piece.key, wants[piece.key].dtype), self.piece(piece.key, piece.box)
+            )
 
-    def copy_own(self) -> Iterator[int]:
+    def copy_own(self, window: Window) -> Iterator[int]:
         """The source's own boxes need no traffic: one copy per step, and its bytes."""
-        for key, target in self.targets.items():
-            if not target.box.numel:
+        keys = self.targets if len(self.windows) == 1 else (*window.common, *chain(*window.ways.values()))
+        for key in keys:
+            target = self.targets.get(key)
+            if target is None or not target.box.numel:
                 continue
             self.written[key] = None
-            target.tensor.copy_(part_of(self.full(key), whole(self.tensors[key].shape), target.box))
+            part = self.piece(key, target.box)
+            # A target may be the source's own tensor.
+            if part.data_ptr() != target.tensor.data_ptr() or part.device != target.tensor.device:
+                target.tensor.copy_(part)
             yield target.tensor.nbytes
 
-    def full(self, key: Key) -> torch.Tensor:
-        assert self.read is not None, "only the source reads"
-        value, info = self.read(key), self.tensors[key]
-        if value.shape != info.shape:
+    def piece(self, key: Key, box: Box) -> torch.Tensor:
+        assert self.reader is not None, "only the source reads"
+        shape, expected = self.reader.shape(key), self.tensors[key].shape
+        if shape != expected:
             raise RuntimeError(
-                f"{spell_key(key)} was changed while it was read: it was {info.shape} and is "
-                f"{tuple(value.shape)}"
+                f"{spell_key(key)} was changed while it was read: it was {expected} and is {shape}"
             )
-        return value
+        return self.reader.piece(key, box)

@@ -1,0 +1,654 @@
+"""Load a model's state.
+
+The caller's dict is never changed, and nothing of the model is written before every rank agreed. What loading
+code of the model can look at goes through the model's own `load_state_dict()`, one such module at a time;
+everything else is written straight into its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parameter import is_lazy
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX, ExtraState, Names
+from torch_dcp_backport.state_dict.govern import Place, govern, is_users, names_of, places_of
+from torch_dcp_backport.state_dict.load import FIRST, Load, problem_of, run
+from torch_dcp_backport.state_dict.model import own_method
+from torch_dcp_backport.state_dict.options import StateDictInfo
+from torch_dcp_backport.state_dict.source import About, Carried, Source, Unusable, has_slices, metadata_of
+from torch_dcp_backport.transfer import Problem, TensorInfo
+
+TITLE = "cannot load this model state dict"
+#: The stage of what the root's loading code looks at. FQN prefixes end with a point; a stage is never FIRST.
+ROOT = "the model"
+MISSING = object()
+
+
+@dataclass
+class Entry:
+    """One checkpoint key of this model."""
+
+    fqn: str
+    value: Union[torch.Tensor, ExtraState]
+    #: The key that the model's own load_state_dict() knows it by (with DDP's and the compiler's prefixes).
+    load_key: str
+    #: The module that holds it.
+    place: Place
+    #: What to pass to load_state_dict().
+    result: Any = None
+    has_result: bool = False
+
+    def settle(self, result: Any) -> None:
+        self.result, self.has_result = result, True
+
+
+class Awaited(NamedTuple):
+    """Stands in a state dict for what comes when the loading code that can look at it is about to run."""
+
+    load_key: str
+    stage: str
+
+
+def entries_of(model: nn.Module, info: StateDictInfo, places: Iterable[Place]) -> list[Entry]:
+    """Everything that a state dict of `model` holds, in the order in which load_state_dict() loads it."""
+    found = []
+    names = Names(model, info.dsd_fqn_modifiers)
+    for place in places:
+        for name, value in names_of(place):
+            fqns, load_keys = names.fqns(place.path + name), names.fqns(place.path + name, False, False)
+            if len(fqns) > 1:
+                # An FSDP1 FlatParameter: FSDP1's own hooks take the FQNs.
+                found += [Entry(fqn, value, fqn, place) for fqn in sorted(fqns)]
+                continue
+            found.append(Entry(fqns.pop(), ExtraState() if value is None else value, load_keys.pop(), place))
+    return found
+
+
+def is_sliceable(value: object) -> bool:
+    """Whether load_state_dict() does nothing with a dense tensor but copy it to `value`.
+
+    Subclasses (quantized weights), sparse tensors and parameters without a shape yet take whole tensors.
+    """
+    if isinstance(value, compat.DTensor):
+        return True
+    return torch.is_tensor(value) and not is_lazy(value) and has_slices(value)
+
+
+def is_meta(value: object) -> bool:
+    return torch.is_tensor(value) and not is_lazy(value) and value.is_meta
+
+
+@torch.no_grad()
+def load_model_state(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    info: StateDictInfo,
+    complaint: Optional[str] = None,
+) -> _IncompatibleKeys:
+    """Load `state_dict` into `model`; `complaint` is what is already known to be wrong with it.
+
+    Raises:
+        RuntimeError: missing or unexpected keys (strict), wrong shapes, wrong types. With
+            `full_state_dict` the same on every rank and before anything was written.
+    """
+    if not info.handle_model:
+        return _IncompatibleKeys([], [])
+    if not info.full_state_dict:
+        if complaint:
+            raise RuntimeError(complaint)
+        if not state_dict:
+            return _IncompatibleKeys([], [])
+        load = ModelLoad(model, info, Source(state_dict), [])
+        return call_load_state_dict(model, load.renamed(state_dict), info)
+    load = ModelLoad.guarded(model, info, state_dict, [Problem(complaint)] if complaint else [])
+    if load.is_alone:
+        # No other rank takes part, so none needs to hear of it.
+        if complaint:
+            raise RuntimeError(complaint)
+        if not state_dict:
+            return _IncompatibleKeys([], [])
+    run(load, load.source, broadcast=info.broadcast_from_rank0)
+    return load.keys
+
+
+def call_load_state_dict(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    info: StateDictInfo,
+    *,
+    assign: bool = False,
+    strict: Optional[bool] = None,
+) -> _IncompatibleKeys:
+    strict = info.strict if strict is None else strict
+    with info.fsdp_context():
+        result = own_method(model, "load_state_dict")(state_dict=state_dict, strict=strict, assign=assign)
+    return result  # type: ignore[no-any-return]
+
+
+class ModelLoad(Load):
+    """Where a model wants the tensors of a full state dict, and what to do once they are there."""
+
+    title = TITLE
+
+    def __init__(
+        self,
+        model: nn.Module,
+        info: StateDictInfo,
+        source: Source,
+        problems: list[Problem],
+        optional: bool = False,
+    ) -> None:
+        """`optional`: where the source's dict is empty, there is nothing to load."""
+        super().__init__(problems)
+        self.model = model
+        self.info = info
+        self.source = source
+        self.optional = optional
+        self.nothing = False
+        self.places: list[Place] = []
+        self.entries: list[Entry] = []
+        self.governors: list[str] = []
+        #: FQN prefixes that count as governors because other ranks' loading code looks there.
+        self.also: list[str] = []
+        #: Keys of the state dict that are not the model's: the load key, where loading code can look at it.
+        self.unexpected: dict[Any, Optional[str]] = {}
+        self.inventory: Mapping[Any, Any] = {}
+        #: load key -> what loading code is to find there, of keys that are not the model's.
+        self.extra: dict[str, Any] = {}
+        #: Read as they are, when their stage comes: (key, what takes the value).
+        self.raw: dict[str, list[tuple[Any, Callable[[Any], None]]]] = {}
+        self.done: list[str] = []
+        self.metadata: Optional[Mapping[str, dict[str, Any]]] = None
+        #: Missing and unexpected keys, once it is applied.
+        self.keys = _IncompatibleKeys([], [])
+
+    @classmethod
+    def guarded(
+        cls,
+        model: nn.Module,
+        info: StateDictInfo,
+        state_dict: Mapping[str, Any],
+        problems: list[Problem],
+        optional: bool = False,
+    ) -> ModelLoad:
+        """A load that knows its entries; what fails here is a problem where other ranks wait."""
+        load = cls(model, info, Source(state_dict, metadata=True), problems, optional)
+        try:
+            load.look()
+        except Exception as error:
+            if not info.broadcast_from_rank0:
+                raise
+            problems.append(problem_of(error))
+        return load
+
+    def look(self) -> None:
+        self.places = places_of(self.model, self.info.dsd_fqn_modifiers)
+        self.entries = entries_of(self.model, self.info, self.places)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank takes part."""
+        shards = any(isinstance(entry.value, compat.DTensor) for entry in self.entries)
+        return not self.info.broadcast_from_rank0 and not (shards and dist.is_initialized())
+
+    def live(self) -> Iterable[object]:
+        return (entry.value for entry in self.entries)
+
+    # --- plan ---
+
+    def plan(self, inventory: Mapping[Any, Any]) -> None:
+        self.inventory = {key: offer for key, offer in inventory.items() if key is not About.METADATA}
+        self.metadata = inventory.get(About.METADATA)
+        if self.optional and not self.inventory:
+            self.nothing = True
+            return
+        self.govern()
+        for key in self.inventory.keys() - {entry.fqn for entry in self.entries}:
+            self.unexpected[key] = self.load_key_of(key)
+        self.unexpected = {key: self.unexpected[key] for key in self.inventory if key in self.unexpected}
+        for key, load_key in self.unexpected.items():
+            if load_key is not None:
+                self.plan_unexpected(key, load_key)
+            elif self.judges_keys:
+                self.problems.append(Problem("Unexpected key(s) in state_dict", key))
+        for entries in self.tied():
+            if any(entry.place.governor is not None or self.needs_whole(entry) for entry in entries):
+                self.plan_governed(entries)
+            else:
+                self.plan_tied(entries)
+
+    def govern(self) -> None:
+        # From `widen` on, the others' too.
+        self.unexpected, self.extra, self.raw = {}, {}, {}
+        for entry in self.entries:
+            entry.result, entry.has_result = None, False
+        also = set(self.also)
+        if self.info.fsdp_modules or not loads_as_torch(self.model):
+            also.add("")
+        # One owner at a time; a module with others below it gets these at once with all that is in place.
+        also |= {
+            entry.place.fqn
+            for entry in self.entries
+            if not entry.place.module._modules and self.needs_whole(entry)
+        }
+        governors = govern(self.places, self.inventory, self.info.dsd_fqn_modifiers, also)
+        self.governors = topmost([*self.also, *governors]) if self.also else governors
+        for entries in self.tied():
+            # A hook may change what a later name of the same tensor then loads.
+            if len(entries) > 1 and any(entry.place.looked_at_after for entry in entries):
+                also |= {entry.place.fqn for entry in entries if entry.place.governor is None}
+            if any(entry.place.governor is not None for entry in entries):
+                also |= {entry.place.fqn for entry in entries if entry.place.governor is None}
+        if not also <= set(self.governors):
+            governors = govern(self.places, self.inventory, self.info.dsd_fqn_modifiers, also)
+            self.governors = topmost([*self.also, *governors]) if self.also else governors
+
+    def needs_whole(self, entry: Entry) -> bool:
+        """Whether a value is not written in place for its own sake or for that of what is offered."""
+        value = entry.value
+        if isinstance(value, ExtraState):
+            return False
+        if not is_sliceable(value):
+            return True
+        return isinstance(self.inventory.get(entry.fqn), Carried) and not isinstance(value, compat.DTensor)
+
+    @property
+    def stages(self) -> Sequence[str]:
+        return [prefix or ROOT for prefix in self.governors]
+
+    def widen(self, stages: Sequence[str]) -> None:
+        self.also = topmost([stage if stage != ROOT else "" for stage in stages])
+
+    @property
+    def judges_keys(self) -> bool:
+        """Whether a missing or unexpected key is an error whatever loading code says."""
+        # The user's code may know keys that nothing else knows, and may do without others.
+        return self.info.strict and not self.has_users_code and not self.info.fsdp_modules
+
+    def load_key_of(self, key: Any) -> Optional[str]:
+        """Where loading code finds a key that is not the model's; None where none looks."""
+        text = str(key)
+        for place in self.places:
+            if place.governor == place.fqn and text.startswith(place.fqn):
+                return place.prefix + text[len(place.fqn) :]
+        return None
+
+    def tied(self) -> Iterable[list[Entry]]:
+        """The entries, those of one tensor together, in the order in which load_state_dict() loads them."""
+        groups: dict[Any, list[Entry]] = {}
+        for entry in self.entries:
+            own = (
+                entry.fqn if isinstance(entry.value, ExtraState) or is_lazy(entry.value) else id(entry.value)
+            )
+            groups.setdefault(own, []).append(entry)
+        return groups.values()
+
+    def plan_unexpected(self, key: Any, load_key: str) -> None:
+        """A key that is not the model's, for loading code that may know it: on every rank."""
+        offered, stage = self.inventory[key], self.stage_of(key)
+
+        def settle(value: Any) -> None:
+            self.extra[load_key] = value
+
+        if self.info.fsdp_modules:
+            # FSDP1 looks at the dict that is given.
+            if key in self.source:
+                settle(self.source.tensor(key))
+        else:
+            self.plan_value(key, offered, None, stage, settle)
+
+    def stage_of(self, key: Any) -> str:
+        text = str(key)
+        return next(prefix or ROOT for prefix in self.governors if text.startswith(prefix))
+
+    def plan_tied(self, entries: list[Entry]) -> None:
+        """A tensor that is written in place, or made."""
+        present = [entry for entry in entries if entry.fqn in self.inventory]
+        if not present:
+            if self.is_left_out(entries[0]):
+                # As `get` gives it with ignore_frozen_params.
+                for entry in entries:
+                    entry.settle(entry.value)
+            elif self.judges_keys:
+                self.problems += [Problem("Missing key(s) in state_dict", one.fqn) for one in entries]
+            return
+        # Of several names each has to fit, and the last one loaded is what stays. One of them in the
+        # checkpoint is enough: safetensors keep only one.
+        for entry in present:
+            self.plan_direct(entry, entries, self.inventory[entry.fqn])
+        for entry in present[:-1]:
+            self.destinations.pop(entry.fqn, None)
+
+    def is_left_out(self, entry: Entry) -> bool:
+        """Whether `get` leaves it out with the same options."""
+        return (
+            self.info.ignore_frozen_params
+            and isinstance(entry.value, nn.Parameter)
+            and not entry.value.requires_grad
+            and not entry.value.is_meta
+        )
+
+    def plan_direct(self, entry: Entry, entries: list[Entry], offered: Any) -> None:
+        def settle(result: Any) -> None:
+            for one in entries:
+                one.settle(result)
+
+        live, key = entry.value, entry.fqn
+        if isinstance(live, ExtraState):
+            self.plan_value(key, offered, None, FIRST, settle)
+        elif (
+            live.dim() == 0 and isinstance(offered, TensorInfo) and offered.shape == (1,) and not live.is_meta
+        ):
+            # load_state_dict() takes a one-element vector for a scalar; old checkpoints have them.
+            self.want_in_place(key, live.detach().view(1), lambda: settle(live))
+        elif not self.accepts(key, offered, tuple(live.shape)):
+            return
+        elif live.is_meta:
+            finish = functools.partial(self.settle_fresh, live, settle)
+            self.want_fresh(key, live, offered, self.fresh_device(live), finish)
+        else:
+            self.want_in_place(key, live, lambda: settle(live))
+
+    def plan_governed(self, entries: list[Entry]) -> None:
+        """A tensor that loading code looks at: it gets what the checkpoint holds under each name."""
+        present = [entry for entry in entries if entry.fqn in self.inventory]
+        if not present:
+            if self.is_left_out(entries[0]):
+                for entry in entries:
+                    entry.settle(entry.value)
+            return
+        last, live = present[-1], present[-1].value
+        if len(entries) > 1 and is_meta(live):
+
+            def settle_all(result: Any) -> None:
+                for one in entries:
+                    one.settle(result)
+
+            # One Parameter for all names, so that it stays shared: the last one's.
+            self.plan_value(last.fqn, self.inventory[last.fqn], live, self.stage_for(entries[0]), settle_all)
+            return
+        for entry in entries:
+            if entry in present:
+                offered = self.inventory[entry.fqn]
+                self.plan_value(entry.fqn, offered, live, self.stage_for(entry), entry.settle)
+            else:
+                # Loaded under its other name.
+                entry.settle(live)
+
+    def stage_for(self, entry: Entry) -> str:
+        governor = entry.place.governor
+        return FIRST if governor is None else governor or ROOT
+
+    def plan_value(
+        self, key: Any, offered: Any, live: Any, stage: str, settle: Callable[[Any], None]
+    ) -> None:
+        """A value for loading code, which judges it: a shard where `live` is sharded, else whole.
+
+        A dict that this rank holds itself is handed on as it is, as torch does.
+        """
+        local = not self.info.broadcast_from_rank0
+        fits = isinstance(offered, TensorInfo) and isinstance(live, compat.DTensor)
+        if isinstance(offered, Unusable):
+            self.usable(key, offered)
+        elif fits and not is_lazy(live):
+            if local and key in self.source.spread:
+                self.raw.setdefault(stage, []).append((key, settle))
+            elif offered.shape == tuple(live.shape):
+                finish = functools.partial(self.settle_fresh, live, settle) if live.is_meta else settle
+                self.want_fresh(key, live, offered, self.fresh_device(live), finish, stage)
+            else:
+                # Whoever judges the shape finds that of the checkpoint.
+                mesh = live.device_mesh
+                self.want_whole(
+                    key,
+                    offered,
+                    self.fresh_device(live),
+                    lambda filled: settle(compat.replicated(filled, mesh)),
+                    stage,
+                )
+        elif local and not is_meta(live):
+            self.raw.setdefault(stage, []).append((key, settle))
+        elif isinstance(offered, TensorInfo):
+            device = self.fresh_device(live if torch.is_tensor(live) else None)
+            self.want_whole(key, offered, device, settle, stage, self.held(key, device))
+        else:
+            settle(offered.value if isinstance(offered, Carried) else offered)
+
+    def held(self, key: Any, device: torch.device) -> Optional[torch.Tensor]:
+        """The source's own tensor where loading code may get it as it is, as torch gives it."""
+        if self.assigns or dist.get_rank() or not self.source.is_dict or key not in self.source:
+            return None
+        value = self.source.value(key)
+        if not torch.is_tensor(value) or not has_slices(value) or value.device != device:
+            return None
+        return value.detach()
+
+    @functools.cached_property
+    def assigns(self) -> bool:
+        """Whether load_state_dict() puts tensors into the modules instead of copying them."""
+        return any(is_meta(entry.value) for entry in self.entries)
+
+    def settle_fresh(self, live: torch.Tensor, settle: Callable[[Any], None], value: torch.Tensor) -> None:
+        # One Parameter object for all names of a shared parameter, so that it stays shared.
+        settle(nn.Parameter(value, live.requires_grad) if isinstance(live, nn.Parameter) else value)
+
+    def fresh_device(self, live: Optional[torch.Tensor]) -> torch.device:
+        """Where a value that the model has no memory for yet is made."""
+        if isinstance(live, compat.DTensor):
+            if not live.is_meta:
+                return compat.local_part(live).device
+            if self.info.cpu_offload or id(live) in self.offloaded:
+                return torch.device("cpu")
+            return compat.current_device(live.device_mesh.device_type)
+        if self.info.cpu_offload:
+            return torch.device("cpu")
+        if live is not None and not is_meta(live):
+            return live.device
+        return self.device_of_model
+
+    @functools.cached_property
+    def offloaded(self) -> set[int]:
+        return compat.offloaded_parameters(self.model)
+
+    @functools.cached_property
+    def device_of_model(self) -> torch.device:
+        values = [entry.value for entry in self.entries if torch.is_tensor(entry.value)]
+        for value in values:
+            if not is_lazy(value) and not value.is_meta and value.dim():
+                return value.device
+        for value in values:
+            if isinstance(value, compat.DTensor):
+                return compat.current_device(value.device_mesh.device_type)
+        if dist.is_initialized():
+            return compat.current_device(compat.comm_device_type(None, "cpu"))
+        return torch.device("cpu")
+
+    # --- apply ---
+
+    def apply(self, fetch: Callable[[str], None]) -> None:
+        if self.nothing:
+            return
+        self.take_raw(FIRST)
+        skipped: set[str] = set()
+        if self.is_plain:
+            skipped = {entry.load_key for entry in self.entries if entry.result is entry.value}
+        loaded = self.loadable(skipped)
+        if self.metadata is not None:
+            loaded._metadata = self.renamed_metadata(self.metadata)  # type: ignore[attr-defined]
+        if "" in self.governors:
+            self.bring(ROOT, fetch, loaded)
+        with self.brought_when_needed(fetch):
+            result = call_load_state_dict(
+                self.model, loaded, self.info, assign=self.assigns, strict=self.info.strict and not skipped
+            )
+        missing = [key for key in result.missing_keys if key.replace(CHECKPOINT_PREFIX, "") not in skipped]
+        self.keys = _IncompatibleKeys(missing, result.unexpected_keys)
+
+    def loadable(self, skipped: set[str]) -> OrderedDict[str, Any]:
+        """The state dict for the model's own load_state_dict(), in the checkpoint's order.
+
+        What is in place already stands for itself. What loading code looks at comes later.
+        """
+        by_fqn: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            by_fqn.setdefault(entry.fqn, []).append(entry)
+        loaded: OrderedDict[str, Any] = OrderedDict()
+        for key in self.inventory:
+            for entry in by_fqn.pop(key, ()):
+                if entry.load_key not in skipped:
+                    loaded[entry.load_key] = self.stand_in(entry)
+            if key in self.unexpected:
+                load_key = self.unexpected[key]
+                if load_key is None:
+                    # Nothing looks at the value; torch counts the key.
+                    loaded[key] = None
+                elif not self.info.fsdp_modules:
+                    loaded[load_key] = Awaited(load_key, self.stage_of(key))
+                elif load_key in self.extra:
+                    loaded[load_key] = self.extra[load_key]
+        # Names that the checkpoint does not have, of tensors that it has.
+        for entries in by_fqn.values():
+            for entry in entries:
+                if entry.load_key not in skipped and (entry.has_result or self.comes_later(entry)):
+                    loaded[entry.load_key] = self.stand_in(entry)
+        return loaded
+
+    def stand_in(self, entry: Entry) -> Any:
+        if entry.has_result or entry.place.governor is None:
+            # What is in place stands for itself.
+            return entry.result
+        return Awaited(entry.load_key, self.stage_for(entry))
+
+    def comes_later(self, entry: Entry) -> bool:
+        """Whether a name that is not in the checkpoint shares its tensor with one that is."""
+        if entry.place.governor is None or isinstance(entry.value, ExtraState):
+            return False
+        return any(
+            other.value is entry.value and other.fqn in self.inventory
+            for other in self.entries
+            if other is not entry
+        )
+
+    @contextlib.contextmanager
+    def brought_when_needed(self, fetch: Callable[[str], None]) -> Iterator[None]:
+        """Every governor gets its tensors when its loading begins, and they go when it is done."""
+        replaced: list[tuple[nn.Module, Any]] = []
+        try:
+            for place in self.places:
+                own = vars(place.module)
+                if (
+                    place.fqn != ""
+                    and place.governor == place.fqn
+                    and all(place.module is not module for module, _ in replaced)
+                ):
+                    replaced.append((place.module, own.get("_load_from_state_dict", MISSING)))
+                    loader = place.module._load_from_state_dict
+                    own["_load_from_state_dict"] = functools.partial(self.load_one, fetch, loader)
+            yield
+        finally:
+            for module, loader in replaced:
+                if loader is MISSING:
+                    del vars(module)["_load_from_state_dict"]
+                else:
+                    vars(module)["_load_from_state_dict"] = loader
+
+    def load_one(
+        self,
+        fetch: Callable[[str], None],
+        loader: Callable[..., None],
+        state_dict: dict[str, Any],
+        prefix: str,
+        *rest: Any,
+    ) -> None:
+        for stage in dict.fromkeys(one.stage for one in state_dict.values() if isinstance(one, Awaited)):
+            self.bring(stage, fetch, state_dict)
+        loader(state_dict, prefix, *rest)
+
+    def bring(self, stage: str, fetch: Callable[[str], None], state_dict: dict[str, Any]) -> None:
+        """Put the values of a stage into the dict that loading code is about to see."""
+        fetch(stage)
+        self.take_raw(stage)
+        entries = {entry.load_key: entry for entry in self.entries if self.stage_for(entry) == stage}
+        for key, value in list(state_dict.items()):
+            if not isinstance(value, Awaited) or value.stage != stage:
+                continue
+            if value.load_key in self.extra:
+                state_dict[key] = self.extra.pop(value.load_key)
+            elif value.load_key in entries:
+                entry = entries[value.load_key]
+                state_dict[key] = entry.result
+                entry.result = None
+        self.done.append(stage)
+
+    def take_raw(self, stage: str) -> None:
+        for key, settle in self.raw.pop(stage, ()):
+            settle(self.source.tensor(key))
+
+    def written(self) -> str:
+        parts = ["what no loading code looks at", *(stage.rstrip(".") for stage in self.done)]
+        return ", ".join(parts)
+
+    # --- names and versions ---
+
+    def renamed(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """`state_dict` under the keys of the model's own load_state_dict(), values as they are."""
+        self.look()
+        names = {entry.fqn: entry.load_key for entry in self.entries}
+        result = OrderedDict((names.get(key, key), value) for key, value in state_dict.items())
+        metadata = metadata_of(state_dict)
+        if metadata is not None:
+            result._metadata = self.renamed_metadata(metadata)  # type: ignore[attr-defined]
+        return result
+
+    def renamed_metadata(self, metadata: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Versions by the names that modules have inside wrappers, too: DDP's modules would have none."""
+        renamed = dict(metadata)
+        for place in self.places:
+            own = renamed.get(place.fqn[:-1])
+            if own is not None:
+                renamed.setdefault(place.path[:-1], dict(own))
+        return renamed
+
+    # --- whose code takes part ---
+
+    @property
+    def is_custom(self) -> bool:
+        # FSDP1's own code talks to the other ranks: one that fails in it must not wait for them.
+        return not self.is_plain and not self.info.fsdp_modules
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether load_state_dict() would do nothing with a tensor that is in place but copy it to itself.
+
+        With many small DTensors that costs more than the transfer. Nothing can see the difference: the
+        keys were judged before, and no loading code but torch's plain one takes part.
+        """
+        return not self.governors and not self.has_users_code
+
+    @functools.cached_property
+    def has_users_code(self) -> bool:
+        modules = {id(place.module): place.module for place in self.places}
+        return any(map(is_users, modules.values())) or not loads_as_torch(self.model)
+
+
+def loads_as_torch(model: nn.Module) -> bool:
+    """Whether the model's `load_state_dict` is torch's."""
+    call = own_method(model, "load_state_dict")
+    return getattr(call, "func", getattr(call, "__func__", None)) is nn.Module.load_state_dict
+
+
+def topmost(prefixes: Iterable[str]) -> list[str]:
+    """The prefixes without those that stand below another one."""
+    every = list(dict.fromkeys(prefixes))
+    return [one for one in every if not any(one != other and one.startswith(other) for other in every)]

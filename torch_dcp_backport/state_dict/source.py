@@ -1,0 +1,270 @@
+"""What a rank's own dict holds: described before anything moves, then read piece by piece.
+
+The caller's dict is only read, and a mapping that makes its values on access is read as seldom as possible.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import pickle
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.transfer import Problem, TensorInfo, spell_key
+from torch_dcp_backport.transfer.layout import Box, whole
+from torch_dcp_backport.transfer.staging import part_of
+
+Key = Hashable
+
+logger = logging.getLogger(__name__)
+
+#: Values made on access that are kept between the inventory and the transfer, in bytes altogether.
+KEPT_BYTES = 4 * 2**20
+#: What safetensors calls the dtypes of a slice.
+DTYPE_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+
+
+class About(enum.Enum):
+    """Keys of an inventory that say something of the dict as a whole."""
+
+    #: The versions of the modules that wrote it: the dict's `_metadata`.
+    METADATA = "metadata"
+    #: Its values are made anew on every access.
+    FLEETING = "fleeting"
+
+
+class Unusable(NamedTuple):
+    """Stands in an inventory for a tensor that cannot be loaded."""
+
+    why: str
+
+
+class Carried(NamedTuple):
+    """A tensor that has no slices (sparse, quantized, a subclass): it travels whole, with the inventory."""
+
+    value: torch.Tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        value = self.value.detach()
+        return Carried, (value.cpu() if value.device.type != "cpu" else value,)
+
+
+class Source:
+    """The dict of one load, as this rank holds it.
+
+    A dict is read as it is now, whatever another thread does to it meanwhile. Of other mappings a value is
+    looked at for the inventory, and read once more when it moves, unless it is still there: because the
+    mapping holds it itself, or because it is small. A mapping with a method `get_slice(key)`, or with such
+    slices for values (`get_shape()`, `get_dtype()` and an index of slices, as safetensors has them), is read
+    slice by slice.
+    """
+
+    def __init__(self, given: Mapping[Any, Any], *, metadata: bool = False) -> None:
+        self.is_dict = type(given) in (dict, OrderedDict)
+        self.given = dict(given) if self.is_dict else given
+        self.get_slice = None if self.is_dict else getattr(given, "get_slice", None)
+        #: key -> what was read already; all of it, or until `release`.
+        self.kept: dict[Key, Any] = {}
+        self.window: dict[Key, Any] = {}
+        self.alive: dict[Key, weakref.ref[Any]] = {}
+        #: Keys of DTensors.
+        self.spread: set[Key] = set()
+        self.metadata = metadata_of(given) if metadata else None
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.given
+
+    def inventory(self, whole_only: bool = True) -> dict[Key, Any]:
+        """key -> TensorInfo, Carried or Unusable for tensors; everything else as it is.
+
+        Args:
+            whole_only: DTensors cannot be used, since other ranks cannot slice them.
+        """
+        found: dict[Key, Any] = {}
+        room = KEPT_BYTES
+        for key in list(self.given):
+            value = self.given[key] if self.get_slice is None else self.get_slice(key)
+            found[key] = offer_of(value, whole_only)
+            if isinstance(value, compat.DTensor):
+                self.spread.add(key)
+            if self.is_dict:
+                continue
+            nbytes = bytes_to_keep(value)
+            if nbytes <= room:
+                room -= nbytes
+                self.kept[key] = value
+            else:
+                self.alive[key] = weakref.ref(value)
+            del value
+        if any(one() is None for one in self.alive.values()):
+            found[About.FLEETING] = True
+        if self.metadata is not None and (not whole_only or can_travel(self.metadata)):
+            found[About.METADATA] = self.metadata
+        return found
+
+    def value(self, key: Key) -> Any:
+        """The value of a key; until the next `release` it is the same object."""
+        if self.is_dict:
+            return self.given[key]
+        for held in (self.kept, self.window):
+            if key in held:
+                return held[key]
+        reference = self.alive.get(key)
+        value = reference() if reference is not None else None
+        if value is None:
+            value = self.given[key] if self.get_slice is None else self.get_slice(key)
+        self.window[key] = value
+        return value
+
+    def piece(self, key: Key, box: Box) -> torch.Tensor:
+        """The part of a tensor in a box, as a view where that can be.
+
+        Raises:
+            RuntimeError: the value has another shape than in the inventory.
+        """
+        value = self.value(key)
+        if is_slice(value):
+            part: torch.Tensor = value[box.within(box_of(value.get_shape()))]
+            return part
+        return part_of(value.detach(), box_of(value.shape), box)
+
+    def shape(self, key: Key) -> tuple[int, ...]:
+        value = self.value(key)
+        return tuple(value.get_shape()) if is_slice(value) else tuple(value.shape)
+
+    def tensor(self, key: Key) -> Any:
+        """The value of a key for torch's own loading code: a slice is read as the tensor that it is of."""
+        value = self.value(key)
+        return self.piece(key, box_of(value.get_shape())) if is_slice(value) else value
+
+    def release(self) -> None:
+        """Let go what was read on access."""
+        self.window.clear()
+
+
+class Sources(Source):
+    """Several dicts of one load; keys are `PartKey`s."""
+
+    def __init__(self, parts: Iterable[Source]) -> None:
+        super().__init__({})
+        self.parts = list(parts)
+        self.is_dict = all(part.is_dict for part in self.parts)
+
+    def __contains__(self, key: Any) -> bool:
+        return key.key in self.parts[key.part]
+
+    def inventory(self, whole_only: bool = True) -> dict[Key, Any]:
+        found: dict[Key, Any] = {}
+        for number, part in enumerate(self.parts):
+            inventory = part.inventory(whole_only)
+            if inventory.pop(About.FLEETING, False):
+                found[About.FLEETING] = True
+            found.update((PartKey(number, key), offer) for key, offer in inventory.items())
+            self.spread.update(PartKey(number, key) for key in part.spread)
+        return found
+
+    def value(self, key: Any) -> Any:
+        return self.parts[key.part].value(key.key)
+
+    def release(self) -> None:
+        for part in self.parts:
+            part.release()
+
+
+@dataclass(frozen=True)
+class PartKey:
+    """A key of one of several dicts that are loaded together."""
+
+    part: int
+    key: Key
+
+    def __str__(self) -> str:
+        return spell_key(self.key)
+
+
+def metadata_of(given: Mapping[Any, Any]) -> Optional[dict[str, dict[str, Any]]]:
+    """module name -> what the module said of its state (`version`). A copy: loading code writes into it."""
+    metadata = getattr(given, "_metadata", None)
+    if not isinstance(metadata, Mapping):
+        return None
+    return {name: dict(value) for name, value in metadata.items() if isinstance(value, Mapping)}
+
+
+def can_travel(metadata: Mapping[str, Any]) -> bool:
+    try:
+        pickle.dumps(metadata)
+    except Exception:
+        logger.warning("the state dict's _metadata cannot be pickled: modules load without their versions")
+        return False
+    return True
+
+
+def offer_of(value: Any, whole_only: bool) -> Any:
+    if is_slice(value):
+        return TensorInfo(tuple(value.get_shape()), dtype_of(value))
+    if not torch.is_tensor(value):
+        return value
+    if isinstance(value, compat.DTensor):
+        if whole_only:
+            return Unusable("a DTensor; a full state dict holds whole tensors, see DTensor.full_tensor()")
+    elif value.is_meta:
+        return Unusable("a tensor on the meta device, which holds no values")
+    elif not has_slices(value):
+        return Carried(value)
+    return TensorInfo(tuple(value.shape), value.dtype)
+
+
+def has_slices(value: torch.Tensor) -> bool:
+    """Whether this is an ordinary dense tensor."""
+    return type(value) in compat.PLAIN_TENSORS and value.layout is torch.strided and not value.is_quantized
+
+
+def is_slice(value: Any) -> bool:
+    """Whether this is a tensor in a file that gives its parts, as safetensors' slices do."""
+    return not torch.is_tensor(value) and hasattr(value, "get_shape") and hasattr(value, "get_dtype")
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    name = value.get_dtype()
+    if isinstance(name, torch.dtype):
+        return name
+    dtype = getattr(torch, DTYPE_NAMES.get(str(name), str(name)), None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a slice of the dtype {name!r}, which torch does not have")
+    return dtype
+
+
+def bytes_to_keep(value: Any) -> int:
+    """What keeping a value costs; nothing where it is no dense tensor."""
+    if not torch.is_tensor(value):
+        return 0
+    local = compat.local_part(value) if isinstance(value, compat.DTensor) else value
+    return local.untyped_storage().nbytes() if has_slices(local) else 0
+
+
+def box_of(shape: Iterable[int]) -> Box:
+    return whole(tuple(shape))
+
+
+def unusable(key: Key, offered: Unusable) -> Problem:
+    return Problem("not a tensor that can be loaded", spell_key(key), offered.why, "a whole, dense tensor")
