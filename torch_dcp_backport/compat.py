@@ -55,6 +55,7 @@ __all__ = [
     "mesh_groups",
     "mesh_ranks",
     "offloaded_parameters",
+    "on_mesh_device",
     "replicated",
     "reshard",
     "set_device",
@@ -156,6 +157,14 @@ def add_note(error: BaseException, note: str) -> None:
     """Python 3.11 came with notes that a traceback shows."""
     if hasattr(error, "add_note"):
         error.add_note(note)
+
+
+def on_mesh_device(tensor: DTensor) -> DTensor:
+    """`tensor` with its local part on the device of its mesh, where collectives find it."""
+    kind = tensor.device_mesh.device_type
+    return (
+        tensor if local_part(tensor).device.type == kind else cast(DTensor, tensor.to(current_device(kind)))
+    )
 
 
 def reshard(model: torch.nn.Module) -> None:

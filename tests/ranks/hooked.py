@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -38,14 +39,17 @@ class Tower(nn.Module):
 
 
 def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
-    """The model as it is, under DDP, or with FSDP2 on every child that has parameters and on the root."""
+    """The model as it is, under DDP, or with FSDP2 on every child that shares no parameters and on the root."""
     if wrapper == "plain":
         return model
     if wrapper == "ddp":
         return DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    names = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     for child in model.children():
-        if any(True for _ in child.parameters()):
+        params = list(child.parameters())
+        is_container = isinstance(child, (nn.ModuleList, nn.ParameterList))
+        if params and not is_container and all(names[id(param)] == 1 for param in params):
             fully_shard(child, mesh=mesh)
     return fully_shard(model, mesh=mesh) or model
 

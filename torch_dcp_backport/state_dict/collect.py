@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.distributed._state_dict_utils import _gather_state_dict
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.options import StateDictInfo
-from torch_dcp_backport.transfer import Held, Layout, gather, layout_of, spell_key
+from torch_dcp_backport.transfer import Held, Layout, Mesh, gather, layout_of, spell_key
 
 Path = tuple[object, ...]
 #: What a checkpoint holds besides tensors and containers.
@@ -75,45 +75,71 @@ def whole_tree(
     return {} if isinstance(tree, Mapping) else None
 
 
-def by_group(
-    tensors: Mapping[Path, compat.DTensor],
-) -> list[tuple[Optional[dist.ProcessGroup], dict[Path, compat.DTensor]]]:
-    """The tensors by the process group that spans their mesh; None where no group does.
+class Spread(NamedTuple):
+    """A DTensor, and how it lies on the ranks of the group that it is gathered in; None where no group does."""
 
-    Without those whose mesh this rank is not in.
+    tensor: compat.DTensor
+    layout: Optional[Layout]
+
+
+Group = Optional[dist.ProcessGroup]
+
+
+def by_group(tensors: Mapping[Path, compat.DTensor]) -> list[tuple[Group, dict[Path, Spread]]]:
+    """The tensors by the process group whose ranks hold one copy of them; None where no group does.
+
+    Without those whose mesh this rank is not in. As torch's, a gather spans the mesh dimensions that shard and
+    no others: a replica of HSDP may call alone.
     """
-    world = set(compat.group_ranks()) if tensors else set()
-    parts: dict[Any, tuple[Optional[dist.ProcessGroup], dict[Path, compat.DTensor]]] = {}
+    world = compat.group_ranks() if tensors else ()
+    parts: dict[Any, tuple[Group, dict[Path, Spread]]] = {}
     for path, tensor in tensors.items():
-        mesh = tensor.device_mesh
-        _, ranks = compat.mesh_ranks(mesh)
+        _, ranks = compat.mesh_ranks(tensor.device_mesh)
         if dist.get_rank() not in ranks:
             continue
-        group = None
-        if set(ranks) == world:
-            group = dist.group.WORLD
-        elif mesh.ndim == 1:
-            group = mesh.get_group(0)
-        parts.setdefault(frozenset(ranks), (group, {}))[1][path] = tensor
+        group, layout = span_of(tensor, world)
+        key = frozenset(compat.group_ranks(group)) if group is not None else None
+        parts.setdefault(key, (group, {}))[1][path] = Spread(tensor, layout)
     return list(parts.values())
 
 
+def span_of(tensor: compat.DTensor, world: Sequence[int]) -> tuple[Group, Optional[Layout]]:
+    """The group that shards a tensor, and the tensor's layout on its ranks."""
+    layout = layout_or_none(tensor)
+    if layout is None or layout.mesh is None:
+        return None, layout
+    mesh = layout.mesh
+    dims = [
+        dim
+        for dim, (extent, placement) in enumerate(zip(mesh.shape, layout.placements))
+        if placement is not None and extent > 1
+    ]
+    if len(dims) <= 1:
+        dim = dims[0] if dims else 0
+        group = tensor.device_mesh.get_group(dim)
+        ranks = compat.group_ranks(group)
+        line = Layout(layout.shape, Mesh((len(ranks),), ranks), (layout.placements[dim],))
+        return dist.group.WORLD if set(ranks) == set(world) else group, line
+    # Several dimensions have a group of their own where they are all that there is.
+    is_all = not layout.replica_dims and set(mesh.ranks) == set(world)
+    return (dist.group.WORLD, layout) if is_all else (None, layout)
+
+
 def whole_tensors(
-    tensors: Mapping[Path, compat.DTensor],
-    group: Optional[dist.ProcessGroup],
+    tensors: Mapping[Path, Spread],
+    group: Group,
     to: Optional[Collection[int]],
     cpu_offload: bool,
 ) -> dict[Path, torch.Tensor]:
     keep = to is None or dist.get_rank() in to
     found: dict[Path, torch.Tensor] = {}
     moving: dict[Path, Held] = {}
-    for path, tensor in tensors.items():
-        layout = layout_or_none(tensor)
+    for path, (tensor, layout) in tensors.items():
         local = compat.local_part(tensor).detach()
         if group is None or layout is None:
-            # A mesh of several dimensions inside the world has no group of its own to gather in, and
-            # making one would need ranks that are not here; DTensor goes dimension by dimension.
-            value = tensor.full_tensor()
+            # Several dimensions of a larger mesh have no group of their own, and making one would need ranks
+            # that are not here. DTensor goes dimension by dimension, on the device of its mesh.
+            value = compat.on_mesh_device(tensor).full_tensor()
             if keep:
                 found[path] = value.cpu() if cpu_offload else value
         elif layout.is_sharded:
@@ -124,7 +150,7 @@ def whole_tensors(
             found[path] = local if local.device.type == kind else local.to(compat.current_device(kind))
 
     def make(path: Any) -> torch.Tensor:
-        like = tensors[path]
+        like = tensors[path].tensor
         device = compat.current_device("cpu" if cpu_offload else like.device_mesh.device_type)
         return torch.empty(like.shape, dtype=like.dtype, device=device)
 

@@ -159,6 +159,8 @@ class ModelLoad(Load):
         self.places: list[Place] = []
         self.entries: list[Entry] = []
         self.governors: list[str] = []
+        #: FQN prefixes of modules without loading code, whose tensors are loaded whole for their own sake.
+        self.unlooked: set[str] = set()
         #: FQN prefixes that count as governors because other ranks' loading code looks there.
         self.also: list[str] = []
         #: Keys of the state dict that are not the model's: the load key, where loading code can look at it.
@@ -229,39 +231,44 @@ class ModelLoad(Load):
                 self.plan_tied(entries)
 
     def govern(self) -> None:
-        # From `widen` on, the others' too.
+        """Find out what loading code looks at, of this inventory."""
         self.unexpected, self.extra, self.raw = {}, {}, {}
         for entry in self.entries:
             entry.result, entry.has_result = None, False
         also = set(self.also)
         if self.info.fsdp_modules or not loads_as_torch(self.model):
             also.add("")
-        # One owner at a time; a module with others below it gets these at once with all that is in place.
-        also |= {
-            entry.place.fqn
-            for entry in self.entries
-            if not entry.place.module._modules and self.needs_whole(entry)
-        }
+        self.find_governors(also)
+        self.unlooked = set()
+        for entries in self.tied():
+            # What a hook changes after it is loaded may be loaded again under a later name.
+            governed = any(entry.place.governor is not None for entry in entries)
+            if governed or (len(entries) > 1 and any(entry.place.looked_at_after for entry in entries)):
+                also |= {entry.place.fqn for entry in entries if entry.place.governor is None}
+                continue
+            # One owner at a time; a module with others below it gets these together with all that is in place.
+            leaves = {
+                entry.place.fqn
+                for entry in entries
+                if not entry.place.module._modules and self.needs_whole(entry)
+            }
+            self.unlooked |= leaves
+            also |= leaves
+        self.find_governors(also)
+
+    def find_governors(self, also: set[str]) -> None:
         governors = govern(self.places, self.inventory, self.info.dsd_fqn_modifiers, also)
         self.governors = topmost([*self.also, *governors]) if self.also else governors
-        for entries in self.tied():
-            # A hook may change what a later name of the same tensor then loads.
-            if len(entries) > 1 and any(entry.place.looked_at_after for entry in entries):
-                also |= {entry.place.fqn for entry in entries if entry.place.governor is None}
-            if any(entry.place.governor is not None for entry in entries):
-                also |= {entry.place.fqn for entry in entries if entry.place.governor is None}
-        if not also <= set(self.governors):
-            governors = govern(self.places, self.inventory, self.info.dsd_fqn_modifiers, also)
-            self.governors = topmost([*self.also, *governors]) if self.also else governors
 
     def needs_whole(self, entry: Entry) -> bool:
-        """Whether a value is not written in place for its own sake or for that of what is offered."""
-        value = entry.value
+        """Whether a value is not written in place for its own sake, or for that of what is offered."""
+        value, offered = entry.value, self.inventory.get(entry.fqn)
         if isinstance(value, ExtraState):
             return False
         if not is_sliceable(value):
             return True
-        return isinstance(self.inventory.get(entry.fqn), Carried) and not isinstance(value, compat.DTensor)
+        is_subclass = isinstance(offered, Carried) and type(offered.value) not in compat.PLAIN_TENSORS
+        return is_subclass and not isinstance(value, compat.DTensor)
 
     @property
     def stages(self) -> Sequence[str]:
@@ -321,7 +328,7 @@ class ModelLoad(Load):
                 for entry in entries:
                     entry.settle(entry.value)
             elif self.judges_keys:
-                self.problems += [Problem("Missing key(s) in state_dict", one.fqn) for one in entries]
+                self.miss(entries)
             return
         # Of several names each has to fit, and the last one loaded is what stays. One of them in the
         # checkpoint is enough: safetensors keep only one.
@@ -329,6 +336,9 @@ class ModelLoad(Load):
             self.plan_direct(entry, entries, self.inventory[entry.fqn])
         for entry in present[:-1]:
             self.destinations.pop(entry.fqn, None)
+
+    def miss(self, entries: Iterable[Entry]) -> None:
+        self.problems += [Problem("Missing key(s) in state_dict", entry.fqn) for entry in entries]
 
     def is_left_out(self, entry: Entry) -> bool:
         """Whether `get` leaves it out with the same options."""
@@ -367,6 +377,8 @@ class ModelLoad(Load):
             if self.is_left_out(entries[0]):
                 for entry in entries:
                     entry.settle(entry.value)
+            elif self.judges_keys and not any(map(self.is_looked_at, entries)):
+                self.miss(entries)
             return
         last, live = present[-1], present[-1].value
         if len(entries) > 1 and is_meta(live):
@@ -381,10 +393,22 @@ class ModelLoad(Load):
         for entry in entries:
             if entry in present:
                 offered = self.inventory[entry.fqn]
+                if not self.is_looked_at(entry) and not self.fits(entry, offered):
+                    continue
                 self.plan_value(entry.fqn, offered, live, self.stage_for(entry), entry.settle)
             else:
                 # Loaded under its other name.
                 entry.settle(live)
+
+    def is_looked_at(self, entry: Entry) -> bool:
+        """Whether loading code judges the shape."""
+        return entry.place.governor is not None and entry.place.fqn not in self.unlooked
+
+    def fits(self, entry: Entry, offered: Any) -> bool:
+        """Whether a tensor that is loaded whole has the shape of the live one; if not, that is a problem."""
+        if isinstance(offered, Carried) and not is_lazy(entry.value):
+            offered = TensorInfo(tuple(offered.value.shape), offered.value.dtype)
+        return is_lazy(entry.value) or self.accepts(entry.fqn, offered, tuple(entry.value.shape))
 
     def stage_for(self, entry: Entry) -> str:
         governor = entry.place.governor
