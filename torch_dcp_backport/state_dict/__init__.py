@@ -19,7 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from torch_dcp_backport.compat import DTensor
 from torch_dcp_backport.state_dict import model as _model
-from torch_dcp_backport.state_dict import optimizer as _optimizer
+from torch_dcp_backport.state_dict import optim as _optimizer
 from torch_dcp_backport.state_dict.collect import full_or_cpu as _maybe_full_or_cpu_state_dict
 from torch_dcp_backport.state_dict.cpu_copy import check_state_dict_similarity as _check_state_dict_similarity
 from torch_dcp_backport.state_dict.cpu_copy import copy_state_dict as _copy_state_dict
@@ -33,8 +33,8 @@ from torch_dcp_backport.state_dict.helpers import distribute_state_dict as _dist
 from torch_dcp_backport.state_dict.helpers import distribute_tensors as _distribute_tensors
 from torch_dcp_backport.state_dict.helpers import gather_state_dict as _gather_state_dict
 from torch_dcp_backport.state_dict.model import own_method as _state_dict_fn
-from torch_dcp_backport.state_dict.optimizer import flatten_optim_state as _flatten_optim_state_dict
-from torch_dcp_backport.state_dict.optimizer import unflatten_optim_state as _unflatten_optim_state_dict
+from torch_dcp_backport.state_dict.optim import flatten_optim_state as _flatten_optim_state_dict
+from torch_dcp_backport.state_dict.optim import unflatten_optim_state as _unflatten_optim_state_dict
 from torch_dcp_backport.state_dict.options import FQNS_T, StateDictOptions, Submodules
 from torch_dcp_backport.state_dict.options import StateDictInfo as _StateDictInfo
 from torch_dcp_backport.state_dict.options import verify_options as _verify_options
