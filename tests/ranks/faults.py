@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport import transfer
 from torch_dcp_backport.regression import meter
-from torch_dcp_backport.state_dict import collect, load, model_load, optimizer
+from torch_dcp_backport.state_dict import collect, load, model_load
+from torch_dcp_backport.state_dict.optim.full import OptimizerLoad
 from torch_dcp_backport.transfer.staging import Staging
 
 REFUSED = "refused"
@@ -287,7 +288,7 @@ def not_a_dict(scene: Scene) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plan_fails(scene: Scene) -> Iterator[None]:
-    kind = optimizer.OptimizerLoad if scene.call == "optimizer" else model_load.ModelLoad
+    kind = OptimizerLoad if scene.call == "optimizer" else model_load.ModelLoad
     with replaced(kind, "plan", fail):
         yield
 

@@ -39,7 +39,7 @@ class Tower(nn.Module):
 
 
 def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
-    """The model as it is, under DDP, or with FSDP2 on every child that shares no parameters and on the root."""
+    """The model as it is, under DDP, or with FSDP2 on children that share no parameters and on the root."""
     if wrapper == "plain":
         return model
     if wrapper == "ddp":

@@ -287,4 +287,4 @@ def test_optimizer_error_on_every_rank_and_nothing_written(ranks, spoiler, how):
 def test_a_missing_flat_key_is_named_on_every_rank(ranks):
     for kind, text in ranks(flat_key_missing):
         assert kind == "RuntimeError"
-        assert "missing key 'state.head.weight.exp_avg'" in text
+        assert "Missing optimizer state for parameter 'head.weight': 'exp_avg' is not among" in text

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import two_dim_support
 from hooked import HOWS, WRAPPERS, error_of, given, options, unwrapped, whole_state, wrapped
-from models import build, check_values, full_state
+from models import build, full_state
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

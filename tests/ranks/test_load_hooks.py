@@ -1,4 +1,4 @@
-"""set_model_state_dict where loading code of the model takes part: values, keys and errors are torch's own."""
+"""set_model_state_dict where the model's loading code takes part: values, keys and errors are torch's own."""
 
 from __future__ import annotations
 

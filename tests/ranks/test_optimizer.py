@@ -12,6 +12,7 @@ import torch.distributed as dist
 from models import Model, build, check_storages, local_of, value_of, whole
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 KINDS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2, "betas": (0.8, 0.9), "foreach": False},
@@ -309,9 +310,9 @@ def get_changes_no_training(api: Any) -> None:
 
 def fresh_counters(api: Any) -> None:
     """Several groups, and more parameters than one portion of temporary gradients takes."""
-    from torch_dcp_backport.state_dict import optimizer as ours
+    from torch_dcp_backport.state_dict.optim import initial
 
-    kept, ours.GRAD_BYTES = ours.GRAD_BYTES, 64
+    kept, initial.STAND_IN_BYTES = initial.STAND_IN_BYTES, 64
     try:
         for kind, name, values in (
             (torch.optim.Adam, "step", (0.0, 0.0)),
@@ -326,7 +327,7 @@ def fresh_counters(api: Any) -> None:
                 for param in group["params"]:
                     assert (optim.state[param][name] == value).all(), (kind, name, value)
     finally:
-        ours.GRAD_BYTES = kept
+        initial.STAND_IN_BYTES = kept
 
 
 def partly_started(model: nn.Module) -> torch.optim.Optimizer:
@@ -340,7 +341,7 @@ def partly_started(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def flat_load_without_a_state(api: Any) -> None:
-    """As with the nested form: strict, and a parameter that nobody knows a state of."""
+    """As with the nested form: strict, and a parameter that has a state which the dict has not."""
     model = build()
     optim = torch.optim.Adam(model.parameters(), lr=0.5)
     train_a_step(model, optim)
@@ -348,11 +349,12 @@ def flat_load_without_a_state(api: Any) -> None:
     state = api.get_optimizer_state_dict(model, optim, options=flat)
     for key in [key for key in state if key.startswith("state.head.weight.")]:
         del state[key]
-    fresh = partly_started(model)
-    with pytest.raises(RuntimeError, match=r"state for parameter 'head\.weight'"):
-        api.set_optimizer_state_dict(model, fresh, dict(state), options=flat)
+    before = snapshot(optim)
+    with pytest.raises(RuntimeError, match=r"Missing optimizer state for parameter 'head\.weight'"):
+        api.set_optimizer_state_dict(model, optim, dict(state), options=flat)
+    assert snapshot(optim) == before
     loose = api.StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
-    api.set_optimizer_state_dict(model, fresh, dict(state), options=loose)
+    api.set_optimizer_state_dict(model, optim, dict(state), options=loose)
 
 
 def flat_small_values(api: Any) -> None:
@@ -393,22 +395,25 @@ def flat_load_of_fresh_states(api: Any) -> None:
     assert snapshot(other) == snapshot(optim)
 
 
-def temporary_gradients_are_bounded(api: Any) -> int:
-    """The most gradient bytes that initialising the states held at a time."""
-    from torch_dcp_backport.state_dict import optimizer
+def stand_ins_are_bounded(api: Any) -> int:
+    """The most bytes of stand-ins for parameters that initialising the states held at a time."""
+    from torch_dcp_backport.state_dict.optim import initial
 
-    optimizer.GRAD_BYTES = 256
+    kept, initial.STAND_IN_BYTES = initial.STAND_IN_BYTES, 256
     model = build()
     optim = torch.optim.AdamW(model.parameters())
     most = []
-    step = optim.step
 
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        most.append(sum(local_of(p.grad).nbytes for p in model.parameters() if p.grad is not None))
-        return step(*args, **kwargs)
+    def spy(twin: torch.optim.Optimizer, *_: Any) -> None:
+        assert twin is not optim
+        most.append(sum(local_of(one).nbytes for group in twin.param_groups for one in group["params"]))
 
-    optim.step = spy
-    optimizer.init_optim_state(optim)
+    hook = register_optimizer_step_pre_hook(spy)
+    try:
+        initial.init_optim_state(optim)
+    finally:
+        hook.remove()
+        initial.STAND_IN_BYTES = kept
     assert all(param in optim.state for param in model.parameters())
     assert all(param.grad is None for param in model.parameters())
     return max(most)
@@ -502,7 +507,7 @@ def test_the_optimizer_alone_through_set_state_dict(ranks):
 
 def test_initialising_states_needs_no_full_set_of_gradients(ranks):
     # One weight may exceed the limit alone: embed.weight, 32 x 8 floats on 4 ranks.
-    assert max(ranks(temporary_gradients_are_bounded)) <= 256
+    assert max(ranks(stand_ins_are_bounded)) <= 256
 
 
 def other_groups(api: Any) -> None:
@@ -527,15 +532,19 @@ def states_cannot_be_made(api: Any, kind: str) -> None:
     model = build()
     optim = getattr(torch.optim, kind)(model.parameters())
     before = dict(optim.state)
-    if dist.get_rank() == 1:
 
-        def step(closure: Any = None) -> None:
-            raise RuntimeError("can't allocate memory")
+    def no_memory(*_: Any) -> None:
+        raise RuntimeError("can't allocate memory")
 
-        optim.step = step
+    hook = register_optimizer_step_pre_hook(no_memory) if dist.get_rank() == 1 else None
     options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    with pytest.raises(RuntimeError, match=r"rank 1: could not make the optimizer's states.*can't allocate"):
-        api.set_optimizer_state_dict(model, optim, {}, options=options)
+    match = r"rank 1: could not make the optimizer's states.*can't allocate"
+    try:
+        with pytest.raises(RuntimeError, match=match):
+            api.set_optimizer_state_dict(model, optim, {}, options=options)
+    finally:
+        if hook:
+            hook.remove()
     assert dict(optim.state) == before
 
 

@@ -20,7 +20,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch_dcp_backport.compat import DTensor
 from torch_dcp_backport.state_dict import model as _model
 from torch_dcp_backport.state_dict import model_load as _model_load
-from torch_dcp_backport.state_dict import optimizer as _optimizer
+from torch_dcp_backport.state_dict import optim as _optimizer
 from torch_dcp_backport.state_dict.collect import full_or_cpu as _maybe_full_or_cpu_state_dict
 from torch_dcp_backport.state_dict.cpu_copy import check_state_dict_similarity as _check_state_dict_similarity
 from torch_dcp_backport.state_dict.cpu_copy import copy_state_dict as _copy_state_dict
@@ -33,9 +33,10 @@ from torch_dcp_backport.state_dict.helpers import broadcast_state_dict as _broad
 from torch_dcp_backport.state_dict.helpers import distribute_state_dict as _distribute_state_dict
 from torch_dcp_backport.state_dict.helpers import distribute_tensors as _distribute_tensors
 from torch_dcp_backport.state_dict.helpers import gather_state_dict as _gather_state_dict
+from torch_dcp_backport.state_dict.load_state import load_state as _load_state
 from torch_dcp_backport.state_dict.model import own_method as _state_dict_fn
-from torch_dcp_backport.state_dict.optimizer import flatten_optim_state as _flatten_optim_state_dict
-from torch_dcp_backport.state_dict.optimizer import unflatten_optim_state as _unflatten_optim_state_dict
+from torch_dcp_backport.state_dict.optim import flatten_optim_state as _flatten_optim_state_dict
+from torch_dcp_backport.state_dict.optim import unflatten_optim_state as _unflatten_optim_state_dict
 from torch_dcp_backport.state_dict.options import FQNS_T, StateDictOptions, Submodules
 from torch_dcp_backport.state_dict.options import StateDictInfo as _StateDictInfo
 from torch_dcp_backport.state_dict.options import verify_options as _verify_options
@@ -188,17 +189,18 @@ def set_state_dict(
     optim_state_dict: OptimizerStateType,
     options: Optional[StateDictOptions] = None,
 ) -> _IncompatibleKeys:
-    """Load model and optimizers: `set_optimizer_state_dict`, then `set_model_state_dict`."""
+    """Load model and optimizers as one: with `full_state_dict` nothing is written before all is known to fit.
+
+    Options, result and errors are those of `set_model_state_dict`. What a model's or an optimizer's own
+    loading code does comes last, optimizers first; the error of one that fails says what was written.
+    """
     state = _unflatten_model_state_dict(model, model_state_dict)
     with _gc_context():
         optims = _as_tuple(optimizers)
+        # Only rank 0 knows whether there is a model state to load.
         broadcast = options is not None and options.broadcast_from_rank0
         info = _verify_options(model, optims, optim_only=not state and not broadcast, options=options)
-        complaint = _optimizer.complaint_about(optim_state_dict, info)
-        _optimizer.load_optim_state(model, optims, optim_state_dict, info, complaint)
-        # Only rank 0 knows whether there is a model state to load.
-        complaint = _model.complaint_about(state, info)
-        return _model_load.load_model_state(model, state, info, complaint)
+        return _load_state(model, optims, state, optim_state_dict, info)
 
 
 def _as_tuple(optimizers: _Optimizers) -> _OptimizerTuple:

@@ -76,7 +76,7 @@ def whole_tree(
 
 
 class Spread(NamedTuple):
-    """A DTensor, and how it lies on the ranks of the group that it is gathered in; None where no group does."""
+    """A DTensor, and how it lies on the ranks of the group that it is gathered in, if it says."""
 
     tensor: compat.DTensor
     layout: Optional[Layout]
@@ -88,8 +88,8 @@ Group = Optional[dist.ProcessGroup]
 def by_group(tensors: Mapping[Path, compat.DTensor]) -> list[tuple[Group, dict[Path, Spread]]]:
     """The tensors by the process group whose ranks hold one copy of them; None where no group does.
 
-    Without those whose mesh this rank is not in. As torch's, a gather spans the mesh dimensions that shard and
-    no others: a replica of HSDP may call alone.
+    Without those whose mesh this rank is not in. As torch's, a gather spans the mesh dimensions that shard
+    and no others: a replica of HSDP may call alone.
     """
     world = compat.group_ranks() if tensors else ()
     parts: dict[Any, tuple[Group, dict[Path, Spread]]] = {}

@@ -246,7 +246,7 @@ class ModelLoad(Load):
             if governed or (len(entries) > 1 and any(entry.place.looked_at_after for entry in entries)):
                 also |= {entry.place.fqn for entry in entries if entry.place.governor is None}
                 continue
-            # One owner at a time; a module with others below it gets these together with all that is in place.
+            # One owner at a time. A module with others below it gets these with all that is in place.
             leaves = {
                 entry.place.fqn
                 for entry in entries
@@ -406,9 +406,11 @@ class ModelLoad(Load):
 
     def fits(self, entry: Entry, offered: Any) -> bool:
         """Whether a tensor that is loaded whole has the shape of the live one; if not, that is a problem."""
-        if isinstance(offered, Carried) and not is_lazy(entry.value):
+        if isinstance(entry.value, ExtraState) or is_lazy(entry.value):
+            return True
+        if isinstance(offered, Carried):
             offered = TensorInfo(tuple(offered.value.shape), offered.value.dtype)
-        return is_lazy(entry.value) or self.accepts(entry.fqn, offered, tuple(entry.value.shape))
+        return self.accepts(entry.fqn, offered, tuple(entry.value.shape))
 
     def stage_for(self, entry: Entry) -> str:
         governor = entry.place.governor

@@ -1,0 +1,85 @@
+"""Load a model and its optimizers in one call: find out what is wrong with any of it first, write last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.state_dict import model as model_state
+from torch_dcp_backport.state_dict.load import Load, run
+from torch_dcp_backport.state_dict.model_load import ModelLoad, load_model_state
+from torch_dcp_backport.state_dict.optim.form import complaint_about
+from torch_dcp_backport.state_dict.optim.load import load_parts, prepare_full, prepare_parts
+from torch_dcp_backport.state_dict.options import StateDictInfo
+from torch_dcp_backport.state_dict.source import Source, Sources
+from torch_dcp_backport.state_dict.together import Together
+from torch_dcp_backport.transfer import Problem
+
+
+@torch.no_grad()
+def load_state(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    model_dict: Mapping[str, Any],
+    optim_dict: Mapping[str, Any],
+    info: StateDictInfo,
+) -> _IncompatibleKeys:
+    """Load both state dicts, or neither.
+
+    Raises:
+        RuntimeError: all that is wrong with either. With `full_state_dict` the same on every rank and before
+            anything was written; what loading code of the user's raises comes later, and says what was.
+    """
+    complaints = [model_state.complaint_about(model_dict, info), complaint_about(optim_dict, info)]
+    if info.full_state_dict and not info.fsdp_modules:
+        problems = [Problem(complaint) for complaint in complaints if complaint]
+        return load_full(model, optimizers, model_dict, optim_dict, info, problems)
+    for complaint in complaints:
+        if complaint:
+            raise RuntimeError(complaint)
+    # FSDP1 and shards: torch's own loading code writes.
+    prepared = prepare_parts(model, optimizers, optim_dict, info) if info.handle_optim else []
+    load_parts(prepared)
+    try:
+        return load_model_state(model, model_dict, info)
+    except Exception as error:
+        if prepared:
+            compat.add_note(error, "the states of the optimizers were written before")
+        raise
+
+
+def load_full(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    model_dict: Mapping[str, Any],
+    optim_dict: Mapping[str, Any],
+    info: StateDictInfo,
+    problems: list[Problem],
+) -> _IncompatibleKeys:
+    parts: dict[str, Load] = {}
+    sources: list[Source] = []
+    undo: list[Callable[[], None]] = []
+    whole = ModelLoad.guarded(model, info, model_dict, problems, optional=info.broadcast_from_rank0)
+    together = None
+    try:
+        for number, optim in enumerate(optimizers if info.handle_optim else ()):
+            prepared = prepare_full(model, optim, optim_dict, info, problems)
+            parts[f"optimizer {number} ({type(optim).__name__})"] = prepared.load
+            sources.append(Source(prepared.given))
+            undo.append(prepared.undo)
+        if info.handle_model:
+            parts["the model"] = whole
+            sources.append(whole.source)
+        together = Together(parts, problems)
+        run(together, Sources(sources), broadcast=info.broadcast_from_rank0)
+    except BaseException:
+        for take_back in undo[together.applied if together is not None else 0 :]:
+            take_back()
+        raise
+    return whole.keys

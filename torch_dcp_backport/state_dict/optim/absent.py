@@ -1,0 +1,86 @@
+"""What becomes of a parameter for which a state dict has no state.
+
+Nothing is read from or written to a tensor here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any, Optional
+
+import torch
+
+from torch_dcp_backport.state_dict.optim.form import PARAMS
+from torch_dcp_backport.state_dict.optim.initial import Beginning
+
+#: Hyperparameters that say little about which optimizer they belong to.
+COMMON = frozenset(
+    ("lr", "weight_decay", "eps", "momentum", "foreach", "maximize", "capturable", "differentiable", "fused")
+)
+
+logger = logging.getLogger("torch_dcp_backport.state_dict.optimizer")
+
+
+class AbsentStates:
+    """Judges the parameters of one optimizer that have no state in a state dict, and reports them once.
+
+    A parameter that never had a gradient has no state, and is saved without one. It stays without: the next
+    step starts it from nothing, as the run that was saved would have. Everything else is an error if strict.
+    """
+
+    def __init__(self, beginning: Beginning, strict: bool, stateful: bool) -> None:
+        """`stateful`: whether the state dict has any state at all; torch takes one that has none."""
+        self.beginning = beginning
+        self.strict = strict
+        self.stateful = stateful
+        self.fqns: list[str] = []
+
+    def judge(
+        self,
+        fqn: str,
+        param: torch.Tensor,
+        group: Mapping[str, Any],
+        saved: Optional[Collection[str]],
+    ) -> None:
+        """`saved`: the hyperparameters that the state dict has for this parameter; None: it does not know it.
+
+        Raises:
+            RuntimeError: the state is missing.
+        """
+        if not param.requires_grad or not self.strict:
+            return
+        if saved is not None:
+            foreign = self.foreign(group, saved)
+            if foreign:
+                raise missing_state(fqn, foreign)
+            if self.beginning.starts(param):
+                if self.beginning.makes_states(param):
+                    self.fqns.append(fqn)
+                return
+        if self.stateful:
+            raise missing_state(fqn)
+
+    def foreign(self, group: Mapping[str, Any], saved: Collection[str]) -> str:
+        """Why the hyperparameters saved for a parameter are plainly those of another optimizer, or ""."""
+        defaults = getattr(self.beginning.optim, "defaults", {})
+        own = {name for name in defaults if name not in COMMON}
+        others = [name for name in saved if name not in group and name != PARAMS]
+        if not own or not others or not own.isdisjoint(saved):
+            return ""
+        return f"it was saved by another kind of optimizer, with {others[0]!r} and without {min(own)!r}"
+
+    def report(self) -> None:
+        if self.fqns:
+            logger.warning(
+                "%d parameters have no state in the state dict and start from nothing, for instance %s",
+                len(self.fqns),
+                self.fqns[0],
+            )
+
+
+def missing_state(fqn: str, why: str = "it requires gradients but has no saved state") -> RuntimeError:
+    return RuntimeError(
+        f"Missing optimizer state for parameter '{fqn}': {why}. "
+        "To load what is there, use StateDictOptions(strict=False)."
+    )

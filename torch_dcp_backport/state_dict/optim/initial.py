@@ -1,0 +1,311 @@
+"""The states that an optimizer's first step would find, made without that step where the optimizer is known.
+
+No parameter, gradient or hyperparameter is ever changed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch.optim import Optimizer
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.state_dict.optim.form import PARAMS
+
+#: Bytes of stand-ins for parameters that may exist at a time while states are made.
+STAND_IN_BYTES = 16 * 2**20
+
+LR = object()
+
+
+class Kind(NamedTuple):
+    """One of torch's own optimizers that makes states in the first step that finds a gradient."""
+
+    #: What is in these states before that step, where the step leaves something else even without a
+    #: gradient. LR stands for the group's learning rate.
+    before: Mapping[str, Any]
+    #: Whether every parameter of a group gets the same states: each of its shape, or a scalar.
+    uniform: bool = True
+    #: Whether a parameter with these states and one without any train alike.
+    neutral: bool = True
+
+
+#: By name, since not every release has them all.
+KINDS: Mapping[str, Kind] = {
+    "ASGD": Kind({"step": 0, "eta": LR, "mu": 1.0, "ax": 0.0}, neutral=False),
+    "Adadelta": Kind({"step": 0, "acc_delta": 0.0}),
+    "Adafactor": Kind({"step": 0}, uniform=False),
+    "Adam": Kind({"step": 0}),
+    "AdamW": Kind({"step": 0}),
+    "Adamax": Kind({"step": 0, "exp_inf": 0.0}),
+    "Muon": Kind({}),
+    "NAdam": Kind({"step": 0, "mu_product": 1.0}),
+    "RAdam": Kind({"step": 0}),
+    "RMSprop": Kind({"step": 0, "momentum_buffer": 0.0}),
+    # The first step sizes are the learning rate of the first step, which may be another one by then.
+    "Rprop": Kind({"step": 0, "step_size": LR}, neutral=False),
+    # Dampening spares the first gradient, where there is no momentum yet.
+    "SGD": Kind({}, neutral=False),
+}
+
+
+def kind_of(optim: Optimizer) -> Optional[Kind]:
+    """None for every optimizer whose code is not torch's own; nothing is known of its states then."""
+    name = type(optim).__name__
+    return KINDS.get(name) if getattr(torch.optim, name, None) is type(optim) else None
+
+
+def params_of(optim: Optimizer) -> list[torch.Tensor]:
+    return [param for group in optim.param_groups for param in group[PARAMS]]
+
+
+def is_fresh(optim: Optimizer) -> bool:
+    return not optim.state and all(param.grad is None for param in params_of(optim))
+
+
+def init_optim_state(optim: Optimizer) -> None:
+    """Make the optimizer's states as its first step would find them.
+
+    Nothing happens where states exist, or where gradients exist: a stateless optimizer such as SGD has
+    no states after real steps either.
+    """
+    if not is_fresh(optim):
+        return
+    if kind_of(optim) is None:
+        step_without_effect(optim)
+        return
+    for param, states in first_states(optim, set(params_of(optim))).items():
+        optim.state[param] = states
+
+
+def step_without_effect(optim: Optimizer) -> None:
+    """A step with zero gradients and zero learning rates, for an optimizer without states and gradients.
+
+    What it leaves is what it leaves: a counter that an unknown optimizer starts at 1 must stay so.
+    """
+    groups = optim.param_groups
+    params = params_of(optim)
+    rates = [group.get("lr") for group in groups]
+    try:
+        for group, rate in zip(groups, rates):
+            if rate is not None:
+                # Some optimizers move parameters by lr alone.
+                group["lr"] = zero_rate(rate)
+        for param in params:
+            if param.requires_grad:
+                param.grad = torch.zeros_like(param)
+        optim.step(closure=None)
+    finally:
+        for group, rate in zip(groups, rates):
+            if rate is not None:
+                group["lr"] = rate
+        for param in params:
+            param.grad = None
+
+
+def zero_rate(rate: Any) -> Any:
+    return torch.zeros_like(rate) if torch.is_tensor(rate) else 0.0
+
+
+# --- torch's own optimizers ------------------------------------------------------------------
+
+
+@torch.no_grad()
+def first_states(
+    optim: Optimizer, params: Collection[torch.Tensor], frozen: bool = False
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """The states that the first step would find, of those of `params` that get any.
+
+    The optimizer has to be of a known kind. It stays as it is: a twin makes a step, with stand-ins for
+    the parameters. Those without `requires_grad` are left out unless `frozen`.
+    """
+    kind = kind_of(optim)
+    assert kind is not None
+    found: dict[torch.Tensor, dict[str, Any]] = {}
+    for group in optim.param_groups:
+        chosen = [param for param in group[PARAMS] if param in params and (frozen or param.requires_grad)]
+        for batch in batches(chosen):
+            twin = twin_of(optim)
+            stand_ins = [stand_in_for(param) for param in batch]
+            lr = {} if group.get("lr") is None else {"lr": zero_rate(group["lr"])}
+            twin.param_groups = [{**group, **lr, PARAMS: stand_ins}]
+            twin.step()
+            for param, stand_in in zip(batch, stand_ins):
+                states = twin.state.get(stand_in)
+                if states:
+                    found[param] = rewound(states, kind, group)
+    return found
+
+
+def twin_of(optim: Optimizer) -> Optimizer:
+    """An optimizer of the same class and settings, without states, groups and the hooks of its steps."""
+    twin: Optimizer = object.__new__(type(optim))
+    vars(twin).update(vars(optim))
+    # Schedulers, and users, replace it in the instance.
+    vars(twin).pop("step", None)
+    vars(twin).update(
+        state=defaultdict(dict),
+        _optimizer_step_pre_hooks=OrderedDict(),
+        _optimizer_step_post_hooks=OrderedDict(),
+    )
+    return twin
+
+
+def stand_in_for(param: torch.Tensor) -> torch.Tensor:
+    """Zeros like a parameter, with a gradient; the two share their memory, which stays zero."""
+    stand_in = torch.zeros_like(param)
+    stand_in.grad = stand_in.detach()
+    return stand_in
+
+
+def rewound(states: dict[str, Any], kind: Kind, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of a first step as they were before it (pytorch#164929).
+
+    A counter that starts at 1 would make every bias correction of the training to come too small.
+    """
+    for name in kind.before.keys() & states.keys():
+        value = kind.before[name]
+        states[name].fill_(group["lr"] if value is LR else value)
+    return states
+
+
+def batches(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The parameters in portions of at most STAND_IN_BYTES."""
+    batch: list[torch.Tensor] = []
+    weight = 0
+    for param in params:
+        local = local_of(param)
+        nbytes = local.numel() * local.element_size()
+        if batch and weight + nbytes > STAND_IN_BYTES:
+            yield batch
+            batch, weight = [], 0
+        batch.append(param)
+        weight += nbytes
+    if batch:
+        yield batch
+
+
+def local_of(param: torch.Tensor) -> torch.Tensor:
+    return compat.local_part(param) if isinstance(param, compat.DTensor) else param
+
+
+class Expected(NamedTuple):
+    """A state that an optimizer would make, or has: what a loaded one has to be like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    #: A tensor (plain or DTensor) of that shape, with the layout and memory format of the state.
+    like: torch.Tensor
+
+
+def expected_of(state: torch.Tensor) -> Expected:
+    return Expected(tuple(state.shape), state.dtype, local_of(state).device, state)
+
+
+ExpectedStates = Mapping[torch.Tensor, Mapping[str, Expected]]
+
+
+def expected_states(optim: Optimizer, params: Collection[torch.Tensor]) -> ExpectedStates:
+    """parameter -> the states that the first step would make for it, for an optimizer of a known kind.
+
+    Where every parameter of a group gets the same, from those of one parameter per group: nothing of the
+    size of the model is made.
+    """
+    kind = kind_of(optim)
+    assert kind is not None
+    found: dict[torch.Tensor, dict[str, Expected]] = {}
+    for group in optim.param_groups:
+        chosen = [param for param in group[PARAMS] if param in params]
+        makers = [param for param in chosen if param.dim()] if kind.uniform else []
+        if makers:
+            maker = min(makers, key=lambda param: local_of(param).numel())
+            states = first_states(optim, {maker}, frozen=True).get(maker, {})
+            if all(is_uniform(state, maker) for state in states.values()):
+                found.update((param, as_for(param, states)) for param in chosen)
+                continue
+        for param, states in first_states(optim, set(chosen), frozen=True).items():
+            found[param] = {name: expected_of(state) for name, state in states.items()}
+    return found
+
+
+def is_uniform(state: torch.Tensor, maker: torch.Tensor) -> bool:
+    sharded = isinstance(state, compat.DTensor)
+    if state.dim() == 0:
+        return not sharded
+    return (state.shape, state.dtype, sharded) == (
+        maker.shape,
+        maker.dtype,
+        isinstance(maker, compat.DTensor),
+    )
+
+
+def as_for(param: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, Expected]:
+    """The states of one parameter, as another one of its group would get them."""
+    return {
+        name: expected_of(param)._replace(dtype=param.dtype) if state.dim() else expected_of(state)
+        for name, state in states.items()
+    }
+
+
+# --- a load's beginning ----------------------------------------------------------------------
+
+
+class Beginning:
+    """What an optimizer is like when a load begins, and the way back for a load that fails."""
+
+    def __init__(self, optim: Optimizer) -> None:
+        self.optim = optim
+        self.kind = kind_of(optim)
+        self.was_fresh = is_fresh(optim)
+        #: Parameters without any state.
+        self.bare = frozenset(param for param in params_of(optim) if not optim.state.get(param))
+        self._expected: Optional[ExpectedStates] = None
+
+    def make_states(self, always: bool = False) -> None:
+        """Make the states of a fresh optimizer where the code that loads it may look at them.
+
+        That is where it is not torch's own, is hooked, or (`always`) FSDP1.
+        """
+        if always or self.kind is None or is_hooked(self.optim):
+            try:
+                init_optim_state(self.optim)
+            except BaseException:
+                self.undo()
+                raise
+
+    def undo(self) -> None:
+        if self.was_fresh:
+            # With the states of some parameters alone, an optimizer would never make the others'.
+            self.optim.state.clear()
+
+    @property
+    def expected(self) -> ExpectedStates:
+        """The states that an optimizer of a known kind would make for its bare parameters."""
+        if self._expected is None:
+            known = self.kind is not None and self.bare
+            self._expected = expected_states(self.optim, self.bare) if known else {}
+        return self._expected
+
+    def starts(self, param: torch.Tensor) -> bool:
+        """Whether the optimizer's next step would start this parameter from nothing."""
+        if param in self.bare:
+            return True
+        # A get before the first step leaves such states.
+        counts = self.kind is not None and "step" in self.kind.before
+        step = self.optim.state[param].get("step") if counts else None
+        return step is not None and not getattr(step, "is_meta", False) and float(step) == 0
+
+    def makes_states(self, param: torch.Tensor) -> bool:
+        """Whether the parameter has states now, or would get some."""
+        return bool(self.optim.state.get(param) or self.expected.get(param))
+
+
+def is_hooked(optim: Optimizer) -> bool:
+    """Whether code of the user's takes part in the optimizer's load_state_dict()."""
+    # Wrappers (accelerate's) may not have called Optimizer.__init__, and have no hooks then.
+    hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    return any(getattr(optim, name, None) for name in hooks)
