@@ -18,6 +18,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from torch_dcp_backport.compat import DTensor
+from torch_dcp_backport.state_dict import load_state as _load_state
 from torch_dcp_backport.state_dict import model as _model
 from torch_dcp_backport.state_dict import model_load as _model_load
 from torch_dcp_backport.state_dict import optim as _optimizer
@@ -33,7 +34,6 @@ from torch_dcp_backport.state_dict.helpers import broadcast_state_dict as _broad
 from torch_dcp_backport.state_dict.helpers import distribute_state_dict as _distribute_state_dict
 from torch_dcp_backport.state_dict.helpers import distribute_tensors as _distribute_tensors
 from torch_dcp_backport.state_dict.helpers import gather_state_dict as _gather_state_dict
-from torch_dcp_backport.state_dict.load_state import load_state as _load_state
 from torch_dcp_backport.state_dict.model import own_method as _state_dict_fn
 from torch_dcp_backport.state_dict.optim import flatten_optim_state as _flatten_optim_state_dict
 from torch_dcp_backport.state_dict.optim import unflatten_optim_state as _unflatten_optim_state_dict
@@ -178,7 +178,7 @@ def set_optimizer_state_dict(
         optims = _as_tuple(optimizers)
         info = _verify_options(model, optims, optim_only=True, options=options)
         complaint = _optimizer.complaint_about(optim_state_dict, info)
-        _optimizer.load_optim_state(model, optims, optim_state_dict, info, complaint)
+        _load_state.load_optim_state(model, optims, optim_state_dict, info, complaint)
 
 
 def set_state_dict(
@@ -200,7 +200,7 @@ def set_state_dict(
         # Only rank 0 knows whether there is a model state to load.
         broadcast = options is not None and options.broadcast_from_rank0
         info = _verify_options(model, optims, optim_only=not state and not broadcast, options=options)
-        return _load_state(model, optims, state, optim_state_dict, info)
+        return _load_state.load_state(model, optims, state, optim_state_dict, info)
 
 
 def _as_tuple(optimizers: _Optimizers) -> _OptimizerTuple:
@@ -269,7 +269,7 @@ def _load_optim_state_dict(
     state_dict: OptimizerStateType,
     info: _StateDictInfo,
 ) -> None:
-    _optimizer.load_optim_state(model, optimizers, state_dict, info)
+    _load_state.load_optim_state(model, optimizers, state_dict, info)
 
 
 def _patch_model_state_dict(model: nn.Module, *, options: Optional[StateDictOptions] = None) -> None:

@@ -1,9 +1,9 @@
-"""Load a model and its optimizers in one call: find out what is wrong with any of it first, write last."""
+"""Load optimizers, or a model and its optimizers, in one call: find out what is wrong first, write last."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import nn
@@ -39,7 +39,11 @@ def load_state(
     complaints = [model_state.complaint_about(model_dict, info), complaint_about(optim_dict, info)]
     if info.full_state_dict and not info.fsdp_modules:
         problems = [Problem(complaint) for complaint in complaints if complaint]
-        return load_full(model, optimizers, model_dict, optim_dict, info, problems)
+        whole = None
+        if info.handle_model:
+            whole = ModelLoad.guarded(model, info, model_dict, problems, optional=info.broadcast_from_rank0)
+        load_together(model, optimizers if info.handle_optim else (), optim_dict, whole, info, problems)
+        return whole.keys if whole is not None else _IncompatibleKeys([], [])
     for complaint in complaints:
         if complaint:
             raise RuntimeError(complaint)
@@ -54,32 +58,57 @@ def load_state(
         raise
 
 
-def load_full(
+@torch.no_grad()
+def load_optim_state(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    model_dict: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
+    info: StateDictInfo,
+    complaint: Optional[str] = None,
+) -> None:
+    """Load `state_dict` into the optimizers; `complaint` is what is already known to be wrong with it.
+
+    Raises:
+        RuntimeError: missing states (strict), wrong shapes, wrong types. With `full_state_dict`
+            the same on every rank and before any state was written.
+    """
+    if not info.handle_optim:
+        return
+    if not info.full_state_dict or info.fsdp_modules:
+        load_parts(prepare_parts(model, optimizers, state_dict, info, complaint))
+        return
+    load_together(model, optimizers, state_dict, None, info, [Problem(complaint)] if complaint else [])
+
+
+def load_together(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
     optim_dict: Mapping[str, Any],
+    whole: Optional[ModelLoad],
     info: StateDictInfo,
     problems: list[Problem],
-) -> _IncompatibleKeys:
+) -> None:
+    """Full tensors into the optimizers, and into the model of `whole`; they share the list of problems."""
     parts: dict[str, Load] = {}
     sources: list[Source] = []
     undo: list[Callable[[], None]] = []
-    whole = ModelLoad.guarded(model, info, model_dict, problems, optional=info.broadcast_from_rank0)
-    together = None
+    together: Optional[Together] = None
     try:
-        for number, optim in enumerate(optimizers if info.handle_optim else ()):
+        for number, optim in enumerate(optimizers):
             prepared = prepare_full(model, optim, optim_dict, info, problems)
             parts[f"optimizer {number} ({type(optim).__name__})"] = prepared.load
             sources.append(Source(prepared.given))
             undo.append(prepared.undo)
-        if info.handle_model:
+        if whole is not None:
             parts["the model"] = whole
             sources.append(whole.source)
-        together = Together(parts, problems)
-        run(together, Sources(sources), broadcast=info.broadcast_from_rank0)
+        if len(sources) == 1:
+            (load,) = parts.values()
+            run(load, sources[0], broadcast=info.broadcast_from_rank0)
+        else:
+            together = Together(parts, problems)
+            run(together, Sources(sources), broadcast=info.broadcast_from_rank0)
     except BaseException:
         for take_back in undo[together.applied if together is not None else 0 :]:
             take_back()
         raise
-    return whole.keys

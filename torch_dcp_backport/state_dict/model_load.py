@@ -82,7 +82,8 @@ def is_sliceable(value: object) -> bool:
     """
     if isinstance(value, compat.DTensor):
         return True
-    return torch.is_tensor(value) and not is_lazy(value) and has_slices(value)
+    is_plain = type(value) in compat.PLAIN_TENSORS
+    return is_plain and has_slices(value)
 
 
 def is_meta(value: object) -> bool:
@@ -267,8 +268,9 @@ class ModelLoad(Load):
             return False
         if not is_sliceable(value):
             return True
-        is_subclass = isinstance(offered, Carried) and type(offered.value) not in compat.PLAIN_TENSORS
-        return is_subclass and not isinstance(value, compat.DTensor)
+        # A wrapper may know how to become a dense tensor; torch copies no sparse or quantized one into it.
+        is_wrapper = isinstance(offered, Carried) and type(offered.value) not in compat.PLAIN_TENSORS
+        return is_wrapper and not isinstance(value, compat.DTensor)
 
     @property
     def stages(self) -> Sequence[str]:

@@ -235,8 +235,9 @@ def offer_of(value: Any, whole_only: bool) -> Any:
 
 
 def has_slices(value: torch.Tensor) -> bool:
-    """Whether this is an ordinary dense tensor."""
-    return type(value) in compat.PLAIN_TENSORS and value.layout is torch.strided and not value.is_quantized
+    """Whether parts of this tensor are parts of its memory: dense, and no wrapper around other tensors."""
+    is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return not is_wrapper and value.layout is torch.strided and not value.is_quantized
 
 
 def is_slice(value: Any) -> bool:

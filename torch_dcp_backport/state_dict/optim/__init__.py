@@ -7,7 +7,6 @@ from torch_dcp_backport.state_dict.optim.flat import flatten_optim_state, unflat
 from torch_dcp_backport.state_dict.optim.form import complaint_about
 from torch_dcp_backport.state_dict.optim.get import get_optim_state
 from torch_dcp_backport.state_dict.optim.initial import init_optim_state
-from torch_dcp_backport.state_dict.optim.load import load_optim_state
 from torch_dcp_backport.state_dict.optim.split import split_optim_state
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "flatten_optim_state",
     "get_optim_state",
     "init_optim_state",
-    "load_optim_state",
     "split_optim_state",
     "unflatten_optim_state",
 ]

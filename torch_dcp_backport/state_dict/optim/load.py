@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from torch_dcp_backport.state_dict.collect import Path
 from torch_dcp_backport.state_dict.fqn import Names
-from torch_dcp_backport.state_dict.load import Load, run
+from torch_dcp_backport.state_dict.load import Load
 from torch_dcp_backport.state_dict.model import own_method
 from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state
 from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE
@@ -49,40 +48,6 @@ class PreparedPart(NamedTuple):
 
     def apply(self) -> None:
         own_method(self.optim, "load_state_dict")(state_dict=self.part)
-
-
-@torch.no_grad()
-def load_optim_state(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    state_dict: Mapping[str, Any],
-    info: StateDictInfo,
-    complaint: Optional[str] = None,
-) -> None:
-    """Load `state_dict` into the optimizers; `complaint` is what is already known to be wrong with it.
-
-    Raises:
-        RuntimeError: missing states (strict), wrong shapes, wrong types. With `full_state_dict`
-            the same on every rank and before any state of that optimizer was written.
-    """
-    if not info.handle_optim:
-        return
-    if not info.full_state_dict or info.fsdp_modules:
-        load_parts(prepare_parts(model, optimizers, state_dict, info, complaint))
-        return
-    problems = [Problem(complaint)] if complaint else []
-    prepared: list[Prepared] = []
-    done = 0
-    try:
-        for optim in optimizers:
-            prepared.append(prepare_full(model, optim, state_dict, info, problems))
-        for one in prepared:
-            run(one.load, one.given, broadcast=info.broadcast_from_rank0)
-            done += 1
-    except BaseException:
-        for one in prepared[done:]:
-            one.undo()
-        raise
 
 
 def prepare_full(
