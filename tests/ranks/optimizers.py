@@ -46,9 +46,7 @@ def load(api: Any, model: nn.Module, optims: Any, state: Any, way: str, **more: 
     api.set_optimizer_state_dict(model, optims, state, options=options_of(api, way, get=False, **more))
 
 
-def step(
-    model: nn.Module, optim: torch.optim.Optimizer, salt: str = "", only: Optional[Any] = None
-) -> None:
+def step(model: nn.Module, optim: torch.optim.Optimizer, salt: str = "", only: Optional[Any] = None) -> None:
     """A step with gradients by hand (FSDP2's own step needs streams that the CPU lacks on older torch).
 
     `only(name)`: whether a parameter gets a gradient.

@@ -66,8 +66,8 @@ def log() -> Iterator[list[str]]:
 def skip_where_absent(kind: str, wrapper: str) -> None:
     if not hasattr(torch.optim, kind):
         pytest.skip("not in this torch")
-    if kind == "Adafactor" and wrapper == "fsdp2":
-        pytest.skip("torch's Adafactor takes no DTensors everywhere")
+    if kind in ("Adafactor", "Rprop") and wrapper == "fsdp2":
+        pytest.skip("torch's step takes no DTensors in every release")
 
 
 # The functions below run on the ranks.
@@ -123,21 +123,19 @@ def resume_from_without(api: Any, wrapper: str, way: str, trained: bool) -> None
     if trained:
         step(other, fresh)
         before = held(fresh)
-        with pytest.raises(RuntimeError, match=r"Missing optimizer state for parameter '.*(even.weight|row)'"):
+        with pytest.raises(
+            RuntimeError, match=r"Missing optimizer state for parameter '.*(even.weight|row)'"
+        ):
             load(api, other, fresh, state, way)
         assert held(fresh) == before
         return
-    api.get_optimizer_state_dict(other, fresh) if way.startswith("full") else None
+    if way.startswith("full"):
+        # As trainers get the form of what they read: it leaves states before the first step.
+        api.get_optimizer_state_dict(other, fresh)
     with log() as lines:
         load(api, other, fresh, state, way)
     assert len(lines) == (0 if way.startswith("rank0") and dist.get_rank() else 1), lines
-    got = held(fresh)
-    for mine, its in zip(got["state"], want["state"]):
-        if its is None and mine is not None:
-            assert way.startswith("full")
-            assert mine["step"][-1] == 0.0
-        else:
-            assert mine == its
+    assert held(fresh) == want
 
 
 def of_another_optimizer(api: Any, wrapper: str, way: str) -> None:
@@ -201,12 +199,12 @@ def frozen_since(api: Any, wrapper: str, way: str, ignore: bool) -> None:
 def never_trainable(api: Any, wrapper: str, way: str, ignore: bool) -> None:
     """Frozen from the start, in the optimizer all the same: no states, before and after."""
     model = wrapped(wrapper)
-    list(model.parameters())[0].requires_grad_(False)
+    next(model.parameters()).requires_grad_(False)
     optim = torch.optim.Adam(model.parameters())
     step(model, optim)
     state, want = saved(api, model, optim, way, ignore_frozen_params=ignore), held(optim)
     other = wrapped(wrapper, seed=1)
-    list(other.parameters())[0].requires_grad_(False)
+    next(other.parameters()).requires_grad_(False)
     fresh = torch.optim.Adam(other.parameters(), lr=1.0)
     with log() as lines:
         load(api, other, fresh, state, way, ignore_frozen_params=ignore)
