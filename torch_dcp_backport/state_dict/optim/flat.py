@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch_dcp_backport.state_dict.collect import Path, leaves
 from torch_dcp_backport.state_dict.optim.absent import AbsentStates, missing_state
 from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE, fqns_of
-from torch_dcp_backport.state_dict.optim.initial import Beginning, Expected
+from torch_dcp_backport.state_dict.optim.initial import Beginning
 from torch_dcp_backport.state_dict.options import StateDictInfo
 
 logger = logging.getLogger("torch_dcp_backport.state_dict.optimizer")
@@ -48,8 +48,13 @@ def unflatten_optim_state(
     state_dict: Mapping[str, Any],
     info: StateDictInfo,
     beginning: Optional[Beginning] = None,
+    fill: bool = True,
 ) -> dict[str, Any]:
     """The inverse of `flatten_optim_state`, for the groups that `optim` has.
+
+    Args:
+        beginning: what `optim` was like before the load.
+        fill: where some of a parameter's states are missing (not strict), give those that `optim` has.
 
     Raises:
         KeyError: a group's value that is not there.
@@ -69,8 +74,9 @@ def unflatten_optim_state(
                     # Of a shared parameter's names, the state dict holds the one that was saved.
                     continue
                 names.append(fqn)
-                held = optim.state.get(param) or beginning.expected.get(param, {})
-                loaded = flat.states(fqn, held, info.strict)
+                own = optim.state.get(param)
+                held = own or beginning.expected.get(param, {})
+                loaded = flat.states(fqn, held, info.strict, fill and bool(own))
                 if loaded:
                     state[fqn] = loaded
                 else:
@@ -129,7 +135,7 @@ class FlatDict:
             bisect.bisect_left(self.keys, f"{prefix}.") : bisect.bisect_left(self.keys, f"{prefix}/")
         ]
 
-    def states(self, fqn: str, held: Mapping[Any, Any], strict: bool) -> dict[Any, Any]:
+    def states(self, fqn: str, held: Mapping[Any, Any], strict: bool, fill: bool) -> dict[Any, Any]:
         """One parameter's states, nested again, under the keys of those that the optimizer holds.
 
         Raises:
@@ -140,9 +146,12 @@ class FlatDict:
             return {}
         found: dict[Any, Any] = {}
         seen: set[str] = set()
-        for path in self.find(f"{STATE}.{fqn}", (), held, found, seen):
-            if strict:
-                raise missing_state(fqn, f"{'.'.join(map(str, path))!r} is not among its saved states")
+        missing = self.find(f"{STATE}.{fqn}", (), held, found, seen)
+        if missing and strict:
+            name = ".".join(map(str, next(iter(missing))))
+            raise missing_state(fqn, f"{name!r} is not among its saved states")
+        for path, value in missing.items() if fill else ():
+            place(found, path, value)
         for key in keys:
             if key not in seen:
                 place(found, tuple(key[len(f"{STATE}.{fqn}.") :].split(".")), self.values[key])
@@ -150,24 +159,22 @@ class FlatDict:
 
     def find(
         self, prefix: str, path: Path, held: Mapping[Any, Any], found: dict[Any, Any], seen: set[str]
-    ) -> list[Path]:
-        """Put the states that are like `held` into `found` and their keys into `seen`.
+    ) -> dict[Path, Any]:
+        """Put the states that are named as `held` into `found` and their keys into `seen`.
 
         Returns:
-            the paths of those that are not there. In `found` they are as they are held.
+            those that are not there, as they are held.
         """
-        missing: list[Path] = []
+        missing: dict[Path, Any] = {}
         for name, value in held.items():
             key = f"{prefix}.{name}"
             if key in self.values:
                 found[name] = self.values[key]
                 seen.add(key)
             elif not self.below(key):
-                missing.append((*path, name))
-                if not isinstance(value, Expected):
-                    found[name] = value
+                missing[(*path, name)] = value
             elif isinstance(value, Mapping):
-                missing += self.find(key, (*path, name), value, found.setdefault(name, {}), seen)
+                missing.update(self.find(key, (*path, name), value, found.setdefault(name, {}), seen))
         return missing
 
 

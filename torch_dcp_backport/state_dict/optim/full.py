@@ -146,7 +146,7 @@ class OptimizerLoad(Load):
             del self.values[path]
 
     def settle_absent(self, inventory: Mapping[Any, Any]) -> None:
-        """Decide about the parameters that had no state: those not in the checkpoint keep none.
+        """Decide about the parameters that start from nothing: those not in the checkpoint stay so.
 
         Where only some of their states are there, the others are what a first step would find.
         """
@@ -158,7 +158,7 @@ class OptimizerLoad(Load):
             fqn = str(path[1])
             if fqn in offered and isinstance(self.values[path], Expected):
                 partly.add(fqn)
-            elif fqn not in offered and self.params[fqn] in self.beginning.bare:
+            elif fqn not in offered and self.beginning.starts(self.params[fqn]):
                 del self.values[path]
         if partly:
             params = {self.params[fqn] for fqn in partly}

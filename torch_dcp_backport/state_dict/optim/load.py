@@ -74,7 +74,7 @@ def prepare_full(
             problems.append(Problem("could not make the optimizer's states", got=str(error)))
         if isinstance(load, OptimizerLoad) and not complained and holds_source(info):
             try:
-                given = paths_of(by_name(own_part(state_dict, info, beginning), load.names))
+                given = paths_of(by_name(own_part(state_dict, info, beginning, fill=False), load.names))
             except Exception as error:
                 missing = isinstance(error, KeyError)
                 problems.append(Problem(f"missing key {error}" if missing else str(error)))
@@ -134,12 +134,15 @@ def holds_source(info: StateDictInfo) -> bool:
     return not info.broadcast_from_rank0 or dist.get_rank() == 0
 
 
-def own_part(state_dict: Mapping[str, Any], info: StateDictInfo, beginning: Beginning) -> dict[str, Any]:
-    """What one optimizer gets of a state dict, nested or flat."""
+def own_part(
+    state_dict: Mapping[str, Any], info: StateDictInfo, beginning: Beginning, fill: bool = True
+) -> dict[str, Any]:
+    """What one optimizer gets of a state dict, nested or flat; `fill` as in `unflatten_optim_state`."""
     if not state_dict:
         return {}
-    take = split_optim_state if STATE in state_dict else unflatten_optim_state
-    return take(beginning.optim, state_dict, info, beginning)
+    if STATE in state_dict:
+        return split_optim_state(beginning.optim, state_dict, info, beginning)
+    return unflatten_optim_state(beginning.optim, state_dict, info, beginning, fill)
 
 
 def by_name(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
