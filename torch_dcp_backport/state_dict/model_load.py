@@ -82,8 +82,7 @@ def is_sliceable(value: object) -> bool:
     """
     if isinstance(value, compat.DTensor):
         return True
-    is_plain = type(value) in compat.PLAIN_TENSORS
-    return is_plain and has_slices(value)
+    return isinstance(value, torch.Tensor) and type(value) in compat.PLAIN_TENSORS and has_slices(value)
 
 
 def is_meta(value: object) -> bool:
