@@ -45,8 +45,9 @@ def hook_sees(api: Any, hook: str, wrapper: str, how: str, depth: str) -> None:
     torch.manual_seed(0)
     model = fill(Tower(function if depth == "parent" else None), 10.0)
     if depth == "root":
-        model.register_load_state_dict_pre_hook(
-            lambda module, state, prefix, *rest: function(module.pair, state, prefix + "pair.", *rest)
+        model._register_load_state_dict_pre_hook(
+            lambda module, state, prefix, *rest: function(module.pair, state, prefix + "pair.", *rest),
+            with_module=True,
         )
     state = checkpoint(model)
     _, want = expected_of(model, state)
@@ -177,7 +178,7 @@ def on_one_rank_alone(api: Any) -> None:
     rank = dist.get_rank()
     model = fill(Tower(hooked.swap if rank == 2 else None), 10.0)
     if rank == 1:
-        model.after.register_load_state_dict_pre_hook(lambda *_: None)
+        model.after._register_load_state_dict_pre_hook(lambda *_: None)
     state = checkpoint(model)
     _, want = expected_of(model, state)
     api.set_model_state_dict(model, given(dict(state), "rank0"), options=options(api, "rank0"))

@@ -108,7 +108,7 @@ def model_fails_last(api: Any, how: str) -> str:
         if dist.get_rank() == 1:
             raise OSError("no such vocabulary")
 
-    model.pair.register_load_state_dict_pre_hook(fail)
+    model.pair._register_load_state_dict_pre_hook(fail)
     return error_of(
         lambda: api.set_state_dict(
             model,
