@@ -232,6 +232,8 @@ class Course:
         self.custom = False
         #: Whether all ranks know that it broke off.
         self.is_broken = False
+        #: The load's destinations, once it is agreed on.
+        self.by_stage: dict[str, dict[Key, Destination]] = {}
 
     def agree(self) -> None:
         """Inventory, plan and agreement; nothing is written before it returns."""
@@ -295,8 +297,11 @@ class Course:
             self.load.problems.append(problem_of(error))
             return None, error
 
-    def destinations_of(self, stage: str) -> dict[Key, Destination]:
-        return {key: one for key, one in self.load.destinations.items() if one.stage == stage}
+    def destinations_of(self, stage: str) -> Mapping[Key, Destination]:
+        if not self.by_stage:
+            for key, one in self.load.destinations.items():
+                self.by_stage.setdefault(one.stage, {})[key] = one
+        return self.by_stage.get(stage, {})
 
     def targets_of(self, stage: str) -> dict[Key, Target]:
         rank = own_rank()
@@ -326,6 +331,7 @@ class Broadcast(Course):
         self.group = group
         self.is_source = dist.get_rank(group) == 0
         self.inventory: dict[Key, Any] = {}
+        self.position: dict[Key, int] = {}
         self.by_window = False
         #: Stages that are still to come, in the same order on every rank.
         self.pending: list[str] = []
@@ -351,6 +357,7 @@ class Broadcast(Course):
                     cause = self.guarded_plan(self.inventory)
                     self.agree_on_plan(cause)
             self.pending = list(load.stages)
+            self.position = {key: number for number, key in enumerate(self.inventory)}
             self.custom = self.agreement.custom
         finally:
             # An error that its own traceback holds on to keeps alive what it touched.
@@ -417,6 +424,7 @@ class Broadcast(Course):
         agreement = self.agreement
         everyone = [agreement.mine] if agreement.by_rank is None else agreement.by_rank.values()
         wanted = {key for wants in everyone for key, want in wants.items() if want.stage == stage}
+        order = self.position.__getitem__
         try:
             try:
                 targets = self.targets_of(stage)
@@ -424,7 +432,7 @@ class Broadcast(Course):
                 problems, cause = [no_room("what is loaded", error)], error
             scatter(
                 self.source if self.is_source else None,
-                {key: offer for key, offer in self.inventory.items() if key in wanted},
+                {key: self.inventory[key] for key in sorted(wanted & self.inventory.keys(), key=order)},
                 targets,
                 agreement,
                 group=self.group,

@@ -35,7 +35,7 @@ ROOT = "the model"
 MISSING = object()
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """One checkpoint key of this model."""
 
@@ -170,6 +170,8 @@ class ModelLoad(Load):
         self.extra: dict[str, Any] = {}
         #: Read as they are, when their stage comes: (key, what takes the value).
         self.raw: dict[str, list[tuple[Any, Callable[[Any], None]]]] = {}
+        self.by_stage: dict[str, list[Entry]] = {}
+        #: Stages that loading code has seen.
         self.done: list[str] = []
         self.metadata: Optional[Mapping[str, dict[str, Any]]] = None
         #: Missing and unexpected keys, once it is applied.
@@ -428,7 +430,7 @@ class ModelLoad(Load):
         fits = isinstance(offered, TensorInfo) and isinstance(live, compat.DTensor)
         if isinstance(offered, Unusable):
             self.usable(key, offered)
-        elif fits and not is_lazy(live):
+        elif fits:
             if local and key in self.source.spread:
                 self.raw.setdefault(stage, []).append((key, settle))
             elif offered.shape == tuple(live.shape):
@@ -507,6 +509,8 @@ class ModelLoad(Load):
         if self.nothing:
             return
         self.take_raw(FIRST)
+        for entry in self.entries:
+            self.by_stage.setdefault(self.stage_for(entry), []).append(entry)
         skipped: set[str] = set()
         if self.is_plain:
             skipped = {entry.load_key for entry in self.entries if entry.result is entry.value}
@@ -545,9 +549,11 @@ class ModelLoad(Load):
                 elif load_key in self.extra:
                     loaded[load_key] = self.extra[load_key]
         # Names that the checkpoint does not have, of tensors that it has.
+        held = {id(entry.value) for entry in self.entries if entry.fqn in self.inventory}
         for entries in by_fqn.values():
             for entry in entries:
-                if entry.load_key not in skipped and (entry.has_result or self.comes_later(entry)):
+                comes_later = entry.place.governor is not None and id(entry.value) in held
+                if entry.load_key not in skipped and (entry.has_result or comes_later):
                     loaded[entry.load_key] = self.stand_in(entry)
         return loaded
 
@@ -557,34 +563,20 @@ class ModelLoad(Load):
             return entry.result
         return Awaited(entry.load_key, self.stage_for(entry))
 
-    def comes_later(self, entry: Entry) -> bool:
-        """Whether a name that is not in the checkpoint shares its tensor with one that is."""
-        if entry.place.governor is None or isinstance(entry.value, ExtraState):
-            return False
-        return any(
-            other.value is entry.value and other.fqn in self.inventory
-            for other in self.entries
-            if other is not entry
-        )
-
     @contextlib.contextmanager
     def brought_when_needed(self, fetch: Callable[[str], None]) -> Iterator[None]:
         """Every governor gets its tensors when its loading begins, and they go when it is done."""
-        replaced: list[tuple[nn.Module, Any]] = []
+        replaced: dict[nn.Module, Any] = {}
         try:
             for place in self.places:
-                own = vars(place.module)
-                if (
-                    place.fqn != ""
-                    and place.governor == place.fqn
-                    and all(place.module is not module for module, _ in replaced)
-                ):
-                    replaced.append((place.module, own.get("_load_from_state_dict", MISSING)))
-                    loader = place.module._load_from_state_dict
-                    own["_load_from_state_dict"] = functools.partial(self.load_one, fetch, loader)
+                module = place.module
+                if place.fqn and place.governor == place.fqn and module not in replaced:
+                    loader = module._load_from_state_dict
+                    replaced[module] = vars(module).get("_load_from_state_dict", MISSING)
+                    vars(module)["_load_from_state_dict"] = functools.partial(self.load_one, fetch, loader)
             yield
         finally:
-            for module, loader in replaced:
+            for module, loader in replaced.items():
                 if loader is MISSING:
                     del vars(module)["_load_from_state_dict"]
                 else:
@@ -606,7 +598,7 @@ class ModelLoad(Load):
         """Put the values of a stage into the dict that loading code is about to see."""
         fetch(stage)
         self.take_raw(stage)
-        entries = {entry.load_key: entry for entry in self.entries if self.stage_for(entry) == stage}
+        entries = {entry.load_key: entry for entry in self.by_stage.get(stage, ())}
         for key, value in list(state_dict.items()):
             if not isinstance(value, Awaited) or value.stage != stage:
                 continue

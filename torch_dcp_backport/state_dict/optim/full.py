@@ -27,6 +27,7 @@ from torch_dcp_backport.state_dict.optim.initial import (
     is_hooked,
     local_of,
 )
+from torch_dcp_backport.state_dict.source import Carried
 from torch_dcp_backport.transfer import Problem, TensorInfo, layout_of, misfit, spell_key
 from torch_dcp_backport.transfer.layout import Box
 
@@ -196,6 +197,10 @@ class OptimizerLoad(Load):
     def plan_any(self, path: Path, expected: Any, offered: Any, settle: Settle) -> None:
         """A state of which nothing is known but what is held in its place, if anything is."""
         param = self.params[str(path[1])]
+        if isinstance(offered, Carried) and not isinstance(expected and expected.like, compat.DTensor):
+            # Quantized states of a plain model: the optimizer's own code takes them as they are.
+            settle(offered.value)
+            return
         if not self.usable(path, offered):
             return
         if not isinstance(offered, TensorInfo):
