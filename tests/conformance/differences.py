@@ -73,6 +73,7 @@ DIFFERENCES: tuple[Difference, ...] = (
             f"set optimizer/load* {FULL}* sgd",
             f"set optimizer/load_with_gradients * {FULL}*",
             "set optimizer/load plain flatten_optimizer_state_dict sgd",
+            "several optimizers/adam_and_stateless *",
         ),
         "0006-optimizer-load-fails-or-loses-values",
     ),
@@ -92,8 +93,38 @@ DIFFERENCES: tuple[Difference, ...] = (
         "0006-optimizer-load-fails-or-loses-values",
     ),
     Difference(
-        "a get before the first step leaves the counter of steps at 0",
+        "a get before the first step gives the states as they are before it: counters at 0, no weight decay",
         ("get optimizer/get_fresh *",),
+        "0006-optimizer-load-fails-or-loses-values",
+    ),
+    Difference(
+        "a get gives first states of parameters that never had a gradient, where they train as none would",
+        ("get optimizer/get_partly_initialised *", "partly used/get_partly_used adam *"),
+        "0006-optimizer-load-fails-or-loses-values",
+    ),
+    Difference(
+        "a parameter that was saved without a state starts from nothing; torch fails, or waits",
+        ("partly used/set_partly_used *",),
+        "0006-optimizer-load-fails-or-loses-values",
+    ),
+    Difference(
+        "states of parameters that are frozen since are loaded",
+        ("frozen/frozen_since *",),
+        "0006-optimizer-load-fails-or-loses-values",
+    ),
+    Difference(
+        "a saved group that is split gives its values to both; torch gives them to the last of them only",
+        ("groups cut otherwise/split_group *",),
+        "0006-optimizer-load-fails-or-loses-values",
+    ),
+    Difference(
+        "loaded states are new tensors, whatever shares the memory of those that were there",
+        (f"shared memory/* {FULL}*",),
+        "0006-optimizer-load-fails-or-loses-values",
+    ),
+    Difference(
+        "states that only the checkpoint has arrive on every rank, laid out as their parameter",
+        (f"optimizers not torch's own/grown_states * {FULL}*",),
         "0006-optimizer-load-fails-or-loses-values",
     ),
     Difference(

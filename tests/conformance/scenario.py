@@ -16,7 +16,7 @@ import torch.distributed as dist
 from canonical import canonical
 
 #: Modules that hold scenarios.
-CASES = ("cases_model", "cases_optim", "cases_special", "cases_hooks")
+CASES = ("cases_model", "cases_optim", "cases_special", "cases_hooks", "cases_states")
 PUBLIC = (
     "get_model_state_dict",
     "get_optimizer_state_dict",

@@ -139,8 +139,8 @@ def shared_states(api: Any, kind: str, way: str) -> None:
         for index, param in enumerate(model.parameters()):
             state = optim.state[param]
             state["slow"] = state["mean"] if share else state["mean"] + index + 1
-            # A view of the same memory.
-            state["old"] = state["mean"].view_as(param) if share else state["mean"] - index - 1
+            # Another tensor on the same memory.
+            state["old"] = state["mean"].detach() if share else state["mean"] - index - 1
         return model, optim
 
     model, optim = make(False)

@@ -104,8 +104,9 @@ def get_optimizer_state_dict(
 ) -> OptimizerStateType:
     """The state dict of one or several optimizers of `model`, with FQNs for parameter numbers.
 
-    States that do not exist yet are created first (by a step that changes no parameter), unless
-    gradients are present.
+    States that do not exist yet are given as the first step would find them: all of an optimizer that has
+    neither states nor gradients, which then has them too; of torch's own also those of single parameters,
+    where that trains as having none.
 
     Returns:
         {"state": {FQN: {name: value}}, "param_groups": [...]}, or one flat dict with

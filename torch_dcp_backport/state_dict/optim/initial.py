@@ -129,14 +129,15 @@ def first_states(
         chosen = [param for param in group[PARAMS] if param in params and (frozen or param.requires_grad)]
         for batch in batches(chosen):
             twin = twin_of(optim)
-            stand_ins = [stand_in_for(param) for param in batch]
+            stand_ins = [stand_in_for(param, kind) for param in batch]
             lr = {} if group.get("lr") is None else {"lr": zero_rate(group["lr"])}
             twin.param_groups = [{**group, **lr, PARAMS: stand_ins}]
             twin.step()
             for param, stand_in in zip(batch, stand_ins):
                 states = twin.state.get(stand_in)
                 if states:
-                    found[param] = rewound(states, kind, group)
+                    rewind(states, kind, group)
+                    found[param] = as_of(param, stand_in, states)
     return found
 
 
@@ -154,22 +155,36 @@ def twin_of(optim: Optimizer) -> Optimizer:
     return twin
 
 
-def stand_in_for(param: torch.Tensor) -> torch.Tensor:
-    """Zeros like a parameter, with a gradient; the two share their memory, which stays zero."""
-    stand_in = torch.zeros_like(param)
+def stand_in_for(param: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """Zeros like a parameter, with a gradient; the two share their memory, which stays zero.
+
+    For states that are of the parameter's shape, local ones do. No step of theirs communicates then (Muon's
+    would, and not every rank makes the same states) or meets an operation that DTensors lack (Rprop's).
+    """
+    local = local_of(param)
+    stand_in = torch.zeros_like(local if kind.uniform and local.dim() else param)
     stand_in.grad = stand_in.detach()
     return stand_in
 
 
-def rewound(states: dict[str, Any], kind: Kind, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of a first step as they were before it (pytorch#164929).
+def as_of(param: torch.Tensor, stand_in: torch.Tensor, states: dict[str, Any]) -> dict[str, Any]:
+    """The states of a stand-in as those of its parameter."""
+    if not isinstance(param, compat.DTensor) or isinstance(stand_in, compat.DTensor):
+        return states
+    return {
+        name: compat.wrap_local(state, param) if torch.is_tensor(state) and state.dim() else state
+        for name, state in states.items()
+    }
+
+
+def rewind(states: dict[str, Any], kind: Kind, group: Mapping[str, Any]) -> None:
+    """Set the states of a first step to what they were before it (pytorch#164929).
 
     A counter that starts at 1 would make every bias correction of the training to come too small.
     """
     for name in kind.before.keys() & states.keys():
         value = kind.before[name]
         states[name].fill_(group["lr"] if value is LR else value)
-    return states
 
 
 def batches(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -222,7 +237,7 @@ def expected_states(optim: Optimizer, params: Collection[torch.Tensor]) -> Expec
         chosen = [param for param in group[PARAMS] if param in params]
         makers = [param for param in chosen if param.dim()] if kind.uniform else []
         if makers:
-            maker = min(makers, key=lambda param: local_of(param).numel())
+            maker = min(makers, key=torch.numel)
             states = first_states(optim, {maker}, frozen=True).get(maker, {})
             if all(is_uniform(state, maker) for state in states.values()):
                 found.update((param, as_for(param, states)) for param in chosen)
