@@ -69,7 +69,7 @@ def one_based(param: torch.Tensor) -> dict[str, Any]:
     return {"step": 1, "mean": torch.zeros_like(param)}
 
 
-@scenario("optimizers not torch's own", rows(SOME, ({}, *SET[1:3])))
+@scenario("optimizers from elsewhere", rows(SOME, ({}, *SET[1:3])))
 def counter_from_one(api: Any, kind: str, options: dict[str, Any]) -> Any:
     model = model_of(kind)
     optim = Custom(parameters(model), one_based)
@@ -171,7 +171,7 @@ class ReadOnly(Optimizer):
         self.inner.zero_grad(set_to_none)
 
 
-@scenario("optimizers not torch's own", rows(SOME, SET[:3]))
+@scenario("optimizers from elsewhere", rows(SOME, SET[:3]))
 def read_only_groups(api: Any, kind: str, options: dict[str, Any]) -> Any:
     model, other = model_of(kind), model_of(kind, "other.")
     inner = Adam(parameters(other), lr=1.0)
@@ -200,7 +200,7 @@ def used(optim: Custom) -> Custom:
     return optim
 
 
-@scenario("optimizers not torch's own", rows(SOME, SET[:3]))
+@scenario("optimizers from elsewhere", rows(SOME, SET[:3]))
 def grown_states(api: Any, kind: str, options: dict[str, Any]) -> Any:
     """A tensor grew, a list filled, a tensor became None."""
     model, other = model_of(kind), model_of(kind, "other.")

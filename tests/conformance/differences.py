@@ -124,7 +124,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
     Difference(
         "states that only the checkpoint has arrive on every rank, laid out as their parameter",
-        (f"optimizers not torch's own/grown_states * {FULL}*",),
+        (f"optimizers from elsewhere/grown_states * {FULL}*",),
         "0006-optimizer-load-fails-or-loses-values",
     ),
     Difference(

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import local_of
-from optimizers import WAYS, WRAPPERS, held, load, saved, step, weights, wrapped
+from optimizers import WAYS, WRAPPERS, frozen, held, load, saved, step, weights, wrapped
 from torch import nn
 
 #: Optimizers whose first states train as none would.
@@ -108,6 +108,18 @@ def resume(api: Any, wrapper: str, kind: str, way: str) -> None:
         step(other, fresh, salt)
     assert held(fresh) == held(optim)
     assert weights(other) == weights(model)
+
+
+def go_back(api: Any, wrapper: str, kind: str, way: str) -> None:
+    """The optimizer itself has trained on with all parameters, and is set back."""
+    model, optim = part_used(wrapper, kind)
+    state, want = saved(api, model, optim, way), held(optim)
+    step(model, optim, "on")
+    load(api, model, optim, state, way)
+    got = held(optim)
+    assert got["groups"] == want["groups"]
+    for mine, its in zip(got["state"], want["state"]):
+        assert mine == its or (kind in NEUTRAL and its is None and mine["step"] == frozen(torch.tensor(0.0)))
 
 
 def resume_from_without(api: Any, wrapper: str, way: str, trained: bool) -> None:
@@ -304,6 +316,13 @@ def second_is_bad(api: Any, wrapper: str, way: str) -> None:
 def test_parameters_that_were_never_used(ranks, kind, wrapper, way):
     skip_where_absent(kind, wrapper)
     ranks(resume, wrapper, kind, way, world=2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "ASGD"])
+def test_going_back_to_where_parameters_were_not_used(ranks, kind, wrapper, way):
+    ranks(go_back, wrapper, kind, way, world=2)
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -54,7 +54,7 @@ class AbsentStates:
             foreign = self.foreign(group, saved)
             if foreign:
                 raise missing_state(fqn, foreign)
-            if self.beginning.starts(param):
+            if self.beginning.starts(param, self.strict):
                 if self.beginning.makes_states(param):
                     self.fqns.append(fqn)
                 return

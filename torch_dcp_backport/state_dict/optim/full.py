@@ -83,11 +83,17 @@ class OptimizerLoad(Load):
     title = TITLE
 
     def __init__(
-        self, model: nn.Module, optim: Optimizer, beginning: Beginning, problems: list[Problem]
+        self,
+        model: nn.Module,
+        optim: Optimizer,
+        beginning: Beginning,
+        problems: list[Problem],
+        strict: bool = True,
     ) -> None:
         super().__init__(problems)
         self.optim = optim
         self.beginning = beginning
+        self.strict = strict
         local = named_state(model, optim)
         self.params = {
             fqn: param
@@ -159,7 +165,7 @@ class OptimizerLoad(Load):
             fqn = str(path[1])
             if fqn in offered and isinstance(self.values[path], Expected):
                 partly.add(fqn)
-            elif fqn not in offered and self.beginning.starts(self.params[fqn]):
+            elif fqn not in offered and self.beginning.starts(self.params[fqn], self.strict):
                 del self.values[path]
         if partly:
             params = {self.params[fqn] for fqn in partly}

@@ -183,8 +183,10 @@ def rewind(states: dict[str, Any], kind: Kind, group: Mapping[str, Any]) -> None
     A counter that starts at 1 would make every bias correction of the training to come too small.
     """
     for name in kind.before.keys() & states.keys():
-        value = kind.before[name]
-        states[name].fill_(group["lr"] if value is LR else value)
+        state, value = states[name], kind.before[name]
+        if value is LR:
+            value = complex(group["lr"], group["lr"]) if state.is_complex() else group["lr"]
+        state.fill_(value)
 
 
 def batches(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -305,9 +307,13 @@ class Beginning:
             self._expected = expected_states(self.optim, self.bare) if known else {}
         return self._expected
 
-    def starts(self, param: torch.Tensor) -> bool:
-        """Whether the optimizer's next step would start this parameter from nothing."""
-        if param in self.bare:
+    def starts(self, param: torch.Tensor, strict: bool) -> bool:
+        """Whether a parameter that the state dict has no state of starts from nothing.
+
+        That is one that the optimizer has made no step for. With `strict`, also any parameter of an optimizer
+        whose unused parameters a get leaves out: going back to such a state dict takes their states away.
+        """
+        if param in self.bare or (strict and self.kind is not None and not self.kind.neutral):
             return True
         # A get before the first step leaves such states.
         counts = self.kind is not None and "step" in self.kind.before

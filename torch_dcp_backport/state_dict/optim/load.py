@@ -69,7 +69,7 @@ def prepare_full(
     try:
         try:
             beginning.make_states()
-            load = OptimizerLoad(model, optim, beginning, problems)
+            load = OptimizerLoad(model, optim, beginning, problems, info.strict)
         except (RuntimeError, MemoryError) as error:
             problems.append(Problem("could not make the optimizer's states", got=str(error)))
         if isinstance(load, OptimizerLoad) and not complained and holds_source(info):
