@@ -157,3 +157,22 @@ class Versioned(nn.Module):
         if version is None or version < 2:
             state[prefix + "weight"] = -state[prefix + "weight"]
         super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+class Sized(nn.Module):
+    """Its extra state says how large its child is: torch calls the setter before the children are loaded."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.child = nn.Linear(size, size, bias=False)
+
+    def get_extra_state(self) -> Any:
+        return self.child.weight.shape[0]
+
+    def set_extra_state(self, state: Any) -> None:
+        if state < 0:
+            raise OSError("no such size")
+        if self.child.weight.shape[0] != state:
+            self.child = nn.Linear(state, state, bias=False)
+        with torch.no_grad():
+            self.child.weight.fill_(-1.0)

@@ -285,6 +285,137 @@ def odd_tensors(api: Any, how: str) -> None:
     assert torch.equal(again["sparse"].to_dense(), torch.eye(3) * 4)
 
 
+def absent_name(api: Any, how: str, wrapper: str, hook: str) -> None:
+    """A name of a shared tensor that the checkpoint does not have is absent for loading code, too."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(4, 4, bias=False)
+            self.head = nn.Linear(4, 4, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = fill(Shared(), 10.0)
+    seen: list[bool] = []
+
+    def copy_all(state: dict[str, Any], prefix: str, *_: Any) -> None:
+        seen.append(prefix + "head.weight" in state)
+        for key, value in list(state.items()):
+            if torch.is_tensor(value):
+                state[key] = value.clone()
+        if hook == "makes it":
+            state.setdefault(prefix + "head.weight", state[prefix + "embed.weight"])
+
+    model._register_load_state_dict_pre_hook(copy_all)
+    state = {"embed.weight": torch.ones(4, 4)}
+    parallel = wrapped(model, wrapper)
+    result = api.set_model_state_dict(parallel, given(state, how), options=options(api, how))
+    assert seen == [False]
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert (whole_state(parallel)["head.weight"] == 1).all()
+    assert unwrapped(parallel).head.weight is unwrapped(parallel).embed.weight
+
+
+def extra_state_first(api: Any, how: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), hooked.Sized(2))
+    state = dict(nn.Sequential(nn.Linear(2, 2), hooked.Sized(3)).state_dict())
+    state["1.child.weight"] = torch.ones(3, 3)
+    api.set_model_state_dict(model, given(state, how), options=options(api, how))
+    assert torch.equal(model[1].child.weight, torch.ones(3, 3))
+
+
+def extra_state_fails(api: Any, how: str) -> str:
+    model = nn.Sequential(nn.Linear(2, 2), hooked.Sized(2) if dist.get_rank() else Silent(2))
+    state = {**model.state_dict(), "1._extra_state": -1}
+    return error_of(lambda: api.set_model_state_dict(model, given(state, how), options=options(api, how)))
+
+
+class Silent(hooked.Sized):
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class OnlySetter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: Any = None
+
+    def set_extra_state(self, state: Any) -> None:
+        self.got = state
+
+
+def only_a_setter(api: Any, how: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), OnlySetter())
+    state = {**nn.Linear(2, 2).state_dict(prefix="0."), "1._extra_state": {"seen": 3}}
+    api.set_model_state_dict(model, given(state, how), options=options(api, how))
+    assert model[1].got == {"seen": 3}
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def speechless(api: Any, how: str) -> str:
+    model = Tower()
+
+    def fail(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            raise Speechless
+
+    model.pair._register_load_state_dict_pre_hook(fail)
+    state = checkpoint(Tower())
+    try:
+        api.set_model_state_dict(wrapped(model, "fsdp2"), given(state, how), options=options(api, how))
+    except Speechless:
+        return "speechless"
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def partly_on_meta(api: Any, how: str, tied: bool) -> None:
+    """Real parameters with a hook stay the objects they are, although others come from meta."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[1].weight
+    model[0].to("meta")
+    for module in model[1:]:
+        module._register_load_state_dict_pre_hook(lambda state, prefix, *_: None)
+    if not tied:
+        model[2] = nn.Linear(4, 4, bias=False)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    state = {
+        key: torch.full(value.shape, float(number))
+        for number, (key, value) in enumerate(model.state_dict().items())
+    }
+    mine = given(state, how)
+    api.set_model_state_dict(model, mine, options=options(api, how))
+    after = dict(model.named_parameters(remove_duplicate=False))
+    for key in ("1.weight", "2.weight"):
+        assert after[key] is before[key], key
+        assert all(after[key].data_ptr() != value.data_ptr() for value in mine.values())
+    assert torch.equal(after["2.weight"], state["2.weight"])
+    assert torch.equal(after["0.weight"], state["0.weight"])
+
+
+def one_on_the_other(api: Any, how: str, order: str) -> None:
+    """Two parameters in one memory: the last one in the module's order stays, on every rank."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = torch.zeros(4)
+            self.front = nn.Parameter(whole[:2])
+            self.whole = nn.Parameter(whole)
+
+    state = {"front": torch.full((2,), 5.0), "whole": torch.full((4,), 1.0)}
+    if order == "reversed":
+        state = dict(reversed(state.items()))
+    model = Views()
+    api.set_model_state_dict(model, given(state, how), options=options(api, how))
+    assert (model.whole == 1).all()
+
+
 # The tests.
 
 
@@ -385,3 +516,45 @@ def test_quantized_modules(ranks, how):
 @pytest.mark.parametrize("how", HOWS)
 def test_tensors_without_slices(ranks, how):
     ranks(odd_tensors, how, world=2)
+
+
+@pytest.mark.parametrize("hook", ["copies", "makes it"])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_loading_code_does_not_find_what_the_checkpoint_lacks(ranks, wrapper, how, hook):
+    ranks(absent_name, how, wrapper, hook, world=2)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_extra_state_comes_before_the_children(ranks, how):
+    ranks(extra_state_first, how, world=2)
+
+
+def test_extra_state_that_fails_on_one_rank(ranks):
+    texts = ranks(extra_state_fails, "rank0", world=2)
+    assert texts[1].startswith("OSError: no such size")
+    assert "rank 1: OSError: no such size" in texts[0]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_extra_state_that_is_only_set(ranks, how):
+    ranks(only_a_setter, how, world=2)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_an_error_without_a_text(ranks, how):
+    texts = ranks(speechless, how, world=2)
+    assert texts[1] == "speechless"
+    assert "rank 1: Speechless: it has no text" in texts[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("how", HOWS)
+def test_parameters_with_hooks_stay_where_others_are_on_meta(ranks, how, tied):
+    ranks(partly_on_meta, how, tied, world=2)
+
+
+@pytest.mark.parametrize("order", ["module", "reversed"])
+@pytest.mark.parametrize("how", HOWS)
+def test_parameters_in_one_memory(ranks, how, order):
+    ranks(one_on_the_other, how, order, world=2)

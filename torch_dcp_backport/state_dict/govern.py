@@ -96,8 +96,11 @@ def govern(
 
 
 def looks(module: nn.Module) -> bool:
-    """Whether loading code of this module sees the state dict; that of norms is judged by the keys."""
+    """Whether loading code of this module sees the state dict, or what is below. Norms are another case."""
     if has_own_loader(module):
+        return True
+    if sets_extra_state(module) and any(child is not None for child in module._modules.values()):
+        # It runs before the children are loaded, and may make or change them.
         return True
     hooks = module._load_state_dict_pre_hooks.values()
     return not all(hook_module(hook).startswith(BLIND_HOOKS) for hook in hooks)
@@ -123,12 +126,17 @@ def is_complete(place: Place, keys: Collection[object]) -> bool:
 
 
 def is_users(module: nn.Module) -> bool:
-    """Whether code outside torch takes part in loading this very module."""
+    """Whether hooks or loading code outside torch see this very module's keys."""
     loader = vars(module).get("_load_from_state_dict", type(module)._load_from_state_dict)
     if not hook_module(loader).startswith("torch."):
         return True
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     return any(map(is_users_hook, hooks))
+
+
+def can_fail(module: nn.Module) -> bool:
+    """Whether code outside torch takes part in loading this very module, which may fail on one rank alone."""
+    return is_users(module) or not hook_module(type(module).set_extra_state).startswith("torch.")
 
 
 def is_users_hook(hook: Any) -> bool:
@@ -142,8 +150,8 @@ def hook_module(hook: Any) -> str:
     return getattr(hook, "__module__", None) or type(hook).__module__
 
 
-def has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
+def sets_extra_state(module: nn.Module) -> bool:
+    return type(module).set_extra_state is not nn.Module.set_extra_state
 
 
 def names_of(place: Place) -> Iterator[tuple[str, Any]]:
@@ -158,5 +166,5 @@ def names_of(place: Place) -> Iterator[tuple[str, Any]]:
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield name, buffer
-    if has_extra_state(module):
+    if sets_extra_state(module):
         yield EXTRA_STATE, None

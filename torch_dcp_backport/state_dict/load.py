@@ -519,7 +519,11 @@ def stages_of_all(notes: Optional[Mapping[int, Sequence[str]]]) -> Optional[list
 
 
 def problem_of(error: Exception) -> Problem:
-    return Problem(f"{type(error).__name__}: {error}")
+    try:
+        text = str(error)
+    except Exception:  # the other ranks wait for whatever there is to say
+        text = "it has no text"
+    return Problem(f"{type(error).__name__}: {text}")
 
 
 def own_rank() -> int:

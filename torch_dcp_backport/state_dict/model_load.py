@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX, ExtraState, Names
-from torch_dcp_backport.state_dict.govern import Place, govern, is_users, names_of, places_of
+from torch_dcp_backport.state_dict.govern import Place, can_fail, govern, is_users, names_of, places_of
 from torch_dcp_backport.state_dict.load import FIRST, Load, problem_of, run
 from torch_dcp_backport.state_dict.model import own_method
 from torch_dcp_backport.state_dict.options import StateDictInfo
@@ -43,8 +43,9 @@ class Entry:
     value: Union[torch.Tensor, ExtraState]
     #: The key that the model's own load_state_dict() knows it by (with DDP's and the compiler's prefixes).
     load_key: str
-    #: The module that holds it.
+    #: The module that holds it, and its name there.
     place: Place
+    name: str
     #: What to pass to load_state_dict().
     result: Any = None
     has_result: bool = False
@@ -69,9 +70,10 @@ def entries_of(model: nn.Module, info: StateDictInfo, places: Iterable[Place]) -
             fqns, load_keys = names.fqns(place.path + name), names.fqns(place.path + name, False, False)
             if len(fqns) > 1:
                 # An FSDP1 FlatParameter: FSDP1's own hooks take the FQNs.
-                found += [Entry(fqn, value, fqn, place) for fqn in sorted(fqns)]
+                found += [Entry(fqn, value, fqn, place, name) for fqn in sorted(fqns)]
                 continue
-            found.append(Entry(fqns.pop(), ExtraState() if value is None else value, load_keys.pop(), place))
+            value = ExtraState() if value is None else value
+            found.append(Entry(fqns.pop(), value, load_keys.pop(), place, name))
     return found
 
 
@@ -170,6 +172,10 @@ class ModelLoad(Load):
         self.extra: dict[str, Any] = {}
         #: Read as they are, when their stage comes: (key, what takes the value).
         self.raw: dict[str, list[tuple[Any, Callable[[Any], None]]]] = {}
+        #: load keys that may be missing: of frozen parameters, and of tensors that have another name.
+        self.forgiven: set[str] = set()
+        #: All names of a tensor on meta, and those in the checkpoint: each gets its own, then one stays.
+        self.untied: list[tuple[list[Entry], list[Entry]]] = []
         self.by_stage: dict[str, list[Entry]] = {}
         #: Stages that loading code has seen.
         self.done: list[str] = []
@@ -235,6 +241,7 @@ class ModelLoad(Load):
     def govern(self) -> None:
         """Find out what loading code looks at, of this inventory."""
         self.unexpected, self.extra, self.raw = {}, {}, {}
+        self.forgiven, self.untied = set(), []
         for entry in self.entries:
             entry.result, entry.has_result = None, False
         also = set(self.also)
@@ -267,11 +274,17 @@ class ModelLoad(Load):
         value, offered = entry.value, self.inventory.get(entry.fqn)
         if isinstance(value, ExtraState):
             return False
-        if not is_sliceable(value):
+        if not is_sliceable(value) or id(value) in self.overlapping:
             return True
         # A wrapper may know how to become a dense tensor; torch copies no sparse or quantized one into it.
         is_wrapper = isinstance(offered, Carried) and type(offered.value) not in compat.PLAIN_TENSORS
         return is_wrapper and not isinstance(value, compat.DTensor)
+
+    @functools.cached_property
+    def overlapping(self) -> set[int]:
+        """The ids of tensors that share memory with others: load_state_dict()'s order decides what stays."""
+        values = {id(entry.value): entry.value for entry in self.entries if torch.is_tensor(entry.value)}
+        return overlapping(value for value in values.values() if is_sliceable(value) and not is_meta(value))
 
     @property
     def stages(self) -> Sequence[str]:
@@ -328,8 +341,7 @@ class ModelLoad(Load):
         if not present:
             if self.is_left_out(entries[0]):
                 # As `get` gives it with ignore_frozen_params.
-                for entry in entries:
-                    entry.settle(entry.value)
+                self.forgive(entries)
             elif self.judges_keys:
                 self.miss(entries)
             return
@@ -339,6 +351,12 @@ class ModelLoad(Load):
             self.plan_direct(entry, entries, self.inventory[entry.fqn])
         for entry in present[:-1]:
             self.destinations.pop(entry.fqn, None)
+        if not is_meta(present[-1].value):
+            self.forgive(entry for entry in entries if entry not in present)
+
+    def forgive(self, entries: Iterable[Entry]) -> None:
+        """Names that may be missing. Loading code finds them missing, as they are."""
+        self.forgiven |= {entry.load_key for entry in entries}
 
     def miss(self, entries: Iterable[Entry]) -> None:
         self.problems += [Problem("Missing key(s) in state_dict", entry.fqn) for entry in entries]
@@ -378,30 +396,18 @@ class ModelLoad(Load):
         present = [entry for entry in entries if entry.fqn in self.inventory]
         if not present:
             if self.is_left_out(entries[0]):
-                for entry in entries:
-                    entry.settle(entry.value)
+                self.forgive(entries)
             elif self.judges_keys and not any(map(self.is_looked_at, entries)):
                 self.miss(entries)
             return
-        last, live = present[-1], present[-1].value
-        if len(entries) > 1 and is_meta(live):
-
-            def settle_all(result: Any) -> None:
-                for one in entries:
-                    one.settle(result)
-
-            # One Parameter for all names, so that it stays shared: the last one's.
-            self.plan_value(last.fqn, self.inventory[last.fqn], live, self.stage_for(entries[0]), settle_all)
-            return
-        for entry in entries:
-            if entry in present:
-                offered = self.inventory[entry.fqn]
-                if not self.is_looked_at(entry) and not self.fits(entry, offered):
-                    continue
-                self.plan_value(entry.fqn, offered, live, self.stage_for(entry), entry.settle)
-            else:
-                # Loaded under its other name.
-                entry.settle(live)
+        for entry in present:
+            offered = self.inventory[entry.fqn]
+            if self.is_looked_at(entry) or self.fits(entry, offered):
+                self.plan_value(entry.fqn, offered, entry.value, self.stage_for(entry), entry.settle)
+        if not self.info.fsdp_modules:
+            self.forgive(entry for entry in entries if entry not in present)
+            if len(entries) > 1 and is_meta(present[0].value):
+                self.untied.append((entries, present))
 
     def is_looked_at(self, entry: Entry) -> bool:
         """Whether loading code judges the shape."""
@@ -519,12 +525,17 @@ class ModelLoad(Load):
             loaded._metadata = self.renamed_metadata(self.metadata)  # type: ignore[attr-defined]
         if "" in self.governors:
             self.bring(ROOT, fetch, loaded)
+        forgiven = skipped | self.forgiven if loads_as_torch(self.model) else skipped
         with self.brought_when_needed(fetch):
             result = call_load_state_dict(
-                self.model, loaded, self.info, assign=self.assigns, strict=self.info.strict and not skipped
+                self.model, loaded, self.info, assign=self.assigns, strict=self.info.strict and not forgiven
             )
-        missing = [key for key in result.missing_keys if key.replace(CHECKPOINT_PREFIX, "") not in skipped]
+        for entries, present in self.untied:
+            tie(entries, present)
+        missing = [key for key in result.missing_keys if key.replace(CHECKPOINT_PREFIX, "") not in forgiven]
         self.keys = _IncompatibleKeys(missing, result.unexpected_keys)
+        if self.info.strict and forgiven:
+            raise_incompatible(self.model, self.keys)
 
     def loadable(self, skipped: set[str]) -> OrderedDict[str, Any]:
         """The state dict for the model's own load_state_dict(), in the checkpoint's order.
@@ -548,13 +559,11 @@ class ModelLoad(Load):
                     loaded[load_key] = Awaited(load_key, self.stage_of(key))
                 elif load_key in self.extra:
                     loaded[load_key] = self.extra[load_key]
-        # Names that the checkpoint does not have, of tensors that it has.
-        held = {id(entry.value) for entry in self.entries if entry.fqn in self.inventory}
+        # Names that the checkpoint does not have, of tensors that are made of what it has under others.
         for entries in by_fqn.values():
             for entry in entries:
-                comes_later = entry.place.governor is not None and id(entry.value) in held
-                if entry.load_key not in skipped and (entry.has_result or comes_later):
-                    loaded[entry.load_key] = self.stand_in(entry)
+                if entry.load_key not in skipped and entry.has_result and entry.result is not entry.value:
+                    loaded[entry.load_key] = entry.result
         return loaded
 
     def stand_in(self, entry: Entry) -> Any:
@@ -570,10 +579,14 @@ class ModelLoad(Load):
         try:
             for place in self.places:
                 module = place.module
-                if place.fqn and place.governor == place.fqn and module not in replaced:
+                if place.governor is None or module in replaced:
+                    continue
+                if (place.fqn and place.governor == place.fqn) or self.assigns:
                     loader = module._load_from_state_dict
                     replaced[module] = vars(module).get("_load_from_state_dict", MISSING)
-                    vars(module)["_load_from_state_dict"] = functools.partial(self.load_one, fetch, loader)
+                    vars(module)["_load_from_state_dict"] = functools.partial(
+                        self.load_one, module, fetch, loader
+                    )
             yield
         finally:
             for module, loader in replaced.items():
@@ -584,15 +597,22 @@ class ModelLoad(Load):
 
     def load_one(
         self,
+        module: nn.Module,
         fetch: Callable[[str], None],
         loader: Callable[..., None],
         state_dict: dict[str, Any],
         prefix: str,
+        local_metadata: dict[str, Any],
         *rest: Any,
+        **more: Any,
     ) -> None:
+        """Stands for a module's `_load_from_state_dict` while the model is loaded."""
         for stage in dict.fromkeys(one.stage for one in state_dict.values() if isinstance(one, Awaited)):
             self.bring(stage, fetch, state_dict)
-        loader(state_dict, prefix, *rest)
+        if not any(is_meta(value) for value in (*module._parameters.values(), *module._buffers.values())):
+            # Parameters that exist stay the objects that they are, whatever else is on meta.
+            local_metadata.pop("assign_to_params_buffers", None)
+        loader(state_dict, prefix, local_metadata, *rest, **more)
 
     def bring(self, stage: str, fetch: Callable[[str], None], state_dict: dict[str, Any]) -> None:
         """Put the values of a stage into the dict that loading code is about to see."""
@@ -644,7 +664,9 @@ class ModelLoad(Load):
     @property
     def is_custom(self) -> bool:
         # FSDP1's own code talks to the other ranks: one that fails in it must not wait for them.
-        return not self.is_plain and not self.info.fsdp_modules
+        if self.info.fsdp_modules:
+            return False
+        return not self.is_plain or any(can_fail(place.module) for place in self.places)
 
     @property
     def is_plain(self) -> bool:
@@ -665,6 +687,57 @@ def loads_as_torch(model: nn.Module) -> bool:
     """Whether the model's `load_state_dict` is torch's."""
     call = own_method(model, "load_state_dict")
     return getattr(call, "func", getattr(call, "__func__", None)) is nn.Module.load_state_dict
+
+
+def overlapping(values: Iterable[torch.Tensor]) -> set[int]:
+    """The ids of those of these (different) tensors that lie on one another's memory."""
+    spans: list[tuple[str, int, int, int]] = []
+    for value in values:
+        local = compat.local_part(value) if isinstance(value, compat.DTensor) else value
+        if local.numel() and has_slices(local):
+            start = local.data_ptr()
+            spans.append((str(local.device), start, start + span_bytes(local), id(value)))
+    found: set[int] = set()
+    device, end, holder = "", 0, 0
+    for where, start, stop, name in sorted(spans):
+        if where == device and start < end:
+            found |= {holder, name}
+        if where != device or stop > end:
+            device, end, holder = where, stop, name
+    return found
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last one."""
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride()))
+    return int(last + 1) * tensor.element_size()
+
+
+def tie(entries: Sequence[Entry], present: Sequence[Entry]) -> None:
+    """One Parameter for all names of a tensor again: the first name's object, the last loaded one's values.
+
+    FSDP2 holds on to the first name's.
+    """
+    first, last = (getattr(entry.place.module, entry.name) for entry in (entries[0], present[-1]))
+    if first.is_meta or first.dtype != last.dtype:
+        first = last
+    elif first is not last:
+        first.copy_(last)
+    for entry in entries:
+        if getattr(entry.place.module, entry.name) is not first:
+            setattr(entry.place.module, entry.name, first)
+
+
+def raise_incompatible(model: nn.Module, keys: _IncompatibleKeys) -> None:
+    """The error of torch's strict load_state_dict(), where it was not asked to be strict itself."""
+    lines = [
+        f"{what} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in names) + ". "
+        for what, names in (("Missing", keys.missing_keys), ("Unexpected", keys.unexpected_keys))
+        if names
+    ]
+    if lines:
+        text = "\n\t".join(lines)
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{text}")
 
 
 def topmost(prefixes: Iterable[str]) -> list[str]:
