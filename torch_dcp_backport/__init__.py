@@ -6,6 +6,8 @@ Must stay light: nothing here may import torch, wrapt or importlib.metadata on t
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch_dcp_backport._version import __version__
 from torch_dcp_backport.activation import activate, deactivate
 from torch_dcp_backport.activation import current as status
@@ -20,5 +22,22 @@ __all__ = [
     "deactivate",
     "status",
 ]
+
+# The libraries beside the shim. They import torch, so whoever names one first loads it.
+_ROOMS = ("state_dict", "transfer")
+
+if TYPE_CHECKING:
+    from torch_dcp_backport import state_dict as state_dict
+    from torch_dcp_backport import transfer as transfer
+else:  # a type checker that saw this function would take every name for one of ours
+
+    def __getattr__(name):
+        # Not in dir(): a tool that asks every module for all it has would import torch.
+        if name in _ROOMS:
+            from importlib import import_module
+
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 activate()
