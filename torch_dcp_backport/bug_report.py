@@ -17,7 +17,6 @@ from torch_dcp_backport.activation import gate
 PACKAGES = (
     "torch",
     "wrapt",
-    "packaging",
     "numpy",
     "accelerate",
     "lightning",
