@@ -6,13 +6,12 @@ Parses and delegates; must never decide anything about torch itself.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
-import runpy
 import sys
 
 import torch_dcp_backport
+from torch_dcp_backport import program
 
 PROG = "python -m torch_dcp_backport"
 
@@ -125,35 +124,14 @@ def run(argv: list[str]) -> int:
     if argv[:1] in (["-h"], ["--help"]):
         print(RUN_HELP, end="")
         return 0
-    if argv[:1] == ["-m"] and len(argv) > 1:
-        if not exists(argv[1]):
-            print(f"{PROG} run: no module {argv[1]}\n\n{RUN_HELP}", end="", file=sys.stderr)
-            return 2
-        # `python -m` had put the working directory first in sys.path, and it is right there for this one too.
-        sys.argv = argv[1:]
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-        return 0
-    script = argv[0] if argv and not argv[0].startswith("-") else ""
-    if not os.path.exists(script):
-        what = f"no file {script}" if script else "nothing to run"
-        print(f"{PROG} run: {what}\n\n{RUN_HELP}", end="", file=sys.stderr)
-        return 2
-    sys.argv = argv
-    # Python puts the script's folder there, unless told not to trust it (-P).
-    if os.path.isfile(script) and not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
-    runpy.run_path(script, run_name="__main__")
-    return 0
-
-
-def exists(module: str) -> bool:
-    """Whether there is such a module; what its parents raise when they are imported is theirs."""
+    if torch_dcp_backport.status().outcome in ("pending", "applied"):
+        program.SpawnNotice.post()
     try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            return False
-        raise
+        program.run(argv)
+    except program.Nothing as nothing:
+        print(f"{PROG} run: {nothing}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
