@@ -6,6 +6,8 @@ Must stay light: nothing here may import torch, wrapt or importlib.metadata on t
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from torch_dcp_backport._version import __version__
@@ -40,4 +42,21 @@ else:  # a type checker that saw this function would take every name for one of 
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-activate()
+def _is_own_command() -> bool:
+    """Whether this import is the start of `python -m torch_dcp_backport` or of `torch-dcp-backport`."""
+    if os.path.basename(sys.argv[0]) == "torch-dcp-backport":
+        return True
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_name != "_run_module_as_main":
+        frame = frame.f_back
+    return str(frame.f_locals.get("mod_name")).partition(".")[0] == __name__
+
+
+# What our own command has to tell, and must not die of.
+_failure: Exception | None = None
+try:
+    activate()
+except Exception as error:
+    if not _is_own_command():
+        raise
+    _failure = error

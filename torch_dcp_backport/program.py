@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
+import linecache
 import os
 import pkgutil
 import runpy
@@ -93,7 +94,10 @@ def run_text(text: str, option: str, args: list[str]) -> None:
     sys.argv = [option, *args]
     _put_first("")
     file: dict[str, object] = {"__file__": "<stdin>", "__cached__": None} if option == "-" else {}
-    code = compile(text, "<stdin>" if option == "-" else "<string>", "exec", dont_inherit=True)
+    name = "<stdin>" if option == "-" else "<string>"
+    if option == "-c":  # as Python does from 3.13 on
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    code = compile(text, name, "exec", dont_inherit=True)
     exec(code, _new_main(__loader__=BuiltinImporter, **file))
 
 
