@@ -61,7 +61,7 @@ LANES: dict[str, tuple[str, ...]] = {
         *VERIFY,
     ),
     # The oldest and the newest Python that torch 2.6 has wheels for; see PYTHONS.
-    "2.6-py3.9": ("torch==2.6.0", *TOOLS, *VERIFY),
+    "2.6-py3.9": ("torch==2.6.0", "importlib-metadata", *TOOLS, *VERIFY),  # torch's own `run` needs it there
     "2.6-py3.13": ("torch==2.6.0", *TOOLS, *VERIFY),
     "clients": ("torch==2.6.0", *OLD, *TOOLS, *CLIENTS),
     "clients-2.5": ("torch==2.5.1", *OLD, *TOOLS, *CLIENTS),
