@@ -44,7 +44,7 @@ else:  # a type checker that saw this function would take every name for one of 
 
 def _is_own_command() -> bool:
     """Whether this import is the start of `python -m torch_dcp_backport` or of `torch-dcp-backport`."""
-    if os.path.basename(sys.argv[0]) == "torch-dcp-backport":
+    if os.path.basename("".join(sys.argv[:1])) == "torch-dcp-backport":
         return True
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_name != "_run_module_as_main":

@@ -92,7 +92,8 @@ def main(argv: list[str]) -> int:
         try:
             return COMMANDS[command](rest) if command in COMMANDS else usage(argv)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed by the caller
+                sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes once more at exit, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

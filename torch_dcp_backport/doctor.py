@@ -168,7 +168,7 @@ class Visit:
         modules, names, error = set(sys.modules), set(self.names), ""
         try:
             exec(compile(ast.Module([node], []), self.names["__file__"], "exec"), self.names)
-        except BaseException as problem:
+        except (Exception, SystemExit) as problem:
             error = f"{type(problem).__name__}: {problem}"
         new = frozenset(set(sys.modules) - modules), frozenset(set(self.names) - names)
         self.steps.append(Step(node.lineno, ast.unparse(node), *new, error))
