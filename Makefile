@@ -2,7 +2,18 @@
 PYTHON ?= python3
 LANES = $(PYTHON) tools/lanes.py
 
-.PHONY: demo test test-ends test-matrix examples clients conformance reliability patched-page lint wheel
+.PHONY: help demo test test-ends test-pythons test-matrix examples clients conformance reliability patched-page \
+	lint wheel
+
+help:
+	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
+	@echo 'make test          the suite on torch 2.6.0 (patched) and on a current torch (does nothing)'
+	@echo 'make wheel         a wheel to pin, in dist/, checked in clean environments'
+	@echo 'make lint          ruff and mypy --strict'
+	@echo 'make examples      what is in examples/, and every command in README and docs/'
+	@echo 'make test-matrix   torch 2.4 to 2.7 and a current one; torch 2.6 on Python 3.9 and 3.13'
+	@echo 'make clients       lightning-fabric, accelerate, torchtune and verl as they are'
+	@echo 'The others, and what writes pages of docs/: CONTRIBUTING.md. All need python3 >= 3.9 with venv.'
 
 # The main job: a real model's out-of-memory on torch 2.6.0, and the cure.
 demo:
@@ -16,7 +27,11 @@ test:
 test-ends:
 	$(LANES) test 2.4.0 2.5.0 -- tests/unit $(addprefix tests/imports/test_,orders.py signatures.py)
 
-test-matrix: test-ends
+# The oldest and the newest Python that torch 2.6 has wheels for; said to be skipped where one is not here.
+test-pythons:
+	$(LANES) test 2.6-py3.9 2.6-py3.13 -- tests/unit tests/imports torch_dcp_backport/regression
+
+test-matrix: test-ends test-pythons
 	$(MAKE) test ALSO="2.4 2.5 2.7"
 
 # What is in examples/, on four ranks, and every command and program in README and docs/. Not on torch 2.13: once in

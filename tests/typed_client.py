@@ -38,5 +38,5 @@ def what_happened() -> tuple[str, str, dict[str, Any]]:
 
 def tune() -> int:
     transfer.configure(staging_bytes=16 * 2**20, progress=lambda so_far: print(so_far.done, so_far.total))
-    report: Optional[transfer.Report] = transfer.last_report()
+    report: Optional[transfer.Report] = torch_dcp_backport.transfer.last_report()
     return report.bytes_received if report is not None else 0

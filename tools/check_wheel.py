@@ -9,6 +9,7 @@ Runs in the lint lane (it has `build`, hatchling and mypy). What is sound is lef
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,11 @@ def check_contents(wheel: Path, sdist: Path) -> None:
         raise SystemExit(f"more than the command starts by itself: {sections}")
     if "torch_dcp_backport/py.typed" not in packed:
         raise SystemExit("the wheel is not typed: py.typed is missing")
+    (described,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA"))
+    links = re.findall(r"\]\(([^)]+)\)", zipfile.ZipFile(wheel).read(described).decode())
+    relative = [link for link in links if "://" not in link]
+    if relative or not links:
+        raise SystemExit(f"a package index would show dead links: {relative}")
     with tarfile.open(sdist) as archive:
         inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     known = {name for name in run("git", "ls-files").split() if not name.startswith(".")} | {"PKG-INFO"}
@@ -102,7 +108,7 @@ def check_with_torch(wheel: Path, folder: Path, lane: str) -> None:
 def check_without_torch(wheel: Path, folder: Path) -> None:
     """Without torch there is nothing to patch: the import warns, and says so."""
     python = installed(wheel, folder / "env")
-    run(python, "-m", "pip", "install", "--quiet", "packaging>=21", "wrapt>=1.16")
+    run(python, "-m", "pip", "install", "--quiet", "wrapt>=1.16")
     code = (
         "import torch_dcp_backport as t, importlib.metadata as m, sys;"
         "assert t.__version__ == m.version('torch-dcp-backport');"

@@ -60,11 +60,20 @@ LANES: dict[str, tuple[str, ...]] = {
         *TOOLS,
         *VERIFY,
     ),
+    # The oldest and the newest Python that torch 2.6 has wheels for; see PYTHONS.
+    "2.6-py3.9": ("torch==2.6.0", "importlib-metadata", *TOOLS, *VERIFY),  # torch's own `run` needs it there
+    "2.6-py3.13": ("torch==2.6.0", *TOOLS, *VERIFY),
     "clients": ("torch==2.6.0", *OLD, *TOOLS, *CLIENTS),
     "clients-2.5": ("torch==2.5.1", *OLD, *TOOLS, *CLIENTS),
     "lint": ("ruff==0.14.5", "mypy==1.18.2", "packaging>=23", "build==1.3.0", "hatchling>=1.26", "twine>=6"),
 }
+# Lanes that are made with another Python than the one that runs this.
+PYTHONS = {"2.6-py3.9": "3.9", "2.6-py3.13": "3.13"}
 UV = "uv>=0.9,<1"
+
+
+class NoPython(Exception):
+    """This machine does not have the Python of a lane."""
 
 
 def cache_dir() -> Path:
@@ -72,8 +81,33 @@ def cache_dir() -> Path:
     return Path(base) / "torch-dcp-backport"
 
 
-def key(name: str, requirements: tuple[str, ...]) -> str:
-    text = "\n".join((platform.python_version(), platform.machine(), sys.platform, *sorted(requirements)))
+def python_of(lane: str) -> tuple[str, str]:
+    """The Python that a lane is made with, and its version.
+
+    Raises:
+        NoPython: there is none here.
+    """
+    wanted = PYTHONS.get(lane)
+    if wanted is None:
+        return sys.executable, platform.python_version()
+    variable = f"LANES_PYTHON_{wanted.replace('.', '_')}"
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    found = [os.environ.get(variable), shutil.which(f"python{wanted}")]
+    found += map(str, sorted(pyenv.glob(f"versions/{wanted}.*/bin/python"), reverse=True))
+    code = "import platform, venv; print(platform.python_version())"
+    for path in filter(None, found):
+        # pyenv leaves shims on PATH of versions that are not switched on; they are there, and do not run.
+        with contextlib.suppress(OSError):
+            done = subprocess.run(
+                [path, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            if done.stdout.startswith(f"{wanted}."):
+                return path, done.stdout.strip()
+    raise NoPython(f"no Python {wanted} here: put python{wanted} on PATH, or its path into {variable}")
+
+
+def key(name: str, requirements: tuple[str, ...], version: str) -> str:
+    text = "\n".join((version, platform.machine(), sys.platform, *sorted(requirements)))
     return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -104,13 +138,14 @@ def fresh(env: Path, create: list[str], install: list[list[str]]) -> None:
 
 def make(name: str) -> Path:
     """The lane's Python, its environment made first if it is not there yet."""
-    tool = cache_dir() / key("uv", (UV,))
+    python, version = python_of(name)
+    tool = cache_dir() / key("uv", (UV,), platform.python_version())
     fresh(
         tool,
         [sys.executable, "-m", "venv", str(tool)],
         [[str(bin_of(tool, "pip")), "install", "--quiet", UV]],
     )
-    env = cache_dir() / key(name, LANES[name])
+    env = cache_dir() / key(name, LANES[name], version)
     uv = str(bin_of(tool, "uv"))
     install = [uv, "pip", "install", "--python", str(bin_of(env, "python"))]
     # uv does not read pip's variable.
@@ -119,7 +154,7 @@ def make(name: str) -> Path:
     # Byte code once, at install: without it every process compiles torch anew where
     # PYTHONDONTWRITEBYTECODE is set (20 s instead of 3 s).
     install += ["--compile-bytecode", *LANES[name]]
-    fresh(env, [uv, "venv", "--quiet", "--python", sys.executable, str(env)], [install])
+    fresh(env, [uv, "venv", "--quiet", "--python", python, str(env)], [install])
     return bin_of(env, "python")
 
 
@@ -136,12 +171,20 @@ def run(name: str, command: list[str], output: IO[bytes] | None = None) -> int:
 def test(names: list[str], extra: list[str], jobs: int) -> int:
     """Run the suite in each lane, `jobs` at a time; pytest has the last word.
 
-    One lane's output is shown as it comes, that of the lanes beside it once they are done.
+    One lane's output is shown as it comes, that of the lanes beside it once they are done. A lane without its
+    Python is skipped, which is said last.
     """
     # A switch of the caller's would decide what is tested.
     os.environ.pop("TORCH_DCP_BACKPORT", None)
     command = ["python", "-m", "pytest", *extra]
-    failed = []
+    failed: list[str] = []
+    skipped: dict[str, NoPython] = {}
+    for name in names:
+        try:
+            python_of(name)
+        except NoPython as error:
+            skipped[name] = error
+    names = [name for name in names if name not in skipped]
     with ThreadPoolExecutor(jobs) as executor, contextlib.ExitStack() as files:
         outputs = [None if name == names[0] else files.enter_context(TemporaryFile()) for name in names]
         lanes = [executor.submit(run, name, command, output) for name, output in zip(names, outputs)]
@@ -155,6 +198,8 @@ def test(names: list[str], extra: list[str], jobs: int) -> int:
             if code:
                 failed.append(name)
                 print(f"=== lane {name} failed", file=sys.stderr, flush=True)
+    for name, error in skipped.items():
+        print(f"=== lane {name} SKIPPED, nothing was run in it: {error}", file=sys.stderr, flush=True)
     return 1 if failed else 0
 
 
@@ -198,4 +243,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except NoPython as error:
+        sys.exit(str(error))

@@ -6,6 +6,10 @@ Must stay light: nothing here may import torch, wrapt or importlib.metadata on t
 
 from __future__ import annotations
 
+import os
+import sys
+from typing import TYPE_CHECKING
+
 from torch_dcp_backport._version import __version__
 from torch_dcp_backport.activation import activate, deactivate
 from torch_dcp_backport.activation import current as status
@@ -21,4 +25,38 @@ __all__ = [
     "status",
 ]
 
-activate()
+# The libraries beside the shim. They import torch, so whoever names one first loads it.
+_ROOMS = ("state_dict", "transfer")
+
+if TYPE_CHECKING:
+    from torch_dcp_backport import state_dict as state_dict
+    from torch_dcp_backport import transfer as transfer
+else:  # a type checker that saw this function would take every name for one of ours
+
+    def __getattr__(name):
+        # Not in dir(): a tool that asks every module for all it has would import torch.
+        if name in _ROOMS:
+            from importlib import import_module
+
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _is_own_command() -> bool:
+    """Whether this import is the start of `python -m torch_dcp_backport` or of `torch-dcp-backport`."""
+    if os.path.basename("".join(sys.argv[:1])) == "torch-dcp-backport":
+        return True
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_name != "_run_module_as_main":
+        frame = frame.f_back
+    return str(frame.f_locals.get("mod_name")).partition(".")[0] == __name__
+
+
+# What our own command has to tell, and must not die of.
+_failure: Exception | None = None
+try:
+    activate()
+except Exception as error:
+    if not _is_own_command():
+        raise
+    _failure = error

@@ -1,4 +1,4 @@
-"""The command line: status, verify, run, report. Importing the package has activated it before this starts.
+"""The command line: status, doctor, verify, report, run. Importing the package has activated it before.
 
 Parses and delegates; must never decide anything about torch itself.
 """
@@ -6,13 +6,13 @@ Parses and delegates; must never decide anything about torch itself.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
-import runpy
 import sys
 
 import torch_dcp_backport
+from torch_dcp_backport import Status
+from torch_dcp_backport.activation import gate
 
 PROG = "python -m torch_dcp_backport"
 
@@ -22,31 +22,35 @@ usage: {PROG} COMMAND ...
 The fix of torch.distributed.checkpoint.state_dict for torch >= 2.4, < 2.7.
 
   status [--json] [--load]   say what is decided for this environment, and why
+  doctor PROGRAM             say what binds torch's functions too early in PROGRAM, and what to change
   verify ...                 load a model with stock torch and with the fix, and compare memory and values
   report                     print what a bug report needs, to be pasted
   run SCRIPT ARGS...         run a script with the fix active, as `python SCRIPT ARGS...` would
   run -m MODULE ARGS...      run a module with the fix active, as `python -m MODULE ARGS...` would
-
-`{PROG} COMMAND --help` says more.
+  help [COMMAND]             this, or more about a command
 
 TORCH_DCP_BACKPORT=auto      (default) fix where needed, warn where that is not possible
 TORCH_DCP_BACKPORT=strict    raise where that is not possible, or where torch's functions were bound too early
 TORCH_DCP_BACKPORT=off       leave torch alone
 
-exit codes: 0 fine; 2 wrong usage; else as the command's help says
+exit codes: 0 fine; 2 wrong usage, or another value of TORCH_DCP_BACKPORT; 141 if the output was closed early;
+else as the command's help says
 """
 
 RUN_HELP = f"""\
 usage: {PROG} run SCRIPT ARGS...
        {PROG} run -m MODULE ARGS...
+       {PROG} run -c CODE ARGS...
+       {PROG} run - ARGS...
 
-Activates torch_dcp_backport, then runs SCRIPT or MODULE as __main__ with ARGS, all of them untouched.
+Activates torch_dcp_backport, then becomes what `python` with these arguments would run, as __main__.
 Below torchrun: torchrun --nproc-per-node 8 -m torch_dcp_backport run train.py ARGS...
 
-Covers this process, and what it forks. A process that the program spawns anew, as
-torch.multiprocessing.spawn does, is covered only if the program has `import torch_dcp_backport`.
+Covers this process, and what it forks. A process that the program starts anew, as torch.multiprocessing.spawn
+and Ray do, is covered only if its own modules, or a sitecustomize.py on PYTHONPATH, have
+`import torch_dcp_backport`.
 
-exit code: the program's; 2 where there is nothing to run
+exit code: the program's; 2 where there is nothing to run, or where TORCH_DCP_BACKPORT says not to go on
 """
 
 STATUS_HELP = """\
@@ -61,7 +65,12 @@ the packages that call it, devices, and our environment variables. Nothing is se
 
 REPORT_CODES = "exit codes: 0 printed; 2 wrong usage"
 
-STATUS_CODES = "exit codes: 0 applied, pending, not-needed, disabled; 1 unsupported, conflict; 2 wrong usage"
+STATUS_CODES = """\
+exit codes: 0 applied, pending, not-needed, disabled; 1 unsupported, conflict, or torch cannot be imported;
+2 wrong usage, or another value of TORCH_DCP_BACKPORT
+"""
+
+CLOSED = 128 + 13  # what a shell gives a command that SIGPIPE ended
 
 
 def console() -> int:
@@ -74,24 +83,32 @@ def console() -> int:
 
 def main(argv: list[str]) -> int:
     command, rest = (argv[0], argv[1:]) if argv else ("", [])
-    if command == "status":
-        return status(rest)
-    if command == "verify":
-        from torch_dcp_backport.regression.verify import main as verify
+    if command == "help" and rest:
+        command, rest = rest[0], ["--help"]
+        argv = [command, *rest]
+    if command == "run" and rest[:1] not in (["-h"], ["--help"]):
+        return run(rest)  # its output and errors are the program's
+    try:
+        try:
+            return COMMANDS[command](rest) if command in COMMANDS else usage(argv)
+        finally:
+            if sys.stdout is not None:  # closed by the caller
+                sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more at exit, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED
 
-        return verify(rest)
-    if command == "report":
-        return report(rest)
-    if command == "run":
-        return run(rest)
-    if command in ("-h", "--help"):
+
+def usage(argv: list[str]) -> int:
+    if argv and argv[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
-    if command == "--version":
+    if argv and argv[0] in ("-V", "--version"):
         print(torch_dcp_backport.__version__)
         return 0
-    if command:
-        print(f"{PROG}: no command {command!r}\n", file=sys.stderr)
+    if argv:
+        print(f"{PROG}: no command {argv[0]!r}\n", file=sys.stderr)
     print(HELP, end="", file=sys.stderr)
     return 2
 
@@ -101,13 +118,39 @@ def status(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.add_argument("--load", action="store_true", help="import torch's module first, as training does")
     args = parser.parse_args(argv)
-    found = torch_dcp_backport.status()
-    if args.load and found.outcome == "pending":
-        import torch.distributed.checkpoint.state_dict  # noqa: F401
-
-        found = torch_dcp_backport.status()
+    code = 0
+    if args.load and torch_dcp_backport.status().outcome == "pending":
+        try:
+            import torch.distributed.checkpoint.state_dict  # noqa: F401
+        except Exception as error:  # torch's own, or that of strict, which the status tells too
+            print(f"{PROG} status: {type(error).__name__}: {error}", file=sys.stderr)
+            code = 1
+    found = current()
     print(json.dumps(found.to_dict(), indent=2) if args.json else found)
-    return 1 if found.outcome in ("unsupported", "conflict") else 0
+    if isinstance(torch_dcp_backport._failure, ValueError):
+        return 2
+    return 1 if found.outcome in ("unsupported", "conflict") else code
+
+
+def current() -> Status:
+    """The status of this process, and where the import failed on the switch, that."""
+    failure = torch_dcp_backport._failure
+    if not isinstance(failure, ValueError):
+        return torch_dcp_backport.status()
+    reason = f"{failure}. Until then `import torch_dcp_backport` raises this ValueError"
+    return Status("disabled", reason, os.environ[gate.VARIABLE], None)
+
+
+def doctor(argv: list[str]) -> int:
+    from torch_dcp_backport.doctor import main as doctor
+
+    return doctor(argv, f"{PROG} doctor")
+
+
+def verify(argv: list[str]) -> int:
+    from torch_dcp_backport.regression.verify import main as verify
+
+    return verify(argv)
 
 
 def report(argv: list[str]) -> int:
@@ -116,7 +159,7 @@ def report(argv: list[str]) -> int:
     )
     from torch_dcp_backport.bug_report import compose
 
-    print(compose())
+    print(compose(current))
     return 0
 
 
@@ -125,36 +168,23 @@ def run(argv: list[str]) -> int:
     if argv[:1] in (["-h"], ["--help"]):
         print(RUN_HELP, end="")
         return 0
-    if argv[:1] == ["-m"] and len(argv) > 1:
-        if not exists(argv[1]):
-            print(f"{PROG} run: no module {argv[1]}\n\n{RUN_HELP}", end="", file=sys.stderr)
-            return 2
-        # `python -m` had put the working directory first in sys.path, and it is right there for this one too.
-        sys.argv = argv[1:]
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-        return 0
-    script = argv[0] if argv and not argv[0].startswith("-") else ""
-    if not os.path.exists(script):
-        what = f"no file {script}" if script else "nothing to run"
-        print(f"{PROG} run: {what}\n\n{RUN_HELP}", end="", file=sys.stderr)
+    from torch_dcp_backport import program
+
+    failure = torch_dcp_backport._failure
+    if failure is not None:
+        print(f"{PROG} run: {failure}", file=sys.stderr)
         return 2
-    sys.argv = argv
-    # Python puts the script's folder there, unless told not to trust it (-P).
-    if os.path.isfile(script) and not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
-    runpy.run_path(script, run_name="__main__")
+    if torch_dcp_backport.status().outcome in ("pending", "applied"):
+        program.SpawnNotice.post()
+    try:
+        program.run(argv)
+    except program.Nothing as nothing:
+        print(f"{PROG} run: {nothing}", file=sys.stderr)
+        return 2
     return 0
 
 
-def exists(module: str) -> bool:
-    """Whether there is such a module; what its parents raise when they are imported is theirs."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            return False
-        raise
-
+COMMANDS = {"status": status, "doctor": doctor, "verify": verify, "report": report, "run": run}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

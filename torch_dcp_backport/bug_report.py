@@ -9,15 +9,15 @@ import importlib.metadata
 import os
 import platform
 import sys
+from collections.abc import Callable
 
-import torch_dcp_backport
 from torch_dcp_backport.activation import gate
+from torch_dcp_backport.activation.status import Status
 
 #: What takes part, and who calls the functions that we replace.
 PACKAGES = (
     "torch",
     "wrapt",
-    "packaging",
     "numpy",
     "accelerate",
     "lightning",
@@ -35,13 +35,13 @@ PACKAGES = (
 PREFIX = gate.VARIABLE
 
 
-def compose() -> str:
+def compose(status: Callable[[], Status]) -> str:
     """With torch's module imported, as training does, so that the status is final."""
     devices = devices_of_torch()
     switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PREFIX)]
     lines = [
         "```",
-        str(torch_dcp_backport.status()),
+        str(status()),
         "",
         f"python       {platform.python_version()} ({sys.implementation.name}), {platform.platform()}",
         f"packages     {', '.join(found())}",

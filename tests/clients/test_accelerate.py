@@ -77,9 +77,11 @@ def test_a_job(in_every_order: Any, tmp_path: Path) -> None:
 
 
 def test_accelerate_launch(tmp_path: Path) -> None:
-    """The README's command, with two ranks: no line of the program knows of us."""
+    """The recipe's command, with two ranks: no line of the program knows of us."""
     (tmp_path / "train.py").write_text(PROGRAM)
-    (command,) = re.findall(r"`accelerate (launch .*?) ARGS\.\.\.`", (ROOT / "README.md").read_text())
+    (command,) = re.findall(
+        r"`accelerate (launch .*?) ARGS\.\.\.`", (ROOT / "docs" / "recipes.md").read_text()
+    )
     arguments = ["-m", "accelerate.commands.accelerate_cli", *command.replace(" 8 ", " 2 ").split()]
     output = output_of(arguments, tmp_path)
     for rank in (0, 1):

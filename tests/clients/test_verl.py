@@ -1,6 +1,6 @@
 """verl's FSDP2 loader, which below torch 2.7 calls verl's own copy of torch's functions.
 
-No replacement in torch reaches it; docs/compatibility.md has the line that leads it to torch's, and to ours.
+No replacement in torch reaches it; docs/recipes.md has the lines that lead it to torch's, and to ours.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ COPY = "verl.third_party.torch.distributed.checkpoint.state_dict"
 
 
 def documented_module() -> str:
-    """The program that docs/compatibility.md gives to verl's users."""
-    text = (ROOT / "docs" / "compatibility.md").read_text()
+    """The program that docs/recipes.md gives to verl's users."""
+    text = (ROOT / "docs" / "recipes.md").read_text()
     (program,) = (block for block in text.split("```") if block.startswith("python") and "verl" in block)
     return program.removeprefix("python\n")
 

@@ -16,6 +16,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 ELSEWHERE = {
     "make demo": "with --size tiny, tools/check_wheel.py",
     "make test": ".ci/run",
+    "make wheel": ".ci/run",
+    "pip install dist/torch_dcp_backport-*.whl": "tools/check_wheel.py",
     "pytest --pyargs torch_dcp_backport.regression": "make test",
     "python -m torch_dcp_backport verify --size tiny": "without a picture, tools/check_wheel.py",
     "python -m torch_dcp_backport verify --size tiny --no-plot": "tools/check_wheel.py",
@@ -57,6 +59,7 @@ def run(command: str | list[str], folder: Path) -> None:
 
 @pytest.mark.parametrize("command", sorted(COMMANDS - set(ELSEWHERE)))
 def test_a_command_does_what_it_is_shown_for(command: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch_dcp_backport\n")  # the reader's program
     run(command, tmp_path)
 
 
@@ -72,5 +75,24 @@ def test_a_program_runs(page: str, program: str, tmp_path: Path) -> None:
 
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
-        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-            assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
+        for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+            if "://" in link:
+                continue
+            there = page.parent / link if link else page
+            assert there.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(there), f"{page.name}: {link}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What its headings are called in links, as GitHub and GitLab call them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short_and_begins_with_the_symptom() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert "OutOfMemoryError" in lines[2]
+    headings = [line for line in lines if line.startswith("## ")]
+    first = ["Install", "Use", "See that it took", "What it does not do", "Measured"]
+    assert headings[:5] == [f"## {name}" for name in first]

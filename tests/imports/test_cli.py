@@ -1,13 +1,15 @@
-"""python -m torch_dcp_backport status | verify | run | report, as a shell sees it."""
+"""python -m torch_dcp_backport COMMAND, as a shell sees it. For what `run` runs there is test_run.py."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from interpreters import AFFECTED, TORCH, Fresh
+from interpreters import AFFECTED, ROOT, TORCH, Fresh
 
 M = ("-m", "torch_dcp_backport")
 
@@ -92,6 +94,12 @@ def test_status_fails_where_the_fix_cannot_be_had(fresh: Fresh, tmp_path: Path) 
         ([], 2, "usage: python -m torch_dcp_backport"),
         (["parrot"], 2, "no command 'parrot'"),
         (["--version"], 0, "0."),
+        (["-V"], 0, "0."),
+        (["help"], 0, "run -m MODULE"),
+        (["help", "status"], 0, "exit codes: 0 applied"),
+        (["help", "run"], 0, "torchrun"),
+        (["help", "doctor"], 0, "exit codes: 0 nothing to change"),
+        (["help", "parrot"], 2, "no command 'parrot'"),
         (["status", "--help"], 0, "exit codes: 0 applied"),
         (["status", "--parrot"], 2, "unrecognized arguments"),
         (["run", "--help"], 0, "torchrun"),
@@ -175,3 +183,105 @@ def test_run_below_torchrun(fresh: Fresh, tmp_path: Path) -> None:
         facts = json.loads((tmp_path / f"{rank}.json").read_text())
         assert (facts["rank"], facts["argv"]) == (rank, ["train.py", "--lr", "1"])
         assert facts["outcome"] == ("pending" if AFFECTED else "not-needed")
+
+
+BAD = "TORCH_DCP_BACKPORT='1': expected one of off, auto, strict, or unset for auto"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["status"], 2),
+        (["status", "--load", "--json"], 2),
+        (["report"], 0),
+        (["--help"], 0),
+        (["help"], 0),
+        (["--version"], 0),
+        (["run", "train.py"], 2),
+        (["run", "-m", "train"], 2),
+    ],
+)
+def test_a_bad_switch_is_told_and_not_died_of(
+    fresh: Fresh, tmp_path: Path, argv: list[str], code: int
+) -> None:
+    (tmp_path / "train.py").write_text("raise AssertionError\n")
+    ended = fresh("", *M, *argv, switch="1")
+    assert (ended.code, "Traceback" in ended.err) == (code, False), ended.err
+    if argv[0] in ("status", "report"):
+        assert BAD in ended.out
+    if "--json" in argv:
+        assert json.loads(ended.out)["outcome"] == "disabled"
+    if argv[0] == "run":
+        assert ended.err.splitlines() == [f"python -m torch_dcp_backport run: {BAD}"]
+
+
+def test_a_bad_switch_is_an_error_of_every_other_program(fresh: Fresh, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch_dcp_backport\n")
+    for argv in (["train.py"], ["-m", "train"], ["-c", "import torch_dcp_backport", "status"]):
+        ended = fresh("", *argv, switch="1")
+        assert ended.code == 1
+        assert ended.err.splitlines()[-1] == f"ValueError: {BAD}"
+
+
+def test_the_installed_command_tells_a_bad_switch_too(fresh: Fresh, tmp_path: Path) -> None:
+    (tmp_path / "torch-dcp-backport").write_text(
+        "import sys\nfrom torch_dcp_backport.__main__ import console\nsys.exit(console())\n"
+    )
+    ended = fresh("", "torch-dcp-backport", "status", switch="1")
+    assert (ended.code, ended.err) == (2, "")
+    assert BAD in ended.out
+
+
+def test_strict_without_a_torch_to_fix_is_told(fresh: Fresh) -> None:
+    flags = ("-S",)
+    ended = fresh("", *M, "status", switch="strict", flags=flags)
+    assert (ended.code, ended.err) == (1, "")
+    assert ": unsupported (" in ended.out
+    ended = fresh("", *M, "run", "-c", "raise AssertionError", switch="strict", flags=flags)
+    assert ended.code == 2
+    assert ended.err.startswith("python -m torch_dcp_backport run: torch_dcp_backport: no torch was found")
+    assert len(ended.err.splitlines()) == 1
+
+
+@pytest.mark.skipif(not AFFECTED, reason="nothing is replaced here")
+def test_status_load_tells_what_strict_refuses(fresh: Fresh, tmp_path: Path) -> None:
+    """Torch's function replaced by another package, as soon as its module is there."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import torch.distributed.checkpoint.state_dict as b\n"
+        "def shim(model, state, info): ...\n"
+        "b._load_model_state_dict = shim\n"
+    )
+    ended = fresh("", *M, "status", "--load", switch="strict", path=str(tmp_path))
+    assert (ended.code, "Traceback" in ended.err) == (1, False), ended.err
+    assert ": conflict (" in ended.out
+
+
+def test_status_load_tells_that_torch_cannot_be_imported(fresh: Fresh, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart is not there')\n")
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.6.0'\n")
+    ended = fresh("", *M, "status", "--load", path=str(tmp_path))
+    assert ended.code == 1
+    assert ended.err == "python -m torch_dcp_backport status: OSError: libcudart is not there\n"
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["status"], ["report"], ["help", "verify"]])
+def test_a_reader_that_leaves_gets_no_traceback(argv: list[str], tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *M, *argv]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
+    os.close(writing)
+    assert done.stderr == ""
+    assert done.returncode in (141, 0)  # argparse keeps this from us where it prints help
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_verify_looks_first_whether_it_can_write(fresh: Fresh, tmp_path: Path, option: str) -> None:
+    ended = fresh("", *M, "verify", "--size", "tiny", option, "no/such/place")
+    assert ended.code == 2
+    assert ended.err.splitlines() == [
+        f"verify could not run: {option} no/such/place cannot be written: No such file or directory"
+    ]
+    assert list(tmp_path.iterdir()) == []

@@ -17,6 +17,7 @@ NOOP = ["off"] if AFFECTED else ["off", "auto", "strict", None]
 HEAVY = (
     "torch",
     "wrapt",
+    "packaging",
     "importlib.metadata",
     "dataclasses",
     "inspect",

@@ -71,16 +71,12 @@ def decide(facts: Facts) -> Decision:
             why = f"torch lies in {facts.folder}, but its version cannot be read from there"
         return Decision("unsupported", f"{why}; {unsupported}", facts.switch)
 
-    from packaging.version import InvalidVersion, Version
-
     text = facts.version
-    try:
-        version = Version(text)
-    except InvalidVersion:
+    parsed = _parse(text)
+    if parsed is None:
         why = f"torch's version {text!r} is not one that can be compared"
         return Decision("unsupported", f"{why}; {unsupported}", facts.switch, text)
-    release = (version.major, version.minor)
-    preview = version.is_prerelease
+    release, preview = parsed
 
     def decision(outcome: str, reason: str) -> Decision:
         return Decision(outcome, reason, facts.switch, text, release, preview)
@@ -99,6 +95,25 @@ def decide(facts: Facts) -> Decision:
     if found == AFFECTED:
         return decision("pending", f"{needed} (a pre-release or vendor build, decided by its code)")
     return decision("unsupported", f"torch {text} (a pre-release or vendor build) is unknown; {unsupported}")
+
+
+# packaging's parser brings re, inspect and ast along: milliseconds of every process that needs no fix.
+_PREVIEWS = ("a", "b", "c", "rc", "alpha", "beta", "pre", "preview", "dev")
+_REVISIONS = ("post", "rev", "r")
+_DIGITS = "0123456789"
+
+
+def _parse(text: str) -> tuple[tuple[int, int], bool] | None:
+    """The release, and whether it is a pre-release; None for what PEP 440 does not know."""
+    public = text.strip().lower().partition("+")[0]
+    rest = public.lstrip(_DIGITS + ".")
+    numbers = public[: len(public) - len(rest)].rstrip(".").split(".")
+    parts = rest.replace("-", ".").replace("_", ".").split(".")
+    kinds = [part.rstrip(_DIGITS) for part in parts]
+    if not all(map(str.isdigit, numbers)) or not {*kinds} <= {"", *_PREVIEWS, *_REVISIONS}:
+        return None
+    major, minor = (*map(int, numbers), 0)[:2]
+    return (major, minor), any(kind in _PREVIEWS for kind in kinds)
 
 
 def _dotted(release: tuple[int, int]) -> str:

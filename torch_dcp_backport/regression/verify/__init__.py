@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
@@ -33,9 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         return verify(options)
+    except BrokenPipeError:
+        raise  # of standard output: the command's own affair
     except (CannotRun, launch.LaunchError) as error:
         print(f"verify could not run: {error}", file=sys.stderr)
-        return 2
+    except Exception:  # 1 would say that the fix is not what it should be
+        traceback.print_exc()
+    return 2
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,6 +75,8 @@ def verify(options: argparse.Namespace) -> int:
         raise CannotRun(f"--world {options.world}: one rank has nothing to share, give 2 or more")
     if find_spec("torch") is None:
         raise CannotRun("torch is not installed for this Python")
+    _check_writable("--json", options.json)
+    _check_writable("--plot", None if options.no_plot else options.plot)
     library = all(find_spec(name) is not None for name in ("transformers", "safetensors"))
     with TemporaryDirectory(prefix="dcp-backport-verify-") as folder, Steps(STEPS, sys.stderr) as steps:
         runner = Runner(options.size, options.world, folder, library, steps)
@@ -104,6 +111,19 @@ def verify(options: argparse.Namespace) -> int:
     if not options.no_plot:
         print(_draw((stock, fixed), about, options.plot))
     return _verdict(fixed, faults, "" if report.measured((stock, fixed)) else _untold(chosen.device))
+
+
+def _check_writable(option: str, path: str | None) -> None:
+    """Now, and not after some minutes of work."""
+    if path is None:
+        return
+    there = os.path.exists(path)
+    try:
+        open(path, "a").close()
+    except OSError as error:
+        raise CannotRun(f"{option} {path} cannot be written: {error.strerror}") from None
+    if not there:
+        os.remove(path)
 
 
 class Runner:

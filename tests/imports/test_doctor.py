@@ -1,0 +1,89 @@
+"""`doctor PROGRAM`: what binds early there, found by its imports alone, and what to change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from interpreters import AFFECTED, Fresh
+
+M = ("-m", "torch_dcp_backport", "doctor")
+CLIENT = "from torch.distributed.checkpoint.state_dict import set_model_state_dict as load\n"
+FIX = "import torch_dcp_backport\n"
+BODY = """
+open("ran", "w")
+def main():
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+if __name__ == "__main__":
+    raise AssertionError
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "says"),
+    [
+        (FIX + "import client\n", 0, ["line 1: import torch_dcp_backport", "change       nothing"]),
+        ("import client\n" + FIX, 1, ["client.load, by line 1: import client",
+            "move `import torch_dcp_backport` above line 1"]),
+        ("import sys\nimport client\n", 1, ["is not imported by this program",
+            "client.load, by line 2: import client",
+            "put `import torch_dcp_backport` above line 2, or start it with "
+            "python -m torch_dcp_backport run train.py"]),
+        (CLIENT, 1, ["__main__.load, by line 1: from torch.distributed.checkpoint.state_dict import"]),
+        ("import torch\n", 1, ["put `import torch_dcp_backport` first in the program"]),
+        ("try:\n    import parrot\nexcept ImportError:\n    import client\n", 1, ["by line 4: import client",
+            "failed       line 2: import parrot: ModuleNotFoundError: No module named 'parrot'"]),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import client\n", 1, ["put `import"]),
+        ("import sys\nsys.path.insert(0, 'lib')\nimport inside\n", 1, ["inside.load, by line 3"]),
+        ("import torch.multiprocessing as mp\ndef f():\n    mp.spawn(f)\n", 1, ["line 3: spawn starts",
+            "their function's module, or in sitecustomize.py"]),
+        ("KEPT = []\nimport kept\n", 1, ["list in kept.KEPT, by line 2: import kept"]),
+    ],
+)  # fmt: skip
+@pytest.mark.skipif(not AFFECTED, reason="nothing is replaced here")
+def test_it_says_what_to_change(
+    fresh: Fresh, tmp_path: Path, program: str, code: int, says: list[str]
+) -> None:
+    (tmp_path / "train.py").write_text(program + BODY)
+    (tmp_path / "client.py").write_text("print('hello')\n" + CLIENT)
+    (tmp_path / "kept.py").write_text(CLIENT + "KEPT = [load]\ndel load\n")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "inside.py").write_text(CLIENT)
+    ended = fresh("", *M, "train.py", "--lr", "1")
+    assert ended.code == code, ended.err
+    for text in says:
+        assert text in ended.out
+    assert not (tmp_path / "ran").exists()
+    assert "hello" not in ended.out
+
+
+def test_a_module_and_json(fresh: Fresh, tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "__init__.py").write_text("")
+    (tmp_path / "job" / "__main__.py").write_text("from job import load" + BODY)
+    (tmp_path / "job" / "load.py").write_text(CLIENT)
+    ended = fresh("", *M, "--json", "-m", "job", switch="strict")
+    found = json.loads(ended.out)
+    assert found["status"]["outcome"] == ("applied" if AFFECTED else "not-needed")
+    early = [{"name": "job.load.load", "line": 1, "text": "from job import load"}]
+    assert found["early"] == (early if AFFECTED else [])
+    assert ended.code == len(found["change"]) == (1 if AFFECTED else 0)
+
+
+def test_sitecustomize_is_first(fresh: Fresh, tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(FIX)
+    (tmp_path / "train.py").write_text(CLIENT)
+    ended = fresh("", *M, "train.py", path=str(tmp_path / "site"))
+    assert ended.code == 0, ended.out
+    assert "before the program's first line" in ended.out
+
+
+@pytest.mark.parametrize("argv", [["no_such.py"], ["-m", "no_such"], ["broken.py"], []])
+def test_what_cannot_be_looked_at(fresh: Fresh, tmp_path: Path, argv: list[str]) -> None:
+    (tmp_path / "broken.py").write_text("1 1\n")
+    ended = fresh("", *M, *argv)
+    assert ended.code == 2
+    assert "Traceback" not in ended.err
+    assert argv == [] or ended.err.endswith(f"{argv[-1]} could not be looked at (exit code 1)\n")

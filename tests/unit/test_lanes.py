@@ -1,0 +1,25 @@
+"""tools/lanes.py where a lane's Python is not on the machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+LANES = Path(__file__).resolve().parents[2] / "tools" / "lanes.py"
+
+
+def test_a_lane_without_its_python_is_skipped_aloud(tmp_path: Path) -> None:
+    shim = tmp_path / "python3.9"  # as pyenv leaves one for a version that is not switched on
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    env = {"PATH": str(tmp_path), "PYENV_ROOT": str(tmp_path), "LANES_PYTHON_3_9": str(tmp_path / "gone")}
+    command = [sys.executable, str(LANES), "test", "2.6-py3.9"]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "lane 2.6-py3.9 SKIPPED, nothing was run in it: no Python 3.9 here" in done.stderr
+    command[2] = "make"
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("no Python 3.9 here: put python3.9 on PATH, or its path into LANES_PYTHON")

@@ -1,0 +1,248 @@
+"""`doctor PROGRAM`: what is bound too early for the fix in this program, and what to change.
+
+The lower half runs as a script in a process of its own, where it executes the imports at the program's top
+and nothing else of it. It must not import this package before the program has had its chance to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+PACKAGE = "torch_dcp_backport"
+TRIGGER = "torch.distributed.checkpoint.state_dict"
+#: Set-up that imports depend on; it is executed where it stands alone on a line.
+SET_UP = ("sys.path.", "sys.path[", "os.environ")
+DESCRIPTION = """\
+Say what would be replaced in PROGRAM, which of its imports bind torch's functions too early, and what to
+change. Executes the import statements at the top of PROGRAM (with what they import, but no other line of
+it) in a process of its own. Imports inside functions come later than these and are not looked at.
+"""
+EPILOG = (
+    "exit codes: 0 nothing to change; 1 something to change; 2 wrong usage, or PROGRAM could not be looked at"
+)
+
+
+def main(argv: list[str], prog: str) -> int:
+    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="PROGRAM is a module, as for python -m"
+    )
+    parser.add_argument("program", metavar="PROGRAM", help="a script")
+    parser.add_argument(
+        "args", metavar="ARGS", nargs=argparse.REMAINDER, help="what the program finds in sys.argv"
+    )
+    options = parser.parse_args(argv)
+    with TemporaryDirectory() as folder:
+        result = os.path.join(folder, "result.json")
+        kind = "-m" if options.module else ""
+        command = [sys.executable, os.path.abspath(__file__), result, kind, options.program, *options.args]
+        # strict would raise where this is to tell.
+        done = subprocess.run(command, env={**os.environ, "TORCH_DCP_BACKPORT": "auto"}, stdout=sys.stderr)
+        if not os.path.exists(result):
+            print(
+                f"{prog}: {options.program} could not be looked at (exit code {done.returncode})",
+                file=sys.stderr,
+            )
+            return 2
+        with open(result) as file:
+            seen = json.load(file)
+    seen["change"] = changes(seen, f"{'-m ' if options.module else ''}{options.program}")
+    print(json.dumps(seen, indent=2) if options.json else text(seen, options.program))
+    return 1 if seen["change"] else 0
+
+
+def changes(seen: dict[str, Any], program: str) -> list[str]:
+    """What to do about it, most important first; empty where all is well."""
+    outcome = seen["status"]["outcome"]
+    if outcome in ("not-needed", "disabled"):
+        return []
+    if outcome != "applied":
+        return [seen["status"]["reason"]]
+    early, line = [place for place in seen["early"] if place["line"]], f"`import {PACKAGE}`"
+    advice = []
+    if early:
+        verb = "move" if seen["activated"] else "put"
+        advice.append(f"{verb} {line} above line {min(place['line'] for place in early)}")
+    elif not seen["activated"]:
+        advice.append(f"put {line} first in the program")
+    if advice:
+        advice[0] += f", or start it with python -m {PACKAGE} run {program}"
+    if seen["processes"] and not seen["activated"]:
+        advice.append(
+            f"processes that it starts anew need {line} in their function's module, or in sitecustomize.py"
+        )
+    return advice
+
+
+def text(seen: dict[str, Any], program: str) -> str:
+    status = seen["status"]
+    names = sum(map(len, status["replaced"].values()))
+    place = seen["activated"]
+    lines = [
+        f"{program}: {seen['imports']} imports at its top were executed, and nothing else of it",
+        f"  the fix      {_where(place)}",
+        f"  then         {status['outcome']}: {f'{names} names replaced' if names else status['reason']}",
+    ]
+    for place in seen["early"]:
+        lines.append(f"  bound early  {place['name']}, by {_where(place)}")
+    for place in seen["failed"]:
+        lines.append(f"  failed       {_where(place)}: {place['error']}")
+    for place in seen["processes"]:
+        lines.append(f"  processes    {_where(place)}")
+    return "\n".join(lines + [f"  change       {advice}" for advice in seen["change"] or ["nothing"]])
+
+
+def _where(place: dict[str, Any] | None) -> str:
+    if place is None:
+        return "is not imported by this program"
+    return f"line {place['line']}: {place['text']}" if place["line"] else place["text"]
+
+
+# --- in the process of its own ---------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """One statement that was executed, and what came with it."""
+
+    line: int
+    text: str
+    modules: frozenset[str]
+    names: frozenset[str]
+    error: str
+
+    def place(self) -> dict[str, Any]:
+        return {"line": self.line, "text": self.text}
+
+
+BEFORE = {"line": 0, "text": "before the program's first line"}
+
+
+class Visit:
+    """Executes the imports of a program, one by one."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "rb") as file:
+            self.tree = ast.parse(file.read(), path)
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        main.__file__ = path
+        self.names = vars(main)
+        self.steps: list[Step] = []
+        self._visit(self.tree.body)
+
+    def _visit(self, body: list[ast.stmt]) -> None:
+        for node in body:
+            if isinstance(node, (ast.Import, ast.ImportFrom)) or _is_set_up(node):
+                self._execute(node)
+            elif isinstance(node, ast.If):
+                self._visit(node.body if self._holds(node.test) else node.orelse)
+            elif isinstance(node, ast.With):
+                self._visit(node.body)
+            elif isinstance(node, ast.Try):
+                before = len(self.steps)
+                self._visit(node.body)
+                failed = any(step.error for step in self.steps[before:])
+                self._visit(
+                    [each for handler in node.handlers for each in handler.body] if failed else node.orelse
+                )
+                self._visit(node.finalbody)
+
+    def _holds(self, test: ast.expr) -> bool:
+        try:
+            return bool(eval(compile(ast.Expression(test), "<test>", "eval"), self.names))
+        except Exception:  # it needs what was not executed
+            return False
+
+    def _execute(self, node: ast.stmt) -> None:
+        modules, names, error = set(sys.modules), set(self.names), ""
+        try:
+            exec(compile(ast.Module([node], []), self.names["__file__"], "exec"), self.names)
+        except (Exception, SystemExit) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        new = frozenset(set(sys.modules) - modules), frozenset(set(self.names) - names)
+        self.steps.append(Step(node.lineno, ast.unparse(node), *new, error))
+
+    def who_brought(self, place: str) -> dict[str, Any]:
+        """The statement behind an early binding such as `client.load` or `list in client.kept`."""
+        dotted = place.rpartition(" ")[2]
+        for step in self.steps:
+            if dotted.startswith("__main__.") and dotted.split(".")[1] in step.names:
+                return step.place()
+            if any(dotted.startswith(f"{name}.") for name in step.modules - {"__main__"}):
+                return step.place()
+        return BEFORE
+
+    def who_imported(self, module: str) -> dict[str, Any] | None:
+        return next((step.place() for step in self.steps if module in step.modules), None)
+
+    def processes(self) -> Iterator[dict[str, Any]]:
+        """Lines that start processes which know nothing of this one."""
+        for node in ast.walk(self.tree):
+            name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
+            if isinstance(node, (ast.Attribute, ast.Constant)) and name in ("spawn", "forkserver"):
+                yield {"line": node.lineno, "text": f"{name} starts processes anew"}
+        ray = self.who_imported("ray")
+        if ray is not None:
+            yield {**ray, "text": f"{ray['text']}: Ray's workers are started anew"}
+
+
+def _is_set_up(node: ast.stmt) -> bool:
+    return isinstance(node, (ast.Expr, ast.Assign)) and ast.unparse(node).startswith(SET_UP)
+
+
+def look(path: str) -> dict[str, Any]:
+    known = PACKAGE in sys.modules  # sitecustomize
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        visit = Visit(path)
+        activated = BEFORE if known else visit.who_imported(PACKAGE)
+        package = importlib.import_module(PACKAGE)
+        if package.status().outcome == "pending":
+            importlib.import_module(TRIGGER)
+        status = package.status()
+    early = [*status.late_bindings, *status.out_of_reach]
+    return {
+        "imports": len(visit.steps),
+        "activated": activated,
+        "early": [
+            {"name": name, **visit.who_brought(name)} for name in early if not name.startswith("torch.")
+        ],
+        "failed": [{**step.place(), "error": step.error} for step in visit.steps if step.error],
+        "processes": list(visit.processes()),
+        "status": status.to_dict(),
+    }
+
+
+def probe(result: str, kind: str, program: str, *args: str) -> None:
+    # Where `python -m` and `python SCRIPT` have the program's folder, this script has its own: our package's.
+    sys.path[0] = os.getcwd() if kind else os.path.dirname(os.path.realpath(program))
+    sys.argv = [program, *args]
+    path = program
+    if kind:
+        spec = importlib.util.find_spec(program)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{program}.__main__")
+        if spec is None or spec.origin is None:
+            raise SystemExit(f"no module {program}")
+        path = spec.origin
+    try:
+        seen = look(path)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise SystemExit(f"{path}: {error}") from None
+    with open(result, "w") as file:
+        json.dump(seen, file)
+
+
+if __name__ == "__main__":
+    probe(*sys.argv[1:])
