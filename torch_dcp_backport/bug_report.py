@@ -16,7 +16,6 @@ from torch_dcp_backport.activation import gate
 #: What takes part, and who calls the functions that we replace.
 PACKAGES = (
     "torch",
-    "wrapt",
     "packaging",
     "numpy",
     "accelerate",
