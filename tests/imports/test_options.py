@@ -297,5 +297,5 @@ def test_a_caller_compiled_before_activation_finds_ours(fresh: Fresh) -> None:
     ).facts
     assert facts["equal"] == [True, True]
     assert own(facts["late"]) == []
-    assert facts["listed"] == ["closure of __main__.load"]  # which calls ours all the same
+    assert "closure of __main__.load" in facts["listed"]  # which calls ours all the same
     assert [category for category, _, _ in facts["found"]] == ["LateImportWarning"]
