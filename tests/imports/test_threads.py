@@ -49,11 +49,11 @@ def work(name, delay):
 threads = [threading.Thread(target=work, args=(name, shuffle.random() * 0.4)) for name in names]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
-outcome = reason = None
+outcome = None
 if ours and not errors:
     import torch_dcp_backport
-    outcome, reason = torch_dcp_backport.status()[:2]
-tell(errors=errors, outcome=outcome, reason=reason, names=names, home=home("set_model_state_dict") if not errors else None)
+    outcome = torch_dcp_backport.status().outcome
+tell(errors=errors, outcome=outcome, home=None if errors else home("set_model_state_dict"))
 """
 PROCESSES = int(os.environ.get("SOAK_PROCESSES", "10"))  # 200 take a quarter of an hour
 

@@ -66,8 +66,8 @@ class Finder:
         return spec
 
     def executed(self, name: str) -> None:
-        missed = self._missed()
-        for due in {name, *missed}:
+        missed = [one for one in self._missed() if one != name]
+        for due in (*missed, name):
             self._awaited.discard(due)
             hook = self._hooks.get(due)
             if hook is not None:

@@ -44,7 +44,7 @@ class Installer:
         self._former: list[Swap] = []  # replaced before torch's module was reloaded
         self._lock = threading.Lock()  # held for the few writes only
         self._busy = False
-        self._removed = False
+        self._over = False  # removed, or refused: nothing more is tried
         self._late: set[str] = set()  # torch's modules that were there before us, for anybody to bind from
         self._missed: set[str] = set()  # those that were imported past our hook
         self._executed: set[str] = set()  # those whose import has not returned yet, but for us
@@ -73,7 +73,7 @@ class Installer:
     def remove(self) -> list[str]:
         """Take back the hook or the replacement; the names left alone, as somebody replaced ours there."""
         with self._lock:
-            self._removed = True
+            self._over = True
             lost = self._replacement.overridden() if self._replacement is not None else []
             if self._replacement is not None:
                 self._replacement.undo()
@@ -114,7 +114,7 @@ class Installer:
     def resolve(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         """What a stub calls."""
         strict = self.decision.switch == "strict"
-        if not self._removed and (self.outcome == "pending" or (strict and self.outcome != "applied")):
+        if not self._over and (self.outcome == "pending" or (strict and self.outcome != "applied")):
             try:
                 import_module(self.table.trigger)
                 self._catch_up()
@@ -126,12 +126,12 @@ class Installer:
                 why = f"{self.table.trigger} cannot be imported: {type(error).__name__}: {error}"
                 self._refuse("unsupported", why, error)
         # Pending: another thread is at it.
-        if self._removed or self.outcome not in ("applied", "pending"):
+        if self._over or self.outcome not in ("applied", "pending"):
             return stock
         return cast("Callable[..., Any]", getattr(import_module(self.table.provider), name))
 
     def _on_import(self, name: str, missed: bool) -> None:
-        if missed:
+        if missed and name not in self._late:
             self._late.add(name)
             self._missed.add(name)
         self._catch_up(name)
@@ -162,7 +162,7 @@ class Installer:
 
     def _attempt(self, step: Callable[[], None]) -> None:
         with self._lock:
-            if self._busy or self._removed or self._replacement is not None:
+            if self._busy or self._over or self._replacement is not None:
                 return
             self._busy = True
         try:
@@ -203,7 +203,7 @@ class Installer:
 
     def _write(self, replacement: Replacement, attribute: str) -> bool:
         with self._lock:
-            if self._removed:
+            if self._over:
                 return False
             replacement.write()
             setattr(self, attribute, replacement)
@@ -248,6 +248,7 @@ class Installer:
         if self.decision.switch != "strict":  # else the next import raises again, and so does a stub
             self._unhook()
             with self._lock:
+                self._over = True
                 self._take_stubs_back()
         self._complain(cause)
 

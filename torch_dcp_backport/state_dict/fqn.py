@@ -107,7 +107,7 @@ class Names:
         return get_fqns(self.model, name, skip_ddp_prefix, skip_compiler_prefix, dsd_fqn_modifiers=modifiers)
 
 
-def compiled_modules() -> tuple[type, ...]:
+def compiled_modules() -> tuple[type[nn.Module], ...]:
     """What torch.compile makes of a module; nothing where it was not used.
 
     Importing torch._dynamo fails while another thread imports it: its imports are circular.
