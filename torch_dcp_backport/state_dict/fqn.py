@@ -94,7 +94,8 @@ class Names:
     def __init__(self, model: nn.Module, dsd_fqn_modifiers: str = FQN_MODIFIERS) -> None:
         self.model = model
         self.dsd_fqn_modifiers = dsd_fqn_modifiers
-        wrappers = (DistributedDataParallel, *compiled_modules(), FullyShardedDataParallel)
+        wrappers: tuple[type[nn.Module], ...] = (DistributedDataParallel, FullyShardedDataParallel)
+        wrappers += compiled_modules()
         #: Whether a name is its FQN, apart from activation checkpointing's prefix.
         self.are_plain = not any(
             isinstance(module, wrappers) or hasattr(module, dsd_fqn_modifiers) for module in model.modules()
