@@ -108,7 +108,6 @@ def check_with_torch(wheel: Path, folder: Path, lane: str) -> None:
 def check_without_torch(wheel: Path, folder: Path) -> None:
     """Without torch there is nothing to patch: the import warns, and says so."""
     python = installed(wheel, folder / "env")
-    run(python, "-m", "pip", "install", "--quiet", "wrapt>=1.16")
     code = (
         "import torch_dcp_backport as t, importlib.metadata as m, sys;"
         "assert t.__version__ == m.version('torch-dcp-backport');"

@@ -1,7 +1,7 @@
 """`import torch_dcp_backport` fixes torch.distributed.checkpoint.state_dict in place on torch >= 2.4, < 2.7.
 
 On torch >= 2.7 it does nothing. `TORCH_DCP_BACKPORT=off|auto|strict` is the switch.
-Must stay light: nothing here may import torch, wrapt or importlib.metadata on the way to doing nothing.
+Must stay light: nothing here may import torch or importlib.metadata on the way to doing nothing.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from torch_dcp_backport.activation.status import Status
 #: What takes part, and who calls the functions that we replace.
 PACKAGES = (
     "torch",
-    "wrapt",
     "numpy",
     "accelerate",
     "lightning",

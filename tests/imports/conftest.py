@@ -17,7 +17,12 @@ def fresh(tmp_path: Path) -> Fresh:
     """fresh(code) runs it in a new interpreter, in an empty folder, this checkout importable."""
 
     def run(
-        code: str = "", *argv: str, switch: str | None = None, path: str = "", flags: tuple[str, ...] = ()
+        code: str = "",
+        *argv: str,
+        switch: str | None = None,
+        path: str = "",
+        flags: tuple[str, ...] = (),
+        timeout: float = 300,
     ) -> Ended:
         env = {
             name: value
@@ -34,7 +39,7 @@ def fresh(tmp_path: Path) -> Fresh:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=timeout,
         )
         return Ended(done.returncode, done.stdout, done.stderr)
 

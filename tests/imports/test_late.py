@@ -54,23 +54,22 @@ def all_of_them():
         kept=kept[0])
 """
 REBOUND = [
-    "client.StateDictOptions",
     "client.Trainer.load",
     "client.Trainer.save",
     "client.alias",
     "client.get_model_state_dict",
-    "closure of client.make.<locals>.inner",
-    "closure of client.undifferentiated",
-    "functools.partial in client.loader",
-    "functools.partial in closure of a client.Model object",  # torch's _patch_model_state_dict made two
 ]
 LISTED = [
     "a client.Trainer object",
+    "closure of client.make.<locals>.inner",
+    "closure of client.undifferentiated",
     "default of client.train",
     "dict in client.Trainer.registry",
+    "functools.partial in client.loader",
+    "functools.partial in closure of a client.Model object",  # torch's _patch_model_state_dict made two
     "list in client.kept",
 ]
-UNREACHED = {"registry", "load_too", "default", "kept"}
+UNREACHED = {"inner", "loader", "undifferentiated", "registry", "load_too", "default", "kept"}
 
 LOOK = """
 import client, torch
@@ -243,6 +242,37 @@ def test_the_search_costs_little(fresh: Fresh) -> None:
     assert facts["seconds"][0] < 1.0  # 0.1 measured
 
 
+def test_what_was_bound_early_is_not_kept_alive(fresh: Fresh, tmp_path: Path) -> None:
+    (tmp_path / "client.py").write_text(
+        """
+import functools, torch
+import torch.distributed.checkpoint.state_dict as torchs
+class Trainer:
+    model = torch.nn.Linear(2, 2)
+    load = torchs.set_model_state_dict
+    also = staticmethod(torchs.set_model_state_dict)
+load = torchs.set_model_state_dict
+held = functools.partial(load, Trainer.model)
+inner = (lambda model, function: lambda: (model, function))(Trainer.model, load)
+torchs._patch_model_state_dict(torch.nn.Linear(2, 2))
+"""
+    )
+    facts = fresh(
+        """
+        import gc, weakref, client
+        warnings.simplefilter("ignore")
+        import torch_dcp_backport
+        gone = [weakref.ref(thing) for thing in (client, client.Trainer, client.Trainer.model, client.held)]
+        del sys.modules["client"], client
+        gc.collect()
+        tell(alive=[ref() is not None for ref in gone], off=torch_dcp_backport.deactivate().reason)
+        """
+    ).facts
+    assert facts["alive"] == [False] * 4
+    if AFFECTED:
+        assert facts["off"] == "deactivate() was called"
+
+
 def test_helpers_bound_before_us_and_before_the_trigger(fresh: Fresh) -> None:
     """torch.distributed.fsdp brings the helpers' module long before checkpoint.state_dict is imported."""
     facts: Any = fresh(
@@ -252,16 +282,19 @@ from torch.distributed import _state_dict_utils as utils
 class Saver:
     offload = staticmethod(utils._offload_state_dict_to_cpu)
 kept = [utils._copy_state_dict]
+def activate():
+    import torch_dcp_backport
+found = caught(activate)
 import torch_dcp_backport
-def trigger():
-    import torch.distributed.checkpoint.state_dict
-found = caught(trigger)
+import torch.distributed.checkpoint.state_dict
 status = torch_dcp_backport.status()
-tell(late=status.late_bindings, listed=status.out_of_reach, found=found,
-     ours=Saver.offload is utils._offload_state_dict_to_cpu)
+live = {"weight": torch.zeros(3)}
+saved = Saver.offload(live)
+live["weight"].fill_(1)
+tell(late=status.late_bindings, listed=status.out_of_reach, found=found, saved=saved["weight"].tolist())
 """
     ).facts
-    assert facts["ours"]
+    assert facts["saved"] == [0, 0, 0]
     if AFFECTED:
         assert own(facts["late"]) == ["__main__.Saver.offload"]
         assert facts["listed"] == ["list in __main__.kept"]

@@ -76,13 +76,13 @@ def test_torchs_objects_are_torchs(fresh: Fresh, switch: str) -> None:
         tell(homes=sorted({home(t.name, t.module) for t in targets}),
              same=all(x.keys() == y.keys() and all(x[n] is y[n] for n in x) for x, y in zip(before, now)),
              ours=[n for n in sys.modules if n.startswith("torch_dcp_backport.state")],
-             late=torch_dcp_backport.status().late_bindings, wrapt="wrapt" in sys.modules,
+             late=torch_dcp_backport.status().late_bindings,
              loader=type(b.__spec__.loader).__name__)
         """,
         switch=switch,
     ).facts
     assert facts == {
-        "homes": ["torch"], "same": True, "ours": [], "late": [], "wrapt": False, "loader": "SourceFileLoader"
+        "homes": ["torch"], "same": True, "ours": [], "late": [], "loader": "SourceFileLoader"
     }  # fmt: skip
 
 
@@ -92,13 +92,14 @@ def test_before_torch_nobody_imports_torch(fresh: Fresh) -> None:
         import torch_dcp_backport
         status = torch_dcp_backport.status()
         str(status), status.to_dict()
-        tell(outcome=status.outcome, torch="torch" in sys.modules, wrapt="wrapt" in sys.modules,
+        finders = sum(type(one).__module__.startswith("torch_dcp_backport") for one in sys.meta_path)
+        tell(outcome=status.outcome, torch="torch" in sys.modules, finders=finders,
              version=status.torch_version)
         """
     ).facts
     assert facts["outcome"] == ("pending" if AFFECTED else "not-needed")
     assert not facts["torch"]
-    assert facts["wrapt"] is AFFECTED
+    assert facts["finders"] == AFFECTED
     assert facts["version"][:3].rstrip(".") in ("2.4", "2.5", "2.6", "2.7", "2.8", "2.1")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from interpreters import AFFECTED, Fresh, own
+from interpreters import AFFECTED, ROOT, Fresh, own
 
 PATCHED = "import torch_dcp_backport\n"
 
@@ -74,6 +74,35 @@ def test_options_made_before_activation_are_still_good(fresh: Fresh) -> None:
     assert facts["works"] == [["bias", "weight"]] * 6
 
 
+def test_options_made_before_activation_are_of_the_class_that_everybody_has(fresh: Fresh) -> None:
+    """They can be pickled (mp.spawn does), and equal those made since; also after deactivate()."""
+    facts: Any = fresh(
+        """
+        import dataclasses, pickle
+        import torch.distributed.checkpoint.state_dict as b
+        from torch.distributed.checkpoint.state_dict import StateDictOptions
+        old = StateDictOptions(cpu_offload=True)
+        def found():
+            twin = pickle.loads(pickle.dumps(old))
+            return [type(twin) is type(old) is b.StateDictOptions is StateDictOptions,
+                    twin == old == b.StateDictOptions(cpu_offload=True) == dataclasses.replace(old),
+                    len(dataclasses.fields(old)) == len(dataclasses.asdict(old)) == repr(old).count("=")]
+        before, fields = found(), [field.name for field in dataclasses.fields(old)]
+        import torch_dcp_backport
+        after = found()
+        since = b.StateDictOptions(dsd_fqn_modifiers="other")
+        unlike = since != b.StateDictOptions()
+        torch_dcp_backport.deactivate()
+        tell(before=before, after=after, since=unlike, undone=found(),
+             same=fields == [field.name for field in dataclasses.fields(old)],
+             late=torch_dcp_backport.status().late_bindings, is_one=isinstance(since, StateDictOptions))
+        """,
+        switch="strict",
+    ).facts
+    assert facts["before"] == facts["after"] == facts["undone"] == [True] * 3
+    assert (facts["since"], facts["is_one"], facts["same"], facts["late"]) == (True, True, True, [])
+
+
 def test_options_are_a_dataclass_like_any_other(fresh: Fresh) -> None:
     facts: Any = fresh(
         PATCHED
@@ -133,6 +162,35 @@ tell(count=len(names), copied=all(copy.copy(f) is f and copy.deepcopy(f) is f fo
     }  # fmt: skip
 
 
+@pytest.mark.skipif(not AFFECTED, reason="torch's own functions")
+def test_a_function_that_is_sent_to_another_process_patches_it_too(fresh: Fresh) -> None:
+    """By torch's name it would be torch's own there, on one rank of several."""
+    data = fresh(
+        PATCHED
+        + "import pickle, torch.distributed.checkpoint.state_dict as b\n"
+        + "tell(data=pickle.dumps(b.set_model_state_dict).hex())"
+    ).facts["data"]
+    facts = fresh(
+        """
+        import pickle, torch.distributed.checkpoint.state_dict as b
+        function = [pickle.loads(bytes.fromhex(sys.argv[1]))]
+        import torch_dcp_backport
+        tell(same=function[0] is b.set_model_state_dict, outcome=torch_dcp_backport.status().outcome)
+        """,
+        data,
+    ).facts
+    assert facts == {"same": True, "outcome": "applied"}
+    without = fresh(
+        f"""
+        import pickle
+        sys.path.remove({str(ROOT)!r})
+        pickle.loads(bytes.fromhex(sys.argv[1]))
+        """,
+        data,
+    )
+    assert without.err.splitlines()[-1] == "ModuleNotFoundError: No module named 'torch_dcp_backport'"
+
+
 COMPILED = """
 import torch, torch.distributed.checkpoint.state_dict as b
 options = b.StateDictOptions(full_state_dict=True)
@@ -184,9 +242,9 @@ def seen(code, *args, **kwargs):
 frames.transform_code_object = seen
 save = torch.compile(lambda model: [b.get_model_state_dict(model), len(b.__name__)], backend="eager")
 save(torch.nn.Linear(2, 2))
-hooks = sys.modules["wrapt.importer"]._post_import_hooks if "wrapt.importer" in sys.modules else {}
+from torch_dcp_backport.activation.finder import process
 tell(ours=[name for name in traced if "torch_dcp_backport" in name], any=len(traced),
-     hooked="torch._dynamo.trace_rules" in hooks)
+     hooked="torch._dynamo.trace_rules" in process()._hooks)
 """
     ).facts
     assert facts["ours"] == []
@@ -198,15 +256,18 @@ tell(ours=[name for name in traced if "torch_dcp_backport" in name], any=len(tra
 def test_deactivate_takes_the_hook_for_compile_back(fresh: Fresh) -> None:
     facts = fresh(
         """
-        import torch_dcp_backport, wrapt.importer
-        hooks = wrapt.importer._post_import_hooks
+        import torch_dcp_backport
+        from torch_dcp_backport.activation.finder import process
         torch_dcp_backport.activate()
-        before = [len(hooks.get(name, ())) for name in ("torch._dynamo.trace_rules", B)]
+        before = sorted(process()._hooks)
         torch_dcp_backport.deactivate()
-        tell(before=before, after=sorted(hooks), dynamo="torch._dynamo" in sys.modules)
+        tell(before=before, after=sorted(process()._hooks), dynamo="torch._dynamo" in sys.modules)
         """
     ).facts
-    assert facts == {"before": [1, 1], "after": [], "dynamo": False}
+    hooks = ["torch._dynamo.trace_rules", "torch.distributed._state_dict_utils"]
+    assert facts == {
+        "before": [*hooks, "torch.distributed.checkpoint.state_dict"], "after": [], "dynamo": False
+    }  # fmt: skip
 
 
 @pytest.mark.skipif(not AFFECTED, reason="nothing is bound anew")
@@ -230,9 +291,11 @@ def test_a_caller_compiled_before_activation_finds_ours(fresh: Fresh) -> None:
             other = torch.nn.Linear(2, 2)
             one(model, other.state_dict())
             equal.append(torch.equal(model.weight, other.weight))
-        tell(found=found, equal=equal, late=torch_dcp_backport.status().late_bindings)
+        tell(found=found, equal=equal, late=torch_dcp_backport.status().late_bindings,
+             listed=torch_dcp_backport.status().out_of_reach)
         """
     ).facts
     assert facts["equal"] == [True, True]
-    assert own(facts["late"]) == ["closure of __main__.load"]
+    assert own(facts["late"]) == []
+    assert "closure of __main__.load" in facts["listed"]  # which calls ours all the same
     assert [category for category, _, _ in facts["found"]] == ["LateImportWarning"]

@@ -20,7 +20,9 @@ def shares_torchs_set():
     b._patch_model_state_dict(model)
     return model.state_dict in b._patched_state_dict and sorted(model.state_dict()) == ["bias", "weight"]
 targets = [t for t in TABLE.targets if hasattr(sys.modules[t.module], t.name)]
-hooks = sys.modules["wrapt.importer"]._post_import_hooks if "wrapt.importer" in sys.modules else {}
+from torch_dcp_backport.activation import finder
+found = finder.installed()
+hooks = found._hooks if found is not None else {}
 classes = {"StateDictOptions", "_StateDictInfo", "_EXTRA_STATE"}
 result = dict(
     outcome=status.outcome,

@@ -47,9 +47,9 @@ END = """
 new = sorted(sys.modules.keys() - modules)
 tell(changed=changed(before, state()), replaced=replaced(torchs, globals_of_torch()),
      grown=resident() - memory,
-     new=[n for n in new if n.partition(".")[0] not in ("torch_dcp_backport", "wrapt")],
+     new=[n for n in new if n.partition(".")[0] != "torch_dcp_backport"],
      ours=any(n.startswith("torch_dcp_backport.state_dict") for n in new),
-     wrapt="wrapt" in sys.modules, outcome=torch_dcp_backport.status().outcome,
+     outcome=torch_dcp_backport.status().outcome,
      meta_path=[type(one).__name__ for one in sys.meta_path if one not in before["meta_path"]])
 """
 BEGIN = "modules, torchs, before, memory = set(sys.modules), globals_of_torch(), state(), resident()\n"
@@ -73,8 +73,8 @@ torch_dcp_backport.deactivate()
         switch=switch,
     ).facts
     assert facts["changed"] in ([], ["meta_path"])
-    # wrapt's own, for all its users; it is not taken out under other threads.
-    assert facts["meta_path"] in ([], ["ImportHookFinder"])
+    # It is not taken out under other threads.
+    assert facts["meta_path"] in ([], ["Finder"])
     # torch.compile goes on to pass our folder by: somebody may still hold a function of ours.
     rules = "torch._dynamo.trace_rules.SKIP_DIRS_RE"
     assert facts["replaced"] in ([], [rules] * (AFFECTED and switch == "auto"))
@@ -83,7 +83,6 @@ torch_dcp_backport.deactivate()
     if switch == "off" or not AFFECTED:
         assert facts["meta_path"] == []
         assert not facts["ours"]
-        assert not facts["wrapt"]
         assert facts["grown"] < 8 * MIB
         heavy = [name for name in facts["new"] if name.partition(".")[0] not in ("ast", "_ast")]
         assert heavy == []
@@ -104,7 +103,7 @@ tell(names=sorted(vars(b)), helpers=sorted(vars(a)), changed=changed(before, sta
     ).facts
     never = fresh(STATE + BEGIN + code).facts
     hooked = AFFECTED and switch == "auto"
-    assert undone.pop("meta_path") == never.pop("meta_path") + ["ImportHookFinder"] * hooked
+    assert undone.pop("meta_path") == never.pop("meta_path") + ["Finder"] * hooked
     assert set(undone.pop("changed")) - {"meta_path"} == set(never.pop("changed")) - {"meta_path"}
     assert undone == never
 

@@ -84,3 +84,100 @@ def test_ours_is_executed_again(fresh: Fresh, name: str, when: str) -> None:
     # The package's own last line activates.
     assert facts["same"] or (when, name) == ("deactivated", "torch_dcp_backport")
     assert (facts["on"], facts["at"], facts["off"]) == (APPLIED, HOME, "torch")
+
+
+COPY = """
+import torch_dcp_backport
+first = torch_dcp_backport
+BETWEEN
+for name in [name for name in sys.modules if name.partition(".")[0] == "torch_dcp_backport"]:
+    del sys.modules[name]
+def again():
+    import torch_dcp_backport
+found = caught(again)
+import torch_dcp_backport
+import torch.distributed.checkpoint.state_dict as b
+status, on = torch_dcp_backport.status(), home("set_model_state_dict")
+fields = [name for name in vars(b.StateDictOptions) if name == "dsd_fqn_modifiers"]
+torch_dcp_backport.deactivate()
+off = [home("set_model_state_dict"), home("_copy_state_dict", A), torch_dcp_backport.status().outcome]
+tell(copy=first is not torch_dcp_backport, found=found, outcome=status.outcome, on=on, off=off,
+     finders=sum("torch_dcp_backport" in type(finder).__module__ for finder in sys.meta_path),
+     again=[torch_dcp_backport.activate().outcome, home("set_model_state_dict")])
+"""
+
+
+@pytest.mark.parametrize("switch", ["auto", "strict"])
+@pytest.mark.parametrize(
+    "between", ["", "import torch.distributed.checkpoint", "import torch.distributed.checkpoint.state_dict"]
+)
+def test_a_second_copy_of_ours_is_no_conflict(fresh: Fresh, between: str, switch: str) -> None:
+    facts = fresh(COPY.replace("BETWEEN", between), switch=switch).facts
+    assert facts["copy"]
+    assert facts["found"] == []
+    assert (facts["outcome"], facts["on"]) == (APPLIED, HOME)
+    assert facts["off"] == ["torch", "torch", "disabled" if AFFECTED else "not-needed"]
+    assert facts["again"] == [APPLIED, HOME]
+    assert facts["finders"] == AFFECTED
+
+
+# As typeguard and jaxtyping do: first in the list, asking the finder of files alone, its own loader.
+OTHER_HOOK = """
+import importlib.machinery
+class Loader(importlib.machinery.SourceFileLoader):
+    pass
+class Other:
+    def find_spec(self, name, path=None, target=None):
+        if not name.startswith(prefix):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = Loader(spec.loader.name, spec.loader.path)
+        return spec
+def other_hook(which):
+    global prefix
+    prefix = which
+    sys.meta_path.insert(0, Other())
+"""
+
+
+@pytest.mark.parametrize("prefix", ["torch", "torch.distributed.checkpoint.state_dict"])
+@pytest.mark.parametrize("switch", ["auto", "strict"])
+def test_another_import_hook_serves_torchs_module(fresh: Fresh, prefix: str, switch: str) -> None:
+    facts = fresh(
+        OTHER_HOOK
+        + f"""
+import torch_dcp_backport
+other_hook({prefix!r})
+import torch.distributed.checkpoint.state_dict as torchs
+loader = type(torchs.__loader__).__name__
+import tabnanny  # the next import, whatever it is
+tell(outcome=torch_dcp_backport.status().outcome, home=home("set_model_state_dict"), loader=loader)
+""",
+        switch=switch,
+    ).facts
+    assert facts == {"outcome": APPLIED, "home": HOME, "loader": "Loader"}
+
+
+@pytest.mark.parametrize("switch", ["auto", "strict"])
+def test_what_is_bound_before_it_is_noticed_is_told(fresh: Fresh, switch: str) -> None:
+    ended = fresh(
+        OTHER_HOOK
+        + """
+import torch.distributed.checkpoint, torch_dcp_backport
+other_hook(B)
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
+import tabnanny
+tell(home=set_model_state_dict.__module__.partition(".")[0])
+""",
+        switch=switch,
+    )
+    if not AFFECTED:
+        assert (ended.facts, ended.err) == ({"home": "torch"}, "")
+        return
+    assert "which another import hook served unnoticed" in ended.err
+    assert "__main__.set_model_state_dict" in ended.err
+    if switch == "strict":
+        assert (ended.code, "RuntimeError" in ended.err) == (1, True)
+    else:
+        assert ended.facts == {"home": "torch_dcp_backport"}

@@ -77,6 +77,7 @@ RECORDS = ("0001-fake",)
 TABLE = Table(
     provider="fakeprovider",
     owner="fakehost",
+    helpers="fakehost.low",
     trigger="fakehost.high",
     targets=(
         Target("fakehost.low", "move", (2, 4), RECORDS),

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NEEDED = {needed.name: needed.specifier for needed in map(Requirement, re.findall('"([^"]+)"', LINE))}
 
 
-def test_nothing_but_wrapt_comes_beside_torch() -> None:
-    assert set(NEEDED) <= {"torch", "wrapt"}
+def test_nothing_comes_beside_torch() -> None:
+    assert set(NEEDED) == {"torch"}
 
 
 def test_pip_does_not_pick_a_nightly() -> None:

@@ -1,6 +1,6 @@
 """Whether and when this process gets the replacements: one decision, made once, told truthfully.
 
-Knows nothing of tensors. Must never import torch, wrapt or our replacements where they are not needed.
+Knows nothing of tensors. Must never import torch or our replacements where they are not needed.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from torch_dcp_backport.activation import gate
+from torch_dcp_backport.activation import finder, gate
 from torch_dcp_backport.activation.status import BackportWarning, Status, tell
 from torch_dcp_backport.activation.table import TABLE
 
 if TYPE_CHECKING:
     from torch_dcp_backport.activation.importer import Installer
 
-# What happened last in this process: an installer once the gate let us through, a status where it did not.
+# The process's finder has the installer, once the gate let us through; else this is what happened.
 # importlib.reload() executes this again, and must not forget it.
-_installer: Installer | None = globals().get("_installer")
 _outcome: Status | None = globals().get("_outcome")
 _lock = threading.Lock()
 _told: set[str] = globals().get("_told", set())
@@ -37,12 +36,12 @@ def activate() -> Status:
 
 def deactivate() -> Status:
     """Torch's own objects back in torch's modules, hooks removed. Modules that bound ours since keep ours."""
-    global _installer, _outcome
+    global _outcome
     with _lock:
         installer = _pending_or_applied()
         if installer is None:  # nothing was done, so there is nothing to take back
             return current()
-        _installer = None
+        finder.process().installer = None
         decision = installer.decision
         _outcome = Status("disabled", "deactivate() was called", decision.switch, decision.torch_version)
     from torch_dcp_backport.activation import compiled
@@ -57,20 +56,26 @@ def deactivate() -> Status:
 
 def current() -> Status:
     """What is so in this process now. Changes nothing."""
-    installer, outcome = _installer, _outcome
+    installer = _installer()
     if installer is not None:
         return installer.status()
-    return outcome or Status("disabled", "activate() was not called yet", "auto", None)
+    return _outcome or Status("disabled", "activate() was not called yet", "auto", None)
+
+
+def _installer() -> Installer | None:
+    """Also that of an earlier copy of this package, deleted from sys.modules: what it did stays as it is."""
+    found = finder.installed()
+    return found.installer if found is not None else None
 
 
 def _pending_or_applied() -> Installer | None:
-    installer = _installer
+    installer = _installer()
     return installer if installer is not None and installer.outcome in ("pending", "applied") else None
 
 
 def _enter_gate() -> Installer | None:
     """A new installer where this process needs one."""
-    global _installer, _outcome
+    global _outcome
     decision = gate.decide(gate.read_facts(os.environ))
     if decision.outcome == "pending":
         from torch_dcp_backport.activation import compiled
@@ -78,10 +83,13 @@ def _enter_gate() -> Installer | None:
 
         compiled.pass_us_by()
         with _lock:  # of two threads the second takes the first one's
-            _installer = _pending_or_applied() or Installer(TABLE, decision)
-            return _installer
+            installer = _pending_or_applied() or Installer(TABLE, decision)
+            finder.process().installer = installer
+            return installer
     with _lock:
-        _installer = None
+        found = finder.installed()
+        if found is not None:
+            found.installer = None
         _outcome = Status(decision.outcome, decision.reason, decision.switch, decision.torch_version)
     if decision.outcome == "unsupported":
         if decision.switch == "strict":

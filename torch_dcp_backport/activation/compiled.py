@@ -7,8 +7,8 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+from torch_dcp_backport.activation.finder import process
 from torch_dcp_backport.activation.holders import OWN
-from torch_dcp_backport.activation.importer import drop_hook
 
 RULES = "torch._dynamo.trace_rules"
 _passed: list[ModuleType] = []  # the module whose rules know of us
@@ -16,22 +16,20 @@ _passed: list[ModuleType] = []  # the module whose rules know of us
 
 def pass_us_by() -> None:
     """Now where torch.compile was used already, else as soon as it is."""
-    rules = sys.modules.get(RULES)
-    if rules is not None:
-        _add(rules)
+    if RULES in sys.modules:
+        _add(RULES)
     else:
-        from wrapt import register_post_import_hook
-
-        drop_hook(RULES, _add)  # not twice
-        register_post_import_hook(_add, RULES)
+        process().hook(RULES, _add)
 
 
 def no_more() -> None:
     """Takes the hook back. A rule that was made stays: it names our folder only."""
-    drop_hook(RULES, _add)
+    process().unhook(RULES)
 
 
-def _add(rules: ModuleType) -> None:
+def _add(name: str, missed: bool = False) -> None:
+    process().unhook(name)
+    rules = sys.modules[name]
     add = getattr(rules, "add", None)
     if add is not None and rules not in _passed:
         add(OWN)

@@ -1,30 +1,31 @@
-"""When to replace: at once where torch's module is loaded, else by a hook as soon as it is. And the way back.
+"""When to replace: at once where torch's modules are loaded, else as soon as they are. And the way back.
 
 Must never import torch, act on a half-executed module, or run anybody else's code while holding a lock.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from importlib import _bootstrap, import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from torch_dcp_backport.activation import bindings, replace
+from torch_dcp_backport.activation import bindings, finder, replace
 from torch_dcp_backport.activation.bindings import Early, Swap
+from torch_dcp_backport.activation.finder import ready
 from torch_dcp_backport.activation.gate import Decision
-from torch_dcp_backport.activation.replace import Refused, Replacement
+from torch_dcp_backport.activation.replace import Plan, Refused, Replacement
 from torch_dcp_backport.activation.status import BackportWarning, LateImportWarning, Status, tell
 from torch_dcp_backport.activation.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
-# Everything is applied when checkpoint.state_dict is ready, and not before, also not the part in
-# _state_dict_utils: that module is imported from the middle of torch.distributed.fsdp, where importing our
-# replacements (which need fsdp) would fail on a circular import. So in a process that never imports
-# checkpoint.state_dict, staging and async_save use torch's own helpers; README says so.
+# The set is replaced when checkpoint.state_dict has been imported. Other modules of torch use the helpers
+# without it (dcp.async_save), and _state_dict_utils is imported from the middle of torch.distributed.fsdp:
+# our replacements, which need fsdp, cannot be imported there. So the helpers get stubs, which import nothing.
+# The first call of one imports checkpoint.state_dict, and with it everything is replaced.
 
 
 class Installer:
@@ -34,48 +35,63 @@ class Installer:
         self.table = table
         self.decision = decision
         self.outcome = "pending"
-        self.reason = f"{decision.reason}; waiting for {table.trigger} to be imported"
+        self.reason = (
+            f"{decision.reason}; waiting for {table.trigger} to be imported, "
+            f"or for a function of {table.helpers} to be called"
+        )
+        self._stubs: Replacement | None = None
         self._replacement: Replacement | None = None
         self._former: list[Swap] = []  # replaced before torch's module was reloaded
         self._lock = threading.Lock()  # held for the few writes only
         self._busy = False
-        self._removed = False
-        self._hooked = False
-        self._late = False  # some of what is replaced was there before us, for anybody to bind
-        self._registering: int | None = None
+        self._over = False  # removed, or refused: nothing more is tried
+        self._late: set[str] = set()  # torch's modules that were there before us, for anybody to bind from
+        self._missed: set[str] = set()  # those that were imported past our hook
+        self._executed: set[str] = set()  # those whose import has not returned yet, but for us
 
     def install(self) -> None:
         """Replace now or hook the import; again does no harm. RuntimeError when strict and refused."""
-        trigger = self.table.trigger
         if self.reloaded():
             self._start_again()
-        self._late = self._late or any(module in sys.modules for module in self.table.modules)
-        while True:
-            if trigger not in sys.modules and not self._hooked:
-                self._hook()
+        if self._replacement is not None:
+            return
+        here = finder.process()
+        here.installer = self
+        for module in self.table.modules:
+            if module in sys.modules and not (self._stubs is not None and module == self.table.helpers):
+                self._late.add(module)
+            here.hook(module, self._on_import)
+        for module in self.table.modules:
             # Another thread may be importing it right now, too early to have seen the hook.
-            _wait_for_import(trigger)
-            if trigger in sys.modules or self._hooked:
-                break  # else that import failed, and there is no hook for the next one
-        if _ready(trigger):
-            self._unhook()
-            self._apply(search=True)
-        elif trigger in sys.modules and not self._hooked:
+            _wait_for_import(module)
+            if ready(module):
+                here.seen(module)
+        self._catch_up()
+        if self.table.trigger in sys.modules and not ready(self.table.trigger):
             self._refuse_half_executed()
 
     def remove(self) -> list[str]:
         """Take back the hook or the replacement; the names left alone, as somebody replaced ours there."""
         with self._lock:
-            self._removed = True
+            self._over = True
             lost = self._replacement.overridden() if self._replacement is not None else []
             if self._replacement is not None:
                 self._replacement.undo()
+            self._take_stubs_back()
         self._unhook()
+        here = finder.process()
+        if here.installer is self:
+            here.installer = None
         return lost
 
     def status(self) -> Status:
         decision, done = self.decision, self._replacement
         status = Status(self.outcome, self.reason, decision.switch, decision.torch_version)
+        early = [step.early for step in (self._stubs, done) if step is not None]
+        status = status._replace(
+            late_bindings=tuple(sorted({name for one in early for name in one.rebound})),
+            out_of_reach=tuple(sorted({name for one in early for name in one.listed})),
+        )
         if done is not None and done.reloaded(self.table):
             again = f"{self.table.trigger} was reloaded since, with torch's own functions"
             reason = f"{decision.reason}; {again}: call torch_dcp_backport.activate()"
@@ -84,43 +100,56 @@ class Installer:
             return status._replace(
                 replaced=replace.names_by_module(done.swaps),
                 records=replace.records_of(done.swaps, self.table),
-                late_bindings=done.early.rebound,
-                out_of_reach=tuple(done.early.listed),
                 overridden=tuple(done.overridden()),
             )
-        if self.outcome == "pending" and _ready(self.table.trigger):
-            # Someone's importlib.util.find_spec at the same moment can make wrapt miss an import.
+        if self.outcome == "pending" and ready(self.table.trigger):
             missed = f"{self.table.trigger} was loaded unnoticed: call torch_dcp_backport.activate()"
             return status._replace(reason=f"{decision.reason}; {missed}")
         return status
 
-    def _hook(self) -> None:
-        from wrapt import register_post_import_hook  # 120 ms: only where it is needed
-
-        self._registering = threading.get_ident()
-        self._hooked = True
-        try:
-            register_post_import_hook(self._on_import, self.table.trigger)
-        finally:
-            self._registering = None
-
-    def _on_import(self, module: ModuleType) -> None:
-        if self._registering == threading.get_ident():
-            # Called back at once: the module came up meanwhile, perhaps half executed. install() looks.
-            self._hooked = False
-            return
-        # From wrapt's loader, after the module's code ran. wrapt has dropped the hook by now.
-        self._hooked = False
-        self._apply(search=self._late)
-
-    def _unhook(self) -> None:
-        """Should it fail, _removed still disarms the hook."""
-        self._hooked = False
-        drop_hook(self.table.trigger, self._on_import)
-
     def reloaded(self) -> bool:
         done = self._replacement
         return done is not None and done.reloaded(self.table)
+
+    def resolve(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """What a stub calls."""
+        strict = self.decision.switch == "strict"
+        if not self._over and (self.outcome == "pending" or (strict and self.outcome != "applied")):
+            try:
+                import_module(self.table.trigger)
+                self._catch_up()
+            except BackportWarning:
+                raise
+            except Exception as error:
+                if strict:
+                    raise
+                why = f"{self.table.trigger} cannot be imported: {type(error).__name__}: {error}"
+                self._refuse("unsupported", why, error)
+        # Pending: another thread is at it.
+        if self._over or self.outcome not in ("applied", "pending"):
+            return stock
+        return cast("Callable[..., Any]", getattr(import_module(self.table.provider), name))
+
+    def _on_import(self, name: str, missed: bool) -> None:
+        if missed and name not in self._late:
+            self._late.add(name)
+            self._missed.add(name)
+        self._catch_up(name)
+
+    def _catch_up(self, executed: str = "") -> None:
+        """Do what can be done with those of torch's modules that are there."""
+        self._executed.add(executed)
+        if not self._loaded(self.table.trigger) and self._loaded(self.table.helpers):
+            self._attempt(self._put_stubs)
+        if self._loaded(self.table.trigger):  # perhaps by another thread, which found this one busy
+            self._attempt(self._apply)
+
+    def _loaded(self, name: str) -> bool:
+        return name in sys.modules and (name in self._executed or ready(name))
+
+    def _unhook(self) -> None:
+        for module in self.table.modules:
+            finder.process().unhook(module)
 
     def _start_again(self) -> None:
         with self._lock:
@@ -128,24 +157,21 @@ class Installer:
             if done is not None:
                 done.undo()
                 self._former = done.swaps
+                self._late.add(self.table.trigger)
                 self.outcome = "pending"
 
-    def _apply(self, search: bool) -> None:
-        """`search` beyond modules for early bindings: not where we came before any could be made."""
+    def _attempt(self, step: Callable[[], None]) -> None:
         with self._lock:
-            if self._busy or self._removed or self._replacement is not None:
+            if self._busy or self._over or self._replacement is not None:
                 return
             self._busy = True
         try:
-            # All that imports, warns or can fail comes before the lock and before the first write.
-            swaps = replace.plan(self.table, self.decision.release, self.decision.preview)
-            early = self._find_early(swaps, search)
-            self._tell_early(early)
-            self._write(Replacement(swaps, early))
+            step()
         except Refused as refused:
             self._refuse(refused.outcome, refused.reason)
         except BackportWarning as warning:  # turned into an error by the user's warning filter
             self.outcome, self.reason = "conflict", str(warning)
+            self._executed.clear()
             raise
         except Exception as error:
             why = f"the replacement failed and was taken back: {type(error).__name__}: {error}"
@@ -153,15 +179,38 @@ class Installer:
         finally:
             self._busy = False
 
-    def _write(self, replacement: Replacement) -> None:
-        with self._lock:
-            if self._removed:
-                return
-            replacement.write()
-            self._replacement = replacement
+    # All that imports, warns or can fail comes before the lock and before the first write.
+
+    def _put_stubs(self) -> None:
+        if self._stubs is not None:
+            return
+        decision, helpers = self.decision, self.table.helpers
+        found = replace.find(self.table, (helpers,), decision.release, decision.preview, {})
+        swaps = [swap._replace(ours=_stub(swap.name, swap.stock)) for swap in found]
+        late = helpers in self._late
+        early = self._find_early(swaps, late) if late else Early([], [], [])
+        self._tell_early(early)
+        self._write(Replacement(Plan(swaps, []), early), "_stubs")
+
+    def _apply(self) -> None:
+        stubs = {id(swap.ours): swap.stock for swap in (self._stubs.swaps if self._stubs is not None else [])}
+        plan = replace.plan(self.table, self.decision.release, self.decision.preview, stubs)
+        early = self._find_early(plan.swaps, self.table.trigger in self._late)
+        self._tell_early(early)
+        if self._write(Replacement(plan, early), "_replacement"):
             self.outcome, self.reason = "applied", self.decision.reason
+            self._unhook()
+
+    def _write(self, replacement: Replacement, attribute: str) -> bool:
+        with self._lock:
+            if self._over:
+                return False
+            replacement.write()
+            setattr(self, attribute, replacement)
+            return True
 
     def _find_early(self, swaps: list[Swap], search: bool) -> Early:
+        """`search` beyond modules for early bindings: not where we came before any could be made."""
         ours = {swap.name: swap.ours for swap in swaps}
         former = [swap._replace(ours=ours[swap.name]) for swap in self._former if swap.name in ours]
         names = bindings.early_names([*former, *swaps])
@@ -173,13 +222,17 @@ class Installer:
         rebound, listed = ", ".join(told), ", ".join(early.listed)
         if not rebound and not listed:
             return
+        when, advice = "before torch_dcp_backport was imported", "Import it earlier."
+        if self._missed:
+            when = f"from {', '.join(sorted(self._missed))}, which another import hook served unnoticed"
+            advice = "Import torch_dcp_backport after what installs that hook."
         if self.decision.switch == "strict":
             names = ", ".join(filter(None, (rebound, listed)))
-            raise Refused("conflict", f"bound before torch_dcp_backport was imported, do that first: {names}")
-        early_are = "bound before torch_dcp_backport was imported, and"
-        parts = [f"{early_are} given the replacements now: {rebound}."] if rebound else []
-        parts += [f"{early_are} out of reach: {listed}."] if listed else []
-        tell(" ".join([*parts, "Import it earlier."]), LateImportWarning)
+            first = "" if self._missed else ", do that first"
+            raise Refused("conflict", f"bound {when}{first}: {names}")
+        parts = [f"bound {when}, and given the replacements now: {rebound}."] if rebound else []
+        parts += [f"bound {when}, and out of reach: {listed}."] if listed else []
+        tell(" ".join([*parts, advice]), LateImportWarning)
 
     def _refuse_half_executed(self) -> None:
         self.reason = (
@@ -190,8 +243,22 @@ class Installer:
 
     def _refuse(self, outcome: str, reason: str, cause: Exception | None = None) -> None:
         self.outcome = outcome
+        self._executed.clear()  # the next import executes them again
         self.reason = f"{reason}. torch {self.decision.torch_version} was left as it is."
+        if self.decision.switch != "strict":  # else the next import raises again, and so does a stub
+            self._unhook()
+            with self._lock:
+                self._over = True
+                self._take_stubs_back()
         self._complain(cause)
+
+    def _take_stubs_back(self) -> None:
+        """Also where they were imported to since."""
+        stubs, self._stubs = self._stubs, None
+        if stubs is not None:
+            names = bindings.early_names([swap._replace(held=swap.ours) for swap in stubs.swaps])
+            Replacement(Plan([], []), Early(names, [], [])).undo()
+            stubs.undo()
 
     def _complain(self, cause: Exception | None = None) -> None:
         if self.decision.switch == "strict":
@@ -199,29 +266,15 @@ class Installer:
         tell(self.reason, BackportWarning)
 
 
-def drop_hook(name: str, hook: Callable[[ModuleType], None]) -> None:
-    """wrapt has no public way to take a hook back.
+def _stub(name: str, stock: object) -> object:
+    function = cast("Callable[..., Any]", stock)
 
-    wrapt's finder stays in sys.meta_path, as wrapt means it to: taking it out could make another thread,
-    just walking that list, miss a finder. Without hooks it costs a dictionary lookup for each import.
-    """
-    importer = sys.modules.get("wrapt.importer")
-    lock = getattr(importer, "_post_import_hooks_lock", None)
-    hooks = getattr(importer, "_post_import_hooks", None)
-    if lock is None or not isinstance(hooks, dict):
-        return
-    with lock:
-        waiting = hooks.get(name, [])
-        if hook in waiting:
-            waiting.remove(hook)
-            if not waiting:
-                del hooks[name]
+    @functools.wraps(function)
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        installer = finder.process().installer
+        return (function if installer is None else installer.resolve(name, function))(*args, **kwargs)
 
-
-def _ready(name: str) -> bool:
-    """Loaded and executed to the end."""
-    module = sys.modules.get(name)
-    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+    return stub
 
 
 def _wait_for_import(name: str) -> None:

@@ -6,18 +6,25 @@ Must never leave a part of the set written, and must never run code of the modul
 from __future__ import annotations
 
 import functools
+import linecache
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Iterable, Mapping
 from importlib import import_module
-from types import FunctionType
+from types import FunctionType, ModuleType
+from typing import NamedTuple, cast
 
-from torch_dcp_backport.activation.bindings import Early, Swap
-from torch_dcp_backport.activation.holders import namespace_of, within
+from torch_dcp_backport.activation.bindings import ABSENT, ClassAttribute, Early, Swap
+from torch_dcp_backport.activation.holders import class_namespace, namespace_of, within
 from torch_dcp_backport.activation.table import FIRST, Table, Target
 
-# Torch decorates some of its functions with these; a layer of anybody else is a foreign patch.
+# Torch decorates some of its functions with these, and with its own.
 _DECORATORS = ("contextlib", "functools")
+_LAYERLESS = ("@no_type_check",)  # returns what it is given
 _LRU_CACHE = type(functools.lru_cache(maxsize=None)(lambda: None))
+# What @dataclass writes into a class, besides the defaults of its fields.
+_DATACLASS = ("__init__", "__repr__", "__eq__", "__replace__", "__match_args__", "__annotations__",
+    "__dataclass_fields__")  # fmt: skip
 
 
 class Refused(Exception):
@@ -29,21 +36,62 @@ class Refused(Exception):
         self.reason = reason
 
 
-def plan(table: Table, release: tuple[int, int], preview: bool) -> list[Swap]:
-    """The whole set, checked; Refused where one member cannot be replaced."""
+class Plan(NamedTuple):
+    """A checked set: names of modules, and attributes of torch's own classes."""
+
+    swaps: list[Swap]
+    attributes: list[ClassAttribute]
+
+
+def plan(table: Table, release: tuple[int, int], preview: bool, stubs: Mapping[int, object]) -> Plan:
+    """The whole set, checked; Refused where one member cannot be replaced.
+
+    `stubs`: the id of each stub that stands in one of torch's modules, and what it stands for.
+    """
     provider = import_module(table.provider)
+    swaps, attributes = [], []
+    for swap in find(table, table.modules, release, preview, stubs):
+        swap = swap._replace(ours=getattr(provider, swap.name, None))
+        _check(swap, table)
+        if isinstance(swap.stock, type) and not swap.name.startswith("_"):
+            # Instances made before stay instances of the class that everybody has.
+            attributes += _extension(swap.stock, cast(type, swap.ours))
+            swap = swap._replace(ours=swap.stock)
+        swaps.append(swap)
+    return Plan(swaps, attributes)
+
+
+def find(
+    table: Table,
+    modules: tuple[str, ...],
+    release: tuple[int, int],
+    preview: bool,
+    stubs: Mapping[int, object],
+) -> list[Swap]:
+    """What is to be replaced in these modules, each with itself yet; Refused where it is not torch's own."""
     swaps = []
     for target in table.targets:
-        namespace = namespace_of(sys.modules.get(target.module))
+        if target.module not in modules:
+            continue
+        module = sys.modules.get(target.module)
+        namespace = namespace_of(module)
         if namespace is None:
             raise Refused("unsupported", f"{target.module} is not loaded, though {table.trigger} is")
         if target.name not in namespace:
             if _required(target, release, preview):
                 raise Refused("unsupported", f"{target.module} has no {target.name}: unknown layout")
             continue
-        stock, ours = namespace[target.name], getattr(provider, target.name, None)
-        swap = Swap(target.module, target.name, namespace, stock, ours)
-        _check(swap, table)
+        held = namespace[target.name]
+        stock = stubs.get(id(held), held)
+        holder = weakref.ref(cast(ModuleType, module))
+        swap = Swap(target.module, target.name, holder, held, stock, stock)
+        foreign = foreign_layer(stock, table)
+        if foreign is not None:
+            raise Refused(
+                "conflict",
+                f"{swap.dotted} was already replaced by {foreign}: remove one of the two, "
+                "or import torch_dcp_backport first if the other one can wrap it",
+            )
         swaps.append(swap)
     return swaps
 
@@ -55,13 +103,6 @@ def _required(target: Target, release: tuple[int, int], preview: bool) -> bool:
 
 
 def _check(swap: Swap, table: Table) -> None:
-    foreign = foreign_layer(swap.stock, table.owner)
-    if foreign is not None:
-        raise Refused(
-            "conflict",
-            f"{swap.dotted} was already replaced by {foreign}: remove one of the two, "
-            "or import torch_dcp_backport first if the other one can wrap it",
-        )
     if swap.ours is None or isinstance(swap.stock, type) != isinstance(swap.ours, type):
         raise Refused("unsupported", f"{table.provider} has no replacement for {swap.dotted}")
     # torch 2.7 itself shifted the positions of _StateDictInfo, which only torch creates, by keyword.
@@ -72,24 +113,60 @@ def _check(swap: Swap, table: Table) -> None:
         raise Refused("unsupported", why)
 
 
-def foreign_layer(value: object, owner: str) -> str | None:
-    """Who else had a hand in this function or class, seen through torch's own decorators; None if nobody."""
-    layer: object | None = value
-    home = "?"
-    while layer is not None:
-        # A foreign wrapper copies __module__ (functools.wraps) but not the globals it runs in.
-        if type(layer) is FunctionType:  # isinstance would believe a wrapt proxy
-            home = str(layer.__globals__.get("__name__"))
-            known = within(home, owner) or home in _DECORATORS
-        elif type(layer) in (_LRU_CACHE, type):
-            home = str(getattr(layer, "__module__", None))
-            known = within(home, owner)
-        else:
-            home, known = f"a {type(layer).__module__}.{type(layer).__qualname__}", False
-        if not known:
-            return home
-        layer = getattr(layer, "__wrapped__", None)
-    return None if within(home, owner) else home
+def _extension(stock: type, ours: type) -> list[ClassAttribute]:
+    """What makes torch's own dataclass the newer one."""
+    old, new = class_namespace(stock), class_namespace(ours)
+    fields = cast("dict[str, object]", new.get("__dataclass_fields__", {}))
+    return [
+        ClassAttribute("", weakref.ref(stock), key, old.get(key, ABSENT), new[key])
+        for key in (*_DATACLASS, *fields)
+        if key in new
+    ]
+
+
+def foreign_layer(value: object, table: Table) -> str | None:
+    """Who else had a hand in this function or class; None if nobody.
+
+    A wrapper's home does not tell: anybody's @torch.no_grad() comes from where torch's does. So the layers
+    are counted: torch's definition has one for each of its decorators.
+    """
+    definition, wrappers = value, []
+    while getattr(definition, "__wrapped__", None) is not None:
+        wrappers.append(_home(definition))
+        definition = definition.__wrapped__  # type: ignore[attr-defined]
+    home = _home(definition)
+    if home not in table.modules:
+        return home
+    unknown = [one for one in wrappers if not within(one, table.owner) and one not in _DECORATORS]
+    if unknown or not wrappers:
+        return unknown[0] if unknown else None
+    return wrappers[0] if len(wrappers) > _decorators(definition) else None
+
+
+def _home(layer: object) -> str:
+    """The module whose code a function, class or wrapper is."""
+    if type(layer) is FunctionType:  # isinstance would believe a wrapt proxy
+        return str(layer.__globals__.get("__name__"))
+    if type(layer) is type:
+        return layer.__module__
+    return (
+        "functools" if type(layer) is _LRU_CACHE else f"a {type(layer).__module__}.{type(layer).__qualname__}"
+    )
+
+
+def _decorators(definition: object) -> int:
+    """How many layers torch's own source puts around a function; any number where there is no source."""
+    if type(definition) is not FunctionType:
+        return 0
+    code = definition.__code__
+    linecache.checkcache(code.co_filename)
+    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
+    count = 0
+    for line in lines:
+        if line.startswith("def "):
+            return count
+        count += line.startswith("@") and not line.startswith(_LAYERLESS)
+    return sys.maxsize
 
 
 def call_misfit(stock: object, ours: object, positions: bool = True) -> str | None:
@@ -126,36 +203,35 @@ def call_misfit(stock: object, ours: object, positions: bool = True) -> str | No
 class Replacement:
     """A checked set and the early bindings that go with it: written and undone as one."""
 
-    def __init__(self, swaps: list[Swap], early: Early) -> None:
-        self.swaps = swaps
+    def __init__(self, plan: Plan, early: Early) -> None:
+        self.swaps = plan.swaps
         self.early = early
+        self._attributes = [*plan.attributes, *early.attributes]
         self._labels: list[tuple[type, str, str]] = []  # our classes, where they say they are from, as what
 
     def write(self) -> None:
         try:
-            _update(self.swaps, lambda swap: (swap.stock, swap.ours))
+            _update([(swap.namespace, swap.name, swap.held, swap.ours) for swap in self.swaps])
             for swap in self.swaps:
                 # Pickle looks a class up by module and name. Functions keep theirs: tracebacks stay honest.
-                if isinstance(swap.ours, type):
+                if isinstance(swap.ours, type) and swap.ours is not swap.stock:
                     self._labels.append((swap.ours, swap.ours.__module__, swap.ours.__qualname__))
                     _label(swap.ours, swap.module, swap.name)
-            _update(self.early.names, lambda swap: (swap.stock, swap.ours))
-            for place in self.early.places:
-                place.put()
+            _update([(swap.namespace, swap.name, swap.held, swap.ours) for swap in self.early.names])
+            for attribute in self._attributes:
+                attribute.put()
         except BaseException:
             self.undo()
             raise
 
     def undo(self) -> None:
         """Torch's own objects back, except where somebody put a third thing in place of ours since."""
-        for place in self.early.places:
-            place.undo()
-        _update(self.early.names, lambda swap: (swap.ours, swap.stock))
+        for attribute in reversed(self._attributes):
+            attribute.undo()
         # A module that was imported anew has got what it imports itself from one that was not.
-        now = [
-            swap._replace(namespace=namespace_of(sys.modules.get(swap.module)) or {}) for swap in self.swaps
-        ]
-        _update([*self.swaps, *now], lambda swap: (swap.ours, swap.stock))
+        anew = [(namespace_of(sys.modules.get(swap.module)) or {}, swap) for swap in self.swaps]
+        places = [(swap.namespace, swap) for swap in (*self.early.names, *self.swaps)]
+        _update([(namespace, swap.name, swap.ours, swap.stock) for namespace, swap in (*places, *anew)])
         while self._labels:
             _label(*self._labels.pop())
 
@@ -174,7 +250,7 @@ class Replacement:
         imported = {swap.name for swap in self.swaps if swap.module != table.trigger}
         swaps = [swap for swap in self.swaps if swap.module == table.trigger and swap.name not in imported]
         return not any(module.get(swap.name) is swap.ours for swap in swaps) and not any(
-            foreign_layer(module.get(swap.name), table.owner) for swap in swaps
+            foreign_layer(module.get(swap.name), table) for swap in swaps
         )
 
 
@@ -183,13 +259,12 @@ def _label(cls: type, module: str, qualname: str) -> None:
         cls.__module__, cls.__qualname__ = module, qualname
 
 
-def _update(swaps: list[Swap], change: Callable[[Swap], tuple[object, object]]) -> None:
-    """For each module one dict.update, which no other thread can see half done."""
+def _update(changes: Iterable[tuple[dict[str, object], str, object, object]]) -> None:
+    """One dict.update for each namespace: no other thread sees it half done. (namespace, name, old, new)"""
     updates: dict[int, tuple[dict[str, object], dict[str, object]]] = {}
-    for swap in swaps:
-        old, new = change(swap)
-        if swap.namespace.get(swap.name) is old:
-            updates.setdefault(id(swap.namespace), (swap.namespace, {}))[1][swap.name] = new
+    for namespace, name, old, new in changes:
+        if namespace.get(name, ABSENT) is old:
+            updates.setdefault(id(namespace), (namespace, {}))[1][name] = new
     for namespace, new_values in updates.values():
         namespace.update(new_values)
 

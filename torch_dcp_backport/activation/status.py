@@ -16,7 +16,7 @@ from torch_dcp_backport.activation.table import FIXED_IN, RECORDS
 # What each outcome means to somebody who has not read the code.
 MEANING = {
     "applied": "torch's functions are replaced in this process",
-    "pending": "nothing is replaced yet; it will be when torch's module is imported",
+    "pending": "nothing is replaced yet; it will be as soon as torch's functions are imported or called",
     "not-needed": "this torch has the fix, nothing was touched",
     "disabled": "switched off, nothing is replaced",
     "unsupported": "this torch cannot be fixed here, nothing was touched",

@@ -57,6 +57,7 @@ class Table(NamedTuple):
 
     provider: str  # our package that has the replacements
     owner: str  # the top-level package that must have defined what is replaced
+    helpers: str  # the module with those helpers that others of the owner's modules import
     trigger: str  # the module whose import completes the set
     targets: tuple[Target, ...]
 
@@ -119,6 +120,7 @@ _HELPERS: tuple[tuple[str, tuple[int, int], tuple[str, ...]], ...] = (
 TABLE = Table(
     provider="torch_dcp_backport.state_dict",
     owner="torch",
+    helpers=STATE_DICT_UTILS,
     trigger=STATE_DICT,
     targets=(
         *(Target(STATE_DICT_UTILS, *helper) for helper in _HELPERS),

@@ -6,12 +6,12 @@ after `del` (pytorch#149354).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any, Union
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
@@ -52,6 +52,7 @@ def get_fqns(
     if len(path) == 1:
         return {name}
     kept: list[str] = []
+    compiled = compiled_modules()
     here: Any = model
     for depth, step in enumerate(path):
         if isinstance(here, DistributedDataParallel):
@@ -59,7 +60,7 @@ def get_fqns(
             if not skip_ddp_prefix:
                 kept.append(step)
             continue
-        if isinstance(here, OptimizedModule):
+        if isinstance(here, compiled):
             here = child(here, step, "_orig_mod")
             if not skip_compiler_prefix:
                 kept.append(step)
@@ -93,7 +94,8 @@ class Names:
     def __init__(self, model: nn.Module, dsd_fqn_modifiers: str = FQN_MODIFIERS) -> None:
         self.model = model
         self.dsd_fqn_modifiers = dsd_fqn_modifiers
-        wrappers = (DistributedDataParallel, OptimizedModule, FullyShardedDataParallel)
+        wrappers: tuple[type[nn.Module], ...] = (DistributedDataParallel, FullyShardedDataParallel)
+        wrappers += compiled_modules()
         #: Whether a name is its FQN, apart from activation checkpointing's prefix.
         self.are_plain = not any(
             isinstance(module, wrappers) or hasattr(module, dsd_fqn_modifiers) for module in model.modules()
@@ -104,6 +106,15 @@ class Names:
             return {name.replace(CHECKPOINT_PREFIX, "")}
         modifiers = self.dsd_fqn_modifiers
         return get_fqns(self.model, name, skip_ddp_prefix, skip_compiler_prefix, dsd_fqn_modifiers=modifiers)
+
+
+def compiled_modules() -> tuple[type[nn.Module], ...]:
+    """What torch.compile makes of a module; nothing where it was not used.
+
+    Importing torch._dynamo fails while another thread imports it: its imports are circular.
+    """
+    made = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    return () if made is None else (made,)
 
 
 def child(wrapper: nn.Module, step: str, expected: str) -> Any:

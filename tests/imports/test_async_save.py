@@ -1,0 +1,90 @@
+"""Programs that use torch's helpers, and never import checkpoint.state_dict, in fresh interpreters."""
+
+from __future__ import annotations
+
+import pytest
+from interpreters import AFFECTED, Fresh
+
+# Training goes on before the thread that writes begins.
+SAVE = """
+import threading, torch, torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+go = threading.Event()
+class Slow(dcp.FileSystemWriter):
+    def write_data(self, *args):
+        assert go.wait(60)
+        return super().write_data(*args)
+live = {"weight": torch.zeros(8), "step": 3}
+future = dcp.async_save(live, storage_writer=Slow(f"{folder}/saved"))
+live["weight"].fill_(1)
+go.set()
+future.result()
+saved = {"weight": torch.full((8,), 5.0), "step": 0}
+dcp.load(saved, checkpoint_id=f"{folder}/saved")
+dist.destroy_process_group()
+"""
+END = """
+status = torch_dcp_backport.status()
+tell(saved=saved["weight"].unique().tolist(), step=saved["step"], outcome=status.outcome,
+     late=status.late_bindings)
+"""
+ORDERS = {
+    "us first": "import torch_dcp_backport",
+    "us after torch": "import torch, torch_dcp_backport",
+    "us after fsdp": "import torch.distributed.fsdp, torch_dcp_backport",
+    "us after dcp": "import torch.distributed.checkpoint, torch_dcp_backport",
+    "us from the middle of fsdp": """
+import torch, wrapt
+wrapt.register_post_import_hook(lambda module: __import__("torch_dcp_backport"), "torch.distributed.fsdp.api")
+import torch.distributed.fsdp
+import torch_dcp_backport
+""",
+}
+
+
+@pytest.mark.parametrize("switch", ["auto", "strict"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_async_save_writes_what_it_was_given(fresh: Fresh, tmp_path: str, order: str, switch: str) -> None:
+    ended = fresh(f"folder = {str(tmp_path)!r}\n" + ORDERS[order] + SAVE + END, switch=switch)
+    facts = ended.facts
+    assert (facts["saved"], facts["step"]) == ([0], 3)
+    assert facts["outcome"] == ("applied" if AFFECTED else "not-needed")
+    assert [name for name in facts["late"] if not name.startswith("torch.")] == []
+    assert "torch_dcp_backport" not in ended.err
+
+
+@pytest.mark.skipif(not AFFECTED, reason="fixed in torch")
+def test_stock_writes_what_training_made_of_it(fresh: Fresh, tmp_path: str) -> None:
+    ended = fresh(f"folder = {str(tmp_path)!r}\n" + SAVE + "tell(saved=saved['weight'].unique().tolist())")
+    assert ended.facts["saved"] == [1]
+
+
+@pytest.mark.skipif(not AFFECTED, reason="nothing is replaced")
+def test_nothing_is_imported_before_the_first_call(fresh: Fresh) -> None:
+    facts = fresh(
+        """
+        import inspect, pickle, torch_dcp_backport
+        import torch.distributed.checkpoint.state_dict_saver as saver
+        from torch.distributed.fsdp import _optim_utils
+        import torch.distributed._state_dict_utils as utils
+        ours = "torch_dcp_backport.state_dict"
+        early = sorted(name for name in sys.modules if name == B or name.startswith(ours))
+        stub = [saver._offload_state_dict_to_cpu]  # a name of this module would be rebound
+        looks = [stub[0] is utils._offload_state_dict_to_cpu, pickle.loads(pickle.dumps(stub)) == stub,
+                 list(inspect.signature(*stub).parameters)[0], home("_copy_state_dict", A)]
+        before = torch_dcp_backport.status()
+        _optim_utils._gather_state_dict({})
+        after = torch_dcp_backport.status()
+        held = [module._offload_state_dict_to_cpu is not stub[0] for module in (saver, utils)]
+        tell(early=early, looks=looks, before=[before.outcome, before.reason, before.replaced], held=held,
+             after=[after.outcome, len(after.replaced)], home=home("set_model_state_dict"))
+        """
+    ).facts
+    assert facts["early"] == []
+    assert facts["looks"] == [True, True, "state_dict", "torch"]
+    outcome, reason, replaced = facts["before"]
+    assert (outcome, replaced) == ("pending", [])
+    assert reason.endswith("or for a function of torch.distributed._state_dict_utils to be called")
+    assert facts["held"] == [True, True]
+    assert (facts["after"], facts["home"]) == (["applied", 2], "torch_dcp_backport")
