@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._state_dict_utils import _gather_state_dict
+from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.options import StateDictInfo
@@ -66,7 +66,9 @@ def whole_tree(
             value = whole[path] if path in whole else compat.local_part(value).detach()
         elif isinstance(value, ShardedTensor):
             # FSDP1's legacy kind; a collective, so every rank takes part. Not part of the leak.
-            value = _gather_state_dict({"value": value}, pg=group, device=device)["value"]
+            shards = value.local_shards()
+            home = shards[0].tensor.device if shards else torch.device("cpu")
+            value = _all_gather_sharded_tensor(value, group, device).to(home)
         return value.cpu() if cpu_offload and keep and torch.is_tensor(value) else value
 
     result = rebuild(tree, leaf)
