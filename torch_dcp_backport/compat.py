@@ -51,6 +51,7 @@ __all__ = [
     "from_local",
     "group_ranks",
     "host_buffer",
+    "is_cut_as",
     "local_part",
     "mesh_groups",
     "mesh_ranks",
@@ -157,6 +158,20 @@ def add_note(error: BaseException, note: str) -> None:
     """Python 3.11 came with notes that a traceback shows."""
     if hasattr(error, "add_note"):
         error.add_note(note)
+
+
+def is_cut_as(tensor: DTensor, other: DTensor) -> bool:
+    """Whether two DTensors of one shape differ in their placements in nothing but the order of the cuts."""
+    if tensor.shape != other.shape or tensor.device_mesh != other.device_mesh:
+        return False
+    if local_part(tensor).shape != local_part(other).shape:
+        return False
+    try:
+        # Not the placements themselves: a Shard equals a _StridedShard of the same dimension.
+        mine, theirs = list(map(split_of, tensor.placements)), list(map(split_of, other.placements))
+    except NotImplementedError:
+        return False
+    return mine != theirs and [cut and cut[0] for cut in mine] == [cut and cut[0] for cut in theirs]
 
 
 def on_mesh_device(tensor: DTensor) -> DTensor:

@@ -18,7 +18,6 @@ from torch import nn
 NEUTRAL: dict[str, dict[str, Any]] = {
     "Adam": {"weight_decay": 0.5, "amsgrad": True},
     "AdamW": {},
-    "NAdam": {},
     "RAdam": {},
     "Adamax": {},
     "Adadelta": {},
@@ -29,6 +28,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.5, "dampening": 0.25},
     "Rprop": {},
+    "NAdam": {},
     "ASGD": {"weight_decay": 0.5},
 }
 KINDS = {**NEUTRAL, **OTHERS}

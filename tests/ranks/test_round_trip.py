@@ -38,7 +38,7 @@ NOT_SHARDED = ("Rprop",)
 #: torch's load_state_dict() gives scalars other than "step" the dtype of the parameter.
 NOT_BFLOAT16 = ("ASGD", "NAdam", "Own")
 #: Of these a parameter without states is given with first states.
-NEUTRAL = ("Adadelta", "Adam", "AdamW", "AdamW tensor", "Adamax", "NAdam", "RAdam", "RMSprop")
+NEUTRAL = ("Adadelta", "Adam", "AdamW", "AdamW tensor", "Adamax", "RAdam", "RMSprop")
 
 
 class Own(torch.optim.Optimizer):

@@ -98,6 +98,10 @@ def group_values(flat: FlatDict, group: Mapping[str, Any], names: list[str]) -> 
             continue
         places = {fqn: f"{GROUPS}.{fqn}.{key}" for fqn in names}
         saved = {fqn: flat.values[place] for fqn, place in places.items() if place in flat.values}
+        if not saved and any(flat.below(f"{GROUPS}.{fqn}") for fqn in names):
+            # A value that the state dict does not know stays as it is.
+            result[key] = held
+            continue
         if not saved:
             raise KeyError(places[names[0]])
         first, value = next(iter(saved.items()))

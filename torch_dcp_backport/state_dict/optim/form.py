@@ -26,6 +26,12 @@ def complaint_about(state: Optional[Mapping[Any, Any]], info: StateDictInfo) -> 
     return None
 
 
+def is_numbered(state: Mapping[str, Any]) -> bool:
+    """Whether a nested state dict numbers its parameters, as torch.optim's own do."""
+    names = [name for group in state[GROUPS] for name in group[PARAMS]] or list(state[STATE])
+    return bool(names) and all(isinstance(name, int) for name in names)
+
+
 def fqns_of(param: torch.Tensor, info: StateDictInfo) -> Iterable[str]:
     """The names of one of the optimizer's parameters.
 

@@ -37,6 +37,9 @@ logger = logging.getLogger("torch_dcp_backport.state_dict.optimizer")
 
 Settle = Callable[[Any], None]
 
+#: Key of an inventory: the parameters of the source's optimizer for which it gives no state.
+NAMES: Path = ("names",)
+
 
 class Boxed(NamedTuple):
     """A group's value. It travels with the inventory even if it is a tensor (a learning rate may be one)."""
@@ -94,6 +97,7 @@ class OptimizerLoad(Load):
         self.optim = optim
         self.beginning = beginning
         self.strict = strict
+        self.applied = False
         local = named_state(model, optim)
         self.params = {
             fqn: param
@@ -112,6 +116,16 @@ class OptimizerLoad(Load):
         yield from (value for value in self.values.values() if isinstance(value, compat.DTensor))
 
     def plan(self, inventory: Mapping[Any, Any]) -> None:
+        inventory = dict(inventory)
+        bare = inventory.pop(NAMES, None)
+        if bare is not None and self.strict:
+            # Another rank's part of a model (a pipeline's stage) is not in the source's optimizer.
+            known = {path[1] for path in inventory if path[0] == STATE} | set(bare.value)
+            self.problems += [
+                Problem("Missing optimizer state", fqn, "no such parameter on the source", "its state")
+                for fqn in self.params
+                if fqn not in known
+            ]
         self.drop_replaced(inventory)
         self.settle_absent(inventory)
         for path, offered in inventory.items():
@@ -181,6 +195,12 @@ class OptimizerLoad(Load):
         self.values[path] = offered
 
     def plan_state(self, path: Path, offered: Any) -> None:
+        if self.beginning.kind is not None and len(path) > 3:
+            what = "not a state that this optimizer has"
+            self.problems.append(
+                Problem(what, spell_key(path[:3]), "a dict or a list", "a tensor or a number")
+            )
+            return
         live = self.values.get(path)
         if torch.is_tensor(live):
             expected: Any = expected_of(live)
@@ -215,7 +235,8 @@ class OptimizerLoad(Load):
             sharded = isinstance(expected.like, compat.DTensor)
             self.want_new(path, expected if sharded else expected._replace(dtype=offered.dtype), settle)
         elif offered.shape == tuple(param.shape):
-            self.want_fresh(path, param, offered, local_of(param).device, settle)
+            # In the parameter's memory format: fused kernels go by memory, not by strides.
+            self.want_new(path, expected_of(param)._replace(dtype=offered.dtype), settle)
         elif expected is not None and isinstance(expected.like, compat.DTensor):
             self.accepts(path, offered, expected.shape)
         else:
@@ -254,6 +275,10 @@ class OptimizerLoad(Load):
 
     def apply(self, fetch: Callable[[str], None]) -> None:
         own_method(self.optim, "load_state_dict")(state_dict=self.result())
+        self.applied = True
+
+    def written(self) -> str:
+        return "its states" if self.applied else ""
 
     def result(self) -> dict[str, Any]:
         """The state dict for the optimizer's own load_state_dict()."""

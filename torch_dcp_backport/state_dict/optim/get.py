@@ -64,10 +64,27 @@ def named_state(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
             raise KeyError(f"parameter {index} of {type(optim).__name__} is not a parameter of the model")
         return names[index]
 
+    params = {index: param for param, index in number.items()}
     return {
         **state,
-        STATE: {name_of(index): value for index, value in state[STATE].items()},
+        STATE: {name_of(index): laid_as(params[index], value) for index, value in state[STATE].items()},
         GROUPS: [{**group, PARAMS: [name_of(index) for index in group[PARAMS]]} for group in state[GROUPS]],
+    }
+
+
+def laid_as(param: torch.Tensor, states: Any) -> Any:
+    """The states of a parameter, those that are cut as it is with its placements.
+
+    Operations with `out=` forget up to torch 2.7 that FSDP2 over TP cuts in another order (_StridedShard):
+    what they leave (AMSGrad's maximum) would be put together permuted.
+    """
+    if not isinstance(param, compat.DTensor) or not isinstance(states, dict):
+        return states
+    return {
+        name: compat.wrap_local(compat.local_part(value), param)
+        if isinstance(value, compat.DTensor) and compat.is_cut_as(value, param)
+        else value
+        for name, value in states.items()
     }
 
 
@@ -91,11 +108,11 @@ def with_first_states(optim: Optimizer, named: dict[str, Any]) -> dict[str, Any]
         return named
     states = dict(named[STATE])
     # In the order of the parameters: on another rank others may be without.
-    ordered = {
-        fqn: first.get(param) or states.pop(fqn)
-        for param, fqn in fqn_of.items()
-        if param in first or fqn in states
-    }
+    ordered: dict[str, Any] = {}
+    for param, fqn in fqn_of.items():
+        held = states.pop(fqn, None)
+        if param in first or held is not None:
+            ordered[fqn] = first.get(param, held)
     return {**named, STATE: {**ordered, **states}}
 
 

@@ -42,7 +42,8 @@ KINDS: Mapping[str, Kind] = {
     "AdamW": Kind({"step": 0}),
     "Adamax": Kind({"step": 0, "exp_inf": 0.0}),
     "Muon": Kind({}),
-    "NAdam": Kind({"step": 0, "mu_product": 1.0}),
+    # A load casts the product to the parameter's dtype, which a first step would not.
+    "NAdam": Kind({"step": 0, "mu_product": 1.0}, neutral=False),
     "RAdam": Kind({"step": 0}),
     "RMSprop": Kind({"step": 0, "momentum_buffer": 0.0}),
     # The first step sizes are the learning rate of the first step, which may be another one by then.
@@ -278,6 +279,7 @@ class Beginning:
         self.optim = optim
         self.kind = kind_of(optim)
         self.was_fresh = is_fresh(optim)
+        self.state = optim.state
         #: Parameters without any state.
         self.bare = frozenset(param for param in params_of(optim) if not optim.state.get(param))
         self._expected: Optional[ExpectedStates] = None
@@ -295,7 +297,8 @@ class Beginning:
                 raise
 
     def undo(self) -> None:
-        if self.was_fresh:
+        # load_state_dict() puts another object there: what it loaded stays.
+        if self.was_fresh and self.optim.state is self.state:
             # With the states of some parameters alone, an optimizer would never make the others'.
             self.optim.state.clear()
 

@@ -14,15 +14,16 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.collect import Path
 from torch_dcp_backport.state_dict.fqn import Names
-from torch_dcp_backport.state_dict.load import Load
+from torch_dcp_backport.state_dict.load import Load, problem_of
 from torch_dcp_backport.state_dict.model import own_method
 from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state
-from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE
-from torch_dcp_backport.state_dict.optim.full import OptimizerLoad, Unprepared, paths_of
+from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE, is_numbered
+from torch_dcp_backport.state_dict.optim.full import NAMES, Boxed, OptimizerLoad, Unprepared, paths_of
 from torch_dcp_backport.state_dict.optim.get import fsdp1_group
-from torch_dcp_backport.state_dict.optim.initial import Beginning
+from torch_dcp_backport.state_dict.optim.initial import Beginning, params_of
 from torch_dcp_backport.state_dict.optim.split import split_optim_state
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.transfer import Problem
@@ -59,9 +60,11 @@ def prepare_full(
 ) -> Prepared:
     """Find out what one optimizer wants and gives; what is wrong on this rank goes into `problems`.
 
-    `problems` may be shared by the loads of several optimizers. Raises nothing but interrupts: the other
-    ranks come to the agreement and wait there.
+    `problems` may be shared by the loads of several optimizers. Raises nothing but interrupts where other
+    ranks take part: they come to the agreement and wait there.
     """
+    sharded = any(isinstance(param, compat.DTensor) for param in params_of(optim))
+    others_wait = info.broadcast_from_rank0 or (sharded and dist.is_initialized())
     complained = bool(problems)
     beginning = Beginning(optim)
     load: Load = Unprepared(optim, problems)
@@ -72,9 +75,21 @@ def prepare_full(
             load = OptimizerLoad(model, optim, beginning, problems, info.strict)
         except (RuntimeError, MemoryError) as error:
             problems.append(Problem("could not make the optimizer's states", got=str(error)))
+        except Exception as error:
+            if not others_wait:
+                raise
+            problems.append(problem_of(error))
         if isinstance(load, OptimizerLoad) and not complained and holds_source(info):
             try:
-                given = paths_of(by_name(own_part(state_dict, info, beginning, fill=False), load.names))
+                if not state_dict and sharded and not info.broadcast_from_rank0:
+                    raise RuntimeError("the optimizer state dict is empty")
+                if state_dict and STATE in state_dict and is_numbered(state_dict):
+                    state_dict = by_name(state_dict, load.names)
+                part = own_part(state_dict, info, beginning, fill=False)
+                given = paths_of(part)
+                if part:
+                    every = (fqn for names in load.names for fqn in names)
+                    given[NAMES] = Boxed([fqn for fqn in every if fqn not in part[STATE]])
             except Exception as error:
                 missing = isinstance(error, KeyError)
                 problems.append(Problem(f"missing key {error}" if missing else str(error)))
@@ -145,10 +160,8 @@ def own_part(
     return unflatten_optim_state(beginning.optim, state_dict, info, beginning, fill)
 
 
-def by_name(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+def by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
     """A state dict with parameter numbers, by the FQNs that stand at the same places."""
-    if not state or not all(isinstance(key, int) for key in state[STATE]):
-        return state
     numbers = [number for group in state[GROUPS] for number in group[PARAMS]]
     flat = [name for group in names for name in group]
     if len(numbers) != len(flat):
@@ -162,7 +175,11 @@ def by_name(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, 
             "use FQNs"
         )
     fqn_of = dict(zip(numbers, flat))
-    return {**state, STATE: {fqn_of[number]: value for number, value in state[STATE].items()}}
+    return {
+        **state,
+        STATE: {fqn_of[number]: value for number, value in state[STATE].items()},
+        GROUPS: [{**group, PARAMS: own} for group, own in zip(state[GROUPS], names)],
+    }
 
 
 def fsdp1_to_load(

@@ -11,7 +11,7 @@ from typing import Any, Optional
 from torch.optim import Optimizer
 
 from torch_dcp_backport.state_dict.optim.absent import AbsentStates
-from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE, fqns_of
+from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE, fqns_of, is_numbered
 from torch_dcp_backport.state_dict.optim.initial import Beginning
 from torch_dcp_backport.state_dict.options import StateDictInfo
 
@@ -28,7 +28,7 @@ def split_optim_state(
         RuntimeError: a missing state (strict), see `AbsentStates`.
     """
     states, saved = loaded[STATE], loaded[GROUPS]
-    if states and all(isinstance(key, int) for key in states):
+    if is_numbered(loaded):
         return dict(loaded)
     absent = AbsentStates(beginning or Beginning(optim), info.strict, bool(states))
     group_of = {fqn: number for number, group in enumerate(saved) for fqn in group[PARAMS]}
@@ -47,7 +47,7 @@ def split_optim_state(
                 source = group_of.get(fqn)
                 if source is not None:
                     sources.add(source)
-                if fqn in states:
+                if states.get(fqn):
                     state[fqn] = states[fqn]
                 else:
                     absent.judge(fqn, param, group, None if source is None else saved[source])
