@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -19,6 +20,31 @@ BASE = "2.6.0"
 AS_NATIVE = {"value": "as native torch"}
 #: The releases that have pinned results; the first releases of a minor are held to those of its last.
 PINNED = ("2.4.1", "2.5.1", BASE)
+
+
+#: What decides native torch's results; their records name its digest.
+SOURCES = ("cases_*.py", "wrappers.py", "canonical.py", "runner.py", "../values.py")
+
+
+def digest() -> str:
+    """Of the sources of all scenarios."""
+    found = hashlib.blake2b(digest_size=8)
+    for pattern in SOURCES:
+        for path in sorted(FOLDER.parent.glob(pattern)):
+            found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def digests() -> dict[str, str]:
+    """Release -> the digest of the scenarios that native torch was recorded with."""
+    path = FOLDER / "sources.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def sign(release: str) -> None:
+    """The record of a release is of the scenarios as they are."""
+    signed = {**digests(), release: digest()}
+    (FOLDER / "sources.json").write_text(json.dumps(signed, indent=1, sort_keys=True) + "\n")
 
 
 class Verdict(NamedTuple):

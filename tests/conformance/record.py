@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import report  # noqa: E402
 from canonical import same  # noqa: E402
-from expected import AS_NATIVE, BASE, Expectations, load, save, without_text  # noqa: E402
+from expected import AS_NATIVE, BASE, Expectations, load, save, sign, without_text  # noqa: E402
 from runner import NATIVE, RELEASE, run_all  # noqa: E402
 from scenario import all_scenarios  # noqa: E402
 
@@ -47,6 +47,7 @@ def main() -> int:
         assert NATIVE, f"torch {RELEASE} is not the standard"
         native = {key: without_text(one) for key, one in run_chosen("torch", words).items()}
         update(f"native-{RELEASE}", native, native)
+        sign(RELEASE)
     elif verb == "stock":
         verdicts = {}
         for key, one in run_chosen("torch", words).items():

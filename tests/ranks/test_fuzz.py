@@ -11,13 +11,15 @@ from typing import Any, NamedTuple, Optional
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_dcp_backport.compat import DTensor, Replicate, Shard
 
-#: 2,000 cases on every torch, others on each: 10,000 in a run of CI on five of them.
-BATCHES, CASES = 2, 1000
+#: 2,000 cases on 2.4, 2.6 and a current torch, 400 on those in between: no part of the engine differs there.
+#: Others on each: 6,800 in a run of CI.
+BATCHES, CASES = 2, 1000 if Version(torch.__version__).release[:2] not in ((2, 5), (2, 7)) else 200
 FIRST = int("".join(torch.__version__.split(".")[:2])) * 10_000
 
 NAMES = ("weight", "0", "größe", "ключ", "with space", "a-b", "_", "state", "param_groups", "权重")
