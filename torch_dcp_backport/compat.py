@@ -162,6 +162,8 @@ def add_note(error: BaseException, note: str) -> None:
 
 def is_cut_as(tensor: DTensor, other: DTensor) -> bool:
     """Whether two DTensors of one shape differ in their placements in nothing but the order of the cuts."""
+    if [*map(type, tensor.placements)] == [*map(type, other.placements)]:
+        return False
     if tensor.shape != other.shape or tensor.device_mesh != other.device_mesh:
         return False
     if local_part(tensor).shape != local_part(other).shape:

@@ -18,6 +18,7 @@ from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.transfer import Held, Layout, Mesh, gather, layout_of, spell_key
+from torch_dcp_backport.transfer.layout import Placement, mesh_of
 
 Path = tuple[object, ...]
 #: What a checkpoint holds besides tensors and containers.
@@ -93,24 +94,32 @@ def by_group(tensors: Mapping[Path, compat.DTensor]) -> list[tuple[Group, dict[P
     Without those whose mesh this rank is not in. As torch's, a gather spans the mesh dimensions that shard
     and no others: a replica of HSDP may call alone.
     """
-    world = compat.group_ranks() if tensors else ()
+    rank, world = (dist.get_rank(), compat.group_ranks()) if tensors else (0, ())
     parts: dict[Any, tuple[Group, dict[Path, Spread]]] = {}
+    #: Of tensors that lie alike: where, and what they are gathered with.
+    known: dict[Any, tuple[Any, Group, Optional[Mesh], tuple[Placement, ...]]] = {}
     for path, tensor in tensors.items():
-        _, ranks = compat.mesh_ranks(tensor.device_mesh)
-        if dist.get_rank() not in ranks:
+        if rank not in mesh_of(tensor.device_mesh).coordinates:
             continue
-        group, layout = span_of(tensor, world)
-        key = frozenset(compat.group_ranks(group)) if group is not None else None
-        parts.setdefault(key, (group, {}))[1][path] = Spread(tensor, layout)
+        layout = layout_or_none(tensor)
+        if layout is None:
+            parts.setdefault(None, (None, {}))[1][path] = Spread(tensor, None)
+            continue
+        alike = layout.mesh, layout.placements
+        if alike not in known:
+            group, line = span_of(tensor, layout, world)
+            key = frozenset(compat.group_ranks(group)) if group is not None else None
+            known[alike] = key, group, line.mesh, line.placements
+        key, group, mesh, placements = known[alike]
+        spread = Spread(tensor, Layout(layout.shape, mesh, placements))
+        parts.setdefault(key, (group, {}))[1][path] = spread
     return list(parts.values())
 
 
-def span_of(tensor: compat.DTensor, world: Sequence[int]) -> tuple[Group, Optional[Layout]]:
-    """The group that shards a tensor, and the tensor's layout on its ranks."""
-    layout = layout_or_none(tensor)
-    if layout is None or layout.mesh is None:
-        return None, layout
+def span_of(tensor: compat.DTensor, layout: Layout, world: Sequence[int]) -> tuple[Group, Layout]:
+    """The group that shards a tensor of this layout, and its layout on the ranks of that group."""
     mesh = layout.mesh
+    assert mesh is not None, "a DTensor has a mesh"
     dims = [
         dim
         for dim, (extent, placement) in enumerate(zip(mesh.shape, layout.placements))

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX
+from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX, compiled_modules
 
 #: Their own loading code looks at nothing where every key of theirs is there, and no other.
 NORMS = (nn.modules.batchnorm._NormBase, nn.modules.instancenorm._InstanceNorm)
@@ -24,7 +23,7 @@ NORMS = (nn.modules.batchnorm._NormBase, nn.modules.instancenorm._InstanceNorm)
 BLIND_HOOKS = "torch.distributed."
 
 
-@dataclass
+@dataclass(eq=False)
 class Place:
     """A module as load_state_dict() comes to it."""
 
@@ -35,39 +34,69 @@ class Place:
     prefix: str
     fqn: str
     parent: Optional[Place]
+    #: Whether FQNs leave its own name for its child out; whether it declares children that its hooks rename.
+    wraps: bool
+    renames: bool
+    #: Whether its loading code sees the state dict, whatever the keys.
+    looks: bool
+    #: Whether hooks or loading code outside torch see its keys; whether code outside torch takes part at all.
+    is_users: bool
+    can_fail: bool
+    #: Whether a hook of the user's runs after everything here is loaded.
+    looked_at_after: bool
     #: The FQN prefix of the topmost module whose loading code looks at what is loaded here, if any.
     governor: Optional[str] = None
-    #: Whether a hook of the user's runs after everything here is loaded.
-    looked_at_after: bool = False
 
 
 def places_of(model: nn.Module, modifiers: str) -> list[Place]:
     """The modules of a model in the order of load_state_dict(); those with several names under each."""
-    return list(_visit(Place(model, "", "", "", None), modifiers))
+    wrappers: tuple[type[nn.Module], ...] = (DistributedDataParallel, *compiled_modules())
+    return list(_visit(_place(model, "", "", "", None, modifiers, wrappers), modifiers, wrappers))
 
 
-def _visit(place: Place, modifiers: str) -> Iterator[Place]:
+def _place(
+    module: nn.Module,
+    path: str,
+    prefix: str,
+    fqn: str,
+    parent: Optional[Place],
+    modifiers: str,
+    wrappers: tuple[type[nn.Module], ...],
+) -> Place:
+    users = is_users(module)
+    after = any(map(is_users_hook, module._load_state_dict_post_hooks.values())) if users else False
+    return Place(
+        module,
+        path,
+        prefix,
+        fqn,
+        parent,
+        isinstance(module, wrappers),
+        hasattr(module, modifiers),
+        looks(module),
+        users,
+        users or (sets_extra_state(module) and is_users_hook(type(module).set_extra_state)),
+        after or (parent is not None and parent.looked_at_after),
+    )
+
+
+def _visit(place: Place, modifiers: str, wrappers: tuple[type[nn.Module], ...]) -> Iterator[Place]:
     yield place
     module = place.module
     # A renamed child's state stands under its parent's own name.
-    hidden = set(getattr(module, modifiers)().values()) if hasattr(module, modifiers) else set()
+    hidden = set(getattr(module, modifiers)().values()) if place.renames else ()
     for name, child in module._modules.items():
         if child is None:
             continue
-        if name in hidden:
-            step = fqn_step = ""
-        else:
-            step = f"{name}."
-            wraps = isinstance(module, (DistributedDataParallel, OptimizedModule))
-            fqn_step = "" if wraps or step == CHECKPOINT_PREFIX else step
+        step = "" if name in hidden else f"{name}."
         prefix_step = "" if step == CHECKPOINT_PREFIX else step
-        below = Place(child, place.path + step, place.prefix + prefix_step, place.fqn + fqn_step, place)
-        yield from _visit(below, modifiers)
+        path, prefix = place.path + step, place.prefix + prefix_step
+        fqn = place.fqn if place.wraps else place.fqn + prefix_step
+        below = _place(child, path, prefix, fqn, place, modifiers, wrappers)
+        yield from _visit(below, modifiers, wrappers)
 
 
-def govern(
-    places: Iterable[Place], keys: Collection[object], modifiers: str, also: Collection[str]
-) -> list[str]:
+def govern(places: Iterable[Place], keys: Collection[object], also: Collection[str]) -> list[str]:
     """Find every place's governor for a state dict with these keys. Their FQN prefixes, in load order.
 
     Args:
@@ -78,16 +107,11 @@ def govern(
     found: dict[str, None] = {}
     for place in places:
         above = place.parent
-        place.looked_at_after = any(map(is_users_hook, place.module._load_state_dict_post_hooks.values()))
-        if above is not None:
-            place.governor = above.governor
-            place.looked_at_after |= above.looked_at_after
-        else:
-            place.governor = None
+        place.governor = above.governor if above is not None else None
         if place.governor is None and (
-            place.fqn in also
-            or hasattr(place.module, modifiers)
-            or looks(place.module)
+            place.looks
+            or place.renames
+            or place.fqn in also
             or (isinstance(place.module, NORMS) and not is_complete(place, keys))
         ):
             place.governor = place.fqn
@@ -103,7 +127,7 @@ def looks(module: nn.Module) -> bool:
         # It runs before the children are loaded, and may make or change them.
         return True
     hooks = module._load_state_dict_pre_hooks.values()
-    return not all(hook_module(hook).startswith(BLIND_HOOKS) for hook in hooks)
+    return any(not hook_module(hook).startswith(BLIND_HOOKS) for hook in hooks)
 
 
 def has_own_loader(module: nn.Module) -> bool:
@@ -127,16 +151,12 @@ def is_complete(place: Place, keys: Collection[object]) -> bool:
 
 def is_users(module: nn.Module) -> bool:
     """Whether hooks or loading code outside torch see this very module's keys."""
-    loader = vars(module).get("_load_from_state_dict", type(module)._load_from_state_dict)
-    if not hook_module(loader).startswith("torch."):
-        return True
+    if has_own_loader(module):
+        loader = vars(module).get("_load_from_state_dict", type(module)._load_from_state_dict)
+        if is_users_hook(loader):
+            return True
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
-    return any(map(is_users_hook, hooks))
-
-
-def can_fail(module: nn.Module) -> bool:
-    """Whether code outside torch takes part in loading this very module, which may fail on one rank alone."""
-    return is_users(module) or not hook_module(type(module).set_extra_state).startswith("torch.")
+    return bool(hooks) and any(map(is_users_hook, hooks))
 
 
 def is_users_hook(hook: Any) -> bool:

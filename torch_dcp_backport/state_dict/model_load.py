@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX, ExtraState, Names
-from torch_dcp_backport.state_dict.govern import Place, can_fail, govern, is_users, names_of, places_of
+from torch_dcp_backport.state_dict.govern import Place, govern, names_of, places_of
 from torch_dcp_backport.state_dict.load import FIRST, Load, problem_of, run
 from torch_dcp_backport.state_dict.model import own_method
 from torch_dcp_backport.state_dict.options import StateDictInfo
@@ -64,15 +64,21 @@ class Awaited(NamedTuple):
 def entries_of(model: nn.Module, info: StateDictInfo, places: Iterable[Place]) -> list[Entry]:
     """Everything that a state dict of `model` holds, in the order in which load_state_dict() loads it."""
     found = []
-    names = Names(model, info.dsd_fqn_modifiers)
+    places = list(places)
+    names = None
+    if info.fsdp_modules or any(place.renames for place in places):
+        names = Names(model, info.dsd_fqn_modifiers)
     for place in places:
         for name, value in names_of(place):
+            value = ExtraState() if value is None else value
+            if names is None:
+                found.append(Entry(place.fqn + name, value, place.prefix + name, place, name))
+                continue
             fqns, load_keys = names.fqns(place.path + name), names.fqns(place.path + name, False, False)
             if len(fqns) > 1:
                 # An FSDP1 FlatParameter: FSDP1's own hooks take the FQNs.
                 found += [Entry(fqn, value, fqn, place, name) for fqn in sorted(fqns)]
                 continue
-            value = ExtraState() if value is None else value
             found.append(Entry(fqns.pop(), value, load_keys.pop(), place, name))
     return found
 
@@ -161,8 +167,10 @@ class ModelLoad(Load):
         self.places: list[Place] = []
         self.entries: list[Entry] = []
         self.governors: list[str] = []
-        #: FQN prefixes of modules without loading code, whose tensors are loaded whole for their own sake.
+        #: FQN prefixes of modules without loading code whose tensors are whole for their own sake.
         self.unlooked: set[str] = set()
+        #: The ids of entries not written in place for their own sake, or for that of what is offered.
+        self.whole: set[int] = set()
         #: FQN prefixes that count as governors because other ranks' loading code looks there.
         self.also: list[str] = []
         #: Keys of the state dict that are not the model's: the load key, where loading code can look at it.
@@ -232,8 +240,8 @@ class ModelLoad(Load):
                 self.plan_unexpected(key, load_key)
             elif self.judges_keys:
                 self.problems.append(Problem("Unexpected key(s) in state_dict", key))
-        for entries in self.tied():
-            if any(entry.place.governor is not None or self.needs_whole(entry) for entry in entries):
+        for entries in self.groups:
+            if any(entry.place.governor is not None or id(entry) in self.whole for entry in entries):
                 self.plan_governed(entries)
             else:
                 self.plan_tied(entries)
@@ -248,8 +256,9 @@ class ModelLoad(Load):
         if self.info.fsdp_modules or not loads_as_torch(self.model):
             also.add("")
         self.find_governors(also)
-        self.unlooked = set()
-        for entries in self.tied():
+        before, self.unlooked = set(also), set()
+        self.whole = {id(entry) for entry in self.entries if self.needs_whole(entry)}
+        for entries in self.groups:
             # What a hook changes after it is loaded may be loaded again under a later name.
             governed = any(entry.place.governor is not None for entry in entries)
             if governed or (len(entries) > 1 and any(entry.place.looked_at_after for entry in entries)):
@@ -259,14 +268,15 @@ class ModelLoad(Load):
             leaves = {
                 entry.place.fqn
                 for entry in entries
-                if not entry.place.module._modules and self.needs_whole(entry)
+                if id(entry) in self.whole and not entry.place.module._modules
             }
             self.unlooked |= leaves
             also |= leaves
-        self.find_governors(also)
+        if also != before:
+            self.find_governors(also)
 
     def find_governors(self, also: set[str]) -> None:
-        governors = govern(self.places, self.inventory, self.info.dsd_fqn_modifiers, also)
+        governors = govern(self.places, self.inventory, also)
         self.governors = topmost([*self.also, *governors]) if self.also else governors
 
     def needs_whole(self, entry: Entry) -> bool:
@@ -307,15 +317,13 @@ class ModelLoad(Load):
                 return place.prefix + text[len(place.fqn) :]
         return None
 
-    def tied(self) -> Iterable[list[Entry]]:
+    @functools.cached_property
+    def groups(self) -> list[list[Entry]]:
         """The entries, those of one tensor together, in the order in which load_state_dict() loads them."""
-        groups: dict[Any, list[Entry]] = {}
+        groups: dict[int, list[Entry]] = {}
         for entry in self.entries:
-            own = (
-                entry.fqn if isinstance(entry.value, ExtraState) or is_lazy(entry.value) else id(entry.value)
-            )
-            groups.setdefault(own, []).append(entry)
-        return groups.values()
+            groups.setdefault(id(entry.value), []).append(entry)
+        return list(groups.values())
 
     def plan_unexpected(self, key: Any, load_key: str) -> None:
         """A key that is not the model's, for loading code that may know it: on every rank."""
@@ -666,7 +674,7 @@ class ModelLoad(Load):
         # FSDP1's own code talks to the other ranks: one that fails in it must not wait for them.
         if self.info.fsdp_modules:
             return False
-        return not self.is_plain or any(can_fail(place.module) for place in self.places)
+        return not self.is_plain or any(place.can_fail for place in self.places)
 
     @property
     def is_plain(self) -> bool:
@@ -679,8 +687,7 @@ class ModelLoad(Load):
 
     @functools.cached_property
     def has_users_code(self) -> bool:
-        modules = {id(place.module): place.module for place in self.places}
-        return any(map(is_users, modules.values())) or not loads_as_torch(self.model)
+        return any(place.is_users for place in self.places) or not loads_as_torch(self.model)
 
 
 def loads_as_torch(model: nn.Module) -> bool:
@@ -694,9 +701,10 @@ def overlapping(values: Iterable[torch.Tensor]) -> set[int]:
     spans: list[tuple[str, int, int, int]] = []
     for value in values:
         local = compat.local_part(value) if isinstance(value, compat.DTensor) else value
-        if local.numel() and has_slices(local):
-            start = local.data_ptr()
-            spans.append((str(local.device), start, start + span_bytes(local), id(value)))
+        start = local.data_ptr() if type(local) in compat.PLAIN_TENSORS else 0
+        if start:
+            nbytes = local.nbytes if local.is_contiguous() else span_bytes(local)
+            spans.append((local.device.type, start, start + nbytes, id(value)))
     found: set[int] = set()
     device, end, holder = "", 0, 0
     for where, start, stop, name in sorted(spans):
