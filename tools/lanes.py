@@ -70,8 +70,8 @@ LANES: dict[str, tuple[str, ...]] = {
 # Lanes that are made with another Python than the one that runs this.
 PYTHONS = {"2.6-py3.9": "3.9", "2.6-py3.13": "3.13"}
 UV = "uv>=0.9,<1"
-# What a whole run of a lane leaves out, because it does not depend on torch's release or because the releases on both
-# sides run it: the commands, and on those in between the engine's fuzz, faults and soak.
+# What a whole run of a lane leaves out, because it does not depend on torch's release or because the releases
+# on both sides run it: the commands, and on those in between the engine's fuzz, faults and soak.
 COMMANDS = tuple(f"tests/imports/test_{name}.py" for name in ("cli", "run", "doctor", "rooms"))
 ENGINE = tuple(f"tests/ranks/test_{name}.py" for name in ("fuzz", "faults", "soak"))
 LEAVES_OUT = {"2.4": COMMANDS, "2.5": COMMANDS + ENGINE, "2.7": COMMANDS + ENGINE}
