@@ -70,11 +70,18 @@ LANES: dict[str, tuple[str, ...]] = {
 # Lanes that are made with another Python than the one that runs this.
 PYTHONS = {"2.6-py3.9": "3.9", "2.6-py3.13": "3.13"}
 UV = "uv>=0.9,<1"
-# What a whole run of a lane leaves out, because it does not depend on torch's release or because the releases
-# on both sides run it: the commands, and on those in between the engine's fuzz, faults and soak.
-COMMANDS = tuple(f"tests/imports/test_{name}.py" for name in ("cli", "run", "doctor", "rooms"))
-ENGINE = tuple(f"tests/ranks/test_{name}.py" for name in ("fuzz", "faults", "soak"))
-LEAVES_OUT = {"2.4": COMMANDS, "2.5": COMMANDS + ENGINE, "2.7": COMMANDS + ENGINE}
+# What a lane leaves out unless all is asked for, because it does not depend on torch's release or because the
+# releases on both sides run it: the commands, and on those in between late imports and the engine's long tests.
+COMMANDS = tuple(f"tests/imports/test_{name}.py" for name in ("cli", "run", "doctor", "rooms", "plugin"))
+LATE = ("late", "options", "patched_methods", "process_state", "rebound", "reload", "switch")
+ENGINE = ("errors", "faults", "fuzz", "soak", "threads", "transfer")
+BETWEEN = (
+    "tests/unit",
+    *COMMANDS,
+    *(f"tests/imports/test_{name}.py" for name in LATE),
+    *(f"tests/ranks/test_{name}.py" for name in ENGINE),
+)
+LEAVES_OUT = {"2.4": COMMANDS, "2.5": BETWEEN, "2.7": BETWEEN}
 
 
 class NoPython(Exception):
@@ -173,7 +180,7 @@ def run(name: str, command: list[str], output: IO[bytes] | None = None) -> int:
     return subprocess.run(command, env=env, stdout=output, stderr=output and subprocess.STDOUT).returncode
 
 
-def test(names: list[str], extra: list[str], jobs: int) -> int:
+def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
     """Run the suite in each lane, `jobs` at a time; pytest has the last word.
 
     One lane's output is shown as it comes, that of the lanes beside it once they are done. A lane without its
@@ -181,7 +188,7 @@ def test(names: list[str], extra: list[str], jobs: int) -> int:
     """
     # A switch of the caller's would decide what is tested.
     os.environ.pop("TORCH_DCP_BACKPORT", None)
-    left_out = {} if extra else LEAVES_OUT
+    left_out = {} if extra or whole else LEAVES_OUT
     commands = {
         name: ["python", "-m", "pytest", *extra, *(f"--ignore={path}" for path in left_out.get(name, ()))]
         for name in names
@@ -226,6 +233,7 @@ def main() -> int:
     runner.add_argument("command", nargs=argparse.REMAINDER, help="after --")
     tester = sub.add_parser("test", help="run the test suite in lanes; pytest's own arguments after --")
     tester.add_argument("lane", nargs="+", metavar="LANE")
+    tester.add_argument("--whole", action="store_true", help="leave nothing out")
     tester.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="lanes at a time")
     argv = sys.argv[1:]
     extra: list[str] = []
@@ -244,7 +252,7 @@ def main() -> int:
         unknown = [name for name in args.lane if name not in LANES]
         if unknown:
             parser.error(f"no such lane: {', '.join(unknown)} (there are {', '.join(LANES)})")
-        return test(args.lane, extra, args.jobs)
+        return test(args.lane, extra, args.jobs, args.whole)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         parser.error("run needs a command")

@@ -11,8 +11,7 @@ import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,16 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX, ExtraState, Names
-from torch_dcp_backport.state_dict.govern import Place, govern, names_of, places_of
+from torch_dcp_backport.state_dict.entries import (
+    Entry,
+    entries_of,
+    is_meta,
+    is_sliceable,
+    overlapping,
+    tie,
+)
+from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX, ExtraState
+from torch_dcp_backport.state_dict.govern import Place, govern, places_of
 from torch_dcp_backport.state_dict.load import FIRST, Load, problem_of, run
 from torch_dcp_backport.state_dict.model import own_method
 from torch_dcp_backport.state_dict.options import StateDictInfo
@@ -35,66 +42,11 @@ ROOT = "the model"
 MISSING = object()
 
 
-@dataclass(eq=False)
-class Entry:
-    """One checkpoint key of this model."""
-
-    fqn: str
-    value: Union[torch.Tensor, ExtraState]
-    #: The key that the model's own load_state_dict() knows it by (with DDP's and the compiler's prefixes).
-    load_key: str
-    #: The module that holds it, and its name there.
-    place: Place
-    name: str
-    #: What to pass to load_state_dict().
-    result: Any = None
-    has_result: bool = False
-
-    def settle(self, result: Any) -> None:
-        self.result, self.has_result = result, True
-
-
 class Awaited(NamedTuple):
     """Stands in a state dict for what comes when the loading code that can look at it is about to run."""
 
     load_key: str
     stage: str
-
-
-def entries_of(model: nn.Module, info: StateDictInfo, places: Iterable[Place]) -> list[Entry]:
-    """Everything that a state dict of `model` holds, in the order in which load_state_dict() loads it."""
-    found = []
-    places = list(places)
-    names = None
-    if info.fsdp_modules or any(place.renames for place in places):
-        names = Names(model, info.dsd_fqn_modifiers)
-    for place in places:
-        for name, value in names_of(place):
-            value = ExtraState() if value is None else value
-            if names is None:
-                found.append(Entry(place.fqn + name, value, place.prefix + name, place, name))
-                continue
-            fqns, load_keys = names.fqns(place.path + name), names.fqns(place.path + name, False, False)
-            if len(fqns) > 1:
-                # An FSDP1 FlatParameter: FSDP1's own hooks take the FQNs.
-                found += [Entry(fqn, value, fqn, place, name) for fqn in sorted(fqns)]
-                continue
-            found.append(Entry(fqns.pop(), value, load_keys.pop(), place, name))
-    return found
-
-
-def is_sliceable(value: object) -> bool:
-    """Whether load_state_dict() does nothing with a dense tensor but copy it to `value`.
-
-    Subclasses (quantized weights), sparse tensors and parameters without a shape yet take whole tensors.
-    """
-    if isinstance(value, compat.DTensor):
-        return True
-    return isinstance(value, torch.Tensor) and type(value) in compat.PLAIN_TENSORS and has_slices(value)
-
-
-def is_meta(value: object) -> bool:
-    return torch.is_tensor(value) and not is_lazy(value) and value.is_meta
 
 
 @torch.no_grad()
@@ -694,46 +646,6 @@ def loads_as_torch(model: nn.Module) -> bool:
     """Whether the model's `load_state_dict` is torch's."""
     call = own_method(model, "load_state_dict")
     return getattr(call, "func", getattr(call, "__func__", None)) is nn.Module.load_state_dict
-
-
-def overlapping(values: Iterable[torch.Tensor]) -> set[int]:
-    """The ids of those of these (different) tensors that lie on one another's memory."""
-    spans: list[tuple[str, int, int, int]] = []
-    for value in values:
-        local = compat.local_part(value) if isinstance(value, compat.DTensor) else value
-        start = local.data_ptr() if type(local) in compat.PLAIN_TENSORS else 0
-        if start:
-            nbytes = local.nbytes if local.is_contiguous() else span_bytes(local)
-            spans.append((local.device.type, start, start + nbytes, id(value)))
-    found: set[int] = set()
-    device, end, holder = "", 0, 0
-    for where, start, stop, name in sorted(spans):
-        if where == device and start < end:
-            found |= {holder, name}
-        if where != device or stop > end:
-            device, end, holder = where, stop, name
-    return found
-
-
-def span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to behind its last one."""
-    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride()))
-    return int(last + 1) * tensor.element_size()
-
-
-def tie(entries: Sequence[Entry], present: Sequence[Entry]) -> None:
-    """One Parameter for all names of a tensor again: the first name's object, the last loaded one's values.
-
-    FSDP2 holds on to the first name's.
-    """
-    first, last = (getattr(entry.place.module, entry.name) for entry in (entries[0], present[-1]))
-    if first.is_meta or first.dtype != last.dtype:
-        first = last
-    elif first is not last:
-        first.copy_(last)
-    for entry in entries:
-        if getattr(entry.place.module, entry.name) is not first:
-            setattr(entry.place.module, entry.name, first)
 
 
 def raise_incompatible(model: nn.Module, keys: _IncompatibleKeys) -> None:
