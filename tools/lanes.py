@@ -70,8 +70,8 @@ LANES: dict[str, tuple[str, ...]] = {
 # Lanes that are made with another Python than the one that runs this.
 PYTHONS = {"2.6-py3.9": "3.9", "2.6-py3.13": "3.13"}
 UV = "uv>=0.9,<1"
-# What a lane leaves out unless all is asked for, because it does not depend on torch's release or because the
-# releases on both sides run it: the commands, and on those in between late imports and the engine's long tests.
+# What a lane leaves out unless all is asked for: what does not depend on torch's release (the commands), and
+# on the releases in between what those on both sides run (late imports, the engine's long tests).
 COMMANDS = tuple(f"tests/imports/test_{name}.py" for name in ("cli", "run", "doctor", "rooms", "plugin"))
 LATE = ("late", "options", "patched_methods", "process_state", "rebound", "reload", "switch")
 ENGINE = ("errors", "faults", "fuzz", "soak", "threads", "transfer")
