@@ -71,11 +71,12 @@ LANES: dict[str, tuple[str, ...]] = {
 PYTHONS = {"2.6-py3.9": "3.9", "2.6-py3.13": "3.13"}
 UV = "uv>=0.9,<1"
 # What a lane leaves out unless all is asked for: what does not depend on torch's release (the commands), and
-# on the releases in between what those on both sides run (late imports, the engine's long tests).
+# on the releases in between what those on both sides run (scenarios, late imports, the engine's long tests).
 COMMANDS = tuple(f"tests/imports/test_{name}.py" for name in ("cli", "run", "doctor", "rooms", "plugin"))
 LATE = ("late", "options", "patched_methods", "process_state", "rebound", "reload", "switch")
 ENGINE = ("errors", "faults", "fuzz", "soak", "threads", "transfer")
 BETWEEN = (
+    "tests/conformance",
     "tests/unit",
     *COMMANDS,
     *(f"tests/imports/test_{name}.py" for name in LATE),
