@@ -95,16 +95,6 @@ class Holders:
         """Torch's or ours."""
         return dotted.partition(".")[0] in self._quiet
 
-    def is_for_super(self, cell: object) -> bool:
-        """Whether it is how a class's own methods find the class."""
-        functions = [above for closure in self.of(cell) for above in self.of(closure)]
-        return any(
-            name == "__class__" and held is cell
-            for function in functions
-            if type(function) is types.FunctionType
-            for name, held in zip(function.__code__.co_freevars, function.__closure__ or ())
-        )
-
     def _climb(self, things: Own) -> Own:
         """One pass over all objects. Returns who is worth a further look."""
         wanted = {id(thing) for thing in things}

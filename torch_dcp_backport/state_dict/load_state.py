@@ -44,14 +44,16 @@ def load_state(
             whole = ModelLoad.guarded(model, info, model_dict, problems, optional=info.broadcast_from_rank0)
         load_together(model, optimizers if info.handle_optim else (), optim_dict, whole, info, problems)
         return whole.keys if whole is not None else _IncompatibleKeys([], [])
-    for complaint in complaints:
-        if complaint:
-            raise RuntimeError(complaint)
-    # FSDP1 and shards: torch's own loading code writes.
+    about_model, about_optim = complaints
+    if about_model and not info.full_state_dict:
+        raise RuntimeError(about_model)
+    # FSDP1 and shards: torch's own loading code writes. Of FSDP1's whole tensors all ranks hear what is wrong.
+    if about_optim:
+        raise RuntimeError(about_optim)
     prepared = prepare_parts(model, optimizers, optim_dict, info) if info.handle_optim else []
     load_parts(prepared)
     try:
-        return load_model_state(model, model_dict, info)
+        return load_model_state(model, model_dict, info, about_model)
     except Exception as error:
         if prepared:
             compat.add_note(error, "the states of the optimizers were written before")
@@ -92,7 +94,6 @@ def load_together(
     parts: dict[str, Load] = {}
     sources: list[Source] = []
     undo: list[Callable[[], None]] = []
-    together: Optional[Together] = None
     try:
         for number, optim in enumerate(optimizers):
             prepared = prepare_full(model, optim, optim_dict, info, problems)
@@ -106,9 +107,8 @@ def load_together(
             (load,) = parts.values()
             run(load, sources[0], broadcast=info.broadcast_from_rank0)
         else:
-            together = Together(parts, problems)
-            run(together, Sources(sources), broadcast=info.broadcast_from_rank0)
+            run(Together(parts, problems), Sources(sources), broadcast=info.broadcast_from_rank0)
     except BaseException:
-        for take_back in undo[together.applied if together is not None else 0 :]:
+        for take_back in undo:
             take_back()
         raise

@@ -35,7 +35,7 @@ class Prepared(NamedTuple):
     load: Load
     #: path -> value, what this rank has to give.
     given: Mapping[Path, Any]
-    #: Takes back states that were made for the load. Not after `load.apply`.
+    #: Takes back states that were made for the load; what load_state_dict() wrote stays.
     undo: Callable[[], None]
 
 
