@@ -47,7 +47,7 @@ def load_state(
     about_model, about_optim = complaints
     if about_model and not info.full_state_dict:
         raise RuntimeError(about_model)
-    # FSDP1 and shards: torch's own loading code writes. Of FSDP1's whole tensors all ranks hear what is wrong.
+    # FSDP1 and shards: torch's own loading code writes. A bad dict of whole tensors is told to all ranks.
     if about_optim:
         raise RuntimeError(about_optim)
     prepared = prepare_parts(model, optimizers, optim_dict, info) if info.handle_optim else []
