@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import weakref
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Optional, cast
 
@@ -53,6 +54,7 @@ __all__ = [
     "host_buffer",
     "is_cut_as",
     "local_part",
+    "members",
     "mesh_groups",
     "mesh_ranks",
     "offloaded_parameters",
@@ -196,10 +198,22 @@ def mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(mesh.mesh.shape), tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
 
 
+def members(group: Optional[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The group itself; the default group in place of None."""
+    return group if group is not None else cast(dist.ProcessGroup, dist.group.WORLD)
+
+
 def group_ranks(group: Optional[dist.ProcessGroup] = None) -> tuple[int, ...]:
     """Global ranks of a group, in group order."""
-    members = group if group is not None else dist.group.WORLD
-    return tuple(dist.get_process_group_ranks(cast(dist.ProcessGroup, members)))
+    found = _ranks.get(members(group))
+    if found is None:
+        found = _ranks[members(group)] = tuple(dist.get_process_group_ranks(members(group)))
+    return found
+
+
+#: What is asked many times in a call, and does not change while the group is there.
+_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = weakref.WeakKeyDictionary()
+_device_types: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
 
 
 def device_types(group: Optional[dist.ProcessGroup]) -> list[str]:
@@ -208,12 +222,15 @@ def device_types(group: Optional[dist.ProcessGroup]) -> list[str]:
     torch 2.4 has no public way to ask; the attributes below are the same from 2.1 to the newest. gloo
     says that it serves accelerators too, but its point-to-point messages are on the host.
     """
-    members: Any = group if group is not None else dist.group.WORLD
-    return [
-        device.type
-        for device in members._device_types
-        if device.type == "cpu" or members._get_backend(device).name() != "gloo"
-    ]
+    asked: Any = members(group)
+    found = _device_types.get(asked)
+    if found is None:
+        found = _device_types[asked] = [
+            device.type
+            for device in asked._device_types
+            if device.type == "cpu" or asked._get_backend(device).name() != "gloo"
+        ]
+    return found
 
 
 def comm_device_type(group: Optional[dist.ProcessGroup], prefer: str) -> str:

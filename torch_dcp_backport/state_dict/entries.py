@@ -75,7 +75,8 @@ def is_meta(value: object) -> bool:
 def overlapping(values: Iterable[torch.Tensor]) -> set[int]:
     """The ids of those of these (different) tensors that lie on one another's memory."""
     spans: list[tuple[str, int, int, int]] = []
-    for value in values:
+    values = list(values)
+    for value in values if len(values) > 1 else ():
         local = compat.local_part(value) if isinstance(value, compat.DTensor) else value
         start = local.data_ptr() if type(local) in compat.PLAIN_TENSORS else 0
         if start:

@@ -98,7 +98,7 @@ class Names:
         wrappers += compiled_modules()
         #: Whether a name is its FQN, apart from activation checkpointing's prefix.
         self.are_plain = not any(
-            isinstance(module, wrappers) or hasattr(module, dsd_fqn_modifiers) for module in model.modules()
+            isinstance(module, wrappers) or declares(module, dsd_fqn_modifiers) for module in model.modules()
         )
 
     def fqns(self, name: str, skip_ddp_prefix: bool = True, skip_compiler_prefix: bool = True) -> set[str]:
@@ -106,6 +106,16 @@ class Names:
             return {name.replace(CHECKPOINT_PREFIX, "")}
         modifiers = self.dsd_fqn_modifiers
         return get_fqns(self.model, name, skip_ddp_prefix, skip_compiler_prefix, dsd_fqn_modifiers=modifiers)
+
+
+def declares(module: nn.Module, method: str) -> bool:
+    """`hasattr`, without the text of an error that nn.Module makes for every module that has it not."""
+    kind = type(module)
+    if kind.__getattr__ is not nn.Module.__getattr__:
+        return hasattr(module, method)
+    return hasattr(kind, method) or any(
+        method in held for held in (vars(module), module._modules, module._parameters, module._buffers)
+    )
 
 
 def compiled_modules() -> tuple[type[nn.Module], ...]:
@@ -135,7 +145,7 @@ def walk_model_state(
 
 def visit(module: nn.Module, prefix: str, seen: set[nn.Module], modifiers: str) -> Iterator[tuple[str, Any]]:
     seen.add(module)
-    hidden = set(getattr(module, modifiers)().values()) if hasattr(module, modifiers) else set()
+    hidden = set(getattr(module, modifiers)().values()) if declares(module, modifiers) else set()
     for name, submodule in module._modules.items():
         if submodule is not None and submodule not in seen:
             # A renamed child's state stands under its parent's own name.

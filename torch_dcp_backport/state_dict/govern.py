@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX, compiled_modules
+from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX, compiled_modules, declares
 
 #: Their own loading code looks at nothing where every key of theirs is there, and no other.
 NORMS = (nn.modules.batchnorm._NormBase, nn.modules.instancenorm._InstanceNorm)
@@ -72,7 +72,7 @@ def _place(
         fqn,
         parent,
         isinstance(module, wrappers),
-        hasattr(module, modifiers),
+        declares(module, modifiers),
         looks(module),
         users,
         users or (sets_extra_state(module) and is_users_hook(type(module).set_extra_state)),

@@ -500,7 +500,8 @@ class Local(Course):
                     if isinstance(value, compat.DTensor):
                         target.tensor.copy_(compat.local_part(value.detach()))
                     else:
-                        target.tensor.copy_(self.source.piece(key, target.box))
+                        shape = self.load.destinations[key].layout.shape
+                        target.tensor.copy_(self.source.piece(key, target.box, shape))
                 self.source.release()
             self.settle(targets)
         self.tally.tensors += len(targets)

@@ -205,7 +205,7 @@ class ModelLoad(Load):
         for entry in self.entries:
             entry.result, entry.has_result = None, False
         also = set(self.also)
-        if self.info.fsdp_modules or not loads_as_torch(self.model):
+        if self.info.fsdp_modules or not self.loads_as_torch:
             also.add("")
         self.find_governors(also)
         before, self.unlooked = set(also), set()
@@ -485,7 +485,7 @@ class ModelLoad(Load):
             loaded._metadata = self.renamed_metadata(self.metadata)  # type: ignore[attr-defined]
         if "" in self.governors:
             self.bring(ROOT, fetch, loaded)
-        forgiven = skipped | self.forgiven if loads_as_torch(self.model) else skipped
+        forgiven = skipped | self.forgiven if self.loads_as_torch else skipped
         with self.brought_when_needed(fetch):
             result = call_load_state_dict(
                 self.model, loaded, self.info, assign=self.assigns, strict=self.info.strict and not forgiven
@@ -639,13 +639,13 @@ class ModelLoad(Load):
 
     @functools.cached_property
     def has_users_code(self) -> bool:
-        return any(place.is_users for place in self.places) or not loads_as_torch(self.model)
+        return any(place.is_users for place in self.places) or not self.loads_as_torch
 
-
-def loads_as_torch(model: nn.Module) -> bool:
-    """Whether the model's `load_state_dict` is torch's."""
-    call = own_method(model, "load_state_dict")
-    return getattr(call, "func", getattr(call, "__func__", None)) is nn.Module.load_state_dict
+    @functools.cached_property
+    def loads_as_torch(self) -> bool:
+        """Whether the model's `load_state_dict` is torch's."""
+        call = own_method(self.model, "load_state_dict")
+        return getattr(call, "func", getattr(call, "__func__", None)) is nn.Module.load_state_dict
 
 
 def raise_incompatible(model: nn.Module, keys: _IncompatibleKeys) -> None:

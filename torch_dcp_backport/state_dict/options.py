@@ -56,6 +56,9 @@ class StateDictOptions:
     """Name of a method by which a module declares renamed children (upstream: since torch 2.7)."""
 
 
+OPTIONS = tuple(one.name for one in fields(StateDictOptions))
+
+
 @dataclass
 class StateDictInfo(StateDictOptions):
     """The options of one call, and what `verify_options` found in its model."""
@@ -98,9 +101,7 @@ def verify_options(
     if optim_only and not optims:
         raise RuntimeError("This call is about optimizers, but none was passed.")
     # An instance of torch's own class, made before activation, lacks the newer fields.
-    asked = {
-        one.name: getattr(options, one.name) for one in fields(StateDictOptions) if hasattr(options, one.name)
-    }
+    asked = {name: getattr(options, name) for name in OPTIONS if hasattr(options, name)}
     if asked.get("broadcast_from_rank0") and not asked.get("full_state_dict"):
         raise ValueError("full_state_dict must be True when broadcast_from_rank0 is True.")
 

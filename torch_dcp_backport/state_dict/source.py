@@ -136,26 +136,31 @@ class Source:
         self.window[key] = value
         return value
 
-    def piece(self, key: Key, box: Box) -> torch.Tensor:
-        """The part of a tensor in a box, as a view where that can be.
+    def piece(self, key: Key, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
+        """The part in a box of a tensor that has this shape, as a view where that can be.
 
         Raises:
-            RuntimeError: the value has another shape than in the inventory.
+            RuntimeError: the tensor has another shape by now.
         """
         value = self.value(key)
-        if is_slice(value):
-            part: torch.Tensor = value[box.within(box_of(value.get_shape()))]
+        sliced = is_slice(value)
+        found = tuple(value.get_shape()) if sliced else value.shape
+        if found != shape:
+            raise RuntimeError(
+                f"{spell_key(key)} was changed while it was read: it was {shape} and is {tuple(found)}"
+            )
+        if sliced:
+            part: torch.Tensor = value[box.within(whole(shape))]
             return part
-        return part_of(value.detach(), box_of(value.shape), box)
-
-    def shape(self, key: Key) -> tuple[int, ...]:
-        value = self.value(key)
-        return tuple(value.get_shape()) if is_slice(value) else tuple(value.shape)
+        return part_of(value.detach() if value.requires_grad else value, whole(shape), box)
 
     def tensor(self, key: Key) -> Any:
         """The value of a key for torch's own loading code: a slice is read as the tensor that it is of."""
         value = self.value(key)
-        return self.piece(key, box_of(value.get_shape())) if is_slice(value) else value
+        if not is_slice(value):
+            return value
+        shape = tuple(value.get_shape())
+        return self.piece(key, whole(shape), shape)
 
     def release(self) -> None:
         """Let go what was read on access."""
@@ -261,10 +266,6 @@ def bytes_to_keep(value: Any) -> int:
         return 0
     local = compat.local_part(value) if isinstance(value, compat.DTensor) else value
     return local.untyped_storage().nbytes() if has_slices(local) else 0
-
-
-def box_of(shape: Iterable[int]) -> Box:
-    return whole(tuple(shape))
 
 
 def unusable(key: Key, offered: Unusable) -> Problem:

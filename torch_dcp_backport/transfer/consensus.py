@@ -43,9 +43,10 @@ def _broadcast_bytes(data: bytes, source: int, group: Group) -> bytes:
     block = torch.zeros(BLOCK, dtype=torch.uint8, device=device)
     if is_source:
         head = (len(data).to_bytes(LENGTH, "big") + data)[:BLOCK]
-        block[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        block[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
     dist.broadcast(block, src=source, group=group)
-    head = block.cpu().numpy().tobytes()
+    if not is_source:
+        head = block.cpu().numpy().tobytes()
     length = int.from_bytes(head[:LENGTH], "big")
     if length > MOST:
         raise ValueError(f"an inventory of {length} bytes, where {MOST} are the most")
@@ -55,7 +56,8 @@ def _broadcast_bytes(data: bytes, source: int, group: Group) -> bytes:
         if is_source:
             rest.copy_(torch.frombuffer(bytearray(data[-left:]), dtype=torch.uint8))
         dist.broadcast(rest, src=source, group=group)
-        head += rest.cpu().numpy().tobytes()
+        if not is_source:
+            head += rest.cpu().numpy().tobytes()
     return data if is_source else head[LENGTH : LENGTH + length]
 
 
@@ -141,7 +143,7 @@ def _agree_on_mark(mark: Mark, ranks: Sequence[int], group: Group) -> Mark:
 
 
 def tensor_of(mark: Mark, device: torch.device) -> torch.Tensor:
-    return torch.tensor(list(mark.to_bytes()), dtype=torch.uint8, device=device)
+    return torch.frombuffer(bytearray(mark.to_bytes()), dtype=torch.uint8).to(device)
 
 
 def mark_of(buffer: torch.Tensor) -> Mark:

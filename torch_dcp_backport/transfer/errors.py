@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, Optional
 
 #: A message names at most so many problems; the rest are counted.
@@ -78,15 +77,18 @@ class TransferError(RuntimeError):
     """A transfer that broke off: a rank is gone, a collective timed out, memory ran out."""
 
 
-@contextlib.contextmanager
-def told(story: Callable[[], str]) -> Iterator[None]:
-    """Say what was being done when something failed; `story()` is asked only then."""
-    try:
-        yield
-    except TransferError:
-        raise
-    except Exception as error:
-        raise TransferError(f"{story()}: {error}") from error
+class told:
+    """A context that says what was being done when something failed; `story()` is asked only then."""
+
+    def __init__(self, story: Callable[[], str]) -> None:
+        self.story = story
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: Optional[BaseException], __: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, TransferError):
+            raise TransferError(f"{self.story()}: {error}") from error
 
 
 def spell_doing(verb: str, keys: Sequence[Hashable]) -> str:

@@ -52,6 +52,7 @@ class Box:
         )
 
 
+@functools.lru_cache(maxsize=4096)
 def whole(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
 
@@ -196,11 +197,17 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout of a DTensor; a plain tensor is whole on every rank."""
     if not isinstance(tensor, compat.DTensor):
         return Layout(tuple(tensor.shape))
-    compat.check_placements(tuple(tensor.placements))
     mesh = mesh_of(tensor.device_mesh)
-    layout = Layout(tuple(tensor.shape), mesh, tuple(compat.split_of(p) for p in tensor.placements))
-    split_order(mesh.shape, layout.placements)
-    return layout
+    return Layout(tuple(tensor.shape), mesh, splits_of(mesh.shape, tensor.placements))
+
+
+@functools.lru_cache(maxsize=1024)
+def splits_of(mesh_shape: tuple[int, ...], placements: tuple[object, ...]) -> tuple[Placement, ...]:
+    """torch's placements in our form, checked. A model has few different ones on thousands of tensors."""
+    compat.check_placements(placements)
+    splits = tuple(compat.split_of(placement) for placement in placements)
+    split_order(mesh_shape, splits)
+    return splits
 
 
 #: A mesh's ranks are read once: that costs more than everything else about a small tensor.

@@ -6,55 +6,67 @@ One message that nobody waits for. Must never raise: what it finds out is only s
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import weakref
 
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.post import Group
 
-Key = tuple[int, tuple[int, ...]]
 
-#: The store and a group's ranks -> how many agreements have come about; the same on ranks that are in step.
-_agreed: dict[Key, int] = {}
-#: The same count, as this rank has last told the others.
-_told: dict[Key, int] = {}
+class Roll:
+    """The agreements of the groups with these ranks."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        #: How many agreements have come about; the same on ranks that are in step.
+        self.agreed = 0
+        #: The same count, as this rank has last told the others.
+        self.told = -1
+        self.name = f"torch_dcp_backport/{hash(ranks)}"
+        self.own_place = self.place(dist.get_rank())
+
+    def place(self, rank: int) -> str:
+        return f"{self.name}/{rank}"
+
+
+#: By the store, too: a process group that was made anew begins anew.
+_rolls: dict[tuple[int, tuple[int, ...]], Roll] = {}
+_by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Roll] = weakref.WeakKeyDictionary()
 
 
 def come(group: Group) -> None:
     """This rank takes part in what comes next."""
     with contextlib.suppress(Exception):
-        store, key = _store_and_key(group)
-        count = _agreed.get(key, 0)
-        if _told.get(key) != count:
-            _told[key] = count
-            store.set(_place(key, dist.get_rank()), str(count))
+        roll = _roll_of(group)
+        if roll.told != roll.agreed:
+            roll.told = roll.agreed
+            compat.default_store().set(roll.own_place, str(roll.agreed))
 
 
 def agreed(group: Group) -> None:
     with contextlib.suppress(Exception):
-        _, key = _store_and_key(group)
-        _agreed[key] = _agreed.get(key, 0) + 1
+        _roll_of(group).agreed += 1
 
 
 def absent(group: Group) -> list[int]:
     """The group's ranks that have not come; nothing where that is not known."""
     missing: list[int] = []
     with contextlib.suppress(Exception):
-        store, key = _store_and_key(group)
-        count = str(_agreed.get(key, 0)).encode()
-        places = {rank: _place(key, rank) for rank in key[1] if rank != dist.get_rank()}
+        roll, store = _roll_of(group), compat.default_store()
+        count = str(roll.agreed).encode()
+        places = {rank: roll.place(rank) for rank in roll.ranks if rank != dist.get_rank()}
         missing = [
             rank for rank, place in places.items() if not store.check([place]) or store.get(place) != count
         ]
     return missing
 
 
-def _store_and_key(group: Group) -> tuple[Any, Key]:
-    """By store: a process group that was made anew begins anew."""
-    store = compat.default_store()
-    return store, (id(store), tuple(compat.group_ranks(group)))
-
-
-def _place(key: Key, rank: int) -> str:
-    return f"torch_dcp_backport/{hash(key[1])}/{rank}"
+def _roll_of(group: Group) -> Roll:
+    members = compat.members(group)
+    roll = _by_group.get(members)
+    if roll is None:
+        ranks = compat.group_ranks(members)
+        key = id(compat.default_store()), ranks
+        roll = _by_group[members] = _rolls.setdefault(key, Roll(ranks))
+    return roll

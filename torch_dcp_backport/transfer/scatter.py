@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.consensus import open_lane
-from torch_dcp_backport.transfer.errors import DOUBTFUL, Problem, spell_doing, spell_key, told
+from torch_dcp_backport.transfer.errors import DOUBTFUL, Problem, spell_doing, told
 from torch_dcp_backport.transfer.layout import Box, Mesh, whole
 from torch_dcp_backport.transfer.plan import (
     LARGEST_CHUNK,
@@ -45,10 +45,12 @@ END = object()
 class Reader(Protocol):
     """What the source holds."""
 
-    def shape(self, key: Key) -> tuple[int, ...]: ...
+    def piece(self, key: Key, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
+        """The part in a box of a tensor that has this shape; any device, any strides.
 
-    def piece(self, key: Key, box: Box) -> torch.Tensor:
-        """The part of a tensor in a box; any device, any strides."""
+        Raises:
+            RuntimeError: the tensor has another shape by now.
+        """
 
     def release(self) -> None:
         """Nothing of what was read is needed any more."""
@@ -276,8 +278,8 @@ class Route:
     def sizes(self, budget: int) -> tuple[int, int, int]:
         """(buffers for what is this rank's own, bytes of one, bytes of one of the two for common chunks)."""
         count = slots_of(self.ranks) if self.rank == self.source else 2
-        size = self.most(capacity_of(budget, slots_of(self.ranks)))
-        return count, size, min(capacity_of(budget, 2), total_bytes(self.boxes_for_all(self.all.common)))
+        own, common = self.largest
+        return count, min(own, capacity_of(budget, slots_of(self.ranks))), min(common, capacity_of(budget, 2))
 
     def boxes_for_all(self, common: Iterable[Key]) -> Iterator[tuple[Key, Box, int]]:
         for key in common:
@@ -298,8 +300,9 @@ class Route:
 
     def move_window(self, staging: Staging, budget: int, window: Window) -> None:
         count, size, common_size = self.sizes(budget)
-        common = chunks(self.boxes_for_all(window.common), capacity_of(budget, 2))
-        self.send_common(staging, common, common_size)
+        if window.common:
+            common = chunks(self.boxes_for_all(window.common), capacity_of(budget, 2))
+            self.send_common(staging, common, common_size)
         portion = capacity_of(budget, slots_of(self.ranks))
         last = next(reversed(window.ways), None)
         for relay, keys in window.ways.items():
@@ -316,8 +319,9 @@ class Route:
     def itemsize_of(self, key: Key) -> int:
         return self.dtype_for(key, self.agreement.mine[key].dtype).itemsize
 
-    def most(self, portion: int) -> int:
-        """No chunk that this rank sends or receives on its own is larger, in portions of this size."""
+    @functools.cached_property
+    def largest(self) -> tuple[int, int]:
+        """No chunk that this rank sends or receives on its own is larger, and no common one."""
         found = 0
         for keys in self.all.ways.values():
             if self.rank == self.source:
@@ -327,7 +331,7 @@ class Route:
                 found = max(found, total_bytes(boxes))
             else:
                 found = max(found, total_bytes(self.boxes_of(self.rank, keys)))
-        return min(found, portion)
+        return found, total_bytes(self.boxes_for_all(self.all.common))
 
     def send_common(self, staging: Staging, common: Iterable[Sequence[Piece]], size: int) -> None:
         """What every rank wants whole (DDP, plain modules, replicas): broadcast once."""
@@ -468,9 +472,4 @@ class Route:
 
     def piece(self, key: Key, box: Box) -> torch.Tensor:
         assert self.reader is not None, "only the source reads"
-        shape, expected = self.reader.shape(key), self.tensors[key].shape
-        if shape != expected:
-            raise RuntimeError(
-                f"{spell_key(key)} was changed while it was read: it was {expected} and is {shape}"
-            )
-        return self.reader.piece(key, box)
+        return self.reader.piece(key, box, self.tensors[key].shape)

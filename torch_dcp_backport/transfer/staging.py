@@ -6,7 +6,7 @@ Knows nothing of ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Optional
 
 import torch
@@ -124,12 +124,9 @@ class Staging:
             self._mirror = compat.host_buffer(buffer.numel())
         return self._mirror[: buffer.numel()]
 
-    def buffers(self, count: int, size: int) -> list[torch.Tensor]:
-        """`count` buffers of `size` bytes each; they alias those of the phase before."""
-        return [self.store[index * size : (index + 1) * size] for index in range(count)]
-
     def ring(self, count: int, size: int) -> Ring:
-        return Ring(self.buffers(count, size))
+        """`count` buffers of `size` bytes each; they alias those of the phase before."""
+        return Ring(self.store[index * size : (index + 1) * size] for index in range(count))
 
 
 class Ring:
@@ -138,15 +135,20 @@ class Ring:
     What is copied into one buffer or out of it overlaps with what travels in the others.
     """
 
-    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        self.free = deque(buffers)
+    def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
+        self.fresh = iter(buffers)
+        self.free: deque[torch.Tensor] = deque()
         self.used: deque[tuple[torch.Tensor, Callable[[], object]]] = deque()
 
     def take(self) -> torch.Tensor:
         """A free buffer; where there is none, finishes the oldest use first."""
-        if not self.free:
+        if self.free:
+            return self.free.popleft()
+        buffer = next(self.fresh, None)
+        if buffer is None:
             self.finish_oldest()
-        return self.free.popleft()
+            return self.free.popleft()
+        return buffer
 
     def use(self, buffer: torch.Tensor, finish: Callable[[], object]) -> None:
         """`buffer`, which was taken, is in use until `finish()` returns."""

@@ -29,7 +29,7 @@ from torch_dcp_backport.state_dict.optim.initial import (
 )
 from torch_dcp_backport.state_dict.source import Carried
 from torch_dcp_backport.transfer import Problem, TensorInfo, layout_of, misfit, spell_key
-from torch_dcp_backport.transfer.layout import Box
+from torch_dcp_backport.transfer.layout import Box, Layout
 
 TITLE = "cannot load this optimizer state dict"
 
@@ -107,6 +107,8 @@ class OptimizerLoad(Load):
         self.names = [group[PARAMS] for group in local[GROUPS]]
         #: path -> value, of the optimizer as it is, or Expected; replaced by what is loaded.
         self.values = paths_of(local)
+        #: Of what states are laid out as; a parameter has several such states.
+        self.layouts: dict[torch.Tensor, Layout] = {}
         for fqn, param in self.params.items():
             for name, expected in beginning.expected.get(param, {}).items():
                 self.values[STATE, fqn, name] = expected
@@ -133,6 +135,7 @@ class OptimizerLoad(Load):
                 self.plan_group_value(path, offered)
             elif path[1] in self.params:
                 self.plan_state(path, offered)
+        self.layouts.clear()
         untouched = [path for path in self.values if path[0] == STATE and path not in inventory]
         if untouched and len(untouched) < len(self.values):
             logger.warning(
@@ -250,10 +253,12 @@ class OptimizerLoad(Load):
         if not expected.shape:
             self.want_whole(path, TensorInfo((), dtype), expected.device, settle)
             return
-        local, layout = local_of(like), layout_of(like)
-        problem = misfit(path, local, layout)
-        if problem:
-            self.problems.append(problem)
+        local, layout = local_of(like), self.layouts.get(like)
+        if layout is None:
+            layout = self.layouts[like] = layout_of(like)
+            problem = misfit(path, local, layout)
+            if problem:
+                self.problems.append(problem)
         plain = type(local) in compat.PLAIN_TENSORS
 
         def make(box: Box) -> torch.Tensor:
