@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import weakref
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Optional, cast
 
@@ -40,6 +41,7 @@ __all__ = [
     "DTensor",
     "add_note",
     "arrived",
+    "as_dtensor",
     "backends",
     "check_placements",
     "comm_device_type",
@@ -130,6 +132,15 @@ def from_local(local: torch.Tensor, like: DTensor) -> DTensor:
         shape=like.shape,
         stride=like.stride(),
     )
+    return cast(DTensor, wrapped)
+
+
+def as_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size
+) -> DTensor:
+    """`local` as this rank's part of a contiguous DTensor of a global shape, without traffic."""
+    stride = torch.empty(shape, device="meta").stride()
+    wrapped = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     return cast(DTensor, wrapped)
 
 

@@ -15,6 +15,7 @@ from torch_dcp_backport.state_dict.fqn import ExtraState, Names
 from torch_dcp_backport.state_dict.govern import Place, names_of
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.source import has_slices
+from torch_dcp_backport.transfer.memory import span_of
 
 
 @dataclass(eq=False)
@@ -78,10 +79,8 @@ def overlapping(values: Iterable[torch.Tensor]) -> set[int]:
     values = list(values)
     for value in values if len(values) > 1 else ():
         local = compat.local_part(value) if isinstance(value, compat.DTensor) else value
-        start = local.data_ptr() if type(local) in compat.PLAIN_TENSORS else 0
-        if start:
-            nbytes = local.nbytes if local.is_contiguous() else span_bytes(local)
-            spans.append((local.device.type, start, start + nbytes, id(value)))
+        if type(local) in compat.PLAIN_TENSORS and local.data_ptr():
+            spans.append((local.device.type, *span_of(local), id(value)))
     found: set[int] = set()
     device, end, holder = "", 0, 0
     for where, start, stop, name in sorted(spans):
@@ -90,12 +89,6 @@ def overlapping(values: Iterable[torch.Tensor]) -> set[int]:
         if where != device or stop > end:
             device, end, holder = where, stop, name
     return found
-
-
-def span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to behind its last one."""
-    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride()))
-    return int(last + 1) * tensor.element_size()
 
 
 def tie(entries: Sequence[Entry], present: Sequence[Entry]) -> None:

@@ -32,7 +32,7 @@ from torch_dcp_backport.transfer import (
     scatter,
     spell_key,
 )
-from torch_dcp_backport.transfer.errors import DOUBTFUL
+from torch_dcp_backport.transfer.errors import DOUBTFUL, problem_of
 from torch_dcp_backport.transfer.exclusive import exclusive
 from torch_dcp_backport.transfer.layout import Box, Layout, Mesh, mesh_of
 from torch_dcp_backport.transfer.plan import agree_on_mesh, no_room
@@ -517,14 +517,6 @@ def stages_of_all(notes: Optional[Mapping[int, Sequence[str]]]) -> Optional[list
     if notes is None or len({tuple(names) for names in notes.values()}) == 1:
         return None
     return list(dict.fromkeys(name for names in notes.values() for name in names))
-
-
-def problem_of(error: Exception) -> Problem:
-    try:
-        text = str(error)
-    except Exception:  # the other ranks wait for whatever there is to say
-        text = "it has no text"
-    return Problem(f"{type(error).__name__}: {text}")
 
 
 def own_rank() -> int:

@@ -8,6 +8,7 @@ from torch_dcp_backport.transfer.gather import Held, gather
 from torch_dcp_backport.transfer.layout import Box, Layout, Mesh, layout_of
 from torch_dcp_backport.transfer.plan import Agreement, TensorInfo, Want, agree, misfit, publish
 from torch_dcp_backport.transfer.progress import Progress
+from torch_dcp_backport.transfer.reshard import reshard
 from torch_dcp_backport.transfer.report import Report, Tally, last_report
 from torch_dcp_backport.transfer.scatter import Target, scatter
 from torch_dcp_backport.transfer.settings import configure
@@ -34,6 +35,7 @@ __all__ = [
     "misfit",
     "publish",
     "raise_together",
+    "reshard",
     "scatter",
     "spell_key",
 ]

@@ -27,6 +27,15 @@ class Problem(NamedTuple):
         return text
 
 
+def problem_of(error: Exception) -> Problem:
+    """What an exception of one rank says to the others."""
+    try:
+        text = str(error)
+    except Exception:  # the other ranks wait for whatever there is to say
+        text = "it has no text"
+    return Problem(f"{type(error).__name__}: {text}")
+
+
 UNCHANGED = "nothing was changed"
 DOUBTFUL = "do not use what was being loaded"
 

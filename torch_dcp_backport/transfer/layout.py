@@ -65,6 +65,14 @@ class Mesh:
     #: Global ranks, row-major.
     ranks: tuple[int, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Of thousands of tensors on the same thousand ranks each one is looked up.
+        return hash((self.shape, self.ranks))
+
     @functools.cached_property
     def coordinates(self) -> dict[int, tuple[int, ...]]:
         """Where each rank stands."""

@@ -1,0 +1,17 @@
+"""Where tensors lie in memory. Reads addresses only."""
+
+from __future__ import annotations
+
+import torch
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of a tensor's first byte, and that behind its last one."""
+    start = tensor.data_ptr()
+    return start, start + (tensor.nbytes if tensor.is_contiguous() else span_bytes(tensor))
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last one."""
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride()))
+    return int(last + 1) * tensor.element_size()

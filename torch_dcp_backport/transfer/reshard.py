@@ -1,0 +1,231 @@
+"""DTensors to another mesh or other placements: every rank receives what its new shard lacks, once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, Optional, Union
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.call import Call
+from torch_dcp_backport.transfer.errors import Problem, spell_key
+from torch_dcp_backport.transfer.exchange import Plan, Route, exchange, problems_of
+from torch_dcp_backport.transfer.layout import Box, Layout, layout_of, mesh_of, splits_of
+from torch_dcp_backport.transfer.memory import span_of
+from torch_dcp_backport.transfer.plan import Agreement, misfit, no_room
+from torch_dcp_backport.transfer.post import Group
+from torch_dcp_backport.transfer.staging import part_of
+
+TITLE = "cannot reshard"
+
+Placements = Sequence[object]
+#: A mesh and placements for a new DTensor, or a DTensor or plain tensor that is written in place.
+Destination = Union[tuple[DeviceMesh, Placements], torch.Tensor]
+
+
+class End(NamedTuple):
+    """One end of a tensor's way: its layout, and this rank's local tensor with the box that it holds."""
+
+    layout: Layout
+    local: Optional[torch.Tensor]
+    box: Box
+
+
+@torch.no_grad()
+def reshard(
+    tensors: Mapping[Hashable, torch.Tensor],
+    to: Union[Destination, Mapping[Hashable, Destination]],
+    *,
+    group: Group = None,
+    staging_bytes: Optional[int] = None,
+) -> dict[Hashable, torch.Tensor]:
+    """Give every tensor another layout: other placements, another mesh, or both.
+
+    Collective over `group`: every rank of it calls with the same keys in the same order. Nothing is gathered
+    whole, and what a rank holds already does not travel. On a mesh that is not the old one, ranks outside
+    the old mesh pass the DTensor as torch makes it there, with an empty local tensor; so do ranks outside
+    the new one receive it.
+
+    Args:
+        tensors: key -> DTensor, or a plain tensor that every rank of the group holds whole.
+        to: a device mesh and placements for all tensors, or for each key; or, for a key, a tensor of the
+            same shape that is written in place, cast to its dtype.
+        group: the process group; it must contain the ranks of all meshes. None is the default group.
+        staging_bytes: peak bytes of staging buffers on any rank; None is the settings'.
+
+    Returns:
+        key -> the tensor in its new layout: a new DTensor, or the one that was written in place.
+
+    Raises:
+        RuntimeError: the ranks pass different keys, dtypes or layouts, a placement is Partial, a shape
+            differs, a destination shares memory with a source; on every rank, before any byte moves.
+        ValueError: a staging budget that is none.
+        TransferError: a rank is gone, or the group's timeout is over; says what was already written.
+    """
+    with Call(TITLE, "reshard", group) as call:
+        have: dict[Hashable, End] = {}
+        want: dict[Hashable, End] = {}
+        routes: dict[Hashable, Route] = {}
+        with call.guard():
+            destinations = destinations_of(tensors, to)
+            for key, tensor in tensors.items():
+                have[key] = end_of(tensor, call)
+                want[key] = wanted_end(tensor, destinations[key], call)
+                routes[key] = route_of(tensor, have[key], want[key])
+            call.problems += [
+                found
+                for ends in (have, want)
+                for key, end in ends.items()
+                if end.local is not None
+                for found in [misfit(key, end.local, end.layout)]
+                if found
+            ]
+            call.problems += [*problems_of(routes, call), *shared_memory(have, want)]
+        agreement = agree_on(routes, call, staging_bytes, device_of(have))
+        try:
+            locals_of = {key: local_of(end, tensors[key], destinations[key]) for key, end in want.items()}
+        except (RuntimeError, MemoryError) as error:
+            call.problems, call.cause, locals_of = [no_room("the new shards", error)], error, {}
+        plan = Plan(routes, call.ranks, call.rank)
+
+        def read(key: Hashable, box: Box) -> torch.Tensor:
+            end = have[key]
+            assert end.local is not None
+            return part_of(end.local, end.box, box)
+
+        def write(key: Hashable, box: Box) -> torch.Tensor:
+            return part_of(locals_of[key], want[key].box, box)
+
+        exchange(call, plan, agreement, read, write)
+        call.tally.tensors = len(routes)
+        call.tally.close()
+        return {key: finished(destinations[key], tensors[key], locals_of[key]) for key in routes}
+
+
+def destinations_of(
+    tensors: Mapping[Hashable, torch.Tensor], to: Union[Destination, Mapping[Hashable, Destination]]
+) -> Mapping[Hashable, Destination]:
+    if not isinstance(to, Mapping):
+        return dict.fromkeys(tensors, to)
+    missing = [key for key in tensors if key not in to]
+    if missing:
+        raise KeyError(f"no destination for {', '.join(map(spell_key, missing[:5]))}")
+    return to
+
+
+def end_of(tensor: torch.Tensor, call: Call) -> End:
+    layout = layout_of(tensor)
+    local = compat.local_part(tensor) if isinstance(tensor, compat.DTensor) else tensor
+    return End(layout, local.detach(), box_of(layout, call.rank))
+
+
+def wanted_end(tensor: torch.Tensor, to: Destination, call: Call) -> End:
+    if isinstance(to, torch.Tensor):
+        return end_of(to, call)
+    mesh, placements = to
+    shape = tuple(tensor.shape)
+    split = mesh_of(mesh)
+    layout = Layout(shape, split, splits_of(split.shape, checked(tuple(placements), shape)))
+    return End(layout, None, box_of(layout, call.rank))
+
+
+def checked(placements: tuple[object, ...], shape: tuple[int, ...]) -> tuple[object, ...]:
+    """Placements with dimensions that count from the front, as DTensor normalises them."""
+    found = []
+    for placement in placements:
+        dim = getattr(placement, "dim", None)
+        if dim is not None and not -len(shape) <= dim < len(shape):
+            raise ValueError(f"Shard(dim={dim}) of a tensor of {len(shape)} dimensions")
+        found.append(compat.Shard(dim + len(shape)) if dim is not None and dim < 0 else placement)
+    return tuple(found)
+
+
+def box_of(layout: Layout, rank: int) -> Box:
+    nothing = (0,) * len(layout.shape)
+    return layout.box(rank) or Box(nothing, nothing)
+
+
+def route_of(tensor: torch.Tensor, have: End, want: End) -> Route:
+    """What travels is the smaller dtype: a cast costs the same on both ends."""
+    wanted = want.local.dtype if want.local is not None else tensor.dtype
+    return Route(have.layout, want.layout, wanted if wanted.itemsize < tensor.dtype.itemsize else tensor.dtype)
+
+
+def shared_memory(have: Mapping[Hashable, End], want: Mapping[Hashable, End]) -> list[Problem]:
+    """Destinations that would be written while they are read. A tensor may be its own, where it stays."""
+    spans: list[tuple[str, int, int, bool, Hashable]] = []
+    for ends, is_written in ((have, False), (want, True)):
+        for key, end in ends.items():
+            if end.local is None or not end.local.data_ptr():
+                continue
+            if is_written and end.layout == have[key].layout and end.local.data_ptr() == address(have[key]):
+                continue
+            spans.append((end.local.device.type, *span_of(end.local), is_written, key))
+    found = []
+    #: (device, the address behind it, key) of what reaches furthest, of what is read and of what is written.
+    furthest: dict[bool, tuple[str, int, Hashable]] = {}
+    for device, start, stop, is_written, key in sorted(spans, key=lambda span: span[:3]):
+        for other_is_written, (where, end_of_other, other) in furthest.items():
+            if where == device and start < end_of_other and (is_written or other_is_written):
+                written, read = (key, other) if is_written else (other, key)
+                what = "shares memory with another destination" if is_written == other_is_written else (
+                    "shares memory with what is read"
+                )
+                found.append(Problem(what, spell_key(written), spell_key(read), "memory of its own"))
+        known = furthest.get(is_written)
+        if known is None or known[0] != device or stop > known[1]:
+            furthest[is_written] = device, stop, key
+    return found
+
+
+def address(end: End) -> int:
+    return end.local.data_ptr() if end.local is not None else 0
+
+
+def agree_on(
+    routes: Mapping[Hashable, Route], call: Call, staging_bytes: Optional[int], device: str
+) -> Agreement:
+    """Raise every rank's problems, and the differences between what the ranks pass."""
+    rows = [f"{key!r} {route.signature}" for key, route in routes.items()]
+    condition = hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
+    agreement = call.agree({}, staging_bytes=staging_bytes, device=device, condition=condition, note=rows)
+    if agreement.notes is not None:
+        first = call.ranks[0]
+        call.problems += differences(agreement.notes[first], rows, first)
+        call.agree({})
+    return agreement
+
+
+def differences(theirs: Sequence[str], mine: Sequence[str], first: int) -> list[Problem]:
+    found = [
+        Problem("passed differently", got=own, expected=f"{other} as rank {first}")
+        for own, other in zip(mine, theirs)
+        if own != other
+    ]
+    if len(mine) != len(theirs):
+        found.append(Problem("passed differently", got=f"{len(mine)} tensors", expected=f"{len(theirs)}"))
+    return found
+
+
+def device_of(have: Mapping[Hashable, End]) -> str:
+    kinds = {end.local.device.type for end in have.values() if end.local is not None}
+    return kinds.pop() if len(kinds) == 1 else ""
+
+
+def local_of(end: End, tensor: torch.Tensor, to: Destination) -> torch.Tensor:
+    """The local tensor that is written: that of the destination, or a new one."""
+    if end.local is not None:
+        return end.local
+    assert not isinstance(to, torch.Tensor)
+    return torch.empty(end.box.size, dtype=tensor.dtype, device=compat.current_device(to[0].device_type))
+
+
+def finished(to: Destination, tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    if isinstance(to, torch.Tensor):
+        return to
+    mesh, placements = to
+    placements = checked(tuple(placements), tuple(tensor.shape))
+    return compat.as_dtensor(local, mesh, placements, tensor.shape)
