@@ -48,7 +48,7 @@ tuples of a param group (`betas`) stay tuples; native torch makes them lists.
 CORE = """
 ## Decided by a release's own core
 
-No replacement in these two modules can change it.
+No function that is replaced can change it.
 
 """
 CANNOT = """
