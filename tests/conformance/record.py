@@ -67,7 +67,8 @@ def main() -> int:
                 found[key] = got
         update(f"ours-{RELEASE}", found, results)
     elif verb == "docs":
-        report.PATH.write_text(report.page())
+        for path, text in report.files().items():
+            path.write_text(text)
     elif verb == "try":
         for key, one in run_chosen("direct" if NATIVE else "shim", words).items():
             verdict = expectations.verdict(key, one)
