@@ -39,6 +39,7 @@ PLUGINS = {"npu": "torch_npu", "hpu": "habana_frameworks.torch"}
 __all__ = [
     "AmbiguousLayout",
     "DTensor",
+    "Shard",
     "add_note",
     "arrived",
     "as_dtensor",

@@ -50,7 +50,7 @@ def mesh_of(kind: str) -> tuple[DeviceMesh, list[Any]]:
 
 
 def cut(value: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> DTensor:
-    """The whole value as a DTensor: torch's own distribute_tensor goes by the group's order, not the mesh's."""
+    """The whole value as a DTensor. distribute_tensor goes by the group's order, not by the mesh's."""
     local, here = value, mesh.get_coordinate()
     for dim, placement in enumerate(placements if here is not None else ()):
         if isinstance(placement, Shard):
@@ -265,5 +265,3 @@ def by_random(api: Any, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_layouts(ranks, seed):
     ranks(by_random, seed)
-
-

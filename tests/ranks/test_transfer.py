@@ -71,20 +71,18 @@ def scatter_to(api: Any, kinds: list[str], staging: int, by_window: bool = False
     rank = dist.get_rank()
     kind = kinds[rank % len(kinds)]
     values = full_values()
-    inventory = transfer.publish(
-        {key: TensorInfo(tuple(v.shape), v.dtype) for key, v in values.items()} if rank == 0 else None,
-        [],
-        "test",
-    )
+    infos = {key: TensorInfo(tuple(v.shape), v.dtype) for key, v in values.items()}
     wants = {key: Want(layout(key, kind), DTYPES[key]) for key in SHAPES}
     targets = {}
     for key, want in wants.items():
         box = want.layout.box(rank)
         if box is not None:
             targets[key] = Target(torch.full(box.size, 1).to(want.dtype), box)
-    agreement = transfer.agree(wants, [], "test", staging_bytes=staging)
     reader = Source(values) if rank == 0 else None
-    transfer.scatter(reader, inventory, targets, agreement, by_window=by_window)
+    with transfer.Call("test", "scatter") as call:
+        inventory = call.publish(infos if rank == 0 else None)
+        agreement = call.agree(wants, staging_bytes=staging)
+        transfer.scatter(call, reader, inventory, targets, agreement, by_window=by_window)
     whole = {key: Box((0,) * v.dim(), tuple(v.shape)) for key, v in values.items()}
     for key, target in targets.items():
         assert torch.equal(target.tensor, values[key][target.box.within(whole[key])]), key
@@ -236,7 +234,7 @@ def bad_budget(api: Any, text: str) -> None:
     finally:
         del os.environ["TORCH_DCP_BACKPORT_STAGING_MIB"]
     with pytest.raises(ValueError, match="staging_bytes=15"):
-        transfer.agree({}, [], "test", staging_bytes=15)
+        transfer.Call("test", "scatter").agree({}, staging_bytes=15)
 
 
 def test_a_budget_that_is_none_is_refused_on_every_rank(ranks):

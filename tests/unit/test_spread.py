@@ -86,7 +86,9 @@ def test_every_rank_gets_what_it_wants_once_and_nothing_else(pair: tuple[Spread,
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(pairs(), min_size=1, max_size=4))
-def test_both_ends_of_a_pair_have_the_same_boxes_in_the_same_order(found: list[tuple[Spread, Spread]]) -> None:
+def test_both_ends_of_a_pair_have_the_same_boxes_in_the_same_order(
+    found: list[tuple[Spread, Spread]],
+) -> None:
     routes = {number: Route(*pair, torch.float32) for number, pair in enumerate(found)}
     plans = {rank: Plan(routes, RANKS, rank) for rank in RANKS}
     for one, other in itertools.permutations(RANKS, 2):
@@ -122,7 +124,11 @@ def boxes(*by_rank: tuple[int, int]) -> Boxes:
         (boxes((0, 5), (5, 9)), Layout((8,)), "is held outside the tensor"),
         (boxes((0, 8)), boxes((0, 5), (4, 8)), "boxes that are wanted overlap"),
         (boxes((0, 8)), Layout((9,)), "wrong shape"),
-        (Layout((8,)), Layout((8,), Mesh((2,), (5, 6)), ((0, 1),)), "wanted by ranks outside the process group"),
+        (
+            Layout((8,)),
+            Layout((8,), Mesh((2,), (5, 6)), ((0, 1),)),
+            "wanted by ranks outside the process group",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_spread_is_said(have: Spread, want: Spread, what: str) -> None:

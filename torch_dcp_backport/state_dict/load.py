@@ -6,7 +6,6 @@ here and in `transfer`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
@@ -19,23 +18,18 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.source import About, Carried, Key, Source, Unusable, unusable
 from torch_dcp_backport.transfer import (
     Agreement,
+    Call,
     Problem,
-    Tally,
     Target,
     TensorInfo,
     Want,
-    agree,
     layout_of,
     misfit,
-    publish,
-    raise_together,
     scatter,
     spell_key,
 )
-from torch_dcp_backport.transfer.errors import DOUBTFUL, problem_of
-from torch_dcp_backport.transfer.exclusive import exclusive
+from torch_dcp_backport.transfer.errors import DOUBTFUL
 from torch_dcp_backport.transfer.layout import Box, Layout, Mesh, mesh_of
-from torch_dcp_backport.transfer.plan import agree_on_mesh, no_room
 
 logger = logging.getLogger(__name__)
 
@@ -206,9 +200,7 @@ def run(
     source = given if isinstance(given, Source) else Source(given)
     course = Broadcast(load, source, group) if broadcast else Local(load, source)
     try:
-        with contextlib.ExitStack() as alone:
-            for one in course.groups:
-                alone.enter_context(exclusive(one, load.title))
+        with course.call:
             course.agree()
             course.carry_out()
     finally:
@@ -220,18 +212,10 @@ def run(
 class Course:
     """One load, from the inventory to its end."""
 
-    def __init__(
-        self, load: Load, source: Source, groups: Sequence[Optional[dist.ProcessGroup]], tally: Tally
-    ) -> None:
+    def __init__(self, load: Load, source: Source, call: Call) -> None:
         self.load = load
         self.source = source
-        #: The groups of all ranks that take part.
-        self.groups = groups
-        self.tally = tally
-        #: Whether code outside torch takes part in what is left to do, on any rank.
-        self.custom = False
-        #: Whether all ranks know that it broke off.
-        self.is_broken = False
+        self.call = call
         #: The load's destinations, once it is agreed on.
         self.by_stage: dict[str, dict[Key, Destination]] = {}
 
@@ -257,16 +241,9 @@ class Course:
             self.load.apply(self.fetch)
             self.fetch_rest()
         except Exception as error:
-            if self.custom and self.groups and not self.is_broken:
-                # Now, in case that the others never come to the agreement.
-                logger.error("%s: %s", self.load.title, problem_of(error))
-                with contextlib.suppress(Exception):
-                    agree_on_mesh([problem_of(error)], self.groups, so_far=self.so_far())
-                compat.add_note(error, self.so_far())
+            self.call.tell(error, self.so_far)
             raise
-        if self.custom and self.groups:
-            found, _ = agree_on_mesh([], self.groups, so_far=self.so_far())
-            raise_together(self.load.title, found, so_far=self.so_far())
+        self.call.settle(self.so_far)
 
     def move_first(self) -> None:
         self.move(FIRST)
@@ -274,28 +251,21 @@ class Course:
     def so_far(self) -> str:
         """What an error says of what was written on this rank."""
         written = self.load.written()
-        return f"{DOUBTFUL}: rank {own_rank()} has written {written}" if written else DOUBTFUL
+        return f"{DOUBTFUL}: rank {self.call.rank} has written {written}" if written else DOUBTFUL
 
-    def guarded_plan(self, inventory: Optional[Mapping[Any, Any]]) -> Optional[Exception]:
+    def plan(self, inventory: Mapping[Any, Any]) -> None:
         """Plan; a rank whose plan fails still takes part in the agreement, which then fails for all."""
-        if self.load.problems:
-            return None
-        try:
-            self.load.plan(inventory or {})
-        except Exception as error:
-            self.load.problems.append(problem_of(error))
-            return error
-        return None
+        if not self.call.problems:
+            with self.call.guard():
+                self.load.plan(inventory)
 
-    def guarded_inventory(self, whole_only: bool) -> tuple[Optional[dict[Key, Any]], Optional[BaseException]]:
+    def inventory_of_source(self, whole_only: bool) -> dict[Key, Any]:
         """What the dict holds; nothing, and one problem more, where it cannot be read."""
-        if self.load.problems:
-            return None, None
-        try:
-            return self.source.inventory(whole_only), None
-        except Exception as error:
-            self.load.problems.append(problem_of(error))
-            return None, error
+        found: dict[Key, Any] = {}
+        if not self.call.problems:
+            with self.call.guard():
+                found = self.source.inventory(whole_only)
+        return found
 
     def destinations_of(self, stage: str) -> Mapping[Key, Destination]:
         if not self.by_stage:
@@ -304,7 +274,7 @@ class Course:
         return self.by_stage.get(stage, {})
 
     def targets_of(self, stage: str) -> dict[Key, Target]:
-        rank = own_rank()
+        rank = self.call.rank
         targets = {}
         for key, one in self.destinations_of(stage).items():
             # A rank outside the mesh holds an empty tensor.
@@ -327,8 +297,7 @@ class Broadcast(Course):
     """From the dict of the group's first rank."""
 
     def __init__(self, load: Load, source: Source, group: Optional[dist.ProcessGroup]) -> None:
-        super().__init__(load, source, [group], Tally("scatter"))
-        self.group = group
+        super().__init__(load, source, Call(load.title, "scatter", [group], load.problems))
         self.is_source = dist.get_rank(group) == 0
         self.inventory: dict[Key, Any] = {}
         self.position: dict[Key, int] = {}
@@ -339,46 +308,36 @@ class Broadcast(Course):
         self.relays: Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]] = None
 
     def agree(self) -> None:
-        cause: Optional[BaseException] = None
-        try:
-            load = self.load
-            with self.tally.phase("inventory"):
-                mine, cause = self.guarded_inventory(whole_only=True) if self.is_source else (None, None)
-                self.inventory = publish(mine, load.problems, load.title, self.group)
-                self.by_window = bool(self.inventory.pop(About.FLEETING, False))
-            with self.tally.phase("agree"):
-                cause = self.guarded_plan(self.inventory) or cause
-                self.agree_on_plan(cause)
-                stages = stages_of_all(self.agreement.notes)
-                if stages is not None:
-                    # Some rank's loading code looks at what other ranks' does not: all plan anew.
-                    load.widen(stages)
-                    load.destinations.clear()
-                    cause = self.guarded_plan(self.inventory)
-                    self.agree_on_plan(cause)
-            self.pending = list(load.stages)
-            self.position = {key: number for number, key in enumerate(self.inventory)}
-            self.custom = self.agreement.custom
-        finally:
-            # An error that its own traceback holds on to keeps alive what it touched.
-            cause = None
+        load, call = self.load, self.call
+        with call.tally.phase("inventory"):
+            mine = self.inventory_of_source(whole_only=True) if self.is_source else None
+        self.inventory = call.publish(mine)
+        self.by_window = bool(self.inventory.pop(About.FLEETING, False))
+        self.agree_on_plan()
+        stages = stages_of_all(self.agreement.notes)
+        if stages is not None:
+            # Some rank's loading code looks at what other ranks' does not: all plan anew.
+            load.widen(stages)
+            load.destinations.clear()
+            self.agree_on_plan()
+        self.pending = list(load.stages)
+        self.position = {key: number for number, key in enumerate(self.inventory)}
 
-    def agree_on_plan(self, cause: Optional[BaseException]) -> None:
-        load = self.load
-        # Counters of steps are on the host with an accelerator's optimizer too.
-        kinds = {one.device.type for one in load.destinations.values() if one.layout.shape}
-        self.relays = self.relay_groups()
-        condition = repr(("relays" if self.relays is not None else "", *load.stages))
-        self.agreement = agree(
-            wants_of(load.destinations),
-            load.problems,
-            load.title,
-            self.group,
-            cause,
+    def agree_on_plan(self) -> None:
+        load, call = self.load, self.call
+        with call.tally.phase("agree"):
+            self.plan(self.inventory)
+            # Counters of steps are on the host with an accelerator's optimizer too.
+            kinds = {one.device.type for one in load.destinations.values() if one.layout.shape}
+            self.relays = self.relay_groups()
+            wants = wants_of(load.destinations)
+            stages, user_code = list(load.stages), self.fails_alone()
+        self.agreement = call.agree(
+            wants,
             device=kinds.pop() if len(kinds) == 1 else "",
-            condition=condition,
-            custom=self.fails_alone(),
-            note=list(load.stages),
+            condition=repr(("relays" if self.relays is not None else "", *stages)),
+            user_code=user_code,
+            note=stages,
         )
 
     def relay_groups(self) -> Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]]:
@@ -389,15 +348,14 @@ class Broadcast(Course):
             found = {mesh_of(mesh): compat.mesh_groups(mesh) for mesh in self.load.meshes()}
         except Exception:  # a mesh without process groups; the source sends to every replica itself then
             return None
-        needed = set(compat.device_types(self.group))
+        needed = set(compat.device_types(self.call.group))
         carried = all(needed <= set(compat.device_types(one)) for groups in found.values() for one in groups)
         return found if carried else None
 
     def move_first(self) -> None:
-        # Whatever ends it is known to all ranks, or to none that could tell the others.
-        self.is_broken = True
+        self.call.is_settled = True
         self.move(FIRST)
-        self.is_broken = False
+        self.call.is_settled = False
 
     def fetch(self, stage: str) -> None:
         while stage in self.pending:
@@ -410,41 +368,30 @@ class Broadcast(Course):
     def fetch_next(self) -> None:
         """One more stage. Every rank comes to it, or tells the others here why it does not."""
         stage = self.pending.pop(0)
-        self.is_broken = True
+        self.call.is_settled = True
         wants = wants_of(self.destinations_of(stage))
-        device, title = self.agreement.device, self.load.title
-        self.agreement = agree(wants, [], title, self.group, device=device, custom=True, so_far=self.so_far())
+        device = self.agreement.device
+        self.agreement = self.call.agree(wants, device=device, user_code=True, so_far=self.so_far())
         self.move(stage)
-        self.is_broken = False
+        self.call.is_settled = False
 
     def move(self, stage: str) -> None:
-        problems: list[Problem] = []
-        cause: Optional[BaseException] = None
         targets: dict[Key, Target] = {}
         agreement = self.agreement
         everyone = [agreement.mine] if agreement.by_rank is None else agreement.by_rank.values()
         wanted = {key for wants in everyone for key, want in wants.items() if want.stage == stage}
         order = self.position.__getitem__
-        try:
-            try:
-                targets = self.targets_of(stage)
-            except (RuntimeError, MemoryError) as error:
-                problems, cause = [no_room("what is loaded", error)], error
-            scatter(
-                self.source if self.is_source else None,
-                {key: self.inventory[key] for key in sorted(wanted & self.inventory.keys(), key=order)},
-                targets,
-                agreement,
-                group=self.group,
-                relays=self.relays,
-                by_window=self.by_window,
-                tally=self.tally,
-                title=self.load.title,
-                problems=problems,
-                cause=cause,
-            )
-        finally:
-            cause = None  # as above
+        with self.call.room_for("what is loaded"):
+            targets = self.targets_of(stage)
+        scatter(
+            self.call,
+            self.source if self.is_source else None,
+            {key: self.inventory[key] for key in sorted(wanted & self.inventory.keys(), key=order)},
+            targets,
+            agreement,
+            relays=self.relays,
+            by_window=self.by_window,
+        )
         self.settle(targets)
 
 
@@ -454,29 +401,18 @@ class Local(Course):
     def __init__(self, load: Load, source: Source) -> None:
         meshes = load.meshes() if dist.is_initialized() else []
         groups = compat.mesh_groups(max(meshes, key=lambda one: one.size())) if meshes else ()
-        super().__init__(load, source, groups, Tally("slice"))
+        super().__init__(load, source, Call(load.title, "slice", groups, load.problems))
 
     def agree(self) -> None:
-        with self.tally.phase("agree"):
-            load = self.load
-            inventory, cause = self.guarded_inventory(whole_only=False)
-            if inventory is not None:
-                inventory.pop(About.FLEETING, None)
-            cause = self.guarded_plan(inventory) or cause
-            try:
-                try:
-                    load.problems.extend(self.other_layouts())
-                except Exception as error:
-                    load.problems.append(problem_of(error))
-                    cause = error
-                found = [(own_rank(), problem) for problem in load.problems]
-                # A mapping that makes its values is code that can fail, too.
-                self.custom = self.fails_alone() or not self.source.is_dict
-                if self.groups:
-                    found, self.custom = agree_on_mesh(load.problems, self.groups, self.custom)
-                raise_together(load.title, found, cause)
-            finally:
-                cause = None  # as above
+        call = self.call
+        with call.tally.phase("agree"):
+            inventory = self.inventory_of_source(whole_only=False)
+            inventory.pop(About.FLEETING, None)
+            self.plan(inventory)
+            with call.guard():
+                call.problems += self.other_layouts()
+            # A mapping that makes its values is code that can fail, too.
+            call.agree_on_problems(self.fails_alone() or not self.source.is_dict)
 
     def other_layouts(self) -> list[Problem]:
         """DTensors of the dict that do not lie as their destinations do."""
@@ -492,7 +428,7 @@ class Local(Course):
         self.move(stage)
 
     def move(self, stage: str) -> None:
-        with self.tally.phase("move"):
+        with self.call.tally.phase("move"):
             targets = self.targets_of(stage)
             for key, target in targets.items():
                 if target.box.numel:
@@ -504,8 +440,8 @@ class Local(Course):
                         target.tensor.copy_(self.source.piece(key, target.box, shape))
                 self.source.release()
             self.settle(targets)
-        self.tally.tensors += len(targets)
-        self.tally.close()
+        self.call.tally.tensors += len(targets)
+        self.call.tally.close()
 
 
 def wants_of(destinations: Mapping[Key, Destination]) -> dict[Key, Want]:

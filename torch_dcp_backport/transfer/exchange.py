@@ -31,7 +31,7 @@ from torch_dcp_backport.transfer.plan import (
     ready,
     total_bytes,
 )
-from torch_dcp_backport.transfer.post import finish, post
+from torch_dcp_backport.transfer.post import Message, finish, post
 from torch_dcp_backport.transfer.spread import Spread, Ways, faults_of, ways_of
 from torch_dcp_backport.transfer.staging import Move, Ring, Staging
 
@@ -202,7 +202,7 @@ class Exchange:
         """
         if not outgoing and not incoming:
             return False
-        messages = []
+        messages: list[Message] = []
         buffers = []
         filled = staging.store[:0]
         if outgoing:

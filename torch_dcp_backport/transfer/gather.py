@@ -11,29 +11,26 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.consensus import open_lane
 from torch_dcp_backport.transfer.errors import Problem, spell_doing, spell_key, told
-from torch_dcp_backport.transfer.exclusive import exclusive
 from torch_dcp_backport.transfer.layout import Box, Layout, whole
 from torch_dcp_backport.transfer.plan import (
     Agreement,
     Key,
     Piece,
     Want,
-    agree,
     capacity_of,
     chunk_bytes,
     chunks,
     misfit,
     moved,
-    no_room,
     ready,
     round_sizes,
     slots_of,
     total_bytes,
 )
 from torch_dcp_backport.transfer.post import Group, finish, post
-from torch_dcp_backport.transfer.report import Tally
 from torch_dcp_backport.transfer.staging import Move, Ring, Staging, part_of
 
 TITLE = "cannot gather"
@@ -74,44 +71,31 @@ def gather(
         ValueError: a budget that is none.
         TransferError: a rank is gone, or the group's timeout is over.
     """
-    with exclusive(group, TITLE):
-        return _gather(held, make, to, group, staging_bytes)
-
-
-def _gather(
-    held: Mapping[Key, Held],
-    make: Callable[[Key], torch.Tensor],
-    to: Optional[int],
-    group: Group,
-    staging_bytes: Optional[int],
-) -> dict[Key, torch.Tensor]:
-    tally = Tally("gather")
-    wants = {key: Want(one.layout, one.tensor.dtype) for key, one in held.items()}
-    with tally.phase("agree"):
-        agreement = agree_on_all(held, wants, group, staging_bytes)
-    out: dict[Key, torch.Tensor] = {}
-    route = Route(held, out, wants, agreement, to, group, tally)
-    with tally.phase("prepare"):
-        problems, cause = [], None
-        try:
-            if to in (None, route.rank):
-                out.update((key, make(key)) for key in held)
-        except (RuntimeError, MemoryError) as error:
-            out.clear()
-            problems, cause = [no_room("whole tensors", error)], error
-        budget = agreement.staging_bytes
-        try:
-            staging, tally.staging_budget = ready(
-                route.allocate, budget, route.nbytes, problems, TITLE, group, cause
+    with Call(TITLE, "gather", [group]) as call:
+        wants = {key: Want(one.layout, one.tensor.dtype) for key, one in held.items()}
+        agreement = agree_on_all(held, wants, call, staging_bytes)
+        out: dict[Key, torch.Tensor] = {}
+        route = Route(held, out, wants, agreement, to, call)
+        with call.tally.phase("prepare"):
+            with call.room_for("whole tensors"):
+                if to in (None, call.rank):
+                    out.update((key, make(key)) for key in held)
+            if call.problems:
+                out.clear()
+            staging, call.tally.staging_budget = ready(
+                route.allocate,
+                agreement.staging_bytes,
+                route.nbytes,
+                call.problems,
+                TITLE,
+                group,
+                call.cause,
             )
-        finally:
-            # An error that its own traceback holds on to keeps alive what it touched.
-            cause = None
-    with tally.phase("move"), told(lambda: f"{TITLE}: broken off while {route.story()}"):
-        route.move(staging, tally.staging_budget)
-    tally.tensors = len(held)
-    tally.close()
-    return out
+        with call.tally.phase("move"), told(lambda: f"{TITLE}: broken off while {route.story()}"):
+            route.move(staging, call.tally.staging_budget)
+        call.tally.tensors = len(held)
+        call.tally.close()
+        return out
 
 
 class Route:
@@ -124,16 +108,15 @@ class Route:
         wants: Mapping[Key, Want],
         agreement: Agreement,
         to: Optional[int],
-        group: Group,
-        tally: Tally,
+        call: Call,
     ) -> None:
-        self.ranks = compat.group_ranks(group)
-        self.rank = dist.get_rank()
-        self.group = group
+        self.ranks = call.ranks
+        self.rank = call.rank
+        self.group = call.group
         self.held, self.out, self.wants = held, out, wants
         self.to = to
         self.device = compat.current_device(agreement.device)
-        self.tally = tally
+        self.tally = call.tally
         self.slots = slots_of(self.ranks)
         self._rounds: dict[int, list[int]] = {}
         #: What is going on: verb and peer, and the pieces.
@@ -290,17 +273,18 @@ class Route:
 
 
 def agree_on_all(
-    held: Mapping[Key, Held], wants: Mapping[Key, Want], group: Group, staging_bytes: Optional[int]
+    held: Mapping[Key, Held], wants: Mapping[Key, Want], call: Call, staging_bytes: Optional[int]
 ) -> Agreement:
     """Budget and device, where all ranks hold the same keys, dtypes and layouts."""
     misfits = [misfit(key, one.tensor, one.layout) for key, one in held.items()]
-    problems = [one for one in misfits if one]
+    call.problems += [one for one in misfits if one]
     kinds = {one.tensor.device.type for one in held.values()}
-    kind = kinds.pop() if len(kinds) == 1 else ""
-    agreement = agree(wants, problems, TITLE, group, staging_bytes=staging_bytes, device=kind)
+    device = kinds.pop() if len(kinds) == 1 else ""
+    agreement = call.agree(wants, staging_bytes=staging_bytes, device=device)
     if agreement.by_rank is not None:
-        first = compat.group_ranks(group)[0]
-        agree(wants, differences(agreement.by_rank[first], wants, first), TITLE, group)
+        first = call.ranks[0]
+        call.problems += differences(agreement.by_rank[first], wants, first)
+        call.agree(wants)
     return agreement
 
 

@@ -15,7 +15,7 @@ from torch_dcp_backport.transfer.errors import Problem, spell_key
 from torch_dcp_backport.transfer.exchange import Plan, Route, exchange, problems_of
 from torch_dcp_backport.transfer.layout import Box, Layout, layout_of, mesh_of, splits_of
 from torch_dcp_backport.transfer.memory import span_of
-from torch_dcp_backport.transfer.plan import Agreement, misfit, no_room
+from torch_dcp_backport.transfer.plan import Agreement, misfit
 from torch_dcp_backport.transfer.post import Group
 from torch_dcp_backport.transfer.staging import part_of
 
@@ -65,7 +65,7 @@ def reshard(
         ValueError: a staging budget that is none.
         TransferError: a rank is gone, or the group's timeout is over; says what was already written.
     """
-    with Call(TITLE, "reshard", group) as call:
+    with Call(TITLE, "reshard", [group]) as call:
         have: dict[Hashable, End] = {}
         want: dict[Hashable, End] = {}
         routes: dict[Hashable, Route] = {}
@@ -85,10 +85,10 @@ def reshard(
             ]
             call.problems += [*problems_of(routes, call), *shared_memory(have, want)]
         agreement = agree_on(routes, call, staging_bytes, device_of(have))
-        try:
-            locals_of = {key: local_of(end, tensors[key], destinations[key]) for key, end in want.items()}
-        except (RuntimeError, MemoryError) as error:
-            call.problems, call.cause, locals_of = [no_room("the new shards", error)], error, {}
+        locals_of: dict[Hashable, torch.Tensor] = {}
+        with call.room_for("the new shards"):
+            for key, end in want.items():
+                locals_of[key] = local_of(end, tensors[key], destinations[key])
         plan = Plan(routes, call.ranks, call.rank)
 
         def read(key: Hashable, box: Box) -> torch.Tensor:
@@ -137,7 +137,8 @@ def checked(placements: tuple[object, ...], shape: tuple[int, ...]) -> tuple[obj
     found = []
     for placement in placements:
         dim = getattr(placement, "dim", None)
-        if dim is not None and not -len(shape) <= dim < len(shape):
+        lowest = -len(shape) if type(placement) is compat.Shard else 0
+        if dim is not None and not lowest <= dim < len(shape):
             raise ValueError(f"Shard(dim={dim}) of a tensor of {len(shape)} dimensions")
         found.append(compat.Shard(dim + len(shape)) if dim is not None and dim < 0 else placement)
     return tuple(found)
@@ -151,7 +152,8 @@ def box_of(layout: Layout, rank: int) -> Box:
 def route_of(tensor: torch.Tensor, have: End, want: End) -> Route:
     """What travels is the smaller dtype: a cast costs the same on both ends."""
     wanted = want.local.dtype if want.local is not None else tensor.dtype
-    return Route(have.layout, want.layout, wanted if wanted.itemsize < tensor.dtype.itemsize else tensor.dtype)
+    shrinks = wanted.itemsize < tensor.dtype.itemsize
+    return Route(have.layout, want.layout, wanted if shrinks else tensor.dtype)
 
 
 def shared_memory(have: Mapping[Hashable, End], want: Mapping[Hashable, End]) -> list[Problem]:
@@ -171,8 +173,10 @@ def shared_memory(have: Mapping[Hashable, End], want: Mapping[Hashable, End]) ->
         for other_is_written, (where, end_of_other, other) in furthest.items():
             if where == device and start < end_of_other and (is_written or other_is_written):
                 written, read = (key, other) if is_written else (other, key)
-                what = "shares memory with another destination" if is_written == other_is_written else (
-                    "shares memory with what is read"
+                what = (
+                    "shares memory with another destination"
+                    if is_written == other_is_written
+                    else ("shares memory with what is read")
                 )
                 found.append(Problem(what, spell_key(written), spell_key(read), "memory of its own"))
         known = furthest.get(is_written)

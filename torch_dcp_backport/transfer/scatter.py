@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.consensus import open_lane
-from torch_dcp_backport.transfer.errors import DOUBTFUL, Problem, spell_doing, told
+from torch_dcp_backport.transfer.errors import DOUBTFUL, spell_doing, told
 from torch_dcp_backport.transfer.layout import Box, Mesh, whole
 from torch_dcp_backport.transfer.plan import (
     LARGEST_CHUNK,
@@ -35,8 +36,7 @@ from torch_dcp_backport.transfer.plan import (
     slots_of,
     total_bytes,
 )
-from torch_dcp_backport.transfer.post import Group, finish, post
-from torch_dcp_backport.transfer.report import Tally
+from torch_dcp_backport.transfer.post import finish, post
 from torch_dcp_backport.transfer.staging import Move, Ring, Staging, part_of
 
 END = object()
@@ -89,34 +89,27 @@ class Window(NamedTuple):
 
 @torch.no_grad()
 def scatter(
+    call: Call,
     reader: Optional[Reader],
     inventory: Mapping[Key, object],
     targets: Mapping[Key, Target],
     agreement: Agreement,
     *,
-    group: Group = None,
     relays: Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]] = None,
     by_window: bool = False,
-    tally: Optional[Tally] = None,
-    title: str = "cannot load",
-    problems: Sequence[Problem] = (),
-    cause: Optional[BaseException] = None,
 ) -> None:
-    """Fill every rank's targets from the group's first rank.
+    """Fill every rank's targets from the first rank of the call's group.
 
     Args:
+        call: its problems are why this rank could not make its targets.
         reader: on the source, the full tensors.
-        inventory: what `publish` returned.
+        inventory: what `call.publish` returned.
         targets: this rank's destinations, one for each key that it wants.
-        agreement: what `agree` returned.
-        group: the process group; its first rank is the source. None is the default group.
+        agreement: what `call.agree` returned.
         relays: the process groups of each dimension of the meshes that this rank is in. With None, which
             must be on every rank then, the source sends to every replica itself.
         by_window: the source reads a tensor anew every time, so that it goes to every rank before the next
             one is read; the same on every rank.
-        tally: of the phases so far; a new one where there were none.
-        title: first words of an error.
-        problems: why this rank could not make its targets, and the `cause`.
 
     Raises:
         RuntimeError: some rank has no room for its targets or its buffers; before anything was written,
@@ -124,17 +117,21 @@ def scatter(
         TransferError: a rank is gone, or the group's timeout is over; says what was under way and what
             was already written.
     """
-    tally = tally if tally is not None else Tally("scatter")
-    route = Route(reader, inventory, targets, agreement, group, relays, tally, by_window)
-    with tally.phase("prepare"):
-        budget = agreement.staging_bytes
-        staging, tally.staging_budget = ready(
-            route.allocate, budget, route.nbytes, problems, title, group, cause
+    route = Route(call, reader, inventory, targets, agreement, relays, by_window)
+    with call.tally.phase("prepare"):
+        staging, call.tally.staging_budget = ready(
+            route.allocate,
+            agreement.staging_bytes,
+            route.nbytes,
+            call.problems,
+            call.title,
+            call.group,
+            call.cause,
         )
-    with tally.phase("move"), told(lambda: f"{title}: {route.story()}"):
-        route.move(staging, tally.staging_budget)
-    tally.tensors += len(targets)
-    tally.close()
+    with call.tally.phase("move"), told(lambda: f"{call.title}: {route.story()}"):
+        route.move(staging, call.tally.staging_budget)
+    call.tally.tensors += len(targets)
+    call.tally.close()
 
 
 class Route:
@@ -142,24 +139,23 @@ class Route:
 
     def __init__(
         self,
+        call: Call,
         reader: Optional[Reader],
         inventory: Mapping[Key, object],
         targets: Mapping[Key, Target],
         agreement: Agreement,
-        group: Group,
         relays: Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]],
-        tally: Tally,
         by_window: bool,
     ) -> None:
-        self.ranks = compat.group_ranks(group)
-        self.rank = dist.get_rank()
+        self.ranks = call.ranks
+        self.rank = call.rank
         self.source = self.ranks[0]
-        self.group = group
+        self.group = call.group
         self.reader = reader
         self.targets = targets
         self.agreement = agreement
         self.groups = relays
-        self.tally = tally
+        self.tally = call.tally
         self.tensors = {key: info for key, info in inventory.items() if isinstance(info, TensorInfo)}
         #: The source's own copies, made while it sends.
         self.own: Iterator[int] = iter(())

@@ -124,9 +124,7 @@ def nearest(holders: Sequence[int], taker: int, position: dict[int, int]) -> int
 def common(one: Box, other: Box) -> Optional[Box]:
     """What two boxes have in common; None where that is nothing."""
     offset = tuple(map(max, one.offset, other.offset))
-    ends = (
-        min(a + m, b + n) for a, m, b, n in zip(one.offset, one.size, other.offset, other.size)
-    )
+    ends = (min(a + m, b + n) for a, m, b, n in zip(one.offset, one.size, other.offset, other.size))
     size = tuple(end - start for end, start in zip(ends, offset))
     return Box(offset, size) if all(extent > 0 for extent in size) else None
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.collect import Path
 from torch_dcp_backport.state_dict.fqn import Names
-from torch_dcp_backport.state_dict.load import Load, problem_of
+from torch_dcp_backport.state_dict.load import Load
 from torch_dcp_backport.state_dict.model import own_method
 from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state
 from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE, is_numbered
@@ -26,7 +26,7 @@ from torch_dcp_backport.state_dict.optim.get import fsdp1_group
 from torch_dcp_backport.state_dict.optim.initial import Beginning, params_of
 from torch_dcp_backport.state_dict.optim.split import split_optim_state
 from torch_dcp_backport.state_dict.options import StateDictInfo
-from torch_dcp_backport.transfer import Problem
+from torch_dcp_backport.transfer import Problem, problem_of
 
 
 class Prepared(NamedTuple):
