@@ -39,7 +39,7 @@ from torch_dcp_backport.transfer.staging import Move, Ring, Staging
 BUFFERS = 4
 Part = Callable[[Key, Box], torch.Tensor]
 #: (key, box, bytes of an element)
-Stream = list[tuple[Key, Box, int]]
+Stream = Iterator[tuple[Key, Box, int]]
 
 
 class Route(NamedTuple):
@@ -58,27 +58,61 @@ class Route(NamedTuple):
         return f"{self.dtype} {self.have.signature} {self.want.signature}"
 
 
+def rows_of(routes: Mapping[Key, Route]) -> list[str]:
+    """A line for each tensor: the same on ranks that pass the same keys with the same routes."""
+    known: dict[Route, str] = {}
+    rows = []
+    for key, route in routes.items():
+        text = known.get(route)
+        if text is None:
+            text = known[route] = route.signature
+        rows.append(f"{key!r} {text}")
+    return rows
+
+
+class Alike(NamedTuple):
+    """Tensors with the same route: their boxes are looked for once."""
+
+    route: Route
+    ways: Ways
+    keys: list[Key]
+
+    def nbytes(self, boxes: Iterable[Box]) -> int:
+        return sum(box.numel for box in boxes) * self.route.dtype.itemsize * len(self.keys)
+
+
 class Plan:
-    """What one rank sends and receives, of all tensors."""
+    """What one rank sends and receives, of all tensors.
+
+    Tensors with the same route follow one another: both ends of a pair come to their boxes in that order, and
+    nothing is kept of any single box.
+    """
 
     def __init__(self, routes: Mapping[Key, Route], ranks: tuple[int, ...], rank: int) -> None:
         self.routes = routes
-        self.sends: dict[int, Stream] = {}
-        self.receives: dict[int, Stream] = {}
-        self.own: list[tuple[Key, Box]] = []
-        #: Most tensors are spread as others are.
-        known: dict[tuple[Spread, Spread], Ways] = {}
+        keys: dict[Route, list[Key]] = {}
         for key, route in routes.items():
-            pair = route.have, route.want
-            ways = known.get(pair)
-            if ways is None:
-                ways = known[pair] = ways_of(*pair, ranks, rank)
-            itemsize = route.dtype.itemsize
-            for peer, box in ways.sends:
-                self.sends.setdefault(peer, []).append((key, box, itemsize))
-            for peer, box in ways.receives:
-                self.receives.setdefault(peer, []).append((key, box, itemsize))
-            self.own += [(key, box) for box in ways.own]
+            keys.setdefault(route, []).append(key)
+        self.alike = [
+            Alike(route, ways_of(route.have, route.want, ranks, rank), keys) for route, keys in keys.items()
+        ]
+
+    def sends(self, peer: int) -> Stream:
+        for alike in self.alike:
+            yield from stream(alike, alike.ways.sends.get(peer, ()))
+
+    def receives(self, peer: int) -> Stream:
+        for alike in self.alike:
+            yield from stream(alike, alike.ways.receives.get(peer, ()))
+
+    def own(self) -> Stream:
+        """What this rank wants and holds."""
+        for alike in self.alike:
+            yield from stream(alike, alike.ways.own)
+
+    @property
+    def peers(self) -> set[int]:
+        return {peer for alike in self.alike for peer in (*alike.ways.sends, *alike.ways.receives)}
 
     @property
     def nbytes(self) -> int:
@@ -88,12 +122,37 @@ class Plan:
     @property
     def traffic(self) -> int:
         """Bytes that this rank sends and receives."""
-        streams = (*self.sends.values(), *self.receives.values())
-        return sum(box.numel * itemsize for stream in streams for _, box, itemsize in stream)
+        return sum(
+            alike.nbytes(boxes)
+            for alike in self.alike
+            for boxes in (*alike.ways.sends.values(), *alike.ways.receives.values())
+        )
 
-    def largest(self) -> int:
-        """No chunk of this rank is larger."""
-        return max(map(total_bytes, (*self.sends.values(), *self.receives.values())), default=0)
+    def largest(self, most: int) -> int:
+        """No chunk of this rank is larger; not more than `most`."""
+        found = 0
+        for peer in self.peers:
+            for boxes in (self.sends(peer), self.receives(peer)):
+                found = max(found, total_bytes(until(boxes, most)))
+        return min(found, most)
+
+
+def stream(alike: Alike, boxes: Sequence[Box]) -> Stream:
+    if boxes:
+        itemsize = alike.route.dtype.itemsize
+        for key in alike.keys:
+            for box in boxes:
+                yield key, box, itemsize
+
+
+def until(boxes: Stream, nbytes: int) -> Stream:
+    """The boxes up to that with which they come to so many bytes."""
+    left = nbytes
+    for key, box, itemsize in boxes:
+        yield key, box, itemsize
+        left -= box.numel * itemsize
+        if left <= 0:
+            return
 
 
 def problems_of(routes: Mapping[Key, Route], call: Call) -> list[Problem]:
@@ -167,7 +226,7 @@ class Exchange:
         return Staging(compat.current_device(self.agreement.device), nbytes)
 
     def size(self, budget: int) -> int:
-        return min(self.plan.largest(), capacity_of(budget, BUFFERS))
+        return self.plan.largest(capacity_of(budget, BUFFERS))
 
     def move(self, staging: Staging, budget: int) -> None:
         plan, ranks = self.plan, self.call.ranks
@@ -177,10 +236,13 @@ class Exchange:
         portion = capacity_of(budget, BUFFERS)
         ring = staging.ring(BUFFERS, self.size(budget))
         place = ranks.index(self.call.rank)
+        peers = plan.peers
         for step in range(1, len(ranks)):
             after, before = ranks[(place + step) % len(ranks)], ranks[(place - step) % len(ranks)]
-            outgoing = chunks(plan.sends.get(after, ()), portion)
-            incoming = chunks(plan.receives.get(before, ()), portion)
+            if after not in peers and before not in peers:
+                continue
+            outgoing = chunks(plan.sends(after), portion)
+            incoming = chunks(plan.receives(before), portion)
             while self.pass_on(staging, ring, after, next(outgoing, ()), before, next(incoming, ())):
                 self.call.tally.rounds += 1
         # While the last chunks are under way.
@@ -248,7 +310,7 @@ class Exchange:
             yield Move(piece, self.plan.routes[piece.key].dtype, self.write(piece.key, piece.box))
 
     def copy_own(self) -> None:
-        for key, box in self.plan.own:
+        for key, box, _ in self.plan.own():
             source, target = self.read(key, box), self.write(key, box)
             # A tensor may stay where it is.
             if source.data_ptr() != target.data_ptr() or source.device != target.device:

@@ -6,6 +6,7 @@ Plain arithmetic on shapes, meshes and placements: never moves data, never talks
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import weakref
 from collections.abc import Sequence
@@ -87,7 +88,9 @@ class Mesh:
 
     @functools.cached_property
     def signature(self) -> str:
-        return f"{self.shape}{self.ranks}"
+        """The same text on every rank that sees the same mesh; short, since every tensor has it."""
+        text = f"{self.shape}{self.ranks}"
+        return text if len(self.ranks) <= 8 else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def first_along(self, dim: int, rank: int) -> int:
         """The rank that stands at 0 on this dimension, and where `rank` stands on the others."""

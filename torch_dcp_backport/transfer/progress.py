@@ -13,7 +13,7 @@ logger = logging.getLogger("torch_dcp_backport.transfer")
 class Progress(NamedTuple):
     """How far one transfer of this rank is."""
 
-    #: "scatter" (load from rank 0) or "gather" (save).
+    #: "scatter" (load from rank 0), "gather" (save) or "reshard".
     operation: str
     #: Bytes of tensors that this rank has handed to the backend or got from it, and will have in the end.
     done: int

@@ -21,7 +21,7 @@ logger = logging.getLogger("torch_dcp_backport.transfer")
 class Report:
     """One transfer, as this rank saw it."""
 
-    #: "scatter" (load from rank 0), "gather" (save) or "slice" (load of a dict that every rank has).
+    #: "scatter" (load from rank 0), "gather" (save), "slice" (load of a dict on every rank) or "reshard".
     operation: str
     #: Tensors that this rank received, or gave.
     tensors: int

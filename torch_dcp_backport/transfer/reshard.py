@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.errors import Problem, spell_key
-from torch_dcp_backport.transfer.exchange import Plan, Route, exchange, problems_of
+from torch_dcp_backport.transfer.exchange import Plan, Route, exchange, problems_of, rows_of
 from torch_dcp_backport.transfer.layout import Box, Layout, layout_of, mesh_of, splits_of
 from torch_dcp_backport.transfer.memory import span_of
 from torch_dcp_backport.transfer.plan import Agreement, misfit
@@ -193,7 +193,7 @@ def agree_on(
     routes: Mapping[Hashable, Route], call: Call, staging_bytes: Optional[int], device: str
 ) -> Agreement:
     """Raise every rank's problems, and the differences between what the ranks pass."""
-    rows = [f"{key!r} {route.signature}" for key, route in routes.items()]
+    rows = rows_of(routes)
     condition = hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
     agreement = call.agree({}, staging_bytes=staging_bytes, device=device, condition=condition, note=rows)
     if agreement.notes is not None:

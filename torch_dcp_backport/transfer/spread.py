@@ -65,9 +65,9 @@ class Fault(NamedTuple):
 class Ways(NamedTuple):
     """What one rank sends, receives and keeps of a tensor that goes from one spread to another."""
 
-    #: (peer, box)
-    sends: tuple[tuple[int, Box], ...]
-    receives: tuple[tuple[int, Box], ...]
+    #: peer -> boxes, in the same order on both sides.
+    sends: dict[int, tuple[Box, ...]]
+    receives: dict[int, tuple[Box, ...]]
     #: Boxes that this rank wants and holds: they never travel.
     own: tuple[Box, ...]
 
@@ -79,18 +79,17 @@ def ways_of(have: Spread, want: Spread, ranks: tuple[int, ...], rank: int) -> Wa
     """
     position = {member: index for index, member in enumerate(ranks)}
     sources, takers = holders_of(have, ranks), holders_of(want, ranks)
-    sends: list[tuple[int, Box]] = []
-    receives: list[tuple[int, Box]] = []
+    sends: dict[int, list[Box]] = {}
+    receives: dict[int, list[Box]] = {}
     own: list[Box] = []
     for held in boxes_of(sources, rank):
         for wanted, wanting in takers.items():
             part = common(held, wanted)
-            if part is not None:
-                sends += [
-                    (taker, part)
-                    for taker in wanting
-                    if taker not in sources[held] and nearest(sources[held], taker, position) == rank
-                ]
+            if part is None:
+                continue
+            for taker in wanting:
+                if taker not in sources[held] and nearest(sources[held], taker, position) == rank:
+                    sends.setdefault(taker, []).append(part)
     for wanted in boxes_of(takers, rank):
         for held, holders in sources.items():
             part = common(held, wanted)
@@ -99,14 +98,14 @@ def ways_of(have: Spread, want: Spread, ranks: tuple[int, ...], rank: int) -> Wa
             if rank in holders:
                 own.append(part)
             else:
-                receives.append((nearest(holders, rank, position), part))
-    # By peer and place: each pair comes to its boxes in the same order on both sides.
-    return Ways(tuple(sorted(sends, key=ordered)), tuple(sorted(receives, key=ordered)), tuple(own))
+                receives.setdefault(nearest(holders, rank, position), []).append(part)
+    return Ways(in_order(sends), in_order(receives), tuple(own))
 
 
-def ordered(way: tuple[int, Box]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    peer, box = way
-    return peer, box.offset, box.size
+def in_order(by_peer: dict[int, list[Box]]) -> dict[int, tuple[Box, ...]]:
+    return {
+        peer: tuple(sorted(boxes, key=lambda box: (box.offset, box.size))) for peer, boxes in by_peer.items()
+    }
 
 
 def boxes_of(holders: Holders, rank: int) -> list[Box]:

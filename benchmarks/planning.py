@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+"""What planning an exchange costs one rank of a thousand: seconds and memory, without any other rank.
+
+    python3 tools/lanes.py run current -- python benchmarks/planning.py
+
+A plan is made of what every rank knows, so that one process can make any rank's; the ranks send each other
+the digest of their routes, which has the same few bytes for any number of tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import tracemalloc
+from collections.abc import Mapping
+
+import torch
+
+from torch_dcp_backport.transfer import Layout, Mesh
+from torch_dcp_backport.transfer.consensus import MARK_BYTES
+from torch_dcp_backport.transfer.exchange import Plan, Route, rows_of
+from torch_dcp_backport.transfer.layout import Placement
+
+TENSORS = 100_000
+WORLD = tuple(range(1024))
+DATA, STAGES, TENSOR = 8, 16, 8
+#: The shapes of a transformer's layer with 8,192 features.
+SHAPES = ((8192,), (8192, 8192), (1024, 8192), (28672, 8192), (8192, 28672), (8192, 1024), (1024,))
+
+
+def stage_ranks(stage: int) -> tuple[int, ...]:
+    """The ranks of a pipeline stage in a world of data x stages x tensor parallel ranks."""
+    return tuple(
+        (data * STAGES + stage) * TENSOR + tensor for data in range(DATA) for tensor in range(TENSOR)
+    )
+
+
+def placed(shape: tuple[int, ...], *placements: Placement) -> tuple[Placement, ...]:
+    """Replicas in place of dimensions that the shape has not."""
+    return tuple(None if one is not None and one[0] >= len(shape) else one for one in placements)
+
+
+def routes(
+    count: int, old: Mesh, new: Mesh, before: list[Placement], after: list[Placement]
+) -> dict[int, Route]:
+    """From one layout to another, as a model has tensors: the same shapes over and over."""
+    found = {}
+    for number in range(count):
+        shape = SHAPES[number % len(SHAPES)]
+        have = Layout(shape, old, placed(shape, *before))
+        found[number] = Route(have, Layout(shape, new, placed(shape, *after)), torch.bfloat16)
+    return found
+
+
+def measure(title: str, found: Mapping[int, Route], ranks: tuple[int, ...], rank: int) -> None:
+    began = time.perf_counter()
+    hashlib.blake2b("\n".join(rows_of(found)).encode())
+    plan = Plan(found, ranks, rank)
+    seconds = time.perf_counter() - began
+    del plan
+    tracemalloc.start()
+    plan = Plan(found, ranks, rank)
+    memory = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    boxes = sum(1 for peer in plan.peers for way in (plan.sends(peer), plan.receives(peer)) for _ in way)
+    print(
+        f"{title}: rank {rank} of {len(ranks)}, {len(found):,} tensors, {boxes:,} boxes to and from "
+        f"{len(plan.peers)} peers: {seconds:.2f} s, {seconds / len(found) * 1e6:.1f} us a tensor, "
+        f"{memory / 2**20:.1f} MiB; sends {MARK_BYTES} bytes to agree"
+    )
+
+
+def main() -> None:
+    stage = stage_ranks(3)
+    grid = Mesh((DATA, TENSOR), stage)
+    own = routes(TENSORS // STAGES, grid, grid, [(0, 1), (1, 1)], [None, (0, 1)])
+    measure("pipeline stage, FSDP x TP to TP with replicas", own, stage, stage[21])
+    flat, hybrid, half = Mesh((1024,), WORLD), Mesh((16, 64), WORLD), Mesh((512,), WORLD[:512])
+    measure("FSDP to HSDP", routes(TENSORS, flat, hybrid, [(0, 1)], [None, (0, 1)]), WORLD, 517)
+    measure("FSDP to its half", routes(TENSORS, flat, half, [(0, 1)], [(0, 1)]), WORLD, 300)
+
+
+if __name__ == "__main__":
+    main()
