@@ -14,8 +14,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.fqn import ExtraState, Names
 from torch_dcp_backport.state_dict.govern import Place, names_of
 from torch_dcp_backport.state_dict.options import StateDictInfo
-from torch_dcp_backport.state_dict.source import has_slices
-from torch_dcp_backport.transfer.memory import span_of
+from torch_dcp_backport.transfer.memory import has_slices, span_of
 
 
 @dataclass(eq=False)

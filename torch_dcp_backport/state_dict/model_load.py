@@ -33,8 +33,9 @@ from torch_dcp_backport.state_dict.govern import Place, govern, places_of
 from torch_dcp_backport.state_dict.load import FIRST, Load, run
 from torch_dcp_backport.state_dict.model import own_method
 from torch_dcp_backport.state_dict.options import StateDictInfo
-from torch_dcp_backport.state_dict.source import About, Carried, Source, Unusable, has_slices, metadata_of
+from torch_dcp_backport.state_dict.source import About, Carried, Source, Unusable, metadata_of
 from torch_dcp_backport.transfer import Problem, TensorInfo, problem_of
+from torch_dcp_backport.transfer.memory import has_slices
 
 TITLE = "cannot load this model state dict"
 #: The stage of what the root's loading code looks at. FQN prefixes end with a point; a stage is never FIRST.

@@ -19,6 +19,7 @@ import torch
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import Problem, TensorInfo, spell_key
 from torch_dcp_backport.transfer.layout import Box, whole
+from torch_dcp_backport.transfer.memory import has_slices
 from torch_dcp_backport.transfer.staging import part_of
 
 Key = Hashable
@@ -237,12 +238,6 @@ def offer_of(value: Any, whole_only: bool) -> Any:
     elif not has_slices(value):
         return Carried(value)
     return TensorInfo(tuple(value.shape), value.dtype)
-
-
-def has_slices(value: torch.Tensor) -> bool:
-    """Whether parts of this tensor are parts of its memory: dense, and no wrapper around other tensors."""
-    is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return not is_wrapper and value.layout is torch.strided and not value.is_quantized
 
 
 def is_slice(value: Any) -> bool:

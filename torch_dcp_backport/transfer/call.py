@@ -82,12 +82,12 @@ class Call:
     # --- what fails on this rank ---
 
     @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        """Turn an exception into a problem: the other ranks wait in the agreement."""
+    def guard(self, key: Key = "") -> Iterator[None]:
+        """Turn an exception into a problem, of a key: the other ranks wait in the agreement."""
         try:
             yield
         except Exception as error:
-            self.fail(problem_of(error), error)
+            self.fail(problem_of(error, key), error)
 
     @contextlib.contextmanager
     def room_for(self, what: str) -> Iterator[None]:

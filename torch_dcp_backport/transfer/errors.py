@@ -27,13 +27,13 @@ class Problem(NamedTuple):
         return text
 
 
-def problem_of(error: Exception) -> Problem:
+def problem_of(error: Exception, key: Hashable = "") -> Problem:
     """What an exception of one rank says to the others."""
     try:
         text = str(error)
     except Exception:  # the other ranks wait for whatever there is to say
         text = "it has no text"
-    return Problem(f"{type(error).__name__}: {text}")
+    return Problem(f"{type(error).__name__}: {text}", spell_key(key))
 
 
 UNCHANGED = "nothing was changed"

@@ -1,8 +1,14 @@
-"""Where tensors lie in memory. Reads addresses only."""
+"""Where tensors lie in memory, and whether their parts do. Reads addresses only."""
 
 from __future__ import annotations
 
 import torch
+
+
+def has_slices(value: torch.Tensor) -> bool:
+    """Whether parts of this tensor are parts of its memory: dense, and no wrapper around other tensors."""
+    is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return not is_wrapper and value.layout is torch.strided and not value.is_quantized
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.errors import Problem, spell_key
 from torch_dcp_backport.transfer.exchange import Plan, Route, exchange, problems_of, rows_of
 from torch_dcp_backport.transfer.layout import Box, Layout, layout_of, mesh_of, splits_of
-from torch_dcp_backport.transfer.memory import span_of
+from torch_dcp_backport.transfer.memory import has_slices, span_of
 from torch_dcp_backport.transfer.plan import Agreement, misfit
 from torch_dcp_backport.transfer.post import Group
 from torch_dcp_backport.transfer.staging import part_of
@@ -72,9 +72,10 @@ def reshard(
         with call.guard():
             destinations = destinations_of(tensors, to)
             for key, tensor in tensors.items():
-                have[key] = end_of(tensor, call)
-                want[key] = wanted_end(tensor, destinations[key], call)
-                routes[key] = route_of(tensor, have[key], want[key])
+                with call.guard(key):
+                    have[key] = end_of(tensor, call)
+                    want[key] = wanted_end(tensor, destinations[key], call)
+                    routes[key] = route_of(tensor, have[key], want[key])
             call.problems += [
                 found
                 for ends in (have, want)
@@ -118,7 +119,10 @@ def destinations_of(
 
 def end_of(tensor: torch.Tensor, call: Call) -> End:
     layout = layout_of(tensor)
-    local = compat.local_part(tensor) if isinstance(tensor, compat.DTensor) else tensor
+    local = compat.arrived(compat.local_part(tensor)) if isinstance(tensor, compat.DTensor) else tensor
+    if not has_slices(local) or local.is_meta:
+        kind = "on the meta device" if local.is_meta else f"{type(local).__name__} of layout {local.layout}"
+        raise ValueError(f"a local tensor without parts in memory ({kind})")
     return End(layout, local.detach(), box_of(layout, call.rank))
 
 
