@@ -63,10 +63,7 @@ OPTIONS = tuple(one.name for one in fields(StateDictOptions))
 class StateDictInfo(StateDictOptions):
     """The options of one call, and what `verify_options` found in its model."""
 
-    #: parameter or buffer -> its FQNs, and FQN -> parameter or buffer.
-    fqn_param_mapping: ParamMapping = field(default_factory=dict)
-    #: The same, of those that have several FQNs.
-    shared_params_mapping: ParamMapping = field(default_factory=dict)
+    model: nn.Module = field(default_factory=nn.Module, repr=False)
     submodule_prefixes: set[str] = field(default_factory=set)
     handle_model: bool = True
     handle_optim: bool = True
@@ -74,6 +71,21 @@ class StateDictInfo(StateDictOptions):
     fsdp_context: Callable[[], Any] = contextlib.nullcontext
     #: FSDP1 modules; FSDP2 has none of them.
     fsdp_modules: list[nn.Module] = field(default_factory=list)
+
+    @functools.cached_property
+    def _mappings(self) -> tuple[ParamMapping, ParamMapping]:
+        # Only when asked for: a load of a model does without, and it takes a tenth of its time.
+        return map_parameters(self.model, self.dsd_fqn_modifiers)
+
+    @property
+    def fqn_param_mapping(self) -> ParamMapping:
+        """Parameter or buffer -> its FQNs, and FQN -> parameter or buffer."""
+        return self._mappings[0]
+
+    @property
+    def shared_params_mapping(self) -> ParamMapping:
+        """The same, of those that have several FQNs."""
+        return self._mappings[1]
 
 
 def verify_options(
@@ -106,12 +118,10 @@ def verify_options(
         raise ValueError("full_state_dict must be True when broadcast_from_rank0 is True.")
 
     compat.reshard(model)
-    names, shared = map_parameters(model, asked.get("dsd_fqn_modifiers", FQN_MODIFIERS))
     fsdp_modules: list[nn.Module] = list(FullyShardedDataParallel.fsdp_modules(model))
     info = StateDictInfo(
         **asked,
-        fqn_param_mapping=names,
-        shared_params_mapping=shared,
+        model=model,
         submodule_prefixes=prefixes_of(model, submodules or set()),
         handle_model=not optim_only,
         handle_optim=bool(optims),
