@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional, Union
 
@@ -28,7 +28,7 @@ from torch_dcp_backport.state_dict.fqn import FQN_MODIFIERS, ExtraState, Names, 
 
 FQNS_T = set[str]
 Submodules = Optional[set[nn.Module]]
-ParamMapping = dict[Union[str, torch.Tensor], Union[FQNS_T, torch.Tensor]]
+ParamMapping = Mapping[Union[str, torch.Tensor], Union[FQNS_T, torch.Tensor]]
 
 
 @dataclass
@@ -63,7 +63,10 @@ OPTIONS = tuple(one.name for one in fields(StateDictOptions))
 class StateDictInfo(StateDictOptions):
     """The options of one call, and what `verify_options` found in its model."""
 
-    model: nn.Module = field(default_factory=nn.Module, repr=False)
+    #: parameter or buffer -> its FQNs, and FQN -> parameter or buffer.
+    fqn_param_mapping: ParamMapping = field(default_factory=dict)
+    #: The same, of those that have several FQNs.
+    shared_params_mapping: ParamMapping = field(default_factory=dict)
     submodule_prefixes: set[str] = field(default_factory=set)
     handle_model: bool = True
     handle_optim: bool = True
@@ -72,20 +75,25 @@ class StateDictInfo(StateDictOptions):
     #: FSDP1 modules; FSDP2 has none of them.
     fsdp_modules: list[nn.Module] = field(default_factory=list)
 
+
+class Deferred(Mapping[Any, Any]):
+    """A mapping that is made when something asks. A load of a model does without, and it costs a tenth."""
+
+    def __init__(self, make: Callable[[], Mapping[Any, Any]]) -> None:
+        self._make = make
+
     @functools.cached_property
-    def _mappings(self) -> tuple[ParamMapping, ParamMapping]:
-        # Only when asked for: a load of a model does without, and it takes a tenth of its time.
-        return map_parameters(self.model, self.dsd_fqn_modifiers)
+    def _made(self) -> Mapping[Any, Any]:
+        return self._make()
 
-    @property
-    def fqn_param_mapping(self) -> ParamMapping:
-        """Parameter or buffer -> its FQNs, and FQN -> parameter or buffer."""
-        return self._mappings[0]
+    def __getitem__(self, key: Any) -> Any:
+        return self._made[key]
 
-    @property
-    def shared_params_mapping(self) -> ParamMapping:
-        """The same, of those that have several FQNs."""
-        return self._mappings[1]
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
 
 
 def verify_options(
@@ -119,9 +127,12 @@ def verify_options(
 
     compat.reshard(model)
     fsdp_modules: list[nn.Module] = list(FullyShardedDataParallel.fsdp_modules(model))
+    modifiers = asked.get("dsd_fqn_modifiers", FQN_MODIFIERS)
+    mappings = functools.lru_cache(maxsize=1)(functools.partial(map_parameters, model, modifiers))
     info = StateDictInfo(
         **asked,
-        model=model,
+        fqn_param_mapping=Deferred(lambda: mappings()[0]),
+        shared_params_mapping=Deferred(lambda: mappings()[1]),
         submodule_prefixes=prefixes_of(model, submodules or set()),
         handle_model=not optim_only,
         handle_optim=bool(optims),
@@ -135,8 +146,8 @@ def verify_options(
 def map_parameters(model: nn.Module, modifiers: str) -> tuple[ParamMapping, ParamMapping]:
     """(both directions of parameter <-> FQNs, the part of it that is about shared parameters)."""
     by_tensor: dict[torch.Tensor, FQNS_T] = {}
-    names: ParamMapping = {}
-    shared: ParamMapping = {}
+    names: dict[Union[str, torch.Tensor], Union[FQNS_T, torch.Tensor]] = {}
+    shared: dict[Union[str, torch.Tensor], Union[FQNS_T, torch.Tensor]] = {}
     every = Names(model, modifiers)
     for name, value in walk_model_state(model, modifiers):
         if isinstance(value, ExtraState):
