@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import value_of
+from models import local_of, value_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_dcp_backport import transfer
@@ -82,7 +82,7 @@ def every_pair(api: Any, first: str) -> None:
     full = values()
     old = mesh_of(first)
     source = {key: cut(value, *old) for key, value in full.items()}
-    before = {key: value.to_local().clone() for key, value in source.items()}
+    before = {key: local_of(value).clone() for key, value in source.items()}
     for kind in KINDS:
         new = mesh_of(kind)
         got = transfer.reshard(source, new, staging_bytes=5 * 256)
@@ -166,8 +166,44 @@ def in_place(api: Any) -> None:
     assert transfer.reshard({"b": param}, param)["b"] is param
 
 
+def outside_the_group(api: Any) -> None:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        with pytest.raises(ValueError, match="this rank is not in the process group"):
+            transfer.reshard({}, {}, group=group)
+
+
+def test_a_rank_outside_the_group_is_told(ranks):
+    ranks(outside_the_group)
+
+
 def test_destinations_are_written_in_place(ranks):
     ranks(in_place)
+
+
+def in_inference_mode(_: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(8, 8)
+
+
+UNWRITABLE: dict[str, tuple[Any, str]] = {
+    "inference": (in_inference_mode, "rank 1: .*made in inference mode: b"),
+    "expand": (lambda _: torch.zeros(1).expand(8, 8), "rank 1: .*the same memory .*: b"),
+    "view": (lambda source: source, "shares memory with what is read: b"),
+}
+
+
+class Failing(dict):  # type: ignore[type-arg]
+    """A mapping whose values come once."""
+
+    def __init__(self, values: dict[str, Any], fails: bool) -> None:
+        super().__init__(values)
+        self.fails = fails
+
+    def __getitem__(self, key: str) -> Any:
+        if self.fails and key == "b":
+            raise KeyError("gone")
+        return super().__getitem__(key)
 
 
 def refused(api: Any, case: str) -> None:
@@ -208,21 +244,47 @@ def refused(api: Any, case: str) -> None:
     elif case == "dim":
         to = (mesh, [Shard(2)])
         words = r"Shard\(dim=2\) of a tensor of 2 dimensions"
+    elif case in UNWRITABLE:
+        make, words = UNWRITABLE[case]
+        to = {"a": to, "b": make(source["b"]) if rank == 1 or case == "view" else torch.zeros(8, 8)}
+        if case == "view":
+            source["b"], to["b"] = full["b"], full["b"].t()
+    elif case == "placements":
+        to = (init_device_mesh("cpu", (2, 2)), [Shard(0)])
+        words = "1 placements on a mesh of 2 dimensions"
+    elif case == "mapping":
+        to = Failing({"a": to, "b": to}, rank == 2)
+        words = "rank 2: KeyError: 'gone'"
     elif case == "meta":
         source["b"] = DTensor.from_local(torch.ones(2, 8, device="meta"), mesh, [Shard(0)], run_check=False)
         words = r"on the meta device\): b"
-    before = {key: value.to_local().clone() for key, value in source.items()}
+    before = {key: local_of(value).clone() for key, value in source.items()}
     if case == "group" and rank > 1:
         return
     budget = 3 if case == "budget" and rank == 2 else None
     with pytest.raises(error, match=words) as caught:
         transfer.reshard(source, to, group=group, staging_bytes=budget)
     assert "nothing was changed" in str(caught.value)
-    assert all(value.is_meta or torch.equal(value.to_local(), before[key]) for key, value in source.items())
+    assert all(value.is_meta or torch.equal(local_of(value), before[key]) for key, value in source.items())
 
 
 @pytest.mark.parametrize(
-    "case", ["partial", "shape", "keys", "destination", "memory", "group", "budget", "dim", "dtype", "meta"]
+    "case",
+    [
+        "partial",
+        "shape",
+        "keys",
+        "destination",
+        "memory",
+        "group",
+        "budget",
+        "dim",
+        "dtype",
+        "meta",
+        "placements",
+        "mapping",
+        *UNWRITABLE,
+    ],
 )
 def test_what_cannot_be_is_one_error_on_every_rank(ranks, case):
     ranks(refused, case)

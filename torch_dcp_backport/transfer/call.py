@@ -42,6 +42,9 @@ class Call:
                 where no other rank takes part.
             problems: what is known to be wrong on this rank; the list is used as it is.
         """
+        outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+        if any(group is outside for group in groups):
+            raise ValueError(f"{title}: this rank is not in the process group")
         self.title = title
         self.groups = tuple(groups)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -65,8 +68,11 @@ class Call:
         return compat.group_ranks(self.group)
 
     def __enter__(self) -> Call:
-        for group in self.groups:
-            self._held.enter_context(exclusive(group, self.title))
+        with contextlib.ExitStack() as taken:
+            for group in self.groups:
+                taken.enter_context(exclusive(group, self.title))
+            # All of them, or none.
+            self._held = taken.pop_all()
         return self
 
     def __exit__(

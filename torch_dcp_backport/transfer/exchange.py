@@ -20,6 +20,7 @@ from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.consensus import open_lane
 from torch_dcp_backport.transfer.errors import DOUBTFUL, Problem, spell_doing, spell_key, told
 from torch_dcp_backport.transfer.layout import Box
+from torch_dcp_backport.transfer.memory import is_same_view
 from torch_dcp_backport.transfer.plan import (
     Agreement,
     Key,
@@ -313,7 +314,7 @@ class Exchange:
         for key, box, _ in self.plan.own():
             source, target = self.read(key, box), self.write(key, box)
             # A tensor may stay where it is.
-            if source.data_ptr() != target.data_ptr() or source.device != target.device:
+            if not is_same_view(source, target):
                 self.written[key] = None
                 target.copy_(source)
 

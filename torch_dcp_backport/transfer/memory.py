@@ -21,3 +21,22 @@ def span_bytes(tensor: torch.Tensor) -> int:
     """Bytes from a tensor's first element to behind its last one."""
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride()))
     return int(last + 1) * tensor.element_size()
+
+
+def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same elements in the same memory, read in the same way."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.device == other.device
+        and (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        and (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
+    )
+
+
+def why_not_writable(tensor: torch.Tensor) -> str:
+    """Why a copy into this tensor would fail; nothing where it would not."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return "it was made in inference mode"
+    if any(extent > 1 and not stride for extent, stride in zip(tensor.shape, tensor.stride())):
+        return "several of its elements are the same memory (expand)"
+    return ""

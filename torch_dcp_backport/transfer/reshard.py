@@ -14,7 +14,7 @@ from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.errors import Problem, spell_key
 from torch_dcp_backport.transfer.exchange import Plan, Route, exchange, problems_of, rows_of
 from torch_dcp_backport.transfer.layout import Box, Layout, layout_of, mesh_of, splits_of
-from torch_dcp_backport.transfer.memory import has_slices, span_of
+from torch_dcp_backport.transfer.memory import has_slices, is_same_view, span_of, why_not_writable
 from torch_dcp_backport.transfer.plan import Agreement, misfit
 from torch_dcp_backport.transfer.post import Group
 from torch_dcp_backport.transfer.staging import part_of
@@ -69,9 +69,13 @@ def reshard(
         have: dict[Hashable, End] = {}
         want: dict[Hashable, End] = {}
         routes: dict[Hashable, Route] = {}
+        sources: dict[Hashable, torch.Tensor] = {}
+        destinations: dict[Hashable, Destination] = {}
         with call.guard():
-            destinations = destinations_of(tensors, to)
-            for key, tensor in tensors.items():
+            # Once: a mapping may make its values.
+            sources.update(tensors.items())
+            destinations.update(destinations_of(sources, to))
+            for key, tensor in sources.items():
                 with call.guard(key):
                     have[key] = end_of(tensor, call)
                     want[key] = wanted_end(tensor, destinations[key], call)
@@ -85,11 +89,15 @@ def reshard(
                 if found
             ]
             call.problems += [*problems_of(routes, call), *shared_memory(have, want)]
-        agreement = agree_on(routes, call, staging_bytes, device_of(have))
+        rows: list[str] = []
+        with call.guard():
+            dtypes = (f" of {tensor.dtype}" for tensor in sources.values())
+            rows = [row + dtype for row, dtype in zip(rows_of(routes), dtypes)]
+        agreement = agree_on(rows, call, staging_bytes, device_of(have))
         locals_of: dict[Hashable, torch.Tensor] = {}
         with call.room_for("the new shards"):
             for key, end in want.items():
-                locals_of[key] = local_of(end, tensors[key], destinations[key])
+                locals_of[key] = local_of(end, sources[key], destinations[key])
         plan = Plan(routes, call.ranks, call.rank)
 
         def read(key: Hashable, box: Box) -> torch.Tensor:
@@ -103,18 +111,18 @@ def reshard(
         exchange(call, plan, agreement, read, write)
         call.tally.tensors = len(routes)
         call.tally.close()
-        return {key: finished(destinations[key], tensors[key], locals_of[key]) for key in routes}
+        return {key: finished(destinations[key], sources[key], locals_of[key]) for key in routes}
 
 
 def destinations_of(
     tensors: Mapping[Hashable, torch.Tensor], to: Union[Destination, Mapping[Hashable, Destination]]
-) -> Mapping[Hashable, Destination]:
+) -> dict[Hashable, Destination]:
     if not isinstance(to, Mapping):
         return dict.fromkeys(tensors, to)
     missing = [key for key in tensors if key not in to]
     if missing:
         raise KeyError(f"no destination for {', '.join(map(spell_key, missing[:5]))}")
-    return to
+    return {key: to[key] for key in tensors}
 
 
 def end_of(tensor: torch.Tensor, call: Call) -> End:
@@ -128,9 +136,20 @@ def end_of(tensor: torch.Tensor, call: Call) -> End:
 
 def wanted_end(tensor: torch.Tensor, to: Destination, call: Call) -> End:
     if isinstance(to, torch.Tensor):
-        return end_of(to, call)
+        end = end_of(to, call)
+        assert end.local is not None, "it is a tensor's"
+        why = why_not_writable(end.local)
+        if why:
+            raise ValueError(f"the destination cannot be written: {why}")
+        # Whether torch has such a cast.
+        torch.empty(1, dtype=tensor.dtype, device=end.local.device).to(to.dtype)
+        return end
     mesh, placements = to
     shape = tuple(tensor.shape)
+    if len(placements) != mesh.ndim:
+        raise ValueError(f"{len(placements)} placements on a mesh of {mesh.ndim} dimensions")
+    if mesh.device_type == "meta":
+        raise ValueError("a mesh on the meta device, which holds no values")
     split = mesh_of(mesh)
     layout = Layout(shape, split, splits_of(split.shape, checked(tuple(placements), shape)))
     return End(layout, None, box_of(layout, call.rank))
@@ -167,7 +186,8 @@ def shared_memory(have: Mapping[Hashable, End], want: Mapping[Hashable, End]) ->
         for key, end in ends.items():
             if end.local is None or not end.local.data_ptr():
                 continue
-            if is_written and end.layout == have[key].layout and end.local.data_ptr() == address(have[key]):
+            source = have[key].local
+            if is_written and source is not None and is_same_view(end.local, source):
                 continue
             spans.append((end.local.device.type, *span_of(end.local), is_written, key))
     found = []
@@ -189,15 +209,8 @@ def shared_memory(have: Mapping[Hashable, End], want: Mapping[Hashable, End]) ->
     return found
 
 
-def address(end: End) -> int:
-    return end.local.data_ptr() if end.local is not None else 0
-
-
-def agree_on(
-    routes: Mapping[Hashable, Route], call: Call, staging_bytes: Optional[int], device: str
-) -> Agreement:
+def agree_on(rows: Sequence[str], call: Call, staging_bytes: Optional[int], device: str) -> Agreement:
     """Raise every rank's problems, and the differences between what the ranks pass."""
-    rows = rows_of(routes)
     condition = hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
     agreement = call.agree({}, staging_bytes=staging_bytes, device=device, condition=condition, note=rows)
     if agreement.notes is not None:
