@@ -217,9 +217,12 @@ def members(group: Optional[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 def group_ranks(group: Optional[dist.ProcessGroup] = None) -> tuple[int, ...]:
     """Global ranks of a group, in group order."""
-    found = _ranks.get(members(group))
+    asked = members(group)
+    if not isinstance(asked, dist.ProcessGroup):  # a number, on a rank outside the group
+        return tuple(dist.get_process_group_ranks(asked))
+    found = _ranks.get(asked)
     if found is None:
-        found = _ranks[members(group)] = tuple(dist.get_process_group_ranks(members(group)))
+        found = _ranks[asked] = tuple(dist.get_process_group_ranks(asked))
     return found
 
 
