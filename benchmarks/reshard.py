@@ -79,6 +79,8 @@ def measure(
 ) -> tuple[float, int]:
     """(seconds, peak bytes above what is left behind)."""
     gc.collect()
+    # What is free would hide what the call takes.
+    meter.trim()
     dist.barrier()
     meter.forget_peak()
     before = meter.resident() or 0

@@ -99,8 +99,10 @@ def check_placements(placements: tuple[object, ...]) -> None:
     Raises:
         AmbiguousLayout: two mesh dimensions shard one tensor dimension, on such a torch.
     """
+    if HAS_STRIDED:
+        return
     dims = [cut[0] for cut in map(split_of, placements) if cut is not None]
-    if not HAS_STRIDED and len(set(dims)) < len(dims):
+    if len(set(dims)) < len(dims):
         raise AmbiguousLayout(
             f"placements {placements}: this torch does not tell FSDP2 over TP from a tensor that is cut from "
             "left to right; use torch >= 2.5"
@@ -125,22 +127,17 @@ def from_local(local: torch.Tensor, like: DTensor) -> DTensor:
     """
     if local.device.type != like.device_mesh.device_type:
         return wrap_local(local, like)
-    wrapped = DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-    return cast(DTensor, wrapped)
+    return as_dtensor(local, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def as_dtensor(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Any],
+    shape: torch.Size,
+    stride: tuple[int, ...],
 ) -> DTensor:
-    """`local` as this rank's part of a contiguous DTensor of a global shape, without traffic."""
-    stride = torch.empty(shape, device="meta").stride()
+    """`local` as this rank's part of a DTensor of a global shape and stride, without traffic."""
     wrapped = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     return cast(DTensor, wrapped)
 

@@ -645,6 +645,12 @@ def collect(case: Case) -> Any:
         return gc.isenabled()
 
 
+def names_of_parameters(case: Case) -> Any:
+    """As programs read them: plain dicts, filled."""
+    info = case.info()
+    return type(info.fqn_param_mapping), info.fqn_param_mapping[case.model.weight], info.shared_params_mapping
+
+
 #: name -> (a call with the signature of torch 2.6, what comes back)
 PRIVATE: dict[str, tuple[Any, Any]] = {
     "_TensorInfo": (lambda case: case._TensorInfo(torch.Size([2]), torch.half).size, (2,)),
@@ -666,7 +672,7 @@ PRIVATE: dict[str, tuple[Any, Any]] = {
     "_patch_optimizer_state_dict": (patch_optimizer, {"weight", "bias"}),
     "_state_dict_fn": (lambda case: set(case._state_dict_fn(case.model, "state_dict")()), {"weight", "bias"}),
     "_unflatten_model_state_dict": (unflatten, {"0.weight": 1}),
-    "_verify_options": (lambda case: case.info().handle_optim, True),
+    "_verify_options": (names_of_parameters, (dict, {"weight"}, {})),
     "_verify_state_dict": (lambda case: case._verify_state_dict({"a": 1}, {"state": {}}, case.info()), None),
 }
 #: Came with torch 2.5.

@@ -193,6 +193,13 @@ UNWRITABLE: dict[str, tuple[Any, str]] = {
 }
 
 
+class Unspeakable:
+    """A key without a text."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no name")
+
+
 class Failing(dict):  # type: ignore[type-arg]
     """A mapping whose values come once."""
 
@@ -249,6 +256,14 @@ def refused(api: Any, case: str) -> None:
         to = {"a": to, "b": make(source["b"]) if rank == 1 or case == "view" else torch.zeros(8, 8)}
         if case == "view":
             source["b"], to["b"] = full["b"], full["b"].t()
+    elif case == "cast":
+        # torch has no copy of it.
+        source["b"] = cut(torch.zeros(8, 8, dtype=torch.uint8).view(torch.bits8), mesh, [Shard(0)])
+        to = {"a": to, "b": torch.zeros(8, 8)}
+        words = "not implemented.*: b"
+    elif case == "key":
+        source = {Unspeakable() if rank == 2 and key == "b" else key: value for key, value in source.items()}
+        words = "rank 2: ValueError: no name"
     elif case == "placements":
         to = (init_device_mesh("cpu", (2, 2)), [Shard(0)])
         words = "1 placements on a mesh of 2 dimensions"

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import Box, Layout, Mesh
 from torch_dcp_backport.transfer.errors import Problem, compose, spell
-from torch_dcp_backport.transfer.layout import split_order, whole
+from torch_dcp_backport.transfer.layout import split_order, splits_of, whole
 from torch_dcp_backport.transfer.plan import ALIGNMENT, capacity_of, chunk_bytes, chunks
 
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
@@ -143,3 +144,11 @@ def test_a_long_list_is_cut_and_counted() -> None:
     text = compose("cannot load", [(0, Problem("missing", str(index))) for index in range(100)])
     assert "100 problem(s)" in text
     assert "and 80 more" in text
+
+
+@pytest.mark.skipif(not compat.HAS_STRIDED, reason="torch 2.4 has no strided shard")
+def test_a_strided_shard_is_not_taken_for_the_plain_one_that_equals_it() -> None:
+    plain, strided = compat.Shard(0), compat.placement_types._StridedShard(0, split_factor=2)
+    for _ in range(2):
+        assert splits_of((2, 2), (plain, plain)) == ((0, 1), (0, 1))
+        assert splits_of((2, 2), (strided, plain)) == ((0, 2), (0, 1))

@@ -39,6 +39,7 @@ from torch_dcp_backport.state_dict.optim import flatten_optim_state as _flatten_
 from torch_dcp_backport.state_dict.optim import unflatten_optim_state as _unflatten_optim_state_dict
 from torch_dcp_backport.state_dict.options import FQNS_T, StateDictOptions, Submodules
 from torch_dcp_backport.state_dict.options import StateDictInfo as _StateDictInfo
+from torch_dcp_backport.state_dict.options import info_of as _info_of
 from torch_dcp_backport.state_dict.options import verify_options as _verify_options
 from torch_dcp_backport.state_dict.patched import replace_methods as _replace_methods
 
@@ -160,7 +161,7 @@ def set_model_state_dict(
     """
     state = _unflatten_model_state_dict(model, model_state_dict)
     with _gc_context():
-        info = _verify_options(model, (), optim_only=False, options=options)
+        info = _info_of(model, (), optim_only=False, options=options)
         return _model_load.load_model_state(model, state, info, _model.complaint_about(state, info))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional, Union
 
@@ -28,7 +28,7 @@ from torch_dcp_backport.state_dict.fqn import FQN_MODIFIERS, ExtraState, Names, 
 
 FQNS_T = set[str]
 Submodules = Optional[set[nn.Module]]
-ParamMapping = Mapping[Union[str, torch.Tensor], Union[FQNS_T, torch.Tensor]]
+ParamMapping = dict[Union[str, torch.Tensor], Union[FQNS_T, torch.Tensor]]
 
 
 @dataclass
@@ -76,26 +76,6 @@ class StateDictInfo(StateDictOptions):
     fsdp_modules: list[nn.Module] = field(default_factory=list)
 
 
-class Deferred(Mapping[Any, Any]):
-    """A mapping that is made when something asks. A load of a model does without, and it costs a tenth."""
-
-    def __init__(self, make: Callable[[], Mapping[Any, Any]]) -> None:
-        self._make = make
-
-    @functools.cached_property
-    def _made(self) -> Mapping[Any, Any]:
-        return self._make()
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._made[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._made)
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-
 def verify_options(
     model: nn.Module,
     optims: tuple[torch.optim.Optimizer, ...],
@@ -118,6 +98,20 @@ def verify_options(
             FutureWarning,
             stacklevel=3,
         )
+    info = info_of(model, optims, optim_only, submodules=submodules, options=options)
+    info.fqn_param_mapping, info.shared_params_mapping = map_parameters(model, info.dsd_fqn_modifiers)
+    return info
+
+
+def info_of(
+    model: nn.Module,
+    optims: tuple[torch.optim.Optimizer, ...],
+    optim_only: bool,
+    *,
+    submodules: Submodules = None,
+    options: Optional[StateDictOptions] = None,
+) -> StateDictInfo:
+    """As `verify_options`, without the mappings of parameters: a load of a model alone asks for none."""
     if optim_only and not optims:
         raise RuntimeError("This call is about optimizers, but none was passed.")
     # An instance of torch's own class, made before activation, lacks the newer fields.
@@ -127,12 +121,8 @@ def verify_options(
 
     compat.reshard(model)
     fsdp_modules: list[nn.Module] = list(FullyShardedDataParallel.fsdp_modules(model))
-    modifiers = asked.get("dsd_fqn_modifiers", FQN_MODIFIERS)
-    mappings = functools.lru_cache(maxsize=1)(functools.partial(map_parameters, model, modifiers))
     info = StateDictInfo(
         **asked,
-        fqn_param_mapping=Deferred(lambda: mappings()[0]),
-        shared_params_mapping=Deferred(lambda: mappings()[1]),
         submodule_prefixes=prefixes_of(model, submodules or set()),
         handle_model=not optim_only,
         handle_optim=bool(optims),
@@ -146,8 +136,8 @@ def verify_options(
 def map_parameters(model: nn.Module, modifiers: str) -> tuple[ParamMapping, ParamMapping]:
     """(both directions of parameter <-> FQNs, the part of it that is about shared parameters)."""
     by_tensor: dict[torch.Tensor, FQNS_T] = {}
-    names: dict[Union[str, torch.Tensor], Union[FQNS_T, torch.Tensor]] = {}
-    shared: dict[Union[str, torch.Tensor], Union[FQNS_T, torch.Tensor]] = {}
+    names: ParamMapping = {}
+    shared: ParamMapping = {}
     every = Names(model, modifiers)
     for name, value in walk_model_state(model, modifiers):
         if isinstance(value, ExtraState):

@@ -54,7 +54,7 @@ class Call:
         self.cause: Optional[BaseException] = None
         #: Whether code outside torch takes part in what is left to do, on any rank.
         self.user_code = False
-        #: Whether whatever breaks the call off is known to all ranks, or to none that could tell the others.
+        #: Whether all ranks are in the same collective: a failure reaches them there, or nothing could.
         self.is_settled = False
         self._held = contextlib.ExitStack()
 
@@ -142,12 +142,12 @@ class Call:
                 self.title,
                 self.group,
                 self.cause,
-                staging_bytes,
-                device,
-                condition,
-                user_code,
-                note,
-                so_far,
+                staging_bytes=staging_bytes,
+                device=device,
+                condition=condition,
+                custom=user_code,
+                note=note,
+                so_far=so_far,
             )
         self.user_code = agreement.custom
         return agreement

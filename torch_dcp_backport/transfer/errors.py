@@ -106,3 +106,12 @@ def spell_doing(verb: str, keys: Sequence[Hashable]) -> str:
     if len(names) > 2:
         names = [f"{names[0]} ... {names[-1]} ({len(names)} tensors)"]
     return " ".join([verb, ", ".join(names)]).rstrip()
+
+
+def spell_broken_off(rank: int, doing: tuple[str, Iterable[Hashable]], written: Sequence[Hashable]) -> str:
+    """What was under way when a transfer of this rank broke off, and what it had written."""
+    verb, keys = doing
+    wrote = (
+        spell_doing(f"{DOUBTFUL}: rank {rank} wrote", written) if written else f"rank {rank} wrote nothing"
+    )
+    return f"broken off while {spell_doing(verb, list(keys))}; {wrote}"

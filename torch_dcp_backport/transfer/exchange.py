@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.consensus import open_lane
-from torch_dcp_backport.transfer.errors import DOUBTFUL, Problem, spell_doing, spell_key, told
+from torch_dcp_backport.transfer.errors import Problem, spell_broken_off, spell_key, told
 from torch_dcp_backport.transfer.layout import Box
 from torch_dcp_backport.transfer.memory import is_same_view
 from torch_dcp_backport.transfer.plan import (
@@ -216,10 +216,7 @@ class Exchange:
 
     def story(self) -> str:
         verb, pieces = self.doing
-        text = f"broken off while {spell_doing(verb, [piece.key for piece in pieces])}; "
-        if self.written:
-            return text + spell_doing(f"{DOUBTFUL}: rank {self.call.rank} wrote", list(self.written))
-        return text + f"rank {self.call.rank} wrote nothing"
+        return spell_broken_off(self.call.rank, (verb, (piece.key for piece in pieces)), list(self.written))
 
     def allocate(self, budget: int) -> Staging:
         nbytes = BUFFERS * self.size(budget)
@@ -281,9 +278,10 @@ class Exchange:
         works = post(messages, self.call.group)
         if outgoing:
             self.call.tally.sent(moved(outgoing))
-        finish_once = once(functools.partial(self.arrive, staging, filled, incoming, works, before))
-        for buffer in buffers:
-            ring.use(buffer, finish_once)
+        # Once for all buffers of a step: some backends wait for ever for a message that is over.
+        ring.use(buffers[0], functools.partial(self.arrive, staging, filled, incoming, works, before))
+        for buffer in buffers[1:]:
+            ring.use(buffer, lambda: None)
         return True
 
     def arrive(
@@ -317,14 +315,3 @@ class Exchange:
             if not is_same_view(source, target):
                 self.written[key] = None
                 target.copy_(source)
-
-
-def once(function: Callable[[], None]) -> Callable[[], None]:
-    """Call `function` the first time only: some backends wait for ever for a message that is over."""
-    waiting = [function]
-
-    def call() -> None:
-        while waiting:
-            waiting.pop()()
-
-    return call

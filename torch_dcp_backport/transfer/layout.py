@@ -133,6 +133,11 @@ class Layout:
             return None
         return box_at(self.shape, self.mesh.shape, self.placements, coordinate)
 
+    def own_box(self, rank: int) -> Box:
+        """The box of a global rank; an empty one outside the mesh, where the local tensor is empty."""
+        nothing = (0,) * len(self.shape)
+        return self.box(rank) or Box(nothing, nothing)
+
     def is_first_holder(self, rank: int) -> bool:
         """Whether `rank` is the lowest-placed of the ranks that hold the same box."""
         if self.mesh is None:
@@ -212,9 +217,11 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     return Layout(tuple(tensor.shape), mesh, splits_of(mesh.shape, tensor.placements))
 
 
-@functools.lru_cache(maxsize=1024)
 def splits_of(mesh_shape: tuple[int, ...], placements: tuple[object, ...]) -> tuple[Placement, ...]:
-    """torch's placements in our form, checked. A model has few different ones on thousands of tensors."""
+    """torch's placements in our form, checked.
+
+    Not cached by placement: up to torch 2.7 a shard equals the strided one of its dimension.
+    """
     compat.check_placements(placements)
     splits = tuple(compat.split_of(placement) for placement in placements)
     split_order(mesh_shape, splits)

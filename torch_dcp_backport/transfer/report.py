@@ -89,7 +89,7 @@ class Tally:
 
 
 class Phase:
-    """Counts the seconds of a part of a transfer; a generator's context costs five times as much."""
+    """Counts the seconds of a part of a transfer. No generator: small loads feel what those cost."""
 
     def __init__(self, seconds: dict[str, float], name: str) -> None:
         self.seconds = seconds

@@ -131,7 +131,7 @@ def end_of(tensor: torch.Tensor, call: Call) -> End:
     if not has_slices(local) or local.is_meta:
         kind = "on the meta device" if local.is_meta else f"{type(local).__name__} of layout {local.layout}"
         raise ValueError(f"a local tensor without parts in memory ({kind})")
-    return End(layout, local.detach(), box_of(layout, call.rank))
+    return End(layout, local.detach(), layout.own_box(call.rank))
 
 
 def wanted_end(tensor: torch.Tensor, to: Destination, call: Call) -> End:
@@ -152,7 +152,7 @@ def wanted_end(tensor: torch.Tensor, to: Destination, call: Call) -> End:
         raise ValueError("a mesh on the meta device, which holds no values")
     split = mesh_of(mesh)
     layout = Layout(shape, split, splits_of(split.shape, checked(tuple(placements), shape)))
-    return End(layout, None, box_of(layout, call.rank))
+    return End(layout, None, layout.own_box(call.rank))
 
 
 def checked(placements: tuple[object, ...], shape: tuple[int, ...]) -> tuple[object, ...]:
@@ -165,11 +165,6 @@ def checked(placements: tuple[object, ...], shape: tuple[int, ...]) -> tuple[obj
             raise ValueError(f"Shard(dim={dim}) of a tensor of {len(shape)} dimensions")
         found.append(compat.Shard(dim + len(shape)) if dim is not None and dim < 0 else placement)
     return tuple(found)
-
-
-def box_of(layout: Layout, rank: int) -> Box:
-    nothing = (0,) * len(layout.shape)
-    return layout.box(rank) or Box(nothing, nothing)
 
 
 def route_of(tensor: torch.Tensor, have: End, want: End) -> Route:
@@ -249,4 +244,5 @@ def finished(to: Destination, tensor: torch.Tensor, local: torch.Tensor) -> torc
         return to
     mesh, placements = to
     placements = checked(tuple(placements), tuple(tensor.shape))
-    return compat.as_dtensor(local, mesh, placements, tensor.shape)
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    return compat.as_dtensor(local, mesh, placements, tensor.shape, stride)

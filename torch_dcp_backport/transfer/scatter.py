@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.consensus import open_lane
-from torch_dcp_backport.transfer.errors import DOUBTFUL, spell_doing, told
+from torch_dcp_backport.transfer.errors import spell_broken_off, told
 from torch_dcp_backport.transfer.layout import Box, Mesh, whole
 from torch_dcp_backport.transfer.plan import (
     LARGEST_CHUNK,
@@ -252,10 +252,7 @@ class Route:
 
     def story(self) -> str:
         verb, pieces = self.doing
-        text = f"broken off while {spell_doing(verb, [piece.key for piece in pieces])}; "
-        if self.written:
-            return text + spell_doing(f"{DOUBTFUL}: rank {self.rank} wrote", list(self.written))
-        return text + f"rank {self.rank} wrote nothing"
+        return spell_broken_off(self.rank, (verb, (piece.key for piece in pieces)), list(self.written))
 
     # --- movement ---
 
