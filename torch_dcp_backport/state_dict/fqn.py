@@ -109,13 +109,18 @@ class Names:
 
 
 def declares(module: nn.Module, method: str) -> bool:
-    """`hasattr`, without the text of an error that nn.Module makes for every module that has it not."""
+    """`hasattr`, without the text of the error that nn.Module makes for a module that surely has it not."""
     kind = type(module)
-    if kind.__getattr__ is not nn.Module.__getattr__:
-        return hasattr(module, method)
-    return hasattr(kind, method) or any(
-        method in held for held in (vars(module), module._modules, module._parameters, module._buffers)
-    )
+    if (
+        kind.__getattr__ is nn.Module.__getattr__
+        and kind.__getattribute__ is object.__getattribute__
+        and not hasattr(kind, method)
+        and not any(
+            method in held for held in (vars(module), module._modules, module._parameters, module._buffers)
+        )
+    ):
+        return False
+    return hasattr(module, method)
 
 
 def compiled_modules() -> tuple[type[nn.Module], ...]:

@@ -24,7 +24,6 @@ class Roll:
         #: The same count, as this rank has last told the others.
         self.told = -1
         self.name = f"torch_dcp_backport/{hash(ranks)}"
-        self.own_place = self.place(dist.get_rank())
 
     def place(self, rank: int) -> str:
         return f"{self.name}/{rank}"
@@ -41,7 +40,7 @@ def come(group: Group) -> None:
         roll = _roll_of(group)
         if roll.told != roll.agreed:
             roll.told = roll.agreed
-            compat.default_store().set(roll.own_place, str(roll.agreed))
+            compat.default_store().set(roll.place(dist.get_rank()), str(roll.agreed))
 
 
 def agreed(group: Group) -> None:

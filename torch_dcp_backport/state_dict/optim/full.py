@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import nn
@@ -107,8 +107,8 @@ class OptimizerLoad(Load):
         self.names = [group[PARAMS] for group in local[GROUPS]]
         #: path -> value, of the optimizer as it is, or Expected; replaced by what is loaded.
         self.values = paths_of(local)
-        #: Of what states are laid out as; a parameter has several such states.
-        self.layouts: dict[torch.Tensor, Layout] = {}
+        #: Of what states are laid out as, and its misfit; a parameter has several such states.
+        self.layouts: dict[torch.Tensor, tuple[Layout, Optional[Problem]]] = {}
         for fqn, param in self.params.items():
             for name, expected in beginning.expected.get(param, {}).items():
                 self.values[STATE, fqn, name] = expected
@@ -253,12 +253,13 @@ class OptimizerLoad(Load):
         if not expected.shape:
             self.want_whole(path, TensorInfo((), dtype), expected.device, settle)
             return
-        local, layout = local_of(like), self.layouts.get(like)
-        if layout is None:
-            layout = self.layouts[like] = layout_of(like)
-            problem = misfit(path, local, layout)
-            if problem:
-                self.problems.append(problem)
+        local = local_of(like)
+        if like not in self.layouts:
+            layout = layout_of(like)
+            self.layouts[like] = layout, misfit(path, local, layout)
+        layout, problem = self.layouts[like]
+        if problem:
+            self.problems.append(problem._replace(key=spell_key(path)))
         plain = type(local) in compat.PLAIN_TENSORS
 
         def make(box: Box) -> torch.Tensor:
