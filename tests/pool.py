@@ -22,7 +22,7 @@ from typing import Any, Optional
 
 OURS = "torch_dcp_backport.state_dict"
 STOCK = "torch.distributed.checkpoint.state_dict"
-LIMIT = 90.0
+LIMIT = 200.0
 #: Forked from a server that has torch imported, and nothing of ours: a pool that replaces a failed one costs
 #: no second import.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -51,26 +51,44 @@ class Pool:
         """`switch`: the TORCH_DCP_BACKPORT of the ranks; by default off for torch's own API.
 
         `timeout` is that of collectives, `limit` that of a whole function, in seconds. A world of 0 is one
-        process without any process group. `imports`: what the ranks import, in this order, before anything
-        else, in processes that have not even torch; by default torch_dcp_backport, after torch.
+        process without any process group. `imports`: what is imported, in this order, before anything else,
+        in a process that has not even torch, of which the ranks are forks; by default torch_dcp_backport,
+        after torch.
         """
         self.world = world
         self.limit = limit
         self.folder = tempfile.TemporaryDirectory()
-        self.pipes, self.processes = [], []
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+        #: Whether a process is the head of a process group that has all ranks in it.
+        self.is_group = imports is not None
         switch = switch or ("off" if api == STOCK else "auto")
         context = CONTEXT if imports is None else multiprocessing.get_context("spawn")
         modules = ("torch_dcp_backport",) if imports is None else tuple(imports)
-        for rank in range(max(world, 1)):
-            ours, theirs = context.Pipe()
-            rendezvous = f"file://{self.folder.name}/rendezvous"
-            args = (rank, world, api, switch, modules, rendezvous, timeout, theirs)
-            process = context.Process(target=serve, args=args, daemon=True)
+        rendezvous = f"file://{self.folder.name}/rendezvous"
+        pairs = [context.Pipe() for _ in range(max(world, 1))]
+        self.pipes = [ours for ours, _ in pairs]
+        ranks = [
+            (rank, world, api, modules, rendezvous, timeout, theirs) for rank, (_, theirs) in enumerate(pairs)
+        ]
+        if imports is None:
+            self.start(context, serve, switch, ranks)
+        else:
+            self.start(context, serve_forks, switch, [(modules, ranks)])
+        for _, theirs in pairs:
+            theirs.close()
+
+    def start(self, context: Any, target: Callable[..., None], switch: str, each: Sequence[Any]) -> None:
+        for args in each:
+            process = context.Process(target=target, args=(switch, *args), daemon=True)
             with STARTING:
                 process.start()
-            theirs.close()
-            self.pipes.append(ours)
             self.processes.append(process)
+
+    def signal(self, number: int) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if self.is_group else os.kill)(process.pid, number)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """function(api, *args, **kwargs) on every rank; its results by rank."""
@@ -84,9 +102,7 @@ class Pool:
             except EOFError:
                 answers.append((False, f"the process of rank {rank} died"))
         if any(answer is None for answer in answers):
-            for process in self.processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGUSR1)
+            self.signal(signal.SIGUSR1)
             time.sleep(1)
         failed = [
             f"--- rank {rank}: "
@@ -105,19 +121,38 @@ class Pool:
         return bool(self.processes) and all(process.is_alive() for process in self.processes)
 
     def close(self) -> None:
+        self.signal(signal.SIGKILL)
         for process in self.processes:
+            # It may not yet be the head of a group.
             process.kill()
-        for process in self.processes:
             process.join()
         self.processes = []
         self.folder.cleanup()
 
 
+def serve_forks(switch: str, modules: tuple[str, ...], ranks: Sequence[Any]) -> None:
+    """Import, and be the ranks; once one of them is gone, so is this process."""
+    os.setpgid(0, 0)
+    os.environ["TORCH_DCP_BACKPORT"] = switch
+    # It is for the ranks, which see to it themselves.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for name in modules:
+        importlib.import_module(name)
+    for args in ranks:
+        if os.fork() == 0:
+            try:
+                serve(switch, *args)
+            finally:
+                os._exit(0)
+    os.wait()
+    os.killpg(0, signal.SIGKILL)
+
+
 def serve(
+    switch: str,
     rank: int,
     world: int,
     api: str,
-    switch: str,
     modules: tuple[str, ...],
     rendezvous: str,
     timeout: float,

@@ -101,7 +101,7 @@ def check_with_torch(wheel: Path, folder: Path, lane: str) -> None:
     print(run(command, "verify", "--size", "tiny", "--no-plot", cwd=folder), end="")
     sample = folder / "typed_client.py"
     sample.write_text((ROOT / "tests" / "typed_client.py").read_text())
-    checker = ("-m", "mypy", "--strict", "--python-executable", python, "--cache-dir", str(folder / "mypy"))
+    checker = ("-m", "mypy", "--strict", "--python-executable", python)
     print(run(sys.executable, *checker, sample.name, cwd=folder), end="")
 
 

@@ -22,11 +22,12 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO
+from typing import IO, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -70,19 +71,29 @@ LANES: dict[str, tuple[str, ...]] = {
 # Lanes that are made with another Python than the one that runs this.
 PYTHONS = {"2.6-py3.9": "3.9", "2.6-py3.13": "3.13"}
 UV = "uv>=0.9,<1"
-# What a lane leaves out unless all is asked for: what does not depend on torch's release (the commands), and
-# on the releases in between what those on both sides run (scenarios, late imports, the engine's long tests).
-COMMANDS = tuple(f"tests/imports/test_{name}.py" for name in ("cli", "run", "doctor", "rooms", "plugin"))
-LATE = ("late", "options", "patched_methods", "process_state", "rebound", "reload", "switch")
-ENGINE = ("errors", "faults", "fuzz", "soak", "threads", "transfer")
+# What a lane leaves out unless all is asked for: what does not depend on torch's release, and on the releases
+# in between what those on both sides run (scenarios, the engine's long tests).
+SAME_EVERYWHERE = tuple(
+    f"tests/imports/test_{name}.py"
+    for name in (
+        *("cli", "run", "doctor", "rooms", "plugin"),
+        *("import_threads", "late", "options", "process_state", "reload", "switch"),
+    )
+)
+ENGINE = ("errors", "faults", "fuzz", "round_trip", "soak", "threads", "together", "transfer")
 BETWEEN = (
     "tests/conformance",
     "tests/unit",
-    *COMMANDS,
-    *(f"tests/imports/test_{name}.py" for name in LATE),
+    *SAME_EVERYWHERE,
     *(f"tests/ranks/test_{name}.py" for name in ENGINE),
 )
-LEAVES_OUT = {"2.4": COMMANDS, "2.5": BETWEEN, "2.7": BETWEEN}
+LEAVES_OUT = {
+    "2.4": SAME_EVERYWHERE,
+    "2.5": BETWEEN,
+    "2.7": (*BETWEEN, "torch_dcp_backport/regression"),
+}
+# Says to the tests that nothing is left out.
+WHOLE = "TESTS_WHOLE"
 
 
 class NoPython(Exception):
@@ -178,20 +189,27 @@ def run(name: str, command: list[str], output: IO[bytes] | None = None) -> int:
     env["PATH"] = f"{python.parent}{os.pathsep}{env.get('PATH', '')}"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH", ""))))
     env["VIRTUAL_ENV"] = str(python.parent.parent)
+    # What mypy knows of torch takes a minute to find out, and is the same for every clone.
+    env.setdefault("MYPY_CACHE_DIR", str(python.parent.parent / "mypy"))
     return subprocess.run(command, env=env, stdout=output, stderr=output and subprocess.STDOUT).returncode
 
 
 def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
     """Run the suite in each lane, `jobs` at a time; pytest has the last word.
 
-    One lane's output is shown as it comes, that of the lanes beside it once they are done. A lane without its
-    Python is skipped, which is said last.
+    Lanes that leave nothing out begin first; what each said is shown when all before it are done, in the
+    order of `names`. A lane without its Python is skipped, which is said last.
     """
     # A switch of the caller's would decide what is tested.
     os.environ.pop("TORCH_DCP_BACKPORT", None)
     left_out = {} if extra or whole else LEAVES_OUT
+    if whole:
+        os.environ[WHOLE] = "1"
     commands = {
-        name: ["python", "-m", "pytest", *extra, *(f"--ignore={path}" for path in left_out.get(name, ()))]
+        name: [
+            *("python", "-m", "pytest", "-p", "tools.seconds", *extra),
+            *(f"--ignore={path}" for path in left_out.get(name, ())),
+        ]
         for name in names
     }
     failed: list[str] = []
@@ -202,12 +220,24 @@ def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
         except NoPython as error:
             skipped[name] = error
     names = [name for name in names if name not in skipped]
+
+    def test_in(name: str, output: Optional[IO[bytes]]) -> int:
+        began = time.monotonic()
+        print(f"=== lane {name} begins", file=sys.stderr, flush=True)
+        code = run(name, commands[name], output)
+        print(f"=== lane {name} ends after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        return code
+
     with ThreadPoolExecutor(jobs) as executor, contextlib.ExitStack() as files:
-        outputs = [None if name == names[0] else files.enter_context(TemporaryFile()) for name in names]
-        lanes = [executor.submit(run, name, commands[name], output) for name, output in zip(names, outputs)]
-        for name, output, lane in zip(names, outputs, lanes):
-            print(f"=== lane {name}: {' '.join([LANES[name][0], *commands[name][3:]])}", flush=True)
-            code = lane.result()
+        alone = len(names) == 1
+        outputs = {name: None if alone else files.enter_context(TemporaryFile()) for name in names}
+        begun = {
+            name: executor.submit(test_in, name, outputs[name])
+            for name in sorted(names, key=lambda name: name in left_out)
+        }
+        for name in names:
+            code, output = begun[name].result(), outputs[name]
+            print(f"=== lane {name}: {' '.join([LANES[name][0], *commands[name][5:]])}", flush=True)
             if output is not None:
                 output.seek(0)
                 shutil.copyfileobj(output, sys.stdout.buffer)

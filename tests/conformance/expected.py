@@ -66,6 +66,12 @@ def load(name: str) -> dict[str, Any]:
     return results
 
 
+def firsts() -> set[str]:
+    """The first scenario of each result that native torch has."""
+    stored = json.loads((FOLDER / f"native-{NATIVE[-1]}.json").read_text())["results"]
+    return {key for key, packed in stored.items() if not isinstance(packed, str)}
+
+
 def save(name: str, results: dict[str, Any]) -> None:
     """Each leaf's text once, and a result that another scenario has too by that scenario's key.
 
@@ -115,6 +121,8 @@ class Expectations:
         own = next((one for one in PINNED if one.rpartition(".")[0] == minor), release)
         pinned = {**load(f"ours-{BASE}"), **load(f"ours-{own}")}
         self.pinned = {key: result for key, result in pinned.items() if result != AS_NATIVE}
+        #: Those that differ from native torch here or on BASE.
+        self.differing = set(pinned)
 
     def equals_native(self, key: str, got: dict[str, Any]) -> bool:
         """Up to the tuples of param groups, which native torch turns into lists.

@@ -6,15 +6,27 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from interpreters import PRELUDE, ROOT, Ended, Fresh
+from warm import Interpreter, begins_with_torch
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Interpreter]:
+    interpreter = Interpreter(ROOT)
+    yield interpreter
+    interpreter.close()
 
 
 @pytest.fixture
-def fresh(tmp_path: Path) -> Fresh:
-    """fresh(code) runs it in a new interpreter, in an empty folder, this checkout importable."""
+def fresh(tmp_path: Path, warm: Interpreter) -> Fresh:
+    """fresh(code) runs it in a new interpreter, in an empty folder, this checkout importable.
+
+    Code that begins with `import torch` runs in a fork of one that has done so.
+    """
 
     def run(
         code: str = "",
@@ -32,7 +44,10 @@ def fresh(tmp_path: Path) -> Fresh:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (path, str(ROOT))))
         if switch is not None:
             env["TORCH_DCP_BACKPORT"] = switch
-        command = ["-c", PRELUDE + textwrap.dedent(code), *argv] if code else list(argv)
+        program = PRELUDE + textwrap.dedent(code)
+        if code and not flags and begins_with_torch(program):
+            return Ended(*warm.run(program, argv, env, tmp_path, timeout))
+        command = ["-c", program, *argv] if code else list(argv)
         done = subprocess.run(
             [sys.executable, *flags, *command],
             env=env,

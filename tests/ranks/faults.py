@@ -7,6 +7,7 @@ group whole; what ends in BROKEN leaves ranks that wait for each other until the
 from __future__ import annotations
 
 import contextlib
+import datetime
 import gc
 import os
 import signal
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport import transfer
 from torch_dcp_backport.regression import meter
-from torch_dcp_backport.state_dict import collect, load, model_load
+from torch_dcp_backport.state_dict import collect, destination, model_load
 from torch_dcp_backport.state_dict.optim.full import OptimizerLoad
 from torch_dcp_backport.transfer.staging import Staging
 
@@ -181,7 +182,9 @@ def case(api: Any, call: str, number: int, rank: int) -> Seen:
     scene = Scene(api, call)
     if fault.ends == BROKEN:
         transfer.configure(staging_bytes=2**20)
+        # The group is made with time enough for every process to start.
         scene.pids = everyone(os.getpid())
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT))
         scene.rank = rank
     with fault.arm(scene) if dist.get_rank() == rank else contextlib.nullcontext():
         given = copy_of(scene.given)
@@ -301,7 +304,7 @@ def model_cannot_be_read(scene: Scene) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_room_for_tensors(scene: Scene) -> Iterator[None]:
-    owner = {"meta": load, "save": collect, "save optimizer": collect}[scene.call]
+    owner = {"meta": destination, "save": collect, "save optimizer": collect}[scene.call]
     with replaced(owner, "torch", SimpleNamespace(**{**vars(torch), "empty": no_room})):
         yield
 

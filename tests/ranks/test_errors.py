@@ -18,7 +18,7 @@ from test_bad_input import error_of, same_everywhere
 from test_optimizer import full_optimizer_state, optimizer_of
 from torch import nn
 
-from torch_dcp_backport.state_dict import load
+from torch_dcp_backport.state_dict import destination
 from torch_dcp_backport.transfer import plan
 
 
@@ -170,7 +170,7 @@ def no_room(api: Any, how: str) -> tuple[str, str]:
     plan.SMALL, small = 0, plan.SMALL
     try:
         if dist.get_rank() == 2:
-            load.torch = failing_torch(made, 2)
+            destination.torch = failing_torch(made, 2)
         try:
             api.set_model_state_dict(model, given, options=options)
             error = "", ""
@@ -179,7 +179,7 @@ def no_room(api: Any, how: str) -> tuple[str, str]:
         assert [one for one in made if one() is not None] == [], "the error holds on to what was made"
     finally:
         gc.enable()
-        load.torch, plan.SMALL = torch, small
+        destination.torch, plan.SMALL = torch, small
     dist.barrier()
     return error
 

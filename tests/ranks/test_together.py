@@ -16,7 +16,7 @@ from torch import nn
 
 from torch_dcp_backport import compat, transfer
 from torch_dcp_backport.regression import meter
-from torch_dcp_backport.state_dict.model_load import ModelLoad
+from torch_dcp_backport.state_dict.load_state import model_load
 from torch_dcp_backport.state_dict.options import StateDictOptions, verify_options
 
 
@@ -174,7 +174,7 @@ def made_on_the_host(api: Any, offload: str) -> None:
         ),
     )
     state = dict(Tower().state_dict())
-    load = ModelLoad.guarded(model, info, state if dist.get_rank() == 0 else {}, [])
+    load = model_load(model, info, state if dist.get_rank() == 0 else {}, [])
     asked: list[str] = []
     real = compat.current_device
 

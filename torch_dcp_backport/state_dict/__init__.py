@@ -20,7 +20,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch_dcp_backport.compat import DTensor
 from torch_dcp_backport.state_dict import load_state as _load_state
 from torch_dcp_backport.state_dict import model as _model
-from torch_dcp_backport.state_dict import model_load as _model_load
 from torch_dcp_backport.state_dict import optim as _optimizer
 from torch_dcp_backport.state_dict.collect import full_or_cpu as _maybe_full_or_cpu_state_dict
 from torch_dcp_backport.state_dict.cpu_copy import check_state_dict_similarity as _check_state_dict_similarity
@@ -162,7 +161,7 @@ def set_model_state_dict(
     state = _unflatten_model_state_dict(model, model_state_dict)
     with _gc_context():
         info = _info_of(model, (), optim_only=False, options=options)
-        return _model_load.load_model_state(model, state, info, _model.complaint_about(state, info))
+        return _load_state.load_model_state(model, state, info, _model.complaint_about(state, info))
 
 
 def set_optimizer_state_dict(
@@ -246,7 +245,7 @@ def _get_model_state_dict(model: nn.Module, info: _StateDictInfo) -> dict[str, V
 def _load_model_state_dict(
     model: nn.Module, state_dict: Mapping[str, ValueType], info: _StateDictInfo
 ) -> _IncompatibleKeys:
-    return _model_load.load_model_state(model, state_dict, info)
+    return _load_state.load_model_state(model, state_dict, info)
 
 
 def _init_optim_state(optim: torch.optim.Optimizer) -> None:

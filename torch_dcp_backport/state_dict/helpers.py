@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, Optional
 
@@ -11,8 +10,10 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.collect import check_types, rebuild, untouched, whole_tree
+from torch_dcp_backport.state_dict.course import Local, run
 from torch_dcp_backport.state_dict.cpu_copy import Tree
-from torch_dcp_backport.state_dict.load import FIRST, Load, Local, own_rank, run
+from torch_dcp_backport.state_dict.destination import FIRST, fresh, whole
+from torch_dcp_backport.state_dict.load import Load, own_rank
 from torch_dcp_backport.state_dict.source import Carried, Source
 from torch_dcp_backport.transfer import TensorInfo, raise_together
 
@@ -45,23 +46,23 @@ class DictLoad(Load):
                 self.plan_entry(key, self.local[key], offered)
 
     def plan_entry(self, key: str, live: Any, offered: Any) -> None:
-        settle = functools.partial(self.settle, key)
         if not isinstance(live, compat.DTensor):
             if isinstance(offered, TensorInfo):
                 # Scalars stay on the CPU.
-                self.want_whole(key, offered, self.device if offered.shape else torch.device("cpu"), settle)
+                device = self.device if offered.shape else torch.device("cpu")
+                self.destinations[key] = whole(offered, device, key)
             elif isinstance(offered, Carried):
                 self.small[key] = offered.value
             elif self.usable(key, offered):
                 self.small[key] = offered
         elif self.accepts(key, offered, tuple(live.shape)):
             if live.is_meta:
-                self.want_fresh(key, live, offered, self.device, settle)
+                self.destinations[key] = fresh(live, offered, self.device, key)
             else:
-                self.want_in_place(key, live, lambda: settle(live))
+                self.want_in_place(key, live, key)
 
-    def settle(self, key: str, value: torch.Tensor) -> None:
-        self.local[key] = value.cpu() if self.cpu_offload else value
+    def take(self, owner: str, value: torch.Tensor) -> None:
+        self.local[owner] = value.cpu() if self.cpu_offload else value
 
 
 @torch.no_grad()

@@ -1,57 +1,32 @@
-"""The course of every load of full tensors: inventory, plan, agreement, movement, settling.
+"""What can be loaded: a model, an optimizer or a dict says where it wants each tensor of a full state dict.
 
-Models and optimizers say where they want each tensor (`Load.plan`); how it gets there is decided
-here and in `transfer`.
+How the tensors get there is decided in `course` and in `transfer`.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Optional, Union
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.state_dict.source import About, Carried, Key, Source, Unusable, unusable
+from torch_dcp_backport.state_dict.destination import (
+    Destination,
+    in_place,
+    local_of,
+)
+from torch_dcp_backport.state_dict.source import Carried, Key, Unusable, unusable
 from torch_dcp_backport.transfer import (
-    Agreement,
-    Call,
     Problem,
-    Target,
     TensorInfo,
-    Want,
-    layout_of,
     misfit,
-    scatter,
+    problem_of,
     spell_key,
 )
-from torch_dcp_backport.transfer.errors import DOUBTFUL
-from torch_dcp_backport.transfer.layout import Box, Layout, Mesh, mesh_of
-
-logger = logging.getLogger(__name__)
-
-#: What moves before any loading code runs.
-FIRST = ""
-
-
-class Destination(NamedTuple):
-    """Where one tensor of the checkpoint goes on this rank."""
-
-    layout: Layout
-    #: dtype and device of the destination.
-    dtype: torch.dtype
-    device: torch.device
-    #: Gives the local tensor to write, made (if need be) only after every rank agreed.
-    make: Callable[[Box], torch.Tensor]
-    #: Called with the local tensor once it is filled.
-    settle: Callable[[torch.Tensor], None]
-    #: The DTensor that the checkpoint's value may equal in layout, or None.
-    like: Optional[torch.Tensor] = None
-    #: When it moves: FIRST, or one of the load's own stages.
-    stage: str = FIRST
 
 
 class Load:
@@ -93,6 +68,10 @@ class Load:
         """Whether code outside torch takes part in `apply`: it can fail on one rank alone."""
         return False
 
+    def take(self, owner: Any, value: Any) -> None:
+        """A destination's owner gets its value."""
+        raise NotImplementedError
+
     def apply(self, fetch: Callable[[str], None]) -> None:
         """Hand what was loaded to its owner; `fetch(stage)` brings what belongs to a stage."""
 
@@ -124,334 +103,26 @@ class Load:
             return False
         return True
 
-    def want_in_place(self, key: Key, live: torch.Tensor, settle: Callable[[], None]) -> None:
-        """`live` (plain or DTensor) receives its part of the checkpoint's tensor in place."""
-        local = compat.local_part(live) if isinstance(live, compat.DTensor) else live.detach()
-        plain = type(local) in (torch.Tensor, torch.nn.Parameter)
-        layout = layout_of(live)
-        problem = misfit(key, local, layout)
+    def want_in_place(
+        self, key: Key, live: torch.Tensor, owner: object, view: Optional[torch.Tensor] = None
+    ) -> None:
+        """`live` receives its part of the checkpoint's tensor, as `destination.in_place` says."""
+        one = in_place(live, owner, view)
+        problem = misfit(key, local_of(live if view is None else view), one.layout)
         if problem:
             self.problems.append(problem)
-
-        def make(box: Box) -> torch.Tensor:
-            # A subclass (quantized weights) takes a whole box or nothing.
-            return local if plain else torch.empty(box.size, dtype=live.dtype, device=local.device)
-
-        def finish(filled: torch.Tensor) -> None:
-            if not plain:
-                local.copy_(filled)
-            settle()
-
-        self.destinations[key] = Destination(layout, live.dtype, local.device, make, finish, live)
-
-    def want_fresh(
-        self,
-        key: Key,
-        like: torch.Tensor,
-        offered: TensorInfo,
-        device: torch.device,
-        settle: Callable[[torch.Tensor], None],
-        stage: str = FIRST,
-    ) -> None:
-        """A new tensor of the checkpoint's dtype, laid out as `like` (plain or DTensor), on `device`."""
-
-        def make(box: Box) -> torch.Tensor:
-            return torch.empty(box.size, dtype=offered.dtype, device=device)
-
-        def finish(filled: torch.Tensor) -> None:
-            settle(compat.from_local(filled, like) if isinstance(like, compat.DTensor) else filled)
-
-        self.destinations[key] = Destination(
-            layout_of(like), offered.dtype, device, make, finish, like, stage
-        )
-
-    def want_whole(
-        self,
-        key: Key,
-        offered: TensorInfo,
-        device: torch.device,
-        settle: Callable[[torch.Tensor], None],
-        stage: str = FIRST,
-        held: Optional[torch.Tensor] = None,
-    ) -> None:
-        """A new whole tensor, whatever its shape, on every rank; `held` where this rank has it already."""
-
-        def make(box: Box) -> torch.Tensor:
-            return torch.empty(box.size, dtype=offered.dtype, device=device) if held is None else held
-
-        layout = Layout(offered.shape)
-        self.destinations[key] = Destination(layout, offered.dtype, device, make, settle, stage=stage)
+        self.destinations[key] = one
 
 
-def run(
-    load: Load,
-    given: Union[Mapping[Any, Any], Source],
-    *,
-    broadcast: bool,
-    group: Optional[dist.ProcessGroup] = None,
-) -> None:
-    """Carry out a load: from the `given` of the group's first rank, or from every rank's own.
-
-    Raises:
-        RuntimeError: what `load.plan` or the inventory found, of all ranks, on all ranks; before
-            anything was written. What the owner's own loading code raises: as it is on that rank, as a
-            RuntimeError on the others.
-    """
-    source = given if isinstance(given, Source) else Source(given)
-    course = Broadcast(load, source, group) if broadcast else Local(load, source)
+@contextlib.contextmanager
+def guarded(problems: list[Problem], others_wait: bool) -> Iterator[None]:
+    """Turn what fails on this rank into a problem where other ranks wait in the agreement."""
     try:
-        with course.call:
-            course.agree()
-            course.carry_out()
-    finally:
-        # They refer to the load: without a cycle, what it touched is freed as soon as nobody needs it.
-        load.destinations.clear()
-        source.release()
-
-
-class Course:
-    """One load, from the inventory to its end."""
-
-    def __init__(self, load: Load, source: Source, call: Call) -> None:
-        self.load = load
-        self.source = source
-        self.call = call
-        #: The load's destinations, once it is agreed on.
-        self.by_stage: dict[str, dict[Key, Destination]] = {}
-
-    def agree(self) -> None:
-        """Inventory, plan and agreement; nothing is written before it returns."""
-        raise NotImplementedError
-
-    def move(self, stage: str) -> None:
-        """Fill the destinations of a stage, and settle them."""
-        raise NotImplementedError
-
-    def fetch(self, stage: str) -> None:
-        """`move`, for the loading code that is about to look at the stage."""
-        raise NotImplementedError
-
-    def fetch_rest(self) -> None:
-        """The stages that this rank's loading code does not look at."""
-
-    def carry_out(self) -> None:
-        """Move, apply; where code outside torch takes part on any rank, all hear of a failure."""
-        try:
-            self.move_first()
-            self.load.apply(self.fetch)
-            self.fetch_rest()
-        except Exception as error:
-            self.call.tell(error, self.so_far)
+        yield
+    except Exception as error:
+        if not others_wait:
             raise
-        self.call.settle(self.so_far)
-
-    def move_first(self) -> None:
-        self.move(FIRST)
-
-    def so_far(self) -> str:
-        """What an error says of what was written on this rank."""
-        written = self.load.written()
-        return f"{DOUBTFUL}: rank {self.call.rank} has written {written}" if written else DOUBTFUL
-
-    def plan(self, inventory: Mapping[Any, Any]) -> None:
-        """Plan; a rank whose plan fails still takes part in the agreement, which then fails for all."""
-        if not self.call.problems:
-            with self.call.guard():
-                self.load.plan(inventory)
-
-    def inventory_of_source(self, whole_only: bool) -> dict[Key, Any]:
-        """What the dict holds; nothing, and one problem more, where it cannot be read."""
-        found: dict[Key, Any] = {}
-        if not self.call.problems:
-            with self.call.guard():
-                found = self.source.inventory(whole_only)
-        return found
-
-    def destinations_of(self, stage: str) -> Mapping[Key, Destination]:
-        if not self.by_stage:
-            for key, one in self.load.destinations.items():
-                self.by_stage.setdefault(one.stage, {})[key] = one
-        return self.by_stage.get(stage, {})
-
-    def targets_of(self, stage: str) -> dict[Key, Target]:
-        rank = self.call.rank
-        targets = {}
-        for key, one in self.destinations_of(stage).items():
-            box = one.layout.own_box(rank)
-            targets[key] = Target(one.make(box), box)
-        return targets
-
-    def settle(self, targets: Mapping[Key, Target]) -> None:
-        for key, target in targets.items():
-            self.load.destinations[key].settle(target.tensor)
-
-    def fails_alone(self) -> bool:
-        try:
-            return self.load.is_custom
-        except Exception:  # the others wait for the answer
-            return True
-
-
-class Broadcast(Course):
-    """From the dict of the group's first rank."""
-
-    def __init__(self, load: Load, source: Source, group: Optional[dist.ProcessGroup]) -> None:
-        super().__init__(load, source, Call(load.title, "scatter", [group], load.problems))
-        self.is_source = dist.get_rank(group) == 0
-        self.inventory: dict[Key, Any] = {}
-        self.position: dict[Key, int] = {}
-        self.by_window = False
-        #: Stages that are still to come, in the same order on every rank.
-        self.pending: list[str] = []
-        self.agreement: Agreement
-        self.relays: Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]] = None
-
-    def agree(self) -> None:
-        load, call = self.load, self.call
-        with call.tally.phase("inventory"):
-            mine = self.inventory_of_source(whole_only=True) if self.is_source else None
-        self.inventory = call.publish(mine)
-        self.by_window = bool(self.inventory.pop(About.FLEETING, False))
-        self.agree_on_plan()
-        stages = stages_of_all(self.agreement.notes)
-        if stages is not None:
-            # Some rank's loading code looks at what other ranks' does not: all plan anew.
-            load.widen(stages)
-            load.destinations.clear()
-            self.agree_on_plan()
-        self.pending = list(load.stages)
-        self.position = {key: number for number, key in enumerate(self.inventory)}
-
-    def agree_on_plan(self) -> None:
-        load, call = self.load, self.call
-        with call.tally.phase("agree"):
-            self.plan(self.inventory)
-            # Counters of steps are on the host with an accelerator's optimizer too.
-            kinds = {one.device.type for one in load.destinations.values() if one.layout.shape}
-            self.relays = self.relay_groups()
-            wants = wants_of(load.destinations)
-            stages, user_code = list(load.stages), self.fails_alone()
-        self.agreement = call.agree(
-            wants,
-            device=kinds.pop() if len(kinds) == 1 else "",
-            condition=repr(("relays" if self.relays is not None else "", *stages)),
-            user_code=user_code,
-            note=stages,
-        )
-
-    def relay_groups(self) -> Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]]:
-        """The groups along which replicas pass a box on; None where they do not carry what `group` does."""
-        if not any(one.layout.replica_dims for one in self.load.destinations.values()):
-            return {}
-        try:
-            found = {mesh_of(mesh): compat.mesh_groups(mesh) for mesh in self.load.meshes()}
-        except Exception:  # a mesh without process groups; the source sends to every replica itself then
-            return None
-        needed = set(compat.device_types(self.call.group))
-        carried = all(needed <= set(compat.device_types(one)) for groups in found.values() for one in groups)
-        return found if carried else None
-
-    def move_first(self) -> None:
-        self.call.is_settled = True
-        self.move(FIRST)
-        self.call.is_settled = False
-
-    def fetch(self, stage: str) -> None:
-        while stage in self.pending:
-            self.fetch_next()
-
-    def fetch_rest(self) -> None:
-        while self.pending:
-            self.fetch_next()
-
-    def fetch_next(self) -> None:
-        """One more stage. Every rank comes to it, or tells the others here why it does not."""
-        stage = self.pending.pop(0)
-        self.call.is_settled = True
-        wants = wants_of(self.destinations_of(stage))
-        device = self.agreement.device
-        self.agreement = self.call.agree(wants, device=device, user_code=True, so_far=self.so_far())
-        self.move(stage)
-        self.call.is_settled = False
-
-    def move(self, stage: str) -> None:
-        targets: dict[Key, Target] = {}
-        agreement = self.agreement
-        everyone = [agreement.mine] if agreement.by_rank is None else agreement.by_rank.values()
-        wanted = {key for wants in everyone for key, want in wants.items() if want.stage == stage}
-        order = self.position.__getitem__
-        with self.call.room_for("what is loaded"):
-            targets = self.targets_of(stage)
-        scatter(
-            self.call,
-            self.source if self.is_source else None,
-            {key: self.inventory[key] for key in sorted(wanted & self.inventory.keys(), key=order)},
-            targets,
-            agreement,
-            relays=self.relays,
-            by_window=self.by_window,
-        )
-        self.settle(targets)
-
-
-class Local(Course):
-    """From this rank's own dict, which is whole."""
-
-    def __init__(self, load: Load, source: Source) -> None:
-        meshes = load.meshes() if dist.is_initialized() else []
-        groups = compat.mesh_groups(max(meshes, key=lambda one: one.size())) if meshes else ()
-        super().__init__(load, source, Call(load.title, "slice", groups, load.problems))
-
-    def agree(self) -> None:
-        call = self.call
-        with call.tally.phase("agree"):
-            inventory = self.inventory_of_source(whole_only=False)
-            inventory.pop(About.FLEETING, None)
-            self.plan(inventory)
-            with call.guard():
-                call.problems += self.other_layouts()
-            # A mapping that makes its values is code that can fail, too.
-            call.agree_on_problems(self.fails_alone() or not self.source.is_dict)
-
-    def other_layouts(self) -> list[Problem]:
-        """DTensors of the dict that do not lie as their destinations do."""
-        return [
-            Problem("a DTensor of another layout", spell_key(key), str(value.placements), "a whole tensor")
-            for key, one in self.load.destinations.items()
-            if key in self.source.spread
-            for value in [self.source.value(key)]
-            if one.like is None or layout_of(value) != one.layout
-        ]
-
-    def fetch(self, stage: str) -> None:
-        self.move(stage)
-
-    def move(self, stage: str) -> None:
-        with self.call.tally.phase("move"):
-            targets = self.targets_of(stage)
-            for key, target in targets.items():
-                if target.box.numel:
-                    value = self.source.value(key)
-                    if isinstance(value, compat.DTensor):
-                        target.tensor.copy_(compat.local_part(value.detach()))
-                    else:
-                        shape = self.load.destinations[key].layout.shape
-                        target.tensor.copy_(self.source.piece(key, target.box, shape))
-                self.source.release()
-            self.settle(targets)
-        self.call.tally.tensors += len(targets)
-        self.call.tally.close()
-
-
-def wants_of(destinations: Mapping[Key, Destination]) -> dict[Key, Want]:
-    return {key: Want(one.layout, one.dtype, one.stage) for key, one in destinations.items()}
-
-
-def stages_of_all(notes: Optional[Mapping[int, Sequence[str]]]) -> Optional[list[str]]:
-    """Every rank's stages, in an order that all ranks find; None where they are the same on all."""
-    if notes is None or len({tuple(names) for names in notes.values()}) == 1:
-        return None
-    return list(dict.fromkeys(name for names in notes.values() for name in names))
+        problems.append(problem_of(error))
 
 
 def own_rank() -> int:

@@ -1,4 +1,7 @@
-"""Load optimizers, or a model and its optimizers, in one call: find out what is wrong first, write last."""
+"""Load a model, optimizers, or both in one call: find out what is wrong first, write last.
+
+The caller's dicts are never changed.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict import model as model_state
-from torch_dcp_backport.state_dict.load import Load, run
-from torch_dcp_backport.state_dict.model_load import ModelLoad, load_model_state
+from torch_dcp_backport.state_dict.course import run
+from torch_dcp_backport.state_dict.load import Load, guarded
+from torch_dcp_backport.state_dict.model_apply import call_load_state_dict
+from torch_dcp_backport.state_dict.model_load import ModelLoad
 from torch_dcp_backport.state_dict.optim.form import complaint_about
 from torch_dcp_backport.state_dict.optim.load import load_parts, prepare_full, prepare_parts
 from torch_dcp_backport.state_dict.options import StateDictInfo
@@ -41,7 +46,7 @@ def load_state(
         problems = [Problem(complaint) for complaint in complaints if complaint]
         whole = None
         if info.handle_model:
-            whole = ModelLoad.guarded(model, info, model_dict, problems, optional=info.broadcast_from_rank0)
+            whole = model_load(model, info, model_dict, problems, optional=info.broadcast_from_rank0)
         load_together(model, optimizers if info.handle_optim else (), optim_dict, whole, info, problems)
         return whole.keys if whole is not None else _IncompatibleKeys([], [])
     about_model, about_optim = complaints
@@ -58,6 +63,53 @@ def load_state(
         if prepared:
             compat.add_note(error, "the states of the optimizers were written before")
         raise
+
+
+@torch.no_grad()
+def load_model_state(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    info: StateDictInfo,
+    complaint: Optional[str] = None,
+) -> _IncompatibleKeys:
+    """Load `state_dict` into `model`; `complaint` is what is already known to be wrong with it.
+
+    Raises:
+        RuntimeError: missing or unexpected keys (strict), wrong shapes, wrong types. With
+            `full_state_dict` the same on every rank and before anything was written.
+    """
+    if not info.handle_model:
+        return _IncompatibleKeys([], [])
+    if not info.full_state_dict:
+        if complaint:
+            raise RuntimeError(complaint)
+        if not state_dict:
+            return _IncompatibleKeys([], [])
+        load = ModelLoad(model, info, Source(state_dict), [])
+        return call_load_state_dict(model, load.renamed(state_dict), info)
+    load = model_load(model, info, state_dict, [Problem(complaint)] if complaint else [])
+    if load.is_alone:
+        # No other rank takes part, so none needs to hear of it.
+        if complaint:
+            raise RuntimeError(complaint)
+        if not state_dict:
+            return _IncompatibleKeys([], [])
+    run(load, load.source, broadcast=info.broadcast_from_rank0)
+    return load.keys
+
+
+def model_load(
+    model: nn.Module,
+    info: StateDictInfo,
+    state_dict: Mapping[str, Any],
+    problems: list[Problem],
+    optional: bool = False,
+) -> ModelLoad:
+    """A load that knows its entries; what fails here is a problem where other ranks wait."""
+    load = ModelLoad(model, info, Source(state_dict, metadata=True), problems, optional)
+    with guarded(problems, info.broadcast_from_rank0):
+        load.look()
+    return load
 
 
 @torch.no_grad()

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch_dcp_backport.state_dict.load import FIRST, Destination, Load
+from torch_dcp_backport.state_dict.destination import FIRST, Destination
+from torch_dcp_backport.state_dict.load import Load
 from torch_dcp_backport.state_dict.source import PartKey
 from torch_dcp_backport.transfer import Problem
 
@@ -30,13 +31,18 @@ class Together(Load):
             part.destinations.clear()
             part.plan({key.key: offer for key, offer in inventory.items() if key.part == number})
             self.destinations.update(
-                (PartKey(number, key), self.staged(number, one)) for key, one in part.destinations.items()
+                (PartKey(number, key), self.owned(number, one)) for key, one in part.destinations.items()
             )
 
-    def staged(self, number: int, destination: Destination) -> Destination:
-        if destination.stage == FIRST:
-            return destination
-        return destination._replace(stage=stage_name(number, destination.stage))
+    def owned(self, number: int, destination: Destination) -> Destination:
+        stage = destination.stage
+        return destination._replace(
+            owner=(number, destination.owner), stage=stage if stage == FIRST else stage_name(number, stage)
+        )
+
+    def take(self, owner: tuple[int, Any], value: Any) -> None:
+        number, of_part = owner
+        self.parts[number].take(of_part, value)
 
     @property
     def stages(self) -> Sequence[str]:

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.collect import Index, Path, leaves
-from torch_dcp_backport.state_dict.load import Destination, Load
+from torch_dcp_backport.state_dict.destination import Becomes, Destination, local_of, whole
+from torch_dcp_backport.state_dict.load import Load
 from torch_dcp_backport.state_dict.model import own_method
 from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE
 from torch_dcp_backport.state_dict.optim.get import named_state
@@ -25,17 +26,15 @@ from torch_dcp_backport.state_dict.optim.initial import (
     expected_of,
     first_states,
     is_hooked,
-    local_of,
+    params_of,
 )
 from torch_dcp_backport.state_dict.source import Carried
 from torch_dcp_backport.transfer import Problem, TensorInfo, layout_of, misfit, spell_key
-from torch_dcp_backport.transfer.layout import Box, Layout
+from torch_dcp_backport.transfer.layout import Layout
 
 TITLE = "cannot load this optimizer state dict"
 
 logger = logging.getLogger("torch_dcp_backport.state_dict.optimizer")
-
-Settle = Callable[[Any], None]
 
 #: Key of an inventory: the parameters of the source's optimizer for which it gives no state.
 NAMES: Path = ("names",)
@@ -67,19 +66,6 @@ def holds_tensors(values: Sequence[Any]) -> bool:
     return any(torch.is_tensor(value) for value in values)
 
 
-class Unprepared(Load):
-    """An optimizer whose states could not be made: it takes part in the agreement, and wants nothing."""
-
-    title = TITLE
-
-    def __init__(self, optim: Optimizer, problems: list[Problem]) -> None:
-        super().__init__(problems)
-        self.optim = optim
-
-    def live(self) -> Iterable[object]:
-        return (param for group in self.optim.param_groups for param in group[PARAMS])
-
-
 class OptimizerLoad(Load):
     """A load of full tensors into one optimizer, which stays as it is until `apply`."""
 
@@ -94,27 +80,36 @@ class OptimizerLoad(Load):
         strict: bool = True,
     ) -> None:
         super().__init__(problems)
+        self.model = model
         self.optim = optim
         self.beginning = beginning
         self.strict = strict
         self.applied = False
-        local = named_state(model, optim)
+        #: FQN -> parameter; the FQNs of each group.
+        self.params: dict[str, torch.Tensor] = {}
+        self.names: list[list[str]] = []
+        #: path -> value, of the optimizer as it is, or Expected; replaced by what is loaded.
+        self.values: dict[Path, Any] = {}
+        #: Of what states are laid out as, and its misfit; a parameter has several such states.
+        self.layouts: dict[torch.Tensor, tuple[Layout, Optional[Problem]]] = {}
+
+    def look(self) -> None:
+        """Make the states that the optimizer does not have yet, and find what it holds; comes first."""
+        self.beginning.make_states()
+        local = named_state(self.model, self.optim)
         self.params = {
             fqn: param
-            for packed, group in zip(local[GROUPS], optim.param_groups)
+            for packed, group in zip(local[GROUPS], self.optim.param_groups)
             for fqn, param in zip(packed[PARAMS], group[PARAMS])
         }
         self.names = [group[PARAMS] for group in local[GROUPS]]
-        #: path -> value, of the optimizer as it is, or Expected; replaced by what is loaded.
         self.values = paths_of(local)
-        #: Of what states are laid out as, and its misfit; a parameter has several such states.
-        self.layouts: dict[torch.Tensor, tuple[Layout, Optional[Problem]]] = {}
         for fqn, param in self.params.items():
-            for name, expected in beginning.expected.get(param, {}).items():
+            for name, expected in self.beginning.expected.get(param, {}).items():
                 self.values[STATE, fqn, name] = expected
 
     def live(self) -> Iterable[object]:
-        yield from self.params.values()
+        yield from params_of(self.optim)
         yield from (value for value in self.values.values() if isinstance(value, compat.DTensor))
 
     def plan(self, inventory: Mapping[Any, Any]) -> None:
@@ -209,49 +204,48 @@ class OptimizerLoad(Load):
             expected: Any = expected_of(live)
         else:
             expected = live if isinstance(live, Expected) else None
-
-        def settle(value: Any) -> None:
-            self.values[path] = value
-
         if self.beginning.kind is None or expected is None:
-            self.plan_any(path, expected, offered, settle)
+            self.plan_any(path, expected, offered)
         elif expected.shape == () and isinstance(offered, (int, float)):
-            settle(offered)
+            self.take(path, offered)
         elif offered is None and type(self.optim) is torch.optim.SGD:
             # Momentum that has not begun.
-            settle(offered)
+            self.take(path, offered)
         elif self.accepts(path, offered, expected.shape):
-            self.want_new(path, expected, settle)
+            self.want_new(path, expected)
 
-    def plan_any(self, path: Path, expected: Any, offered: Any, settle: Settle) -> None:
+    def take(self, owner: Path, value: Any) -> None:
+        self.values[owner] = value
+
+    def plan_any(self, path: Path, expected: Any, offered: Any) -> None:
         """A state of which nothing is known but what is held in its place, if anything is."""
         param = self.params[str(path[1])]
         if isinstance(offered, Carried) and not isinstance(expected and expected.like, compat.DTensor):
             # Quantized states of a plain model: the optimizer's own code takes them as they are.
-            settle(offered.value)
+            self.take(path, offered.value)
             return
         if not self.usable(path, offered):
             return
         if not isinstance(offered, TensorInfo):
-            settle(offered)
+            self.take(path, offered)
         elif expected is not None and expected.shape == offered.shape:
             sharded = isinstance(expected.like, compat.DTensor)
-            self.want_new(path, expected if sharded else expected._replace(dtype=offered.dtype), settle)
+            self.want_new(path, expected if sharded else expected._replace(dtype=offered.dtype))
         elif offered.shape == tuple(param.shape):
             # In the parameter's memory format: fused kernels go by memory, not by strides.
-            self.want_new(path, expected_of(param)._replace(dtype=offered.dtype), settle)
+            self.want_new(path, expected_of(param)._replace(dtype=offered.dtype))
         elif expected is not None and isinstance(expected.like, compat.DTensor):
             self.accepts(path, offered, expected.shape)
         else:
             # Scalars are on the CPU, as where an optimizer makes them itself.
             device = local_of(param).device if offered.shape else torch.device("cpu")
-            self.want_whole(path, offered, device, settle)
+            self.destinations[path] = whole(offered, device, path)
 
-    def want_new(self, path: Path, expected: Expected, settle: Settle) -> None:
+    def want_new(self, path: Path, expected: Expected) -> None:
         """A new tensor with the layout and memory format of what is expected."""
         like, dtype = expected.like, expected.dtype
         if not expected.shape:
-            self.want_whole(path, TensorInfo((), dtype), expected.device, settle)
+            self.destinations[path] = whole(TensorInfo((), dtype), expected.device, path)
             return
         local = local_of(like)
         if like not in self.layouts:
@@ -260,20 +254,7 @@ class OptimizerLoad(Load):
         layout, problem = self.layouts[like]
         if problem:
             self.problems.append(problem._replace(key=spell_key(path)))
-        plain = type(local) in compat.PLAIN_TENSORS
-
-        def make(box: Box) -> torch.Tensor:
-            # A subclass takes a whole box or nothing.
-            if plain:
-                return torch.empty_like(local, dtype=dtype)
-            return torch.empty(box.size, dtype=dtype, device=local.device)
-
-        def finish(filled: torch.Tensor) -> None:
-            if not plain:
-                filled = torch.empty_like(local).copy_(filled)
-            settle(compat.wrap_local(filled, like) if isinstance(like, compat.DTensor) else filled)
-
-        self.destinations[path] = Destination(layout, dtype, local.device, make, finish, like)
+        self.destinations[path] = Destination(layout, dtype, local.device, path, Becomes.STATE, like)
 
     @property
     def is_custom(self) -> bool:

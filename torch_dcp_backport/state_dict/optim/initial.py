@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.state_dict.destination import local_of
 from torch_dcp_backport.state_dict.optim.form import PARAMS
 
 #: Bytes of stand-ins for parameters that may exist at a time while states are made.
@@ -204,10 +205,6 @@ def batches(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         weight += nbytes
     if batch:
         yield batch
-
-
-def local_of(param: torch.Tensor) -> torch.Tensor:
-    return compat.local_part(param) if isinstance(param, compat.DTensor) else param
 
 
 class Expected(NamedTuple):

@@ -17,22 +17,22 @@ from torch.optim import Optimizer
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.collect import Path
 from torch_dcp_backport.state_dict.fqn import Names
-from torch_dcp_backport.state_dict.load import Load
+from torch_dcp_backport.state_dict.load import guarded
 from torch_dcp_backport.state_dict.model import own_method
 from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state
 from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE, is_numbered
-from torch_dcp_backport.state_dict.optim.full import NAMES, Boxed, OptimizerLoad, Unprepared, paths_of
+from torch_dcp_backport.state_dict.optim.full import NAMES, Boxed, OptimizerLoad, paths_of
 from torch_dcp_backport.state_dict.optim.get import fsdp1_group
 from torch_dcp_backport.state_dict.optim.initial import Beginning, params_of
 from torch_dcp_backport.state_dict.optim.split import split_optim_state
 from torch_dcp_backport.state_dict.options import StateDictInfo
-from torch_dcp_backport.transfer import Problem, problem_of
+from torch_dcp_backport.transfer import Problem
 
 
 class Prepared(NamedTuple):
     """The load of full tensors into one optimizer, of which nothing is written yet."""
 
-    load: Load
+    load: OptimizerLoad
     #: path -> value, what this rank has to give.
     given: Mapping[Path, Any]
     #: Takes back states that were made for the load; what load_state_dict() wrote stays.
@@ -65,21 +65,16 @@ def prepare_full(
     """
     sharded = any(isinstance(param, compat.DTensor) for param in params_of(optim))
     others_wait = info.broadcast_from_rank0 or (sharded and dist.is_initialized())
-    complained = bool(problems)
     beginning = Beginning(optim)
-    load: Load = Unprepared(optim, problems)
+    load = OptimizerLoad(model, optim, beginning, problems, info.strict)
     given: dict[Path, Any] = {}
     try:
-        try:
-            beginning.make_states()
-            load = OptimizerLoad(model, optim, beginning, problems, info.strict)
-        except (RuntimeError, MemoryError) as error:
-            problems.append(Problem("could not make the optimizer's states", got=str(error)))
-        except Exception as error:
-            if not others_wait:
-                raise
-            problems.append(problem_of(error))
-        if isinstance(load, OptimizerLoad) and not complained and holds_source(info):
+        with guarded(problems, others_wait):
+            try:
+                load.look()
+            except (RuntimeError, MemoryError) as error:
+                problems.append(Problem("could not make the optimizer's states", got=str(error)))
+        if not problems and holds_source(info):
             try:
                 if not state_dict and sharded and not info.broadcast_from_rank0:
                     raise RuntimeError("the optimizer state dict is empty")

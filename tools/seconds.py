@@ -1,0 +1,24 @@
+"""A pytest plugin: where the time of a run went, by file. Loaded by tools/lanes.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+SHOWN = 12
+
+_seconds: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid.partition("::")[0]] += report.duration  # type: ignore[assignment]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.section("seconds by file")
+    rest = sum(_seconds.values())
+    for path, seconds in _seconds.most_common(SHOWN):
+        terminalreporter.write_line(f"{seconds:8.1f}  {path}")
+        rest -= seconds
+    terminalreporter.write_line(f"{rest:8.1f}  the others")

@@ -1,0 +1,128 @@
+"""Where one tensor of a checkpoint goes on this rank, as data.
+
+A destination says what is filled and what it becomes. Nothing is made or written before every rank agreed.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import nn
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.transfer import Target, TensorInfo, Want, layout_of
+from torch_dcp_backport.transfer.layout import Layout
+
+#: What moves before any loading code runs.
+FIRST = ""
+
+
+class Becomes(enum.Enum):
+    """What the filled local tensor is to its owner."""
+
+    #: The live tensor, filled in place.
+    LIVE = enum.auto()
+    #: A new tensor: a DTensor where `like` is one, else as it is.
+    NEW = enum.auto()
+    #: The same as a Parameter, as `like` is one.
+    PARAMETER = enum.auto()
+    #: A DTensor that every rank of `like`'s mesh holds whole.
+    REPLICA = enum.auto()
+    #: A state in the memory format, and of the kind, of `like`.
+    STATE = enum.auto()
+
+
+class Destination(NamedTuple):
+    """Where one tensor of the checkpoint goes on this rank."""
+
+    layout: Layout
+    #: dtype and device of what is filled.
+    dtype: torch.dtype
+    device: torch.device
+    #: What of the loaded object gets the value, in its own terms.
+    owner: Any
+    becomes: Becomes = Becomes.NEW
+    #: The tensor (plain or DTensor) that the value lies like.
+    like: Optional[torch.Tensor] = None
+    #: The local tensor to fill; None where it is made.
+    local: Optional[torch.Tensor] = None
+    #: When it moves: FIRST, or one of the load's own stages.
+    stage: str = FIRST
+
+    @property
+    def want(self) -> Want:
+        return Want(self.layout, self.dtype, self.stage)
+
+
+def in_place(live: torch.Tensor, owner: Any, view: Optional[torch.Tensor] = None) -> Destination:
+    """`live` (plain or DTensor) receives its part of the checkpoint's tensor; through `view`, if given."""
+    seen = live if view is None else view
+    local = local_of(seen)
+    # A subclass (quantized weights) takes a whole box or nothing.
+    into = local if type(local) in (torch.Tensor, nn.Parameter) else None
+    return Destination(layout_of(seen), live.dtype, local.device, owner, Becomes.LIVE, live, into)
+
+
+def fresh(
+    like: torch.Tensor,
+    offered: TensorInfo,
+    device: torch.device,
+    owner: Any,
+    stage: str = FIRST,
+    becomes: Becomes = Becomes.NEW,
+) -> Destination:
+    """A new tensor of the checkpoint's dtype, laid out as `like` (plain or DTensor), on `device`."""
+    return Destination(layout_of(like), offered.dtype, device, owner, becomes, like, stage=stage)
+
+
+def whole(
+    offered: TensorInfo,
+    device: torch.device,
+    owner: Any,
+    stage: str = FIRST,
+    held: Optional[torch.Tensor] = None,
+) -> Destination:
+    """A new whole tensor, whatever its shape, on every rank; `held` where this rank has it already."""
+    return Destination(Layout(offered.shape), offered.dtype, device, owner, local=held, stage=stage)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a plain tensor or a DTensor."""
+    return compat.local_part(tensor) if isinstance(tensor, compat.DTensor) else tensor.detach()
+
+
+def target_of(destination: Destination, rank: int) -> Target:
+    """The local tensor to fill, made where there is none yet."""
+    layout, dtype, device, _, becomes, like, local, _ = destination
+    box = layout.own_box(rank)
+    if local is None:
+        form = local_of(like) if like is not None and becomes is Becomes.STATE else None
+        if form is not None and type(form) in compat.PLAIN_TENSORS:
+            local = torch.empty_like(form, dtype=dtype)
+        else:
+            local = torch.empty(box.size, dtype=dtype, device=device)
+    return Target(local, box)
+
+
+def value_of(destination: Destination, filled: torch.Tensor) -> Any:
+    """What the owner gets, once the local tensor is filled."""
+    like, becomes = destination.like, destination.becomes
+    if becomes is Becomes.NEW and not isinstance(like, compat.DTensor):
+        return filled
+    assert like is not None, "it is like another tensor"
+    local = local_of(like)
+    if becomes is Becomes.LIVE:
+        if destination.local is None:
+            local.copy_(filled)
+        return like
+    if becomes is Becomes.REPLICA:
+        assert isinstance(like, compat.DTensor), "replicas stand on a mesh"
+        return compat.replicated(filled, like.device_mesh)
+    if becomes is Becomes.STATE:
+        if type(local) not in compat.PLAIN_TENSORS:
+            filled = torch.empty_like(local).copy_(filled)
+        return compat.wrap_local(filled, like) if isinstance(like, compat.DTensor) else filled
+    value = compat.from_local(filled, like) if isinstance(like, compat.DTensor) else filled
+    return nn.Parameter(value, like.requires_grad) if becomes is Becomes.PARAMETER else value
