@@ -45,7 +45,7 @@ def fresh(tmp_path: Path, warm: Interpreter) -> Fresh:
         if switch is not None:
             env["TORCH_DCP_BACKPORT"] = switch
         program = PRELUDE + textwrap.dedent(code)
-        if code and not flags and begins_with_torch(program):
+        if code and not flags and begins_with_torch(program, tmp_path):
             return Ended(*warm.run(program, argv, env, tmp_path, timeout))
         command = ["-c", program, *argv] if code else list(argv)
         done = subprocess.run(

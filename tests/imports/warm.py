@@ -1,7 +1,7 @@
 """Run code in forks of an interpreter that has imported torch: nothing else is in them, and 2 s are saved.
 
-For code whose first import that is not of the standard library is `import torch`. What it finds is what a new
-interpreter would have after that line.
+For code whose first import that is not of the standard library is torch, or of torch. What it finds is what a
+new interpreter would have after `import torch`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,25 @@ FOLDER = str(Path(__file__).parent)
 STDLIB = getattr(sys, "stdlib_module_names", None)
 
 
-def begins_with_torch(code: str) -> bool:
-    """Whether nothing happens before the line `import torch` but imports of the standard library."""
+def begins_with_torch(code: str, folder: Path) -> bool:
+    """Whether nothing happens before torch is imported but imports of the standard library.
+
+    `folder`: where code finds modules of its own.
+    """
     if STDLIB is None:  # Python 3.9
         return False
     for statement in ast.parse(code).body:
-        if isinstance(statement, ast.Import):
-            for alias in statement.names:
-                if alias.name == "torch" and alias.asname is None:
-                    return True
-                if alias.name.partition(".")[0] not in STDLIB:
-                    return False
-        elif isinstance(statement, ast.ImportFrom):
-            if str(statement.module).partition(".")[0] not in STDLIB:
-                return False
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            names = (
+                [alias.name for alias in statement.names]
+                if isinstance(statement, ast.Import)
+                else [str(statement.module)]
+            )
+            for package in (name.partition(".")[0] for name in names):
+                if package in STDLIB:
+                    continue
+                own = folder / f"{package}.py"
+                return package == "torch" or (own.exists() and begins_with_torch(own.read_text(), folder))
         elif not (
             isinstance(statement, ast.FunctionDef)
             or (isinstance(statement, ast.Assign) and is_constant(statement.value))

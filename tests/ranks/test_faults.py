@@ -62,7 +62,7 @@ def into_file(api: Any, call: str, number: int, rank: int, folder: str) -> None:
 
 def broken_off(number: int, call: str, rank: int) -> dict[int, Seen]:
     """By rank; without the rank that died. In processes of its own: no group is whole afterwards."""
-    pool = Pool(WORLD, OURS, limit=120.0)
+    pool = Pool(WORLD, OURS, timeout=TIMEOUT, limit=120.0)
     try:
         with tempfile.TemporaryDirectory() as folder:
             dies = FAULTS[number].dies
