@@ -71,9 +71,9 @@ LANES: dict[str, tuple[str, ...]] = {
 # Lanes that are made with another Python than the one that runs this.
 PYTHONS = {"2.6-py3.9": "3.9", "2.6-py3.13": "3.13"}
 UV = "uv>=0.9,<1"
-# What a lane leaves out unless all is asked for: what does not depend on torch's release; where there is nothing
-# to patch, what patching could break; on the releases in between, what those on both sides run too (scenarios, the
-# engine's long tests).
+# What a lane leaves out unless all is asked for: what does not depend on torch's release; where there is
+# nothing to patch, what patching could break; on the releases in between, what those on both sides run too
+# (scenarios, the engine's long tests).
 COMMANDS = ("cli", "run", "doctor", "rooms", "plugin")
 STATE = ("import_threads", "late", "options", "process_state", "reload", "switch")
 EFFECTS = ("async_save", "patched_methods", "rebound")

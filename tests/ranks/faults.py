@@ -32,7 +32,7 @@ LOADED = "done all the same"
 TOLD = "told"
 BROKEN = "broken off"
 
-#: Of the process groups whose transfers are broken off, in seconds: time enough for all to start on a busy machine.
+#: Of the process groups whose transfers are broken off, in seconds. On a busy machine all start within it.
 TIMEOUT = 6.0
 WORLD = 4
 SIZE, LAYERS = 512, 4
