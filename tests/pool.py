@@ -148,6 +148,26 @@ def serve_forks(switch: str, modules: tuple[str, ...], ranks: Sequence[Any]) -> 
     os.killpg(0, signal.SIGKILL)
 
 
+def reuse_groups() -> None:
+    """Let the meshes of all functions that a process runs have one process group for the same ranks.
+
+    A thread of each gloo group wakes a hundred times a second: after some hundred tests that was most of what
+    two processors did. To destroy the groups is no way out: torch's caches hold meshes, and find equal ones.
+    """
+    from torch.distributed import device_mesh
+
+    made: dict[str, Any] = {}
+    new_group = device_mesh.new_group
+
+    def reused(*args: Any, group_desc: Optional[str] = None, **kwargs: Any) -> Any:
+        name = repr((args, sorted(kwargs.items())))
+        if name not in made:
+            made[name] = new_group(*args, **kwargs)
+        return made[name]
+
+    device_mesh.new_group = reused
+
+
 def serve(
     switch: str,
     rank: int,
@@ -171,6 +191,7 @@ def serve(
         limit = datetime.timedelta(seconds=timeout)
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world, timeout=limit)
     module = importlib.import_module(api)
+    reuse_groups()
     while True:
         try:
             where, name, args, kwargs = pipe.recv()

@@ -323,19 +323,19 @@ def test_a_source_that_is_not_the_first_of_its_replicas(ranks):
 
 def late_head(api: Any) -> None:
     """The source's own head comes after another one, and there are buffers for two chunks only."""
-    from torch_dcp_backport.transfer import plan
+    from torch_dcp_backport.transfer import chunks
 
     mesh = DeviceMesh("cpu", [[1, 3], [2, 0]])
     value = value_of("w", (8, 6), torch.float32)
     model = nn.Module()
     model.w = nn.Parameter(distribute_tensor(torch.zeros(8, 6), mesh, [Replicate(), Shard(0)]))
     options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    most, plan.MOST_SLOTS = plan.MOST_SLOTS, 2
+    most, chunks.MOST_SLOTS = chunks.MOST_SLOTS, 2
     transfer.configure(staging_bytes=3 * 16)
     try:
         api.set_model_state_dict(model, {"w": value} if dist.get_rank() == 0 else {}, options=options)
     finally:
-        plan.MOST_SLOTS = most
+        chunks.MOST_SLOTS = most
         transfer.configure()
     assert torch.equal(model.w.to_local(), value.chunk(2)[0 if dist.get_rank() in (1, 2) else 1])
 

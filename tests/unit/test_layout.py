@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import Box, Layout, Mesh
+from torch_dcp_backport.transfer.chunks import ALIGNMENT, capacity_of, chunk_bytes, chunks
 from torch_dcp_backport.transfer.errors import Problem, compose, spell
 from torch_dcp_backport.transfer.layout import split_order, splits_of, whole
-from torch_dcp_backport.transfer.plan import ALIGNMENT, capacity_of, chunk_bytes, chunks
 
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
 

@@ -156,7 +156,7 @@ class Broadcast(Course):
         self.inventory = call.publish(mine)
         self.by_window = bool(self.inventory.pop(About.FLEETING, False))
         self.agree_on_plan()
-        stages = stages_of_all(self.agreement.notes)
+        stages = stages_of_all(self.agreement)
         if stages is not None:
             # Some rank's loading code looks at what other ranks' does not: all plan anew.
             load.widen(stages)
@@ -177,8 +177,9 @@ class Broadcast(Course):
         self.agreement = call.agree(
             wants,
             device=kinds.pop() if len(kinds) == 1 else "",
-            condition=repr(("relays" if self.relays is not None else "", *stages)),
+            condition=repr(stages),
             user_code=user_code,
+            relays=self.relays is not None,
             note=stages,
         )
 
@@ -213,15 +214,21 @@ class Broadcast(Course):
         self.call.is_settled = True
         wants = wants_of(self.destinations_of(stage))
         device = self.agreement.device
-        self.agreement = self.call.agree(wants, device=device, user_code=True, so_far=self.so_far())
+        self.agreement = self.call.agree(
+            wants,
+            device=device,
+            user_code=True,
+            relays=self.relays is not None,
+            so_far=self.so_far(),
+        )
         self.move(stage)
         self.call.is_settled = False
 
     def move(self, stage: str) -> None:
         targets: dict[Key, Target] = {}
-        agreement = self.agreement
-        everyone = [agreement.mine] if agreement.by_rank is None else agreement.by_rank.values()
-        wanted = {key for wants in everyone for key, want in wants.items() if want.stage == stage}
+        wanted = {
+            key for table in self.agreement.tables for key, want in table.wants.items() if want.stage == stage
+        }
         order = self.position.__getitem__
         with self.call.room_for("what is loaded"):
             targets = self.targets_of(stage)
@@ -230,7 +237,7 @@ class Broadcast(Course):
             self.source if self.is_source else None,
             {key: self.inventory[key] for key in sorted(wanted & self.inventory.keys(), key=order)},
             targets,
-            agreement,
+            self.agreement,
             relays=self.relays,
             by_window=self.by_window,
         )
@@ -290,8 +297,8 @@ def wants_of(destinations: Mapping[Key, Destination]) -> dict[Key, Want]:
     return {key: one.want for key, one in destinations.items()}
 
 
-def stages_of_all(notes: Optional[Mapping[int, Sequence[str]]]) -> Optional[list[str]]:
+def stages_of_all(agreement: Agreement) -> Optional[list[str]]:
     """Every rank's stages, in an order that all ranks find; None where they are the same on all."""
-    if notes is None or len({tuple(names) for names in notes.values()}) == 1:
+    if len({tuple(table.note) for table in agreement.tables}) == 1:
         return None
-    return list(dict.fromkeys(name for names in notes.values() for name in names))
+    return list(dict.fromkeys(name for table in agreement.tables for name in table.note))

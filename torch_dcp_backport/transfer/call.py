@@ -14,9 +14,10 @@ from typing import Any, Optional
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.errors import UNCHANGED, Problem, problem_of, raise_together
 from torch_dcp_backport.transfer.exclusive import exclusive
-from torch_dcp_backport.transfer.plan import Agreement, Key, Want, agree, agree_on_mesh, no_room, publish
+from torch_dcp_backport.transfer.plan import Agreement, Want, agree, agree_on_mesh, no_room, publish
 from torch_dcp_backport.transfer.post import Group
 from torch_dcp_backport.transfer.report import Tally
 
@@ -126,6 +127,7 @@ class Call:
         device: str = "",
         condition: str = "",
         user_code: bool = False,
+        relays: bool = False,
         note: object = None,
         so_far: str = UNCHANGED,
     ) -> Agreement:
@@ -146,6 +148,7 @@ class Call:
                 device=device,
                 condition=condition,
                 custom=user_code,
+                relays=relays,
                 note=note,
                 so_far=so_far,
             )

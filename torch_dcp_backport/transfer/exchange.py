@@ -17,21 +17,20 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.call import Call
-from torch_dcp_backport.transfer.consensus import open_lane
-from torch_dcp_backport.transfer.errors import Problem, spell_broken_off, spell_key, told
-from torch_dcp_backport.transfer.layout import Box
-from torch_dcp_backport.transfer.memory import is_same_view
-from torch_dcp_backport.transfer.plan import (
-    Agreement,
+from torch_dcp_backport.transfer.chunks import (
     Key,
     Piece,
     capacity_of,
     chunk_bytes,
     chunks,
     moved,
-    ready,
     total_bytes,
 )
+from torch_dcp_backport.transfer.consensus import open_lane
+from torch_dcp_backport.transfer.errors import Problem, spell_broken_off, spell_key, told
+from torch_dcp_backport.transfer.layout import Box
+from torch_dcp_backport.transfer.memory import is_same_view
+from torch_dcp_backport.transfer.plan import Agreement, ready
 from torch_dcp_backport.transfer.post import Message, finish, post
 from torch_dcp_backport.transfer.spread import Spread, Ways, faults_of, ways_of
 from torch_dcp_backport.transfer.staging import Move, Ring, Staging

@@ -12,24 +12,21 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.call import Call
-from torch_dcp_backport.transfer.consensus import open_lane
-from torch_dcp_backport.transfer.errors import Problem, spell_doing, spell_key, told
-from torch_dcp_backport.transfer.layout import Box, Layout, whole
-from torch_dcp_backport.transfer.plan import (
-    Agreement,
+from torch_dcp_backport.transfer.chunks import (
     Key,
     Piece,
-    Want,
     capacity_of,
     chunk_bytes,
     chunks,
-    misfit,
     moved,
-    ready,
     round_sizes,
     slots_of,
     total_bytes,
 )
+from torch_dcp_backport.transfer.consensus import open_lane
+from torch_dcp_backport.transfer.errors import Problem, spell_doing, spell_key, told
+from torch_dcp_backport.transfer.layout import Box, Layout, whole
+from torch_dcp_backport.transfer.plan import Agreement, Want, misfit, ready
 from torch_dcp_backport.transfer.post import Group, finish, post
 from torch_dcp_backport.transfer.staging import Move, Ring, Staging, part_of
 
@@ -281,9 +278,9 @@ def agree_on_all(
     kinds = {one.tensor.device.type for one in held.values()}
     device = kinds.pop() if len(kinds) == 1 else ""
     agreement = call.agree(wants, staging_bytes=staging_bytes, device=device)
-    if agreement.by_rank is not None:
+    if not agreement.is_common:
         first = call.ranks[0]
-        call.problems += differences(agreement.by_rank[first], wants, first)
+        call.problems += differences(agreement.of(first), wants, first)
         call.agree(wants)
     return agreement
 

@@ -1,4 +1,4 @@
-"""The source's inventory, everyone's demand, and the schedule of chunks both agree on.
+"""The source's inventory and everyone's demand: what the ranks tell each other before anything moves.
 
 Only small metadata crosses ranks here; no tensor is read or written.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import pickle
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
@@ -16,26 +16,20 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import settings
+from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.consensus import Mark, agree_on_mark, broadcast_bytes
 from torch_dcp_backport.transfer.errors import UNCHANGED, Problem, raise_together, spell_key
-from torch_dcp_backport.transfer.layout import Box, Layout, row_of
+from torch_dcp_backport.transfer.layout import Layout
 from torch_dcp_backport.transfer.post import Group
 
 logger = logging.getLogger("torch_dcp_backport.transfer")
 
 BAD_BUDGET = "not a staging budget"
 
-Key = Hashable
-
-#: Every piece of a chunk starts at a multiple of this, so that it can be viewed as any dtype.
-ALIGNMENT = 16
 #: Transfers of fewer bytes are not worth a question whether every rank has the memory.
 SMALL = 2**20
 #: What a rank without room for its staging buffers does not go below.
 FLOOR = 2**20
-MOST_SLOTS = 8
-#: Larger chunks would only take longer to fill before they travel, and leave the processor's caches.
-LARGEST_CHUNK = 4 * 2**20
 
 
 class TensorInfo(NamedTuple):
@@ -54,31 +48,40 @@ class Want(NamedTuple):
     stage: str = ""
 
 
-class Piece(NamedTuple):
-    """A part of one tensor in one chunk."""
+class Table(NamedTuple):
+    """What some ranks want, all of them the same."""
 
-    key: Key
-    box: Box
-    start: int
-    nbytes: int
+    wants: Mapping[Key, Want]
+    #: Global ranks.
+    ranks: tuple[int, ...]
+    #: Whether they can pass on to their replicas.
+    relays: bool = False
+    #: What they passed as `note`.
+    note: Any = None
 
 
 class Agreement(NamedTuple):
-    """Everyone's wants: the same for all (then `by_rank` is None), or each rank's own."""
+    """Everyone's wants: one table where all want the same, else one for each set of ranks that does."""
 
     mine: Mapping[Key, Want]
-    by_rank: Optional[Mapping[int, Mapping[Key, Want]]]
+    tables: Sequence[Table]
     #: Peak bytes of staging buffers on any rank: the smallest that a rank asks for.
     staging_bytes: int
     #: The device type of the staging buffers.
     device: str
     #: Whether some rank's code outside torch has a part in it that can fail later.
     custom: bool
-    #: What each rank passed as `note`; None where all want the same.
-    notes: Optional[Mapping[int, Any]] = None
+
+    @property
+    def is_common(self) -> bool:
+        """Whether all want the same."""
+        return len(self.tables) == 1
+
+    def table_of(self, rank: int) -> Table:
+        return next(table for table in self.tables if rank in table.ranks)
 
     def of(self, rank: int) -> Mapping[Key, Want]:
-        return self.mine if self.by_rank is None else self.by_rank[rank]
+        return self.mine if self.is_common else self.table_of(rank).wants
 
 
 def publish(
@@ -146,6 +149,7 @@ def agree(
     device: str = "",
     condition: str = "",
     custom: bool = False,
+    relays: bool = False,
     note: object = None,
     so_far: str = UNCHANGED,
 ) -> Agreement:
@@ -157,8 +161,10 @@ def agree(
         staging_bytes: this rank's budget; None is that of the settings.
         device: the device type of this rank's tensors; nothing where it has none or of several types.
         custom: whether code outside torch has a part in it on this rank that can fail later.
-        condition: of what else must be the same on all ranks; where it is not, `by_rank` is given.
-        note: what the other ranks need to know of this one then.
+        condition: of what else must be the same on the ranks of one table.
+        relays: whether this rank can pass on to its replicas; a condition, too.
+        note: what the other ranks need to know of this one where there are several tables; the same on all
+            ranks with the same wants and condition.
         so_far: what an error says of what was written.
 
     Raises:
@@ -172,20 +178,48 @@ def agree(
     except ValueError as error:
         # The other ranks wait in the collective below.
         problems.append(Problem(BAD_BUDGET, got=str(error)))
-    own = Mark(digest(wants, condition), bool(problems), custom, budget, device)
+    own = Mark(digest(wants, f"{relays} {condition}"), bool(problems), custom, budget, device)
     common = agree_on_mark(own, group, so_far)
     if common.troubled:
         found = collect_problems(problems, group)
         kind = ValueError if all(problem.what == BAD_BUDGET for _, problem in found) else RuntimeError
         raise_together(title, found, cause, kind, so_far)
-    by_rank = notes = None
-    if common.digest != own.digest:
-        everyone: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(everyone, (dict(wants), note), group=group)
-        by_rank = {rank: theirs for rank, (theirs, _) in zip(ranks, everyone)}
-        notes = {rank: theirs for rank, (_, theirs) in zip(ranks, everyone)}
+    mine = Table(wants, ranks, relays, note)
+    tables = [mine] if common.digest == own.digest else share_table(mine, own.digest, group)
     on = compat.comm_device_type(group, common.device or "cpu")
-    return Agreement(wants, by_rank, common.staging_bytes, on, common.custom, notes)
+    return Agreement(wants, tables, common.staging_bytes, on, common.custom)
+
+
+def share_table(mine: Table, own: bytes, group: Group) -> list[Table]:
+    """Every table of a group, in the order of the first ranks that have them; each travels once.
+
+    `own`: the digest of this rank's.
+    """
+    ranks = compat.group_ranks(group)
+    digests: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(digests, own, group=group)
+    members: dict[bytes, list[int]] = {}
+    for rank, digest_of_rank in zip(ranks, digests):
+        members.setdefault(digest_of_rank, []).append(rank)
+    tables = []
+    for digest_of_table, holders in members.items():
+        sent = [packed(mine) if dist.get_rank() == holders[0] else None]
+        dist.broadcast_object_list(sent, src=holders[0], group=group)
+        table = mine if digest_of_table == own else unpacked(sent[0])
+        tables.append(table._replace(ranks=tuple(holders)))
+    return tables
+
+
+def packed(table: Table) -> tuple[Any, ...]:
+    """A table as rows: a key, and a number in the list of its distinct wants."""
+    numbers: dict[Want, int] = {}
+    rows = [(key, numbers.setdefault(want, len(numbers))) for key, want in table.wants.items()]
+    return rows, list(numbers), table.relays, table.note
+
+
+def unpacked(sent: Any) -> Table:
+    rows, wants, relays, note = sent
+    return Table({key: wants[number] for key, number in rows}, (), relays, note)
 
 
 Buffers = TypeVar("Buffers")
@@ -303,75 +337,3 @@ def digest(wants: Mapping[Key, Want], condition: str) -> bytes:
     lines = [f"{key!r} {want.dtype} {want.stage} {want.layout.signature}" for key, want in wants.items()]
     text = "\n".join([*lines, condition])
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def chunks(boxes: Iterable[tuple[Key, Box, int]], capacity: int) -> Iterator[list[Piece]]:
-    """Pack boxes of (key, box, bytes per element) into chunks of at most `capacity` bytes.
-
-    Small boxes share a chunk, whatever their dtypes; large ones are cut along their outermost
-    dimensions. Every rank derives the same chunks from the same boxes.
-    """
-    pieces: list[Piece] = []
-    used = 0
-    for key, box, itemsize in boxes:
-        left = [box] if box.numel else []
-        while left:
-            part = left.pop()
-            nbytes = part.numel * itemsize
-            room = capacity - used
-            if nbytes <= room:
-                pieces.append(Piece(key, part, used, nbytes))
-                used += aligned(nbytes)
-                continue
-            dim, row = row_of(part, itemsize)
-            if row > room and (row <= capacity or part.numel == 1):
-                yield pieces
-                pieces, used = [], 0
-                left.append(part)
-                continue
-            length = max(1, room // row)
-            left += [part.tail(dim, length), part.head(dim, length)]
-    if pieces:
-        yield pieces
-
-
-def chunk_bytes(pieces: Sequence[Piece]) -> int:
-    return aligned(pieces[-1].start + pieces[-1].nbytes) if pieces else 0
-
-
-def moved(pieces: Sequence[Piece]) -> int:
-    """Bytes of tensors in a chunk, without padding."""
-    return sum(piece.nbytes for piece in pieces)
-
-
-def total_bytes(boxes: Iterable[tuple[Key, Box, int]]) -> int:
-    """No chunk of these boxes is larger."""
-    return sum(aligned(box.numel * itemsize) for _, box, itemsize in boxes)
-
-
-def round_sizes(streams: Iterable[Iterable[tuple[Key, Box, int]]], capacity: int) -> list[int]:
-    """Bytes per rank of each round: that of the rank that needs most in it."""
-    sizes: list[int] = []
-    for boxes in streams:
-        for number, pieces in enumerate(chunks(boxes, capacity)):
-            if number == len(sizes):
-                sizes.append(0)
-            sizes[number] = max(sizes[number], chunk_bytes(pieces))
-    return sizes
-
-
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def slots_of(ranks: Sequence[int]) -> int:
-    """Chunks that the one rank which sends to all, or receives from all, has under way at most.
-
-    The others have two: one that travels, and one that is filled or emptied meanwhile.
-    """
-    return max(2, min(2 * (len(ranks) - 1), MOST_SLOTS))
-
-
-def capacity_of(staging_bytes: int, buffers: int) -> int:
-    """Bytes of one of so many buffers. One more is left free for what the backend needs meanwhile."""
-    return max(min(staging_bytes // (buffers + 1), LARGEST_CHUNK) // ALIGNMENT * ALIGNMENT, ALIGNMENT)

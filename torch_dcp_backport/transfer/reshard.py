@@ -208,9 +208,9 @@ def agree_on(rows: Sequence[str], call: Call, staging_bytes: Optional[int], devi
     """Raise every rank's problems, and the differences between what the ranks pass."""
     condition = hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
     agreement = call.agree({}, staging_bytes=staging_bytes, device=device, condition=condition, note=rows)
-    if agreement.notes is not None:
+    if not agreement.is_common:
         first = call.ranks[0]
-        call.problems += differences(agreement.notes[first], rows, first)
+        call.problems += differences(agreement.table_of(first).note, rows, first)
         call.agree({})
     return agreement
 

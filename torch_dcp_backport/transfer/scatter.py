@@ -7,7 +7,6 @@ box alone, who passes it on to the replicas.
 from __future__ import annotations
 
 import functools
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -18,24 +17,12 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.call import Call
+from torch_dcp_backport.transfer.chunks import Key, Piece, capacity_of, chunk_bytes, chunks, moved, slots_of
 from torch_dcp_backport.transfer.consensus import open_lane
+from torch_dcp_backport.transfer.delivery import Delivery, Relay, Window
 from torch_dcp_backport.transfer.errors import spell_broken_off, told
-from torch_dcp_backport.transfer.layout import Box, Mesh, whole
-from torch_dcp_backport.transfer.plan import (
-    LARGEST_CHUNK,
-    Agreement,
-    Key,
-    Piece,
-    TensorInfo,
-    Want,
-    capacity_of,
-    chunk_bytes,
-    chunks,
-    moved,
-    ready,
-    slots_of,
-    total_bytes,
-)
+from torch_dcp_backport.transfer.layout import Box, Mesh
+from torch_dcp_backport.transfer.plan import Agreement, Want, ready
 from torch_dcp_backport.transfer.post import finish, post
 from torch_dcp_backport.transfer.staging import Move, Ring, Staging, part_of
 
@@ -61,30 +48,6 @@ class Target(NamedTuple):
 
     tensor: torch.Tensor
     box: Box
-
-
-class Relay(NamedTuple):
-    """A way to all holders of a box: along these dimensions of a mesh, one after the other."""
-
-    mesh: Mesh
-    dims: tuple[int, ...]
-
-    @staticmethod
-    def order(relay: Optional[Relay]) -> tuple[object, ...]:
-        return (1, relay.mesh.ranks, relay.mesh.shape, relay.dims) if relay is not None else (0,)
-
-    def starts_at(self, rank: int) -> bool:
-        coordinate = self.mesh.coordinates.get(rank)
-        return coordinate is not None and not any(coordinate[dim] for dim in self.dims)
-
-
-class Window(NamedTuple):
-    """Keys whose tensors the source holds at the same time."""
-
-    #: What every rank wants whole.
-    common: list[Key]
-    #: Everything else, by the way that it takes; in the same order on every rank.
-    ways: dict[Optional[Relay], list[Key]]
 
 
 @torch.no_grad()
@@ -117,12 +80,13 @@ def scatter(
         TransferError: a rank is gone, or the group's timeout is over; says what was under way and what
             was already written.
     """
-    route = Route(call, reader, inventory, targets, agreement, relays, by_window)
+    delivery = Delivery(call.ranks, call.rank, inventory, agreement, relays is not None, by_window)
+    route = Route(call, reader, targets, delivery, relays)
     with call.tally.phase("prepare"):
         staging, call.tally.staging_budget = ready(
             route.allocate,
             agreement.staging_bytes,
-            route.nbytes,
+            delivery.nbytes,
             call.problems,
             call.title,
             call.group,
@@ -135,120 +99,31 @@ def scatter(
 
 
 class Route:
-    """One scatter call: who gets what, and the buffers it passes through."""
+    """One scatter call under way: the buffers that it passes through."""
 
     def __init__(
         self,
         call: Call,
         reader: Optional[Reader],
-        inventory: Mapping[Key, object],
         targets: Mapping[Key, Target],
-        agreement: Agreement,
+        delivery: Delivery,
         relays: Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]],
-        by_window: bool,
     ) -> None:
-        self.ranks = call.ranks
         self.rank = call.rank
-        self.source = self.ranks[0]
+        self.source = call.ranks[0]
         self.group = call.group
         self.reader = reader
         self.targets = targets
-        self.agreement = agreement
+        self.delivery = delivery
         self.groups = relays
         self.tally = call.tally
-        self.tensors = {key: info for key, info in inventory.items() if isinstance(info, TensorInfo)}
+        self.slots = slots_of(call.ranks)
+        self.is_alone = len(call.ranks) == 1
         #: The source's own copies, made while it sends.
         self.own: Iterator[int] = iter(())
         #: What is going on: verb and peer, and the pieces.
         self.doing: tuple[str, Sequence[Piece]] = ("starting", ())
         self.written: dict[Key, None] = {}
-        self.windows = [self.window_of(keys) for keys in self.key_windows(by_window)]
-        self.all = self.windows[0] if len(self.windows) == 1 else self.window_of(self.tensors)
-
-    def key_windows(self, by_window: bool) -> list[list[Key]]:
-        """All keys at once, or tensors one by one; small ones together."""
-        if not by_window:
-            return [list(self.tensors)]
-        windows: list[list[Key]] = []
-        room = 0
-        for key, info in self.tensors.items():
-            nbytes = math.prod(info.shape) * info.dtype.itemsize
-            if nbytes > room:
-                windows.append([])
-                room = LARGEST_CHUNK
-            windows[-1].append(key)
-            room -= nbytes
-        return windows
-
-    def window_of(self, keys: Iterable[Key]) -> Window:
-        common: list[Key] = []
-        ways: dict[Optional[Relay], list[Key]] = {}
-        for key in keys:
-            if self.wanted_whole_by_all(key):
-                common.append(key)
-            else:
-                ways.setdefault(self.relay_of(key), []).append(key)
-        return Window(common, dict(sorted(ways.items(), key=lambda item: Relay.order(item[0]))))
-
-    # --- who gets what ---
-
-    def wanted_whole_by_all(self, key: Key) -> bool:
-        if self.agreement.by_rank is None:
-            want = self.agreement.mine.get(key)
-            return want is not None and want.layout.held_whole_by(self.ranks)
-        wants = [self.agreement.of(rank).get(key) for rank in self.ranks]
-        return (
-            all(want is not None and want.layout.held_whole_by(self.ranks) for want in wants)
-            and len({want.dtype for want in wants if want is not None}) == 1
-        )
-
-    def relay_of(self, key: Key) -> Optional[Relay]:
-        """None where the source sends to everyone itself."""
-        want = self.agreement.mine.get(key) if self.agreement.by_rank is None else None
-        if want is None or self.groups is None or not want.layout.replica_dims:
-            return None
-        mesh = want.layout.mesh
-        assert mesh is not None, "replicas stand on a mesh"
-        return Relay(mesh, want.layout.replica_dims) if set(mesh.ranks) <= set(self.ranks) else None
-
-    def dtype_for(self, key: Key, wanted: torch.dtype) -> torch.dtype:
-        """What travels: the destination's dtype where that is smaller, or the source's."""
-        offered = self.tensors[key].dtype
-        return wanted if wanted.itemsize < offered.itemsize else offered
-
-    def boxes_of(self, rank: int, keys: Iterable[Key]) -> Iterator[tuple[Key, Box, int]]:
-        wants = self.agreement.of(rank)
-        for key in keys:
-            want = wants.get(key)
-            box = want.layout.box(rank) if want is not None else None
-            if want is not None and box is not None:
-                yield key, box, self.dtype_for(key, want.dtype).itemsize
-
-    def receivers(self, relay: Optional[Relay]) -> list[int]:
-        """Whom the source sends to."""
-        return [
-            rank for rank in self.ranks if rank != self.source and (relay is None or relay.starts_at(rank))
-        ]
-
-    def takes_part(self, relay: Optional[Relay]) -> bool:
-        """Whether own chunks come along this way. The source's do where it is one of several holders."""
-        if relay is None:
-            return self.rank != self.source
-        return self.rank in relay.mesh.coordinates
-
-    def expected(self) -> int:
-        """Bytes that this rank sends and receives."""
-        found = self.bytes_for(self.rank, self.all.common)
-        for relay, keys in self.all.ways.items():
-            if self.rank == self.source:
-                found += sum(self.bytes_for(rank, keys) for rank in self.receivers(relay))
-            if self.takes_part(relay):
-                _, behind = self.neighbours(relay)
-                found += self.bytes_for(self.rank, keys) * (len(behind) + (self.rank != self.source))
-        return found
-
-    def bytes_for(self, rank: int, keys: Iterable[Key]) -> int:
-        return sum(box.numel * itemsize for _, box, itemsize in self.boxes_of(rank, keys))
 
     def story(self) -> str:
         verb, pieces = self.doing
@@ -256,36 +131,28 @@ class Route:
 
     # --- movement ---
 
-    @property
-    def nbytes(self) -> int:
-        return sum(math.prod(info.shape) * info.dtype.itemsize for info in self.tensors.values())
-
     def allocate(self, budget: int) -> Staging:
         nbytes = 0
-        if len(self.ranks) > 1:
+        if not self.is_alone:
             count, size, common_size = self.sizes(budget)
             nbytes = max(count * size, 2 * common_size)
         self.tally.staging_bytes = nbytes
-        return Staging(compat.current_device(self.agreement.device), nbytes)
+        return Staging(compat.current_device(self.delivery.agreement.device), nbytes)
 
     def sizes(self, budget: int) -> tuple[int, int, int]:
         """(buffers for what is this rank's own, bytes of one, bytes of one of the two for common chunks)."""
-        count = slots_of(self.ranks) if self.rank == self.source else 2
-        own, common = self.largest
-        return count, min(own, capacity_of(budget, slots_of(self.ranks))), min(common, capacity_of(budget, 2))
-
-    def boxes_for_all(self, common: Iterable[Key]) -> Iterator[tuple[Key, Box, int]]:
-        for key in common:
-            yield key, whole(self.tensors[key].shape), self.itemsize_of(key)
+        count = self.slots if self.rank == self.source else 2
+        own, common = self.delivery.largest
+        return count, min(own, capacity_of(budget, self.slots)), min(common, capacity_of(budget, 2))
 
     def move(self, staging: Staging, budget: int) -> None:
-        self.tally.meter.expect(self.expected)
-        if len(self.ranks) > 1:
+        self.tally.meter.expect(self.delivery.expected)
+        if not self.is_alone:
             open_lane(staging.device, self.group)
-        for window in self.windows:
+        for window in self.delivery.windows:
             if self.rank == self.source:
                 self.own = self.copy_own(window)
-            if len(self.ranks) > 1:
+            if not self.is_alone:
                 self.move_window(staging, budget, window)
             deque(self.own, maxlen=0)
             if self.reader is not None:
@@ -294,37 +161,20 @@ class Route:
     def move_window(self, staging: Staging, budget: int, window: Window) -> None:
         count, size, common_size = self.sizes(budget)
         if window.common:
-            common = chunks(self.boxes_for_all(window.common), capacity_of(budget, 2))
+            common = chunks(self.delivery.boxes_for_all(window.common), capacity_of(budget, 2))
             self.send_common(staging, common, common_size)
-        portion = capacity_of(budget, slots_of(self.ranks))
+        portion = capacity_of(budget, self.slots)
         last = next(reversed(window.ways), None)
         for relay, keys in window.ways.items():
             ring = staging.ring(count, size)
             if self.rank == self.source:
                 self.send(staging, ring, portion, relay, keys)
-            elif self.takes_part(relay):
+            elif self.delivery.takes_part(relay):
                 deque(self.take(staging, ring, portion, relay, keys), maxlen=0)
             if relay is last:
                 # The last chunks are still under way.
                 deque(self.own, maxlen=0)
             ring.drain()
-
-    def itemsize_of(self, key: Key) -> int:
-        return self.dtype_for(key, self.agreement.mine[key].dtype).itemsize
-
-    @functools.cached_property
-    def largest(self) -> tuple[int, int]:
-        """No chunk that this rank sends or receives on its own is larger, and no common one."""
-        found = 0
-        for keys in self.all.ways.values():
-            if self.rank == self.source:
-                boxes = (
-                    (key, whole(self.tensors[key].shape), self.tensors[key].dtype.itemsize) for key in keys
-                )
-                found = max(found, total_bytes(boxes))
-            else:
-                found = max(found, total_bytes(self.boxes_of(self.rank, keys)))
-        return found, total_bytes(self.boxes_for_all(self.all.common))
 
     def send_common(self, staging: Staging, common: Iterable[Sequence[Piece]], size: int) -> None:
         """What every rank wants whole (DDP, plain modules, replicas): broadcast once."""
@@ -345,8 +195,9 @@ class Route:
         self, staging: Staging, ring: Ring, portion: int, relay: Optional[Relay], keys: Sequence[Key]
     ) -> None:
         """The source's side: a chunk to each receiver in turn, until nobody needs any more."""
-        waiting = {rank: chunks(self.boxes_of(rank, keys), portion) for rank in self.receivers(relay)}
-        own = self.take(staging, ring, portion, relay, keys) if self.takes_part(relay) else iter(())
+        delivery = self.delivery
+        waiting = {rank: chunks(delivery.boxes_of(rank, keys), portion) for rank in delivery.receivers(relay)}
+        own = self.take(staging, ring, portion, relay, keys) if delivery.takes_part(relay) else iter(())
         busy = True
         while busy:
             busy = False
@@ -379,7 +230,7 @@ class Route:
     ) -> Iterator[None]:
         """A rank's own chunks, one per step: from the source or the replica before it, to those behind it."""
         before, behind = self.neighbours(relay)
-        for pieces in chunks(self.boxes_of(self.rank, keys), portion):
+        for pieces in chunks(self.delivery.boxes_of(self.rank, keys), portion):
             slot = ring.take()
             buffer = slot[: chunk_bytes(pieces)]
             works: Sequence[Any]
@@ -405,10 +256,8 @@ class Route:
         if relay is None:
             return None, []
         assert self.groups is not None, "a relay needs groups"
-        groups, coordinate = self.groups[relay.mesh], relay.mesh.coordinates[self.rank]
-        last = max((dim for dim in relay.dims if coordinate[dim]), default=-1)
-        before = (groups[last], relay.mesh.first_along(last, self.rank)) if last >= 0 else None
-        return before, [groups[dim] for dim in relay.dims if dim > last]
+        groups, (before, behind) = self.groups[relay.mesh], relay.neighbours(self.rank)
+        return before and (groups[before[0]], before[1]), [groups[dim] for dim in behind]
 
     def arrive(
         self,
@@ -437,21 +286,24 @@ class Route:
         for piece in pieces:
             key, target = piece.key, self.targets[piece.key]
             self.written[key] = None
-            dtype = self.dtype_for(key, self.agreement.mine[key].dtype)
+            dtype = self.delivery.dtype_for(key, self.delivery.agreement.mine[key].dtype)
             yield Move(piece, dtype, part_of(target.tensor, target.box, piece.box))
 
     def pack(self, staging: Staging, buffer: torch.Tensor, pieces: Iterable[Piece], rank: int) -> None:
-        staging.pack(buffer, self.from_source(pieces, self.agreement.of(rank)))
+        staging.pack(buffer, self.from_source(pieces, self.delivery.agreement.of(rank)))
 
     def from_source(self, pieces: Iterable[Piece], wants: Mapping[Key, Want]) -> Iterator[Move]:
         for piece in pieces:
-            yield Move(
-                piece, self.dtype_for(piece.key, wants[piece.key].dtype), self.piece(piece.key, piece.box)
-            )
+            dtype = self.delivery.dtype_for(piece.key, wants[piece.key].dtype)
+            yield Move(piece, dtype, self.piece(piece.key, piece.box))
 
     def copy_own(self, window: Window) -> Iterator[int]:
         """The source's own boxes need no traffic: one copy per step, and its bytes."""
-        keys = self.targets if len(self.windows) == 1 else (*window.common, *chain(*window.ways.values()))
+        keys = (
+            self.targets
+            if len(self.delivery.windows) == 1
+            else (*window.common, *chain(*window.ways.values()))
+        )
         for key in keys:
             target = self.targets.get(key)
             if target is None or not target.box.numel:
@@ -465,4 +317,4 @@ class Route:
 
     def piece(self, key: Key, box: Box) -> torch.Tensor:
         assert self.reader is not None, "only the source reads"
-        return self.reader.piece(key, box, self.tensors[key].shape)
+        return self.reader.piece(key, box, self.delivery.tensors[key].shape)

@@ -12,8 +12,8 @@ from typing import NamedTuple, Optional
 import torch
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.chunks import Piece
 from torch_dcp_backport.transfer.layout import Box
-from torch_dcp_backport.transfer.plan import Piece
 
 
 class Move(NamedTuple):

@@ -1,0 +1,189 @@
+"""Who gets what of a scatter, and by which way; every rank derives the same, and nothing moves."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Optional
+
+import torch
+
+from torch_dcp_backport.transfer.chunks import LARGEST_CHUNK, Key, total_bytes
+from torch_dcp_backport.transfer.layout import Box, Mesh, whole
+from torch_dcp_backport.transfer.plan import Agreement, Table, TensorInfo
+
+
+class Relay(NamedTuple):
+    """A way to all holders of a box: along these dimensions of a mesh, one after the other."""
+
+    mesh: Mesh
+    dims: tuple[int, ...]
+
+    @staticmethod
+    def order(relay: Optional[Relay]) -> tuple[object, ...]:
+        return (1, relay.mesh.ranks, relay.mesh.shape, relay.dims) if relay is not None else (0,)
+
+    def starts_at(self, rank: int) -> bool:
+        coordinate = self.mesh.coordinates.get(rank)
+        return coordinate is not None and not any(coordinate[dim] for dim in self.dims)
+
+    def neighbours(self, rank: int) -> tuple[Optional[tuple[int, int]], list[int]]:
+        """((dimension, rank) that a rank's chunks come from, dimensions along which it passes them on)."""
+        coordinate = self.mesh.coordinates[rank]
+        last = max((dim for dim in self.dims if coordinate[dim]), default=-1)
+        before = (last, self.mesh.first_along(last, rank)) if last >= 0 else None
+        return before, [dim for dim in self.dims if dim > last]
+
+
+class Window(NamedTuple):
+    """Keys whose tensors the source holds at the same time."""
+
+    #: What every rank wants whole.
+    common: list[Key]
+    #: Everything else, by the way that it takes; in the same order on every rank.
+    ways: dict[Optional[Relay], list[Key]]
+
+
+class Delivery:
+    """One scatter call, as one of its ranks sees it."""
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        inventory: Mapping[Key, object],
+        agreement: Agreement,
+        relays: bool,
+        by_window: bool,
+    ) -> None:
+        """`relays`: whether replicas pass on, where all want the same; else each table's `relays` says it."""
+        self.ranks = ranks
+        self.rank = rank
+        self.source = ranks[0]
+        self.agreement = agreement
+        self.relays = relays
+        self._wanted: dict[tuple[int, tuple[int, ...]], tuple[Sequence[Key], list[Key]]] = {}
+        self.tensors = {key: info for key, info in inventory.items() if isinstance(info, TensorInfo)}
+        self.windows = [self.window_of(keys) for keys in self.key_windows(by_window)]
+        self.all = self.windows[0] if len(self.windows) == 1 else self.window_of(self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors; the same on every rank."""
+        return sum(math.prod(info.shape) * info.dtype.itemsize for info in self.tensors.values())
+
+    def key_windows(self, by_window: bool) -> list[list[Key]]:
+        """All keys at once, or tensors one by one; small ones together."""
+        if not by_window:
+            return [list(self.tensors)]
+        windows: list[list[Key]] = []
+        room = 0
+        for key, info in self.tensors.items():
+            nbytes = math.prod(info.shape) * info.dtype.itemsize
+            if nbytes > room:
+                windows.append([])
+                room = LARGEST_CHUNK
+            windows[-1].append(key)
+            room -= nbytes
+        return windows
+
+    def window_of(self, keys: Iterable[Key]) -> Window:
+        common: list[Key] = []
+        ways: dict[Optional[Relay], list[Key]] = {}
+        for key in keys:
+            tables = [table for table in self.agreement.tables if key in table.wants]
+            if self.is_wanted_whole_by_all(key, tables):
+                common.append(key)
+            else:
+                ways.setdefault(self.relay_of(key, tables), []).append(key)
+        return Window(common, dict(sorted(ways.items(), key=lambda item: Relay.order(item[0]))))
+
+    def is_wanted_whole_by_all(self, key: Key, tables: list[Table]) -> bool:
+        wants = [table.wants[key] for table in tables]
+        return (
+            len(wants) == len(self.agreement.tables)
+            and all(want.layout.held_whole_by(self.ranks) for want in wants)
+            and len({want.dtype for want in wants}) == 1
+        )
+
+    def relay_of(self, key: Key, tables: list[Table]) -> Optional[Relay]:
+        """None where the source sends to everyone itself."""
+        if len(tables) != 1:
+            return None
+        (table,) = tables
+        layout = table.wants[key].layout
+        if layout.mesh is None or not layout.replica_dims:
+            return None
+        if len(self.agreement.tables) == 1:
+            relayed = self.relays and set(layout.mesh.ranks) <= set(self.ranks)
+        else:
+            # Those that want it at all are those that pass it on.
+            relayed = table.relays and set(layout.mesh.ranks) == set(table.ranks)
+        return Relay(layout.mesh, layout.replica_dims) if relayed else None
+
+    def dtype_for(self, key: Key, wanted: torch.dtype) -> torch.dtype:
+        """What travels: the destination's dtype where that is smaller, or the source's."""
+        offered = self.tensors[key].dtype
+        return wanted if wanted.itemsize < offered.itemsize else offered
+
+    def boxes_of(self, rank: int, keys: Sequence[Key]) -> Iterator[tuple[Key, Box, int]]:
+        table = self.agreement.table_of(rank)
+        for key in self.wanted_of(keys, table):
+            want = table.wants[key]
+            box = want.layout.box(rank)
+            if box is not None:
+                yield key, box, self.dtype_for(key, want.dtype).itemsize
+
+    def wanted_of(self, keys: Sequence[Key], table: Table) -> Sequence[Key]:
+        """Those of the keys that are in a table; found once for all of its ranks."""
+        name = id(keys), table.ranks
+        if name not in self._wanted:
+            # With the keys, so that no other list gets their id.
+            self._wanted[name] = keys, [key for key in keys if key in table.wants]
+        return self._wanted[name][1]
+
+    def boxes_for_all(self, common: Iterable[Key]) -> Iterator[tuple[Key, Box, int]]:
+        for key in common:
+            dtype = self.dtype_for(key, self.agreement.mine[key].dtype)
+            yield key, whole(self.tensors[key].shape), dtype.itemsize
+
+    def receivers(self, relay: Optional[Relay]) -> list[int]:
+        """Whom the source sends to."""
+        return [
+            rank for rank in self.ranks if rank != self.source and (relay is None or relay.starts_at(rank))
+        ]
+
+    def takes_part(self, relay: Optional[Relay]) -> bool:
+        """Whether own chunks come along this way. The source's do where it is one of several holders."""
+        if relay is None:
+            return self.rank != self.source
+        return self.rank in relay.mesh.coordinates
+
+    def expected(self) -> int:
+        """Bytes that this rank sends and receives."""
+        found = self.bytes_for(self.rank, self.all.common)
+        for relay, keys in self.all.ways.items():
+            if self.rank == self.source:
+                found += sum(self.bytes_for(rank, keys) for rank in self.receivers(relay))
+            if self.takes_part(relay):
+                _, behind = relay.neighbours(self.rank) if relay is not None else (None, [])
+                found += self.bytes_for(self.rank, keys) * (len(behind) + (self.rank != self.source))
+        return found
+
+    def bytes_for(self, rank: int, keys: Sequence[Key]) -> int:
+        return sum(box.numel * itemsize for _, box, itemsize in self.boxes_of(rank, keys))
+
+    @functools.cached_property
+    def largest(self) -> tuple[int, int]:
+        """No chunk that this rank sends or receives on its own is larger, and no common one."""
+        found = 0
+        for keys in self.all.ways.values():
+            if self.rank == self.source:
+                boxes = (
+                    (key, whole(self.tensors[key].shape), self.tensors[key].dtype.itemsize) for key in keys
+                )
+                found = max(found, total_bytes(boxes))
+            else:
+                found = max(found, total_bytes(self.boxes_of(self.rank, keys)))
+        return found, total_bytes(self.boxes_for_all(self.all.common))
