@@ -16,10 +16,12 @@ from collections.abc import Mapping
 
 import torch
 
-from torch_dcp_backport.transfer import Layout, Mesh
+from torch_dcp_backport.transfer import Layout, Mesh, TensorInfo, Want
 from torch_dcp_backport.transfer.consensus import MARK_BYTES
+from torch_dcp_backport.transfer.delivery import Delivery
 from torch_dcp_backport.transfer.exchange import Plan, Route, rows_of
 from torch_dcp_backport.transfer.layout import Placement
+from torch_dcp_backport.transfer.plan import Agreement, Table, packed
 
 TENSORS = 100_000
 WORLD = tuple(range(1024))
@@ -70,7 +72,47 @@ def measure(title: str, found: Mapping[int, Route], ranks: tuple[int, ...], rank
     )
 
 
+def measure_scatter() -> None:
+    """A load from rank 0, as a rank of one pipeline stage sees it, and as rank 0 does."""
+    tables, inventory = [], {}
+    for stage in range(STAGES):
+        ranks = stage_ranks(stage)
+        mesh, wants = Mesh((DATA, TENSOR), ranks), {}
+        for number in range(TENSORS // STAGES):
+            shape = SHAPES[number % len(SHAPES)]
+            key = f"model.layers.{stage}.{number}.weight"
+            layout = Layout(shape, mesh, placed(shape, None, (0, 1)))
+            wants[key] = Want(layout, torch.bfloat16)
+            inventory[key] = TensorInfo(shape, torch.bfloat16)
+        tables.append(Table(wants, ranks, True))
+    sent = [len(packed(table)) for table in tables]
+    for rank in (stage_ranks(3)[21], 0):
+        agreement = Agreement({}, tables, 2**26, "cpu", False)
+        agreement = agreement._replace(mine=agreement.of(rank))
+        tracemalloc.start()
+        delivery = Delivery(WORLD, rank, inventory, agreement, True, False)
+        memory = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        began = time.perf_counter()
+        delivery = Delivery(WORLD, rank, inventory, agreement, True, False)
+        nbytes = delivery.nbytes
+        boxes = sum(
+            1
+            for way, keys in delivery.all.ways.items()
+            for receiver in ([rank] if rank else delivery.receivers(way))
+            for _ in delivery.boxes_of(receiver, keys)
+        )
+        seconds = time.perf_counter() - began
+        print(
+            f"load, {STAGES} stages of HSDP: rank {rank} of {len(WORLD)}, {len(inventory):,} tensors of "
+            f"{nbytes >> 30} GiB, {boxes:,} boxes {'received' if rank else 'sent'}: {seconds:.2f} s, "
+            f"{seconds / boxes * 1e6:.1f} us a box, {memory / 2**20:.1f} MiB; tables of "
+            f"{sum(sent) // len(WORLD)} bytes sent per rank"
+        )
+
+
 def main() -> None:
+    measure_scatter()
     stage = stage_ranks(3)
     grid = Mesh((DATA, TENSOR), stage)
     own = routes(TENSORS // STAGES, grid, grid, [(0, 1), (1, 1)], [None, (0, 1)])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import weakref
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Optional, cast
@@ -43,21 +42,18 @@ __all__ = [
     "add_note",
     "arrived",
     "as_dtensor",
+    "backend_device_types",
     "backends",
     "check_placements",
-    "comm_device_type",
     "current_device",
     "default_backends",
     "default_store",
     "device_counts",
     "device_module",
-    "device_types",
     "from_local",
-    "group_ranks",
     "host_buffer",
     "is_cut_as",
     "local_part",
-    "members",
     "mesh_groups",
     "mesh_ranks",
     "offloaded_parameters",
@@ -207,50 +203,18 @@ def mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(mesh.mesh.shape), tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
 
 
-def members(group: Optional[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """The group itself; the default group in place of None."""
-    return group if group is not None else cast(dist.ProcessGroup, dist.group.WORLD)
-
-
-def group_ranks(group: Optional[dist.ProcessGroup] = None) -> tuple[int, ...]:
-    """Global ranks of a group, in group order."""
-    asked = members(group)
-    if not isinstance(asked, dist.ProcessGroup):  # a number, on a rank outside the group
-        return tuple(dist.get_process_group_ranks(asked))
-    found = _ranks.get(asked)
-    if found is None:
-        found = _ranks[asked] = tuple(dist.get_process_group_ranks(asked))
-    return found
-
-
-#: What is asked many times in a call, and does not change while the group is there.
-_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = weakref.WeakKeyDictionary()
-_device_types: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
-
-
-def device_types(group: Optional[dist.ProcessGroup]) -> list[str]:
+def backend_device_types(group: dist.ProcessGroup) -> list[str]:
     """The device types that messages of `group` can be on.
 
     torch 2.4 has no public way to ask; the attributes below are the same from 2.1 to the newest. gloo
     says that it serves accelerators too, but its point-to-point messages are on the host.
     """
-    asked: Any = members(group)
-    found = _device_types.get(asked)
-    if found is None:
-        found = _device_types[asked] = [
-            device.type
-            for device in asked._device_types
-            if device.type == "cpu" or asked._get_backend(device).name() != "gloo"
-        ]
-    return found
-
-
-def comm_device_type(group: Optional[dist.ProcessGroup], prefer: str) -> str:
-    """The device type collectives of `group` run on: `prefer` if it can, else one that it has."""
-    kinds = device_types(group)
-    if prefer in kinds or not kinds:
-        return prefer if kinds else "cpu"
-    return "cpu" if "cpu" in kinds else kinds[0]
+    asked: Any = group
+    return [
+        device.type
+        for device in asked._device_types
+        if device.type == "cpu" or asked._get_backend(device).name() != "gloo"
+    ]
 
 
 def host_buffer(nbytes: int) -> torch.Tensor:

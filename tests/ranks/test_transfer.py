@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch_dcp_backport import transfer
 from torch_dcp_backport.compat import Replicate, Shard
 from torch_dcp_backport.state_dict.source import Source
-from torch_dcp_backport.transfer import Box, Held, Layout, Mesh, Target, TensorInfo, Want
+from torch_dcp_backport.transfer import Box, Held, Layout, Mesh, Target, TensorInfo, Want, groups
 
 SHAPES = {"a": (7, 5), "b": (64, 3), "one": (1,), "scalar": (), "none": (0, 4), "deep": (3, 5, 2, 4)}
 DTYPES = {
@@ -421,10 +421,9 @@ def test_what_was_loaded_is_freed_without_the_garbage_collector(ranks, optimizer
 
 def device_types(api: Any) -> None:
     """gloo is registered for accelerators too, but sends nothing that is on one."""
-    from torch_dcp_backport import compat
 
-    assert compat.device_types(None) == ["cpu"]
-    assert compat.comm_device_type(None, "cuda") == "cpu"
+    assert groups.device_types(None) == ["cpu"]
+    assert groups.comm_device_type(None, "cuda") == "cpu"
 
 
 def test_buffers_of_a_gloo_group_are_on_the_host(ranks):

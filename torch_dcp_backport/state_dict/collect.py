@@ -18,6 +18,7 @@ from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.transfer import Held, Layout, Mesh, gather, layout_of, spell_key
+from torch_dcp_backport.transfer.groups import group_ranks
 from torch_dcp_backport.transfer.layout import Placement, mesh_of
 
 Path = tuple[object, ...]
@@ -94,7 +95,7 @@ def by_group(tensors: Mapping[Path, compat.DTensor]) -> list[tuple[Group, dict[P
     Without those whose mesh this rank is not in. As torch's, a gather spans the mesh dimensions that shard
     and no others: a replica of HSDP may call alone.
     """
-    rank, world = (dist.get_rank(), compat.group_ranks()) if tensors else (0, ())
+    rank, world = (dist.get_rank(), group_ranks()) if tensors else (0, ())
     parts: dict[Any, tuple[Group, dict[Path, Spread]]] = {}
     #: Of tensors that lie alike: where, and what they are gathered with.
     known: dict[Any, tuple[Any, Group, Optional[Mesh], tuple[Placement, ...]]] = {}
@@ -108,7 +109,7 @@ def by_group(tensors: Mapping[Path, compat.DTensor]) -> list[tuple[Group, dict[P
         alike = layout.mesh, layout.placements
         if alike not in known:
             group, line = span_of(tensor, layout, world)
-            key = frozenset(compat.group_ranks(group)) if group is not None else None
+            key = frozenset(group_ranks(group)) if group is not None else None
             known[alike] = key, group, line.mesh, line.placements
         key, group, mesh, placements = known[alike]
         spread = Spread(tensor, Layout(layout.shape, mesh, placements))
@@ -128,7 +129,7 @@ def span_of(tensor: compat.DTensor, layout: Layout, world: Sequence[int]) -> tup
     if len(dims) <= 1:
         dim = dims[0] if dims else 0
         group = tensor.device_mesh.get_group(dim)
-        ranks = compat.group_ranks(group)
+        ranks = group_ranks(group)
         line = Layout(layout.shape, Mesh((len(ranks),), ranks), (layout.placements[dim],))
         return dist.group.WORLD if set(ranks) == set(world) else group, line
     # Several dimensions have a group of their own where they are all that there is.
@@ -165,7 +166,7 @@ def whole_tensors(
         device = compat.current_device("cpu" if cpu_offload else like.device_mesh.device_type)
         return torch.empty(like.shape, dtype=like.dtype, device=device)
 
-    members = compat.group_ranks(group) if moving else ()
+    members = group_ranks(group) if moving else ()
     if to is None or set(members) <= set(to):
         receivers: list[Optional[int]] = [None]
     else:

@@ -27,6 +27,7 @@ from torch_dcp_backport.transfer import (
     spell_key,
 )
 from torch_dcp_backport.transfer.errors import DOUBTFUL
+from torch_dcp_backport.transfer.groups import device_types
 from torch_dcp_backport.transfer.layout import Mesh, mesh_of
 
 
@@ -142,7 +143,6 @@ class Broadcast(Course):
         super().__init__(load, source, Call(load.title, "scatter", [group], load.problems))
         self.is_source = dist.get_rank(group) == 0
         self.inventory: dict[Key, Any] = {}
-        self.position: dict[Key, int] = {}
         self.by_window = False
         #: Stages that are still to come, in the same order on every rank.
         self.pending: list[str] = []
@@ -163,7 +163,6 @@ class Broadcast(Course):
             load.destinations.clear()
             self.agree_on_plan()
         self.pending = list(load.stages)
-        self.position = {key: number for number, key in enumerate(self.inventory)}
 
     def agree_on_plan(self) -> None:
         load, call = self.load, self.call
@@ -191,8 +190,8 @@ class Broadcast(Course):
             found = {mesh_of(mesh): compat.mesh_groups(mesh) for mesh in self.load.meshes()}
         except Exception:  # a mesh without process groups; the source sends to every replica itself then
             return None
-        needed = set(compat.device_types(self.call.group))
-        carried = all(needed <= set(compat.device_types(one)) for groups in found.values() for one in groups)
+        needed = set(device_types(self.call.group))
+        carried = all(needed <= set(device_types(one)) for groups in found.values() for one in groups)
         return found if carried else None
 
     def move_first(self) -> None:
@@ -229,13 +228,12 @@ class Broadcast(Course):
         wanted = {
             key for table in self.agreement.tables for key, want in table.wants.items() if want.stage == stage
         }
-        order = self.position.__getitem__
         with self.call.room_for("what is loaded"):
             targets = self.targets_of(stage)
         scatter(
             self.call,
             self.source if self.is_source else None,
-            {key: self.inventory[key] for key in sorted(wanted & self.inventory.keys(), key=order)},
+            {key: offered for key, offered in self.inventory.items() if key in wanted},
             targets,
             self.agreement,
             relays=self.relays,

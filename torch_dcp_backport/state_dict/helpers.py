@@ -16,6 +16,7 @@ from torch_dcp_backport.state_dict.destination import FIRST, fresh, whole
 from torch_dcp_backport.state_dict.load import Load, own_rank
 from torch_dcp_backport.state_dict.source import Carried, Source
 from torch_dcp_backport.transfer import TensorInfo, raise_together
+from torch_dcp_backport.transfer.groups import group_ranks
 
 #: FQN -> tensor or small value.
 FlatDict = dict[str, Any]
@@ -165,7 +166,7 @@ def gather_state_dict(
         check_types(state_dict)
     to = None
     if ranks_only:
-        members = compat.group_ranks(pg)
+        members = group_ranks(pg)
         to = [members[rank] for rank in ranks_only if rank < len(members)]
     gathered = whole_tree(state_dict, to, cpu_offload, group=pg, device=device)
     return rebuild(gathered, lambda _, value: untouched(value))  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.entries import Entry, is_meta
+from torch_dcp_backport.transfer.groups import comm_device_type
 
 
 class NewMemory:
@@ -51,5 +52,5 @@ class NewMemory:
             if isinstance(value, compat.DTensor):
                 return compat.current_device(value.device_mesh.device_type)
         if dist.is_initialized():
-            return compat.current_device(compat.comm_device_type(None, "cpu"))
+            return compat.current_device(comm_device_type(None, "cpu"))
         return torch.device("cpu")

@@ -17,8 +17,8 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.errors import UNCHANGED, Problem, problem_of, raise_together
 from torch_dcp_backport.transfer.exclusive import exclusive
+from torch_dcp_backport.transfer.groups import Group, group_ranks
 from torch_dcp_backport.transfer.plan import Agreement, Want, agree, agree_on_mesh, no_room, publish
-from torch_dcp_backport.transfer.post import Group
 from torch_dcp_backport.transfer.report import Tally
 
 logger = logging.getLogger("torch_dcp_backport.transfer")
@@ -66,7 +66,7 @@ class Call:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks of the group."""
-        return compat.group_ranks(self.group)
+        return group_ranks(self.group)
 
     def __enter__(self) -> Call:
         with contextlib.ExitStack() as taken:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import roll_call
 from torch_dcp_backport.transfer.errors import UNCHANGED, spell, told
-from torch_dcp_backport.transfer.post import Group, finish, post
+from torch_dcp_backport.transfer.groups import Group, comm_device_type, group_ranks
+from torch_dcp_backport.transfer.post import finish, post
 
 #: What has up to so many bytes takes one message: a collective's cost is its start.
 BLOCK = 16 * 1024
@@ -25,7 +26,7 @@ MOST = 2 * 2**30
 
 def broadcast_bytes(data: bytes, group: Group) -> bytes:
     """The first rank's bytes, on every rank of the group."""
-    source = compat.group_ranks(group)[0]
+    source = group_ranks(group)[0]
 
     def story() -> str:
         missing = roll_call.absent(group) if dist.get_rank() == source else []
@@ -67,7 +68,7 @@ def open_lane(device: torch.device, group: Group) -> None:
     Some backends connect in the first call, which has to be everyone's; point-to-point messages are not.
     """
     if device.type != device_for(group).type:
-        dist.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), compat.group_ranks(group)[0], group)
+        dist.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), group_ranks(group)[0], group)
 
 
 class Mark(NamedTuple):
@@ -114,7 +115,7 @@ def agree_on_mark(mark: Mark, group: Group, so_far: str = UNCHANGED) -> Mark:
 
     To the first rank and back: an all-gather takes as many steps as there are ranks on some backends.
     """
-    ranks = compat.group_ranks(group)
+    ranks = group_ranks(group)
 
     def story() -> str:
         if dist.get_rank() == ranks[0]:
@@ -151,4 +152,4 @@ def mark_of(buffer: torch.Tensor) -> Mark:
 
 
 def device_for(group: Group) -> torch.device:
-    return compat.current_device(compat.comm_device_type(group, "cpu"))
+    return compat.current_device(comm_device_type(group, "cpu"))

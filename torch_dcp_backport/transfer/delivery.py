@@ -41,7 +41,7 @@ class Window(NamedTuple):
 
     #: What every rank wants whole.
     common: list[Key]
-    #: Everything else, by the way that it takes; in the same order on every rank.
+    #: Everything else, by the way that it takes; in the same order on every rank that takes part.
     ways: dict[Optional[Relay], list[Key]]
 
 
@@ -91,6 +91,9 @@ class Delivery:
     def window_of(self, keys: Iterable[Key]) -> Window:
         common: list[Key] = []
         ways: dict[Optional[Relay], list[Key]] = {}
+        if self.rank != self.source:
+            # What this rank does not want goes past it.
+            keys = self.wanted_of(list(keys), self.agreement.table_of(self.rank))
         for key in keys:
             tables = [table for table in self.agreement.tables if key in table.wants]
             if self.is_wanted_whole_by_all(key, tables):

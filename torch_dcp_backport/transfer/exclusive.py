@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_dcp_backport.transfer.errors import UNCHANGED
-from torch_dcp_backport.transfer.post import Group
+from torch_dcp_backport.transfer.groups import Group
 
 _LOCK = threading.Lock()
 #: group -> the thread that uses it, and for what.

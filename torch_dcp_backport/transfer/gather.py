@@ -25,9 +25,10 @@ from torch_dcp_backport.transfer.chunks import (
 )
 from torch_dcp_backport.transfer.consensus import open_lane
 from torch_dcp_backport.transfer.errors import Problem, spell_doing, spell_key, told
+from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.layout import Box, Layout, whole
 from torch_dcp_backport.transfer.plan import Agreement, Want, misfit, ready
-from torch_dcp_backport.transfer.post import Group, finish, post
+from torch_dcp_backport.transfer.post import finish, post
 from torch_dcp_backport.transfer.staging import Move, Ring, Staging, part_of
 
 TITLE = "cannot gather"

@@ -8,19 +8,19 @@ from __future__ import annotations
 import hashlib
 import logging
 import pickle
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import settings
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.consensus import Mark, agree_on_mark, broadcast_bytes
 from torch_dcp_backport.transfer.errors import UNCHANGED, Problem, raise_together, spell_key
+from torch_dcp_backport.transfer.groups import Group, comm_device_type, group_ranks
 from torch_dcp_backport.transfer.layout import Layout
-from torch_dcp_backport.transfer.post import Group
 
 logger = logging.getLogger("torch_dcp_backport.transfer")
 
@@ -95,7 +95,7 @@ def publish(
     Raises:
         RuntimeError: the source has problems; on every rank.
     """
-    ranks = compat.group_ranks(group)
+    ranks = group_ranks(group)
     is_source = dist.get_rank() == ranks[0]
     received = broadcast_bytes(pickled(inventory or {}, problems) if is_source else b"", group)
     # As torch's own object collectives do.
@@ -171,7 +171,7 @@ def agree(
         RuntimeError: some rank has problems; the same message on every rank of the group.
         ValueError: nothing is wrong but some rank's budget; on every rank too.
     """
-    ranks = compat.group_ranks(group)
+    ranks = group_ranks(group)
     budget, problems = settings.DEFAULT, list(problems)
     try:
         budget = settings.staging_bytes() if staging_bytes is None else settings.checked(staging_bytes)
@@ -186,7 +186,7 @@ def agree(
         raise_together(title, found, cause, kind, so_far)
     mine = Table(wants, ranks, relays, note)
     tables = [mine] if common.digest == own.digest else share_table(mine, own.digest, group)
-    on = compat.comm_device_type(group, common.device or "cpu")
+    on = comm_device_type(group, common.device or "cpu")
     return Agreement(wants, tables, common.staging_bytes, on, common.custom)
 
 
@@ -195,7 +195,7 @@ def share_table(mine: Table, own: bytes, group: Group) -> list[Table]:
 
     `own`: the digest of this rank's.
     """
-    ranks = compat.group_ranks(group)
+    ranks = group_ranks(group)
     digests: list[Any] = [None] * len(ranks)
     dist.all_gather_object(digests, own, group=group)
     members: dict[bytes, list[int]] = {}
@@ -203,22 +203,23 @@ def share_table(mine: Table, own: bytes, group: Group) -> list[Table]:
         members.setdefault(digest_of_rank, []).append(rank)
     tables = []
     for digest_of_table, holders in members.items():
-        sent = [packed(mine) if dist.get_rank() == holders[0] else None]
+        sent: list[Any] = [packed(mine) if dist.get_rank() == holders[0] else None]
         dist.broadcast_object_list(sent, src=holders[0], group=group)
         table = mine if digest_of_table == own else unpacked(sent[0])
         tables.append(table._replace(ranks=tuple(holders)))
     return tables
 
 
-def packed(table: Table) -> tuple[Any, ...]:
+def packed(table: Table) -> bytes:
     """A table as rows: a key, and a number in the list of its distinct wants."""
     numbers: dict[Want, int] = {}
     rows = [(key, numbers.setdefault(want, len(numbers))) for key, want in table.wants.items()]
-    return rows, list(numbers), table.relays, table.note
+    # Names of layers have much in common.
+    return zlib.compress(pickle.dumps((rows, list(numbers), table.relays, table.note)), 1)
 
 
-def unpacked(sent: Any) -> Table:
-    rows, wants, relays, note = sent
+def unpacked(sent: bytes) -> Table:
+    rows, wants, relays, note = pickle.loads(zlib.decompress(sent))
     return Table({key: wants[number] for key, number in rows}, (), relays, note)
 
 
@@ -315,7 +316,7 @@ def share_problems(known: Sequence[tuple[int, Problem]], group: Group) -> list[t
 
     One message for every kind of agreement: a rank that failed takes part in whichever the others are in.
     """
-    everyone: list[Any] = [None] * len(compat.group_ranks(group))
+    everyone: list[Any] = [None] * len(group_ranks(group))
     dist.all_gather_object(everyone, list(known), group=group)
     return [(rank, Problem(*problem)) for theirs in everyone for rank, problem in theirs]
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-Group = Optional[dist.ProcessGroup]
-
+from torch_dcp_backport.transfer.groups import Group
 
 #: (`dist.isend` or `dist.irecv`, the buffer, the global rank of the peer)
 Message = tuple[Callable[..., Any], torch.Tensor, int]

@@ -13,10 +13,10 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.errors import Problem, spell_key
 from torch_dcp_backport.transfer.exchange import Plan, Route, exchange, problems_of, rows_of
+from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.layout import Box, Layout, layout_of, mesh_of, splits_of
 from torch_dcp_backport.transfer.memory import has_slices, is_same_view, span_of, why_not_writable
 from torch_dcp_backport.transfer.plan import Agreement, misfit
-from torch_dcp_backport.transfer.post import Group
 from torch_dcp_backport.transfer.staging import part_of
 
 TITLE = "cannot reshard"

@@ -6,12 +6,11 @@ One message that nobody waits for. Must never raise: what it finds out is only s
 from __future__ import annotations
 
 import contextlib
-import weakref
 
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer.post import Group
+from torch_dcp_backport.transfer.groups import Group, about, members
 
 
 class Roll:
@@ -31,7 +30,6 @@ class Roll:
 
 #: By the store, too: a process group that was made anew begins anew.
 _rolls: dict[tuple[int, tuple[int, ...]], Roll] = {}
-_by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Roll] = weakref.WeakKeyDictionary()
 
 
 def come(group: Group) -> None:
@@ -62,10 +60,9 @@ def absent(group: Group) -> list[int]:
 
 
 def _roll_of(group: Group) -> Roll:
-    members = compat.members(group)
-    roll = _by_group.get(members)
-    if roll is None:
-        ranks = compat.group_ranks(members)
-        key = id(compat.default_store()), ranks
-        roll = _by_group[members] = _rolls.setdefault(key, Roll(ranks))
+    known = about(members(group))
+    if known.roll is None:
+        key = id(compat.default_store()), known.ranks
+        known.roll = _rolls.setdefault(key, Roll(known.ranks))
+    roll: Roll = known.roll
     return roll

@@ -22,6 +22,7 @@ from torch_dcp_backport.state_dict.optim.flat import flatten_optim_state
 from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE
 from torch_dcp_backport.state_dict.optim.initial import first_states, init_optim_state, kind_of
 from torch_dcp_backport.state_dict.options import StateDictInfo
+from torch_dcp_backport.transfer.groups import group_ranks
 
 COMPILED = "_orig_mod."
 
@@ -141,4 +142,4 @@ def fsdp1_group(info: StateDictInfo) -> Optional[dist.ProcessGroup]:
     if module.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
         return None
     group: dist.ProcessGroup = module.process_group
-    return group if module._use_orig_params or 0 in compat.group_ranks(group) else None
+    return group if module._use_orig_params or 0 in group_ranks(group) else None

@@ -1,0 +1,41 @@
+"""Pipeline stages: every rank has a part of the model, and the replicas of a part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import value_of
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_dcp_backport import transfer
+from torch_dcp_backport.compat import DTensor, Replicate
+
+SHAPE = (64, 96)
+NBYTES = 64 * 96 * 4
+
+
+def two_stages(api: Any) -> transfer.Report:
+    """Stages of two replicas each, loaded from rank 0."""
+    rank = dist.get_rank()
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    own = rank // 2
+    model = nn.Module()
+    local = DTensor.from_local(torch.zeros(SHAPE), meshes[own], [Replicate()], run_check=False)
+    model.register_parameter(f"w{own}", nn.Parameter(local))
+    full = {f"w{number}": value_of(f"w{number}", SHAPE, torch.float32) for number in (0, 1)}
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    api.set_model_state_dict(model, full if rank == 0 else {}, options=options)
+    assert torch.equal(getattr(model, f"w{own}").to_local(), full[f"w{own}"])
+    report = transfer.last_report()
+    assert report is not None
+    return report
+
+
+def test_a_stage_gets_its_tensors_once_and_passes_them_on(ranks):
+    reports = ranks(two_stages)
+    # Rank 0 passes on to its own replica, and sends to the first rank of the other stage.
+    assert [one.bytes_sent for one in reports] == [2 * NBYTES, 0, NBYTES, 0]
+    assert [one.bytes_received for one in reports] == [0, NBYTES, NBYTES, NBYTES]

@@ -1,0 +1,73 @@
+"""Who gets what of a scatter, derived without any rank."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_dcp_backport.transfer import Layout, Mesh, TensorInfo, Want
+from torch_dcp_backport.transfer.delivery import Delivery, Relay
+from torch_dcp_backport.transfer.plan import Agreement, Table, packed, unpacked
+
+RANKS = tuple(range(8))
+#: Two pipeline stages of two replicas of two shards each.
+STAGES = (Mesh((2, 2), (0, 1, 2, 3)), Mesh((2, 2), (4, 5, 6, 7)))
+SHAPE = (6, 4)
+
+
+def wants_of(stage: int, names: tuple[str, ...] = ("a", "b")) -> dict[str, Want]:
+    layout = Layout(SHAPE, STAGES[stage], (None, (0, 1)))
+    return {f"{stage}.{name}": Want(layout, torch.float32) for name in names}
+
+
+def delivery(rank: int, *tables: Table) -> Delivery:
+    inventory = {key: TensorInfo(SHAPE, torch.float32) for table in tables for key in table.wants}
+    agreement = Agreement({}, tables, 2**20, "cpu", False)
+    mine = agreement.table_of(rank).wants
+    return Delivery(RANKS, rank, inventory, agreement._replace(mine=mine), True, False)
+
+
+def stages(relays: tuple[bool, bool] = (True, True)) -> list[Table]:
+    return [Table(wants_of(number), STAGES[number].ranks, relays[number]) for number in (0, 1)]
+
+
+def test_every_stage_relays_to_its_own_replicas() -> None:
+    for rank in RANKS:
+        found = delivery(rank, *stages())
+        (window,) = found.windows
+        assert window.common == []
+        ways = [Relay(mesh, (0,)) for mesh in STAGES]
+        assert list(window.ways.items()) == [(ways[0], ["0.a", "0.b"]), (ways[1], ["1.a", "1.b"])]
+        assert [found.receivers(way) for way in ways] == [[1], [4, 5]]
+        assert [found.takes_part(way) for way in ways] == [rank < 4, rank >= 4]
+        boxes = list(found.boxes_of(rank, window.ways[ways[rank // 4]]))
+        assert [key for key, *_ in boxes] == [f"{rank // 4}.{name}" for name in "ab"]
+        assert {box.size for _, box, _ in boxes} == {(3, 4)}
+        assert not list(found.boxes_of(rank, window.ways[ways[1 - rank // 4]]))
+
+
+def test_a_stage_that_cannot_relay_gets_everything_from_the_source() -> None:
+    (window,) = delivery(0, *stages(relays=(True, False))).windows
+    assert window.ways == {None: ["1.a", "1.b"], Relay(STAGES[0], (0,)): ["0.a", "0.b"]}
+
+
+def test_a_tensor_of_two_stages_is_sent_by_the_source() -> None:
+    tied = [{"tied": wants_of(number)[f"{number}.a"]} for number in (0, 1)]
+    both = [table._replace(wants={**table.wants, **more}) for table, more in zip(stages(), tied)]
+    found = delivery(3, *both)
+    (window,) = found.windows
+    assert window.ways[None] == ["tied"]
+    assert found.receivers(None) == [1, 2, 3, 4, 5, 6, 7]
+    assert [box.size for _, box, _ in found.boxes_of(6, window.ways[None])] == [(3, 4)]
+
+
+def test_ranks_that_differ_in_what_is_no_want_share_what_all_want_whole() -> None:
+    whole = {"w": Want(Layout(SHAPE), torch.float32)}
+    found = delivery(0, Table(whole, (0, 1), True, ["a stage"]), Table(whole, (2, 3, 4, 5, 6, 7), True, []))
+    assert found.windows[0].common == ["w"]
+
+
+def test_a_table_travels_as_rows() -> None:
+    names = tuple(f"layers.{number}.weight" for number in range(1000))
+    table = Table(wants_of(1, names), (4, 5, 6, 7), True, ["a stage"])
+    assert unpacked(packed(table)) == table._replace(ranks=())
+    assert len(packed(table)) < 20 * len(names)
