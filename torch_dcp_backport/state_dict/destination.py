@@ -13,7 +13,7 @@ from torch import nn
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import Target, TensorInfo, Want, layout_of
-from torch_dcp_backport.transfer.layout import Layout
+from torch_dcp_backport.transfer.layout import Layout, layout_at
 
 #: What moves before any loading code runs.
 FIRST = ""
@@ -85,7 +85,7 @@ def whole(
     held: Optional[torch.Tensor] = None,
 ) -> Destination:
     """A new whole tensor, whatever its shape, on every rank; `held` where this rank has it already."""
-    return Destination(Layout(offered.shape), offered.dtype, device, owner, local=held, stage=stage)
+    return Destination(layout_at(offered.shape), offered.dtype, device, owner, local=held, stage=stage)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

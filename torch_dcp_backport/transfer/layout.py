@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
@@ -69,6 +69,10 @@ class Mesh:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without what is derived.
+        return Mesh, (self.shape, self.ranks)
+
     @functools.cached_property
     def _hash(self) -> int:
         # Of thousands of tensors on the same thousand ranks each one is looked up.
@@ -108,6 +112,9 @@ class Layout:
     shape: tuple[int, ...]
     mesh: Optional[Mesh] = None
     placements: tuple[Placement, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return layout_at, (self.shape, self.mesh, self.placements)
 
     @property
     def is_sharded(self) -> bool:
@@ -149,7 +156,7 @@ class Layout:
         """Whether every one of `ranks` holds the whole tensor."""
         return self.mesh is None or (not self.is_sharded and set(ranks) <= set(self.mesh.ranks))
 
-    @property
+    @functools.cached_property
     def signature(self) -> str:
         """The same text on every rank that sees the same layout."""
         return f"{self.shape}{self.mesh.signature if self.mesh else ''}{self.placements}"
@@ -212,9 +219,13 @@ def split_order(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout of a DTensor; a plain tensor is whole on every rank."""
     if not isinstance(tensor, compat.DTensor):
-        return Layout(tuple(tensor.shape))
+        return layout_at(tuple(tensor.shape))
     mesh = mesh_of(tensor.device_mesh)
-    return Layout(tuple(tensor.shape), mesh, splits_of(mesh.shape, tensor.placements))
+    return layout_at(tuple(tensor.shape), mesh, splits_of(mesh.shape, tensor.placements))
+
+
+#: One object for all tensors that lie alike: a model has few shapes, and what is derived is kept in it.
+layout_at = functools.lru_cache(maxsize=4096)(Layout)
 
 
 def splits_of(mesh_shape: tuple[int, ...], placements: tuple[object, ...]) -> tuple[Placement, ...]:
