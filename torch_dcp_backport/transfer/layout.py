@@ -224,8 +224,12 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     return layout_at(tuple(tensor.shape), mesh, splits_of(mesh.shape, tensor.placements))
 
 
-#: One object for all tensors that lie alike: a model has few shapes, and what is derived is kept in it.
-layout_at = functools.lru_cache(maxsize=4096)(Layout)
+@functools.lru_cache(maxsize=4096)
+def layout_at(
+    shape: tuple[int, ...], mesh: Optional[Mesh] = None, placements: tuple[Placement, ...] = ()
+) -> Layout:
+    """One object for all tensors that lie alike: a model has few shapes. What is derived is kept in it."""
+    return Layout(shape, mesh, placements)
 
 
 def splits_of(mesh_shape: tuple[int, ...], placements: tuple[object, ...]) -> tuple[Placement, ...]:
