@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from models import value_of
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_dcp_backport import transfer
 from torch_dcp_backport.compat import DTensor, Replicate
+from torch_dcp_backport.transfer import plan
 
 SHAPE = (64, 96)
 NBYTES = 64 * 96 * 4
@@ -39,3 +41,30 @@ def test_a_stage_gets_its_tensors_once_and_passes_them_on(ranks):
     # Rank 0 passes on to its own replica, and sends to the first rank of the other stage.
     assert [one.bytes_sent for one in reports] == [2 * NBYTES, 0, NBYTES, 0]
     assert [one.bytes_received for one in reports] == [0, NBYTES, NBYTES, NBYTES]
+
+
+def cannot_pack(api: Any, place: int) -> None:
+    """A rank whose own list of wants cannot travel."""
+    rank = dist.get_rank()
+    model = nn.Module()
+    model.register_parameter(f"w{rank // 2}", nn.Parameter(torch.zeros(SHAPE)))
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    full = {f"w{number}": torch.ones(SHAPE) for number in (0, 1)}
+
+    def fail(table: plan.Table) -> bytes:
+        raise TypeError("a fault")
+
+    real = plan.packed
+    try:
+        if rank == place:
+            plan.packed = fail
+        with pytest.raises(RuntimeError, match=rf"(?s)nothing was changed.*rank {place}.*a fault"):
+            api.set_model_state_dict(model, full if rank == 0 else {}, options=options)
+    finally:
+        plan.packed = real
+    assert not torch.any(getattr(model, f"w{rank // 2}"))
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_every_rank_hears_of_wants_that_cannot_travel(ranks, place):
+    ranks(cannot_pack, place)

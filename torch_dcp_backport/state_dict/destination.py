@@ -59,7 +59,7 @@ class Destination(NamedTuple):
 def in_place(live: torch.Tensor, owner: Any, view: Optional[torch.Tensor] = None) -> Destination:
     """`live` (plain or DTensor) receives its part of the checkpoint's tensor; through `view`, if given."""
     seen = live if view is None else view
-    local = local_of(seen)
+    local = written_part(seen)
     # A subclass (quantized weights) takes a whole box or nothing.
     into = local if type(local) in (torch.Tensor, nn.Parameter) else None
     return Destination(layout_of(seen), live.dtype, local.device, owner, Becomes.LIVE, live, into)
@@ -90,6 +90,11 @@ def whole(
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a plain tensor or a DTensor."""
+    return compat.local_part(tensor) if isinstance(tensor, compat.DTensor) else tensor
+
+
+def written_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, to be written. A state of a subclass may have no `detach`; nothing writes into states."""
     return compat.local_part(tensor) if isinstance(tensor, compat.DTensor) else tensor.detach()
 
 
@@ -112,15 +117,17 @@ def value_of(destination: Destination, filled: torch.Tensor) -> Any:
     if becomes is Becomes.NEW and not isinstance(like, compat.DTensor):
         return filled
     assert like is not None, "it is like another tensor"
-    local = local_of(like)
     if becomes is Becomes.LIVE:
         if destination.local is None:
-            local.copy_(filled)
+            written = written_part(like)
+            # Of a scalar for which the checkpoint has a vector of one element.
+            written.copy_(filled.view(written.shape))
         return like
     if becomes is Becomes.REPLICA:
         assert isinstance(like, compat.DTensor), "replicas stand on a mesh"
         return compat.replicated(filled, like.device_mesh)
     if becomes is Becomes.STATE:
+        local = local_of(like)
         if type(local) not in compat.PLAIN_TENSORS:
             filled = torch.empty_like(local).copy_(filled)
         return compat.wrap_local(filled, like) if isinstance(like, compat.DTensor) else filled

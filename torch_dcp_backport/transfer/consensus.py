@@ -5,7 +5,7 @@ Knows no tensors but the bytes that it sends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,6 +60,29 @@ def _broadcast_bytes(data: bytes, source: int, group: Group) -> bytes:
         if not is_source:
             head += rest.cpu().numpy().tobytes()
     return data if is_source else head[LENGTH : LENGTH + length]
+
+
+def share_bytes(data: bytes, sizes: Mapping[int, int], group: Group) -> dict[int, bytes]:
+    """The bytes of some ranks, on every rank of the group.
+
+    To the first rank, and from there to all at once: the number of messages in a row is the same for any
+    number of ranks.
+
+    Args:
+        data: this rank's, where it is one of them.
+        sizes: the ranks, and how many bytes each has; the same on every rank.
+    """
+    first, rank, device = group_ranks(group)[0], dist.get_rank(), device_for(group)
+    every = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=device)
+    parts = dict(zip(sizes, torch.split(every, list(sizes.values()))))
+    if rank in parts:
+        parts[rank].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    if rank == first:
+        finish(post([(dist.irecv, part, sender) for sender, part in parts.items() if sender != first], group))
+    elif rank in parts:
+        finish(post([(dist.isend, parts[rank], first)], group))
+    dist.broadcast(every, src=first, group=group)
+    return {sender: part.cpu().numpy().tobytes() for sender, part in parts.items()}
 
 
 def open_lane(device: torch.device, group: Group) -> None:

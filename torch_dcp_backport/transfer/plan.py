@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from torch_dcp_backport.transfer import settings
 from torch_dcp_backport.transfer.chunks import Key
-from torch_dcp_backport.transfer.consensus import Mark, agree_on_mark, broadcast_bytes
-from torch_dcp_backport.transfer.errors import UNCHANGED, Problem, raise_together, spell_key
+from torch_dcp_backport.transfer.consensus import Mark, agree_on_mark, broadcast_bytes, share_bytes
+from torch_dcp_backport.transfer.errors import UNCHANGED, Problem, problem_of, raise_together, spell_key
 from torch_dcp_backport.transfer.groups import Group, comm_device_type, group_ranks
 from torch_dcp_backport.transfer.layout import Layout
 
@@ -185,29 +185,39 @@ def agree(
         kind = ValueError if all(problem.what == BAD_BUDGET for _, problem in found) else RuntimeError
         raise_together(title, found, cause, kind, so_far)
     mine = Table(wants, ranks, relays, note)
-    tables = [mine] if common.digest == own.digest else share_table(mine, own.digest, group)
+    tables = [mine] if common.digest == own.digest else share_table(mine, own.digest, title, group)
     on = comm_device_type(group, common.device or "cpu")
     return Agreement(wants, tables, common.staging_bytes, on, common.custom)
 
 
-def share_table(mine: Table, own: bytes, group: Group) -> list[Table]:
+def share_table(mine: Table, own: bytes, title: str, group: Group) -> list[Table]:
     """Every table of a group, in the order of the first ranks that have them; each travels once.
 
     `own`: the digest of this rank's.
+
+    Raises:
+        RuntimeError: a rank's table cannot be pickled; on every rank.
     """
     ranks = group_ranks(group)
-    digests: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(digests, own, group=group)
-    members: dict[bytes, list[int]] = {}
-    for rank, digest_of_rank in zip(ranks, digests):
-        members.setdefault(digest_of_rank, []).append(rank)
-    tables = []
-    for digest_of_table, holders in members.items():
-        sent: list[Any] = [packed(mine) if dist.get_rank() == holders[0] else None]
-        dist.broadcast_object_list(sent, src=holders[0], group=group)
-        table = mine if digest_of_table == own else unpacked(sent[0])
-        tables.append(table._replace(ranks=tuple(holders)))
-    return tables
+    data, problem = b"", None
+    try:
+        data = packed(mine)
+    except Exception as error:
+        problem = problem_of(error)
+    everyone: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(everyone, (own, len(data), problem), group=group)
+    raise_together(
+        title, [(rank, Problem(*found)) for rank, (*_, found) in zip(ranks, everyone) if found is not None]
+    )
+    holders: dict[bytes, list[int]] = {}
+    for rank, (name, *_) in zip(ranks, everyone):
+        holders.setdefault(name, []).append(rank)
+    sizes = {rank: size for rank, (_, size, _) in zip(ranks, everyone)}
+    sent = share_bytes(data, {members[0]: sizes[members[0]] for members in holders.values()}, group)
+    return [
+        (mine if name == own else unpacked(sent[members[0]]))._replace(ranks=tuple(members))
+        for name, members in holders.items()
+    ]
 
 
 def packed(table: Table) -> bytes:
