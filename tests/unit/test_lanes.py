@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -23,3 +24,14 @@ def test_a_lane_without_its_python_is_skipped_aloud(tmp_path: Path) -> None:
     done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("no Python 3.9 here: put python3.9 on PATH, or its path into LANES_PYTHON")
+
+
+def test_what_lanes_leave_out_is_there() -> None:
+    spec = importlib.util.spec_from_file_location("lanes", LANES)
+    assert spec is not None
+    assert spec.loader is not None
+    lanes = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lanes)
+    assert set(lanes.LEAVES_OUT) <= set(lanes.LANES)
+    for paths in lanes.LEAVES_OUT.values():
+        assert [path for path in paths if not (LANES.parents[1] / path).is_file()] == []
