@@ -90,11 +90,11 @@ def measure_scatter() -> None:
         agreement = Agreement({}, tables, 2**26, "cpu", False)
         agreement = agreement._replace(mine=agreement.of(rank))
         tracemalloc.start()
-        delivery = Delivery(WORLD, rank, inventory, agreement, True, False)
+        delivery = Delivery(WORLD, rank, inventory, agreement, False)
         memory = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         began = time.perf_counter()
-        delivery = Delivery(WORLD, rank, inventory, agreement, True, False)
+        delivery = Delivery(WORLD, rank, inventory, agreement, False)
         nbytes = delivery.nbytes
         boxes = sum(
             1

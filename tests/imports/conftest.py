@@ -22,7 +22,7 @@ def warm() -> Iterator[Interpreter]:
 
 
 @pytest.fixture
-def fresh(tmp_path: Path, warm: Interpreter) -> Fresh:
+def fresh(tmp_path: Path, request: pytest.FixtureRequest) -> Fresh:
     """fresh(code) runs it in a new interpreter, in an empty folder, this checkout importable.
 
     Code that begins with `import torch` runs in a fork of one that has done so.
@@ -46,6 +46,7 @@ def fresh(tmp_path: Path, warm: Interpreter) -> Fresh:
             env["TORCH_DCP_BACKPORT"] = switch
         program = PRELUDE + textwrap.dedent(code)
         if code and not flags and begins_with_torch(program, tmp_path):
+            warm: Interpreter = request.getfixturevalue("warm")
             return Ended(*warm.run(program, argv, env, tmp_path, timeout))
         command = ["-c", program, *argv] if code else list(argv)
         done = subprocess.run(

@@ -68,3 +68,42 @@ def cannot_pack(api: Any, place: int) -> None:
 @pytest.mark.parametrize("place", [0, 3])
 def test_every_rank_hears_of_wants_that_cannot_travel(ranks, place):
     ranks(cannot_pack, place)
+
+
+def cannot_pack_later(api: Any, place: int) -> None:
+    """The same, when loading code of one stage is about to look: what moved before is written."""
+    rank, own = dist.get_rank(), dist.get_rank() // 2
+    model = nn.Module()
+    model.register_parameter(f"w{own}", nn.Parameter(torch.zeros(SHAPE)))
+    child = nn.Module()
+    child.register_parameter("w", nn.Parameter(torch.zeros(SHAPE)))
+    child._register_load_state_dict_pre_hook(lambda *_: None)
+    model.add_module(f"c{own}", child)
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    full = {name: torch.ones(SHAPE) for name in ("w0", "w1", "c0.w", "c1.w")}
+    before = parameter_of(model, own).clone()
+    real = plan.packed
+
+    def fail(table: plan.Table) -> bytes:
+        if torch.equal(parameter_of(model, own), before):
+            return real(table)
+        raise TypeError("a fault")
+
+    try:
+        if rank == place:
+            plan.packed = fail
+        with pytest.raises(RuntimeError, match=rf"(?s)rank {place}.*a fault") as caught:
+            api.set_model_state_dict(model, full if rank == 0 else {}, options=options)
+    finally:
+        plan.packed = real
+    assert "nothing was changed" not in str(caught.value)
+    assert torch.all(parameter_of(model, own) == 1)
+
+
+def parameter_of(model: nn.Module, own: int) -> torch.Tensor:
+    return getattr(model, f"w{own}").detach()
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_an_error_of_a_later_stage_does_not_say_that_nothing_changed(ranks, place):
+    ranks(cannot_pack_later, place)

@@ -23,7 +23,7 @@ def delivery(rank: int, *tables: Table) -> Delivery:
     inventory = {key: TensorInfo(SHAPE, torch.float32) for table in tables for key in table.wants}
     agreement = Agreement({}, tables, 2**20, "cpu", False)
     mine = agreement.table_of(rank).wants
-    return Delivery(RANKS, rank, inventory, agreement._replace(mine=mine), True, False)
+    return Delivery(RANKS, rank, inventory, agreement._replace(mine=mine), False)
 
 
 def stages(relays: tuple[bool, bool] = (True, True)) -> list[Table]:

@@ -61,7 +61,7 @@ def in_place(live: torch.Tensor, owner: Any, view: Optional[torch.Tensor] = None
     seen = live if view is None else view
     local = written_part(seen)
     # A subclass (quantized weights) takes a whole box or nothing.
-    into = local if type(local) in (torch.Tensor, nn.Parameter) else None
+    into = local if type(local) in compat.PLAIN_TENSORS else None
     return Destination(layout_of(seen), live.dtype, local.device, owner, Becomes.LIVE, live, into)
 
 

@@ -65,7 +65,6 @@ class ModelLoad(Load):
         self.entries: list[Entry] = []
         #: What is planned; made anew by every `plan`.
         self.planned = ModelPlan(self.entries, self.places)
-        self.governors: list[str] = []
         #: FQN prefixes of modules without loading code whose tensors are whole for their own sake.
         self.unlooked: set[str] = set()
         #: The ids of entries not written in place for their own sake, or for that of what is offered.
@@ -146,8 +145,7 @@ class ModelLoad(Load):
 
     def find_governors(self, also: set[str]) -> None:
         governors = govern(self.places, self.planned.inventory, also)
-        self.governors = topmost([*self.also, *governors]) if self.also else governors
-        self.planned.governors = self.governors
+        self.planned.governors = topmost([*self.also, *governors]) if self.also else governors
 
     def needs_whole(self, entry: Entry) -> bool:
         """Whether a value is not written in place for its own sake, or for that of what is offered."""
@@ -168,7 +166,7 @@ class ModelLoad(Load):
 
     @property
     def stages(self) -> Sequence[str]:
-        return [prefix or ROOT for prefix in self.governors]
+        return [prefix or ROOT for prefix in self.planned.governors]
 
     def widen(self, stages: Sequence[str]) -> None:
         self.also = topmost([stage if stage != ROOT else "" for stage in stages])
@@ -362,7 +360,7 @@ class ModelLoad(Load):
         With many small DTensors that costs more than the transfer. Nothing can see the difference: the
         keys were judged before, and no loading code but torch's plain one takes part.
         """
-        return not self.governors and not self.has_users_code
+        return not self.planned.governors and not self.has_users_code
 
     @functools.cached_property
     def has_users_code(self) -> bool:

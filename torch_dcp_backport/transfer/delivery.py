@@ -54,15 +54,12 @@ class Delivery:
         rank: int,
         inventory: Mapping[Key, object],
         agreement: Agreement,
-        relays: bool,
         by_window: bool,
     ) -> None:
-        """`relays`: whether replicas pass on, where all want the same; else each table's `relays` says it."""
         self.ranks = ranks
         self.rank = rank
         self.source = ranks[0]
         self.agreement = agreement
-        self.relays = relays
         self._wanted: dict[tuple[int, tuple[int, ...]], tuple[Sequence[Key], list[Key]]] = {}
         self.tensors = {key: info for key, info in inventory.items() if isinstance(info, TensorInfo)}
         self.windows = [self.window_of(keys) for keys in self.key_windows(by_window)]
@@ -93,7 +90,8 @@ class Delivery:
         ways: dict[Optional[Relay], list[Key]] = {}
         if self.rank != self.source:
             # What this rank does not want goes past it.
-            keys = self.wanted_of(list(keys), self.agreement.table_of(self.rank))
+            own = self.agreement.of(self.rank)
+            keys = [key for key in keys if key in own]
         for key in keys:
             tables = [table for table in self.agreement.tables if key in table.wants]
             if self.is_wanted_whole_by_all(key, tables):
@@ -118,11 +116,8 @@ class Delivery:
         layout = table.wants[key].layout
         if layout.mesh is None or not layout.replica_dims:
             return None
-        if len(self.agreement.tables) == 1:
-            relayed = self.relays and set(layout.mesh.ranks) <= set(self.ranks)
-        else:
-            # Those that want it at all are those that pass it on.
-            relayed = table.relays and set(layout.mesh.ranks) == set(table.ranks)
+        # Of those that want it the ranks outside the mesh have no box.
+        relayed = table.relays and set(layout.mesh.ranks) <= set(table.ranks)
         return Relay(layout.mesh, layout.replica_dims) if relayed else None
 
     def dtype_for(self, key: Key, wanted: torch.dtype) -> torch.dtype:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch_dcp_backport.transfer import settings
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.consensus import Mark, agree_on_mark, broadcast_bytes, share_bytes
-from torch_dcp_backport.transfer.errors import UNCHANGED, Problem, problem_of, raise_together, spell_key
+from torch_dcp_backport.transfer.errors import UNCHANGED, Problem, problem_of, raise_together, spell_key, told
 from torch_dcp_backport.transfer.groups import Group, comm_device_type, group_ranks
 from torch_dcp_backport.transfer.layout import Layout
 
@@ -81,7 +81,7 @@ class Agreement(NamedTuple):
         return next(table for table in self.tables if rank in table.ranks)
 
     def of(self, rank: int) -> Mapping[Key, Want]:
-        return self.mine if self.is_common else self.table_of(rank).wants
+        return self.table_of(rank).wants
 
 
 def publish(
@@ -185,18 +185,19 @@ def agree(
         kind = ValueError if all(problem.what == BAD_BUDGET for _, problem in found) else RuntimeError
         raise_together(title, found, cause, kind, so_far)
     mine = Table(wants, ranks, relays, note)
-    tables = [mine] if common.digest == own.digest else share_table(mine, own.digest, title, group)
+    tables = [mine] if common.digest == own.digest else share_table(mine, own.digest, title, group, so_far)
     on = comm_device_type(group, common.device or "cpu")
     return Agreement(wants, tables, common.staging_bytes, on, common.custom)
 
 
-def share_table(mine: Table, own: bytes, title: str, group: Group) -> list[Table]:
+def share_table(mine: Table, own: bytes, title: str, group: Group, so_far: str) -> list[Table]:
     """Every table of a group, in the order of the first ranks that have them; each travels once.
 
     `own`: the digest of this rank's.
 
     Raises:
         RuntimeError: a rank's table cannot be pickled; on every rank.
+        TransferError: a rank is gone, or the group's timeout is over.
     """
     ranks = group_ranks(group)
     data, problem = b"", None
@@ -205,15 +206,18 @@ def share_table(mine: Table, own: bytes, title: str, group: Group) -> list[Table
     except Exception as error:
         problem = problem_of(error)
     everyone: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(everyone, (own, len(data), problem), group=group)
-    raise_together(
-        title, [(rank, Problem(*found)) for rank, (*_, found) in zip(ranks, everyone) if found is not None]
-    )
-    holders: dict[bytes, list[int]] = {}
-    for rank, (name, *_) in zip(ranks, everyone):
-        holders.setdefault(name, []).append(rank)
-    sizes = {rank: size for rank, (_, size, _) in zip(ranks, everyone)}
-    sent = share_bytes(data, {members[0]: sizes[members[0]] for members in holders.values()}, group)
+    # Whichever of the messages breaks off, the wants are not known everywhere.
+    with told(lambda: f"{so_far}; what the ranks want did not arrive everywhere"):
+        dist.all_gather_object(everyone, (own, len(data), problem), group=group)
+        found = [(rank, Problem(*theirs)) for rank, (*_, theirs) in zip(ranks, everyone) if theirs]
+        holders: dict[bytes, list[int]] = {}
+        sizes: dict[int, int] = {}
+        for rank, (name, size, _) in zip(ranks, everyone):
+            if name not in holders:
+                sizes[rank] = size
+            holders.setdefault(name, []).append(rank)
+        sent = {} if found else share_bytes(data, sizes, group)
+    raise_together(title, found, so_far=so_far)
     return [
         (mine if name == own else unpacked(sent[members[0]]))._replace(ranks=tuple(members))
         for name, members in holders.items()

@@ -69,8 +69,8 @@ def scatter(
         inventory: what `call.publish` returned.
         targets: this rank's destinations, one for each key that it wants.
         agreement: what `call.agree` returned.
-        relays: the process groups of each dimension of the meshes that this rank is in. With None, which
-            must be on every rank then, the source sends to every replica itself.
+        relays: the process groups of each dimension of the meshes that this rank is in, where it has told
+            `call.agree` that it relays; else the source sends to every replica itself.
         by_window: the source reads a tensor anew every time, so that it goes to every rank before the next
             one is read; the same on every rank.
 
@@ -80,7 +80,7 @@ def scatter(
         TransferError: a rank is gone, or the group's timeout is over; says what was under way and what
             was already written.
     """
-    delivery = Delivery(call.ranks, call.rank, inventory, agreement, relays is not None, by_window)
+    delivery = Delivery(call.ranks, call.rank, inventory, agreement, by_window)
     route = Route(call, reader, targets, delivery, relays)
     with call.tally.phase("prepare"):
         staging, call.tally.staging_budget = ready(
