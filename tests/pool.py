@@ -23,6 +23,8 @@ from typing import Any, Optional
 OURS = "torch_dcp_backport.state_dict"
 STOCK = "torch.distributed.checkpoint.state_dict"
 LIMIT = 200.0
+#: Bytes of `inline.MOST`.
+INLINE = 24 * 1024
 #: Forked from a server that has torch imported, and nothing of ours: a pool that replaces a failed one costs
 #: no second import.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -168,6 +170,16 @@ def reuse_groups() -> None:
     device_mesh.new_group = reused
 
 
+def send_values(with_inventory: bool) -> None:
+    """Whether the values of small state dicts travel with their inventory.
+
+    Those of tests are small: what moves larger ones would run in none of them.
+    """
+    inline = sys.modules.get("torch_dcp_backport.state_dict.inline")
+    if inline is not None:
+        inline.MOST = INLINE if with_inventory else 0
+
+
 def serve(
     switch: str,
     rank: int,
@@ -191,6 +203,8 @@ def serve(
         limit = datetime.timedelta(seconds=timeout)
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world, timeout=limit)
     module = importlib.import_module(api)
+    if modules == ("torch_dcp_backport",):
+        send_values(with_inventory=False)
     reuse_groups()
     while True:
         try:

@@ -15,14 +15,13 @@ PATH = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 
 HEAD = f"""# Reliability
 
-What {WORLD} ranks (gloo, CPU) see when one of them has a fault in a call. Made by `make reliability` from
-`tests/ranks/faults.py`, which has the rank of each case; tested by
-`python3 tools/lanes.py test 2.6 -- tests/ranks/test_faults.py`.
+What {WORLD} ranks (gloo, CPU) see of a fault in one of them. Made by `make reliability` from `tests/ranks/faults.py`;
+tested by `python3 tools/lanes.py test 2.6 -- tests/ranks/test_faults.py`.
 
-Always, on every rank that lives: the caller's dict, the garbage collector's state and the hooks of modules and optimizers
-are as before, and less than 64 KiB of new tensors stays alive (a shard has 1 MiB).
+On every rank that lives the caller's dict, the garbage collector's state and the hooks of modules and optimizers are as
+before, and less than 64 KiB of new tensors stays alive (a shard has 1 MiB).
 
-The calls: `load`, `meta`, `optimizer` are a model in memory, a model on the meta device and AdamW, loaded from rank 0;
+Calls: `load`, `meta`, `optimizer` are a model in memory, a model on the meta device and AdamW, loaded from rank 0;
 `local` is a model where every rank has the dict; `save`, `save optimizer` are full gets with `cpu_offload`.
 """
 
@@ -34,14 +33,14 @@ SECTIONS = {
     LOADED: ("Done all the same", "Every value is right, on every rank."),
     TOLD: (
         "Too late to refuse",
-        "The rank with the fault raises its own error, every other rank one that names rank and error: do not use what was "
-        "being loaded. The process group goes on. Ranks ask each other only where code outside torch takes part.",
+        "The rank with the fault raises its own error, every other rank one that names both: do not use what was being "
+        "loaded. The process group goes on. Ranks ask each other only where code outside torch takes part.",
     ),
     BROKEN: (
         "Broken off",
         "Ranks that wait raise a [`TransferError`](troubleshooting.md#transfererror) within the group's timeout "
         f"({TIMEOUT:.0f} s in the tests). A rank that needed nothing more may have finished, with right values. After a "
-        "timeout torch's process group is unusable: restart the job.",
+        "timeout restart the job: torch's process group is unusable.",
     ),
 }
 
@@ -51,20 +50,18 @@ faults on accelerators.
 ## What ranks believe each other
 
 **A rank can make another one run code, as always with torch.distributed:** do not connect ranks that you do not trust.
-Besides bytes of tensors travel an inventory (names, shapes, dtypes, small values), a mark of fixed size per rank and,
-where ranks differ or something is wrong, lists of problems and layouts. Inventory and lists are pickled, as in torch's
-`broadcast_object_list`. Otherwise:
+The inventory (names, shapes, dtypes, small values) and, where ranks differ, lists of problems and layouts are pickled,
+as in torch's `broadcast_object_list`. Otherwise:
 
 - wrong types are an error; an inventory above 2 GiB is refused before memory is taken for it;
 - memory follows from the staging budget and this rank's own layout; a peer decides only for values without a shape in the
   model (extra state, tensors behind custom loading code);
-- values are never executed or evaluated; no files are read or written, no network but torch.distributed is used;
-- `TORCH_DCP_BACKPORT` and `TORCH_DCP_BACKPORT_STAGING_MIB` are parsed strictly.
+- no files are read or written, no network but torch.distributed is used.
 
 ## Threads
 
-Ranks tell transfers apart by their order alone. Of two threads that transfer in one process group at the same time the
-second gets a `RuntimeError`, and nothing is changed. Call from one thread, in the same order on every rank.
+Call from one thread, in the same order on every rank: ranks tell transfers apart by their order alone. A second thread
+in one process group at the same time gets a `RuntimeError`, and nothing is changed.
 """
 
 

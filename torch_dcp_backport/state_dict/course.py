@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
+import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.state_dict import inline
 from torch_dcp_backport.state_dict.destination import (
     FIRST,
     Destination,
@@ -29,6 +31,8 @@ from torch_dcp_backport.transfer import (
 from torch_dcp_backport.transfer.errors import DOUBTFUL
 from torch_dcp_backport.transfer.groups import device_types
 from torch_dcp_backport.transfer.layout import Mesh, mesh_of
+from torch_dcp_backport.transfer.scatter import Reader
+from torch_dcp_backport.transfer.staging import copy_to
 
 
 def run(
@@ -129,6 +133,21 @@ class Course:
             one = self.load.destinations[key]
             self.load.take(one.owner, value_of(one, target.tensor))
 
+    def fill_from(self, reader: Reader, targets: Mapping[Key, Target]) -> None:
+        """Fill targets from what this rank has, and settle them."""
+        self.call.raise_alone()
+        with self.call.tally.phase("move"):
+            for key, target in targets.items():
+                if target.box.numel:
+                    copy_to(target.tensor, self.piece(reader, key, target))
+                reader.release()
+            self.settle(targets)
+        self.call.tally.tensors += len(targets)
+        self.call.tally.close()
+
+    def piece(self, reader: Reader, key: Key, target: Target) -> torch.Tensor:
+        return reader.piece(key, target.box, self.load.destinations[key].layout.shape)
+
     def fails_alone(self) -> bool:
         try:
             return self.load.is_custom
@@ -143,6 +162,8 @@ class Broadcast(Course):
         super().__init__(load, source, Call(load.title, "scatter", [group], load.problems))
         self.is_source = dist.get_rank(group) == 0
         self.inventory: dict[Key, Any] = {}
+        #: Reads the values where they came with the inventory.
+        self.values: Optional[Reader] = None
         self.by_window = False
         #: Stages that are still to come, in the same order on every rank.
         self.pending: list[str] = []
@@ -153,8 +174,17 @@ class Broadcast(Course):
         load, call = self.load, self.call
         with call.tally.phase("inventory"):
             mine = self.inventory_of_source(whole_only=True) if self.is_source else None
+            if mine and not call.problems:
+                with call.guard():
+                    mine[About.VALUES] = inline.pack(self.source, mine)
         self.inventory = call.publish(mine)
         self.by_window = bool(self.inventory.pop(About.FLEETING, False))
+        data = self.inventory.pop(About.VALUES, None)
+        if data is not None:
+            # A target may be the source's own tensor: no copy of it stands in between.
+            self.values = self.source if self.is_source else inline.Values(data, self.inventory)
+            call.tally.meter.expect(len(data))
+            (call.tally.sent if self.is_source else call.tally.received)(len(data))
         self.agree_on_plan()
         stages = stages_of_all(self.agreement)
         if stages is not None:
@@ -230,6 +260,9 @@ class Broadcast(Course):
         }
         with self.call.room_for("what is loaded"):
             targets = self.targets_of(stage)
+        if self.values is not None:
+            self.fill_from(self.values, targets)
+            return
         scatter(
             self.call,
             self.source if self.is_source else None,
@@ -275,20 +308,12 @@ class Local(Course):
         self.move(stage)
 
     def move(self, stage: str) -> None:
-        with self.call.tally.phase("move"):
-            targets = self.targets_of(stage)
-            for key, target in targets.items():
-                if target.box.numel:
-                    value = self.source.value(key)
-                    if isinstance(value, compat.DTensor):
-                        target.tensor.copy_(compat.local_part(value.detach()))
-                    else:
-                        shape = self.load.destinations[key].layout.shape
-                        target.tensor.copy_(self.source.piece(key, target.box, shape))
-                self.source.release()
-            self.settle(targets)
-        self.call.tally.tensors += len(targets)
-        self.call.tally.close()
+        self.fill_from(self.source, self.targets_of(stage))
+
+    def piece(self, reader: Reader, key: Key, target: Target) -> torch.Tensor:
+        if key in self.source.spread:
+            return compat.local_part(self.source.value(key).detach())
+        return super().piece(reader, key, target)
 
 
 def wants_of(destinations: Mapping[Key, Destination]) -> dict[Key, Want]:

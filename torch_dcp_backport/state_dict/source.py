@@ -52,6 +52,8 @@ class About(enum.Enum):
     METADATA = "metadata"
     #: Its values are made anew on every access.
     FLEETING = "fleeting"
+    #: The values of its tensors, where they are few: as `inline.pack` makes them.
+    VALUES = "values"
 
 
 class Unusable(NamedTuple):

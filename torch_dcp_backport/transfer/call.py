@@ -108,6 +108,14 @@ class Call:
         self.problems.append(problem)
         self.cause = cause
 
+    def raise_alone(self) -> None:
+        """Raise this rank's problems here, where no message follows in which all could hear of them.
+
+        Raises:
+            RuntimeError: this rank has problems.
+        """
+        raise_together(self.title, [(self.rank, problem) for problem in self.problems], self.cause)
+
     # --- what the ranks tell each other ---
 
     def publish(self, inventory: Optional[Mapping[Key, object]]) -> dict[Key, Any]:

@@ -18,7 +18,7 @@ from torch_dcp_backport.transfer.groups import Group, comm_device_type, group_ra
 from torch_dcp_backport.transfer.post import finish, post
 
 #: What has up to so many bytes takes one message: a collective's cost is its start.
-BLOCK = 16 * 1024
+BLOCK = 32 * 1024
 LENGTH = 8
 #: What a source may announce: nobody allocates more on its word. A key takes about 100 bytes.
 MOST = 2 * 2**30

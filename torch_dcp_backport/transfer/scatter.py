@@ -24,7 +24,7 @@ from torch_dcp_backport.transfer.errors import spell_broken_off, told
 from torch_dcp_backport.transfer.layout import Box, Mesh
 from torch_dcp_backport.transfer.plan import Agreement, Want, ready
 from torch_dcp_backport.transfer.post import finish, post
-from torch_dcp_backport.transfer.staging import Move, Ring, Staging, part_of
+from torch_dcp_backport.transfer.staging import Move, Ring, Staging, copy_to, part_of
 
 END = object()
 
@@ -309,10 +309,7 @@ class Route:
             if target is None or not target.box.numel:
                 continue
             self.written[key] = None
-            part = self.piece(key, target.box)
-            # A target may be the source's own tensor.
-            if part.data_ptr() != target.tensor.data_ptr() or part.device != target.tensor.device:
-                target.tensor.copy_(part)
+            copy_to(target.tensor, self.piece(key, target.box))
             yield target.tensor.nbytes
 
     def piece(self, key: Key, box: Box) -> torch.Tensor:

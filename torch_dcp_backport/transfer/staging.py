@@ -52,6 +52,16 @@ def part_of(tensor: torch.Tensor, holds: Box, box: Box) -> torch.Tensor:
     return tensor
 
 
+def copy_to(target: torch.Tensor, part: torch.Tensor) -> None:
+    """Copy, unless the target is the source's own tensor, whose memory may be read-only."""
+    if part.data_ptr() == target.data_ptr() and part.device == target.device:
+        if part.stride() == target.stride() and part.dtype == target.dtype:
+            return
+        # A transposed view of the target itself.
+        part = part.clone()
+    target.copy_(part)
+
+
 class Staging:
     """Bytes on one device, allocated once and cut anew for every phase of a transfer.
 
