@@ -27,13 +27,12 @@ FIRST, FIXED_IN = (".".join(map(str, release)) for release in (TABLE.FIRST, TABL
 
 HEAD = f"""# What is patched, and why
 
-Made by `make patched-page` from [`patches/`](../patches/), one record for each defect of torch that this
-package corrects, and from the list of what is replaced (`torch_dcp_backport/activation/table.py`).
+Made by `make patched-page` from [`patches/`](../patches/README.md) and
+`torch_dcp_backport/activation/table.py`.
 
 On torch >= {FIRST}, < {FIXED_IN} the functions [below](#what-is-replaced) are replaced in the running
 process, all or none; torch's files stay as they are. On torch >= {FIXED_IN} nothing is replaced, even where
-a defect is still there. Each replacement is our own implementation of what the function promises; nothing
-of torch's code is copied. On your machine (without `--load` only the decision, and no import of torch):
+a defect is still there. On your machine (without `--load` only the decision, and no import of torch):
 
 ```bash
 python -m torch_dcp_backport status --load
@@ -41,14 +40,8 @@ python -m torch_dcp_backport status --load
 
 ## Summary
 
-"""
+Each record says what is wrong, what we do, when the correction goes, and which tests show it.
 
-WORDS = """
-Each record also names the tests that fail on stock torch and pass with this package.
-
-**Full tensors** are whole ones (`full_state_dict=True`). **Get** and **set** are the functions `get_*` and
-`set_*`; a **load** is a set. A **tied weight** is one parameter under two names. A **flat** optimizer state
-dict has one key for each value (`flatten_optimizer_state_dict=True`).
 """
 
 NONE = "no record"
@@ -56,16 +49,15 @@ TAIL = """
 ## What is replaced
 
 Names, with the records that they serve. Private names are replaced because torch's public functions, and
-other packages, call them. Where there is no record there is no defect: torch's own would do, but works only
-with other parts of torch's own, and the set is replaced whole.
+other packages, call them; those with no record because the set works only as a whole.
 """
 
 # A record as CONTRIBUTING.md describes it.
 FORM = re.compile(
     r"# (?P<title>\d{4}: [^\n]+)\n\n"
     r"\| \| \|\n\|---\|---\|\n(?P<facts>(?:\| [^\n]+ \|\n)+)\n"
-    r"(?P<wrong>\*\*What is wrong\b.+?)\n\n"
-    r"(?P<ours>\*\*What we do\b.+?)\n\n"
+    r"\*\*What is wrong\b.+?\n\n"
+    r"\*\*What we do\b.+?\n\n"
     r"\*\*Shown by\*\* .+\.\n",
     re.DOTALL,
 )
@@ -77,14 +69,12 @@ class Record(NamedTuple):
     name: str  # of the file, without .md
     title: str
     facts: dict[str, str]  # the rows of its table
-    wrong: str  # what is wrong
-    ours: str  # what we do
 
 
 def page() -> str:
     records = [read(path.stem, path.read_text()) for path in sorted(PATCHES.glob("[0-9]*.md"))]
-    summary = table(("record", "torch releases that have it", "upstream", "goes when"), *map(row, records))
-    return "".join((HEAD, summary, WORDS, *map(section, records), TAIL, *replaced()))
+    summary = table(("record", "torch releases that have it", "upstream"), *map(row, records))
+    return "".join((HEAD, summary, TAIL, *replaced()))
 
 
 def read(name: str, text: str) -> Record:
@@ -92,25 +82,16 @@ def read(name: str, text: str) -> Record:
     if form is None:
         raise ValueError(f"patches/{name}.md has not the form that CONTRIBUTING.md describes")
     facts = dict(line.strip("| ").split(" | ", 1) for line in form["facts"].splitlines())
-    return Record(name, form["title"], facts, form["wrong"], form["ours"])
+    return Record(name, form["title"], facts)
 
 
 def row(record: Record) -> tuple[str, ...]:
     number, about = record.title.split(": ", 1)
-    # As GitHub makes it of a heading.
-    anchor = re.sub(r"[^\w -]", "", record.title.lower()).replace(" ", "-")
     upstream = [record.facts["Upstream"]]
     if "In the wild" in record.facts:
         upstream.append(f"seen as {record.facts['In the wild']}")
-    name = f"[{number}](../patches/{record.name}.md) [{about}](#{anchor})"
-    return name, record.facts["Affected"], "; ".join(upstream), record.facts["Goes when"]
-
-
-def section(record: Record) -> str:
-    """What is wrong, and the first paragraph of what we do."""
-    ours, *more = record.ours.split("\n\n")
-    link = f"\n\nIn detail: [the record](../patches/{record.name}.md)." if more else ""
-    return f"\n## {record.title}\n\n{record.wrong}\n\n{ours}{link}\n"
+    name = f"[{number}](../patches/{record.name}.md) {about}"
+    return name, record.facts["Affected"], "; ".join(upstream)
 
 
 def replaced() -> Iterator[str]:

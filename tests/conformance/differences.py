@@ -38,7 +38,7 @@ BROADCAST = f"{FULL}+broadcast_from_rank0"
 
 DIFFERENCES: tuple[Difference, ...] = (
     Difference(
-        "missing and unexpected keys are found before anything is written, and are the same on every rank",
+        "missing and unexpected keys are found before any write, the same on every rank",
         (f"set model, other keys/load_keys * {FULL}*",),
         "0002-bad-input-loads-or-hangs",
     ),
@@ -58,7 +58,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         "0002-bad-input-loads-or-hangs",
     ),
     Difference(
-        "parameters that exist stay the objects they are, and what is tied stays tied",
+        "existing parameters stay the same objects, tied ones stay tied",
         ("shared/tied_meta *", "shared/shared_*", "shared/one_name_of_two *", "meta/optimizer_after_meta *"),
         "0003-parameters-replaced-by-a-meta-load",
     ),
@@ -93,7 +93,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         "0006-optimizer-load-fails-or-loses-values",
     ),
     Difference(
-        "a get before the first step gives the states as they are before it: counters at 0, no weight decay",
+        "a get before the first step gives counters at 0 and no weight decay",
         ("get optimizer/get_fresh *",),
         "0006-optimizer-load-fails-or-loses-values",
     ),
@@ -103,7 +103,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         "0006-optimizer-load-fails-or-loses-values",
     ),
     Difference(
-        "a parameter that was saved without a state starts from nothing; torch fails, or waits",
+        "a parameter saved without a state starts from nothing; torch fails, or waits",
         ("partly used/set_partly_used *",),
         "0006-optimizer-load-fails-or-loses-values",
     ),
@@ -113,12 +113,12 @@ DIFFERENCES: tuple[Difference, ...] = (
         "0006-optimizer-load-fails-or-loses-values",
     ),
     Difference(
-        "a saved group that is split gives its values to both; torch gives them to the last of them only",
+        "a saved group that is split gives its values to both, in torch to the last only",
         ("groups cut otherwise/split_group *",),
         "0006-optimizer-load-fails-or-loses-values",
     ),
     Difference(
-        "loaded states are new tensors, whatever shares the memory of those that were there",
+        "loaded states are new tensors, whatever shares memory with the old ones",
         (f"shared memory/* {FULL}*",),
         "0006-optimizer-load-fails-or-loses-values",
     ),
@@ -154,7 +154,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         ),
     ),
     Difference(
-        "what get leaves out or names twice, set does not miss, and names inside DDP are found",
+        "a set does not miss keys that get leaves out or names twice, and finds names inside DDP",
         (
             "load hooks/old_batch_norm ddp *",
             "exact/two_names_in_one_module *",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +20,37 @@ OURS = {"ours: equal": "equal", "different on purpose": "deliberate", "decided b
 HEAD = """# Conformance
 
 Made by `make conformance` from [`tests/conformance/`](../tests/conformance/), whose tests hold this page to
-the records, and the records to torch wherever the suite runs on one of these releases.
+the records, and the records to torch.
 
 {total} scenarios on 1 to 8 ranks (gloo, CPU): get and set, model and optimizer, every option, every wrapper.
-Compared: order of keys, types, layouts, dtypes, shapes, devices, SHA-256 of values, warnings; of an error
-the class and the ranks that raise it. The standard is native torch {natives}. Ours must equal one
-of them, or have a reason below and a pinned result.
+Compared: order of keys, types, layouts, dtypes, shapes, devices, SHA-256 of values, warnings; an error's
+class and ranks. Ours must equal native torch {natives}, or have a reason
+below and a pinned result.
 
-Each scenario stands in the files there: `differences.py` (reasons), `recorded/ours-*.json` (our results
-where they differ), `recorded/stock-*.json` (verdicts on stock torch), `recorded/native-fails.tsv` (what
-native torch cannot do).
+Scenario by scenario, in that folder: `differences.py` (reasons), `recorded/ours-*.json` (our results
+where they differ), `recorded/stock-*.json` (verdicts on stock torch), `recorded/native-fails.tsv`.
 
 ## Counts
-
-"""
-GROUPS = """
-Ours by group: equal/on purpose/core. Equal on all of these releases:
-{equal}.
 
 """
 PURPOSE = """
 ## Different from native torch on purpose
 
-Scenarios are counted on {releases}: one number where all agree. One more difference holds everywhere:
-tuples of a param group (`betas`) stay tuples; native torch makes them lists.
+Number of scenarios on {releases}, once where all agree. Everywhere: tuples of a param group
+(`betas`) stay tuples; native torch makes them lists.
 
 """
 CORE = """
 ## Decided by a release's own core
 
-No function that is replaced can change it.
+No replaced function can change it. Counted as above.
 
 """
 CANNOT = """
 ## What native torch cannot do
 
-{failing} of {total} scenarios fail on native torch {native}; {works} of these work with us on torch {base}:
+{failing} of {total} scenarios fail on native torch {native}; {works} of these work with us on torch {base}
+([each](../tests/conformance/recorded/native-fails.tsv)). With us, and how native torch fails:
 
 """
 
@@ -68,16 +64,14 @@ def page() -> str:
     total, failing = len(all_scenarios()), failing_rows()
     works = sum(ours == "works" for _, _, ours in failing)
     parts = [
-        HEAD.format(total=total, natives=" and ".join(reversed(NATIVE)), base=BASE),
+        HEAD.format(total=total, natives=" or ".join(reversed(NATIVE)), base=BASE),
         table([("torch", *STOCK, *OURS), *release_rows()]),
-        GROUPS.format(equal=", ".join(f"`{name}` {len(keys)}" for name, keys in groups(equal=True))),
-        table([("group", "scenarios", *PINNED), *group_rows()]),
         PURPOSE.format(releases="/".join(PINNED)),
-        table([("what, and why", "record", "scenarios", "such as"), *purpose_rows()]),
+        "".join(line(row) for row in DIFFERENCES if not row.core_of),
         CORE,
-        table([("what", *PINNED, "such as"), *core_rows()]),
+        "".join(line(row) for row in DIFFERENCES if row.core_of),
         CANNOT.format(failing=len(failing), total=total, native=NATIVE[0], works=works, base=BASE),
-        table([("native torch", "ours", "scenarios", "which"), *outcome_rows(failing)]),
+        "".join(outcome_lines(failing)),
     ]
     return "".join(parts)
 
@@ -102,27 +96,6 @@ def release_rows() -> list[tuple[object, ...]]:
     return rows
 
 
-def group_rows() -> list[tuple[object, ...]]:
-    rows: list[tuple[object, ...]] = []
-    for name, keys in groups(equal=False):
-        found = [kinds(keys, release) for release in PINNED]
-        cells = ("/".join(str(one[kind]) for kind in OURS.values()) for one in found)
-        rows.append((name, len(keys), *cells))
-    return rows
-
-
-def groups(equal: bool) -> list[tuple[str, list[str]]]:
-    """Those in which ours equal native torch everywhere, or the others; with their scenarios."""
-    found: dict[str, list[str]] = {}
-    for key, one in all_scenarios().items():
-        found.setdefault(one.group, []).append(key)
-    return [
-        (name, keys)
-        for name, keys in found.items()
-        if equal is all(kinds(keys, release)["equal"] == len(keys) for release in PINNED)
-    ]
-
-
 def kinds(keys: list[str], release: str) -> Counter[str]:
     pinned = expectations(release).pinned
     return Counter(kind_of(key, release, pinned) for key in keys)
@@ -135,55 +108,26 @@ def kind_of(key: str, release: str, pinned: dict[str, Any]) -> str:
     return "core" if row.core_of else "deliberate"
 
 
-def purpose_rows() -> list[tuple[object, ...]]:
-    rows: list[tuple[object, ...]] = []
-    for row in DIFFERENCES:
-        if not row.core_of:
-            found = explained(row)
-            counts = [str(len(keys)) for keys in found]
-            record = f"[{row.record[:4]}](../patches/{row.record}.md)" if row.record else ""
-            number = counts[0] if len(set(counts)) == 1 else "/".join(counts)
-            rows.append((row.reason, record, number, example(found)))
-    return rows
+def line(row: Difference) -> str:
+    """A reason, its record, and how many scenarios it explains on each release."""
+    counts = list(map(str, explained(row)))
+    record = f" ([{row.record[:4]}](../patches/{row.record}.md))" if row.record else ""
+    return f"- {row.reason}{record}: {counts[0] if len(set(counts)) == 1 else '/'.join(counts)}\n"
 
 
-def core_rows() -> list[tuple[object, ...]]:
-    rows = [(row.reason, explained(row)) for row in DIFFERENCES if row.core_of]
-    return [(reason, *map(len, found), example(found)) for reason, found in rows]
+def explained(row: Difference) -> list[int]:
+    """How many pinned scenarios the row explains, on each release."""
+    return [sum(row_for(key, release) is row for key in expectations(release).pinned) for release in PINNED]
 
 
-def explained(row: Difference) -> list[list[str]]:
-    """The pinned scenarios that the row explains, on each release."""
-    return [
-        [key for key in expectations(release).pinned if row_for(key, release) is row] for release in PINNED
-    ]
-
-
-def example(found: list[list[str]]) -> str:
-    """The first scenario on the first release that has any."""
-    return next((f"`{key}`" for keys in found for key in keys), "")
-
-
-def family(key: str) -> str:
-    """A scenario's group and function, without the words of its row."""
-    group, _, name = key.partition("/")
-    return f"{group}/{name.split()[0]}"
-
-
-def outcome_rows(failing: list[tuple[str, str, str]]) -> list[tuple[object, ...]]:
+def outcome_lines(failing: list[tuple[str, str, str]]) -> Iterator[str]:
     """Failing scenarios by what ours do and how native torch fails."""
-    outcomes: dict[tuple[str, str], list[str]] = {}
-    for key, native, ours in failing:
-        outcomes.setdefault((ours, how(native)), []).append(key)
-    rows: list[tuple[object, ...]] = []
-    for (ours, native), keys in sorted(outcomes.items(), reverse=True):
-        counts = Counter(map(family, keys))
-        if len(counts) == 1:
-            which = f"`{keys[0]}`" + (f" and {len(keys) - 1} more such" if len(keys) > 1 else "")
-        else:
-            which = ", ".join(f"`{name}`" + (f" {n}" if n > 1 else "") for name, n in counts.items())
-        rows.append((native, ours, len(keys), which))
-    return rows
+    outcomes: dict[str, Counter[str]] = {}
+    for _, native, ours in failing:
+        outcomes.setdefault(ours, Counter())[how(native)] += 1
+    for ours, kinds_of in sorted(outcomes.items(), reverse=True):
+        ways = ", ".join(f"{native} {number}" for native, number in sorted(kinds_of.items(), reverse=True))
+        yield f"- {ours}: {sum(kinds_of.values())} ({ways})\n"
 
 
 def how(error: str) -> str:

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from interpreters import AFFECTED, TORCH, Fresh
@@ -57,21 +58,38 @@ if ours and not errors:
 tell(errors=errors, outcome=outcome, home=None if errors else home("set_model_state_dict"))
 """
 PROCESSES = int(os.environ.get("SOAK_PROCESSES", "10"))  # 200 take a quarter of an hour
+#: Fresh processes without us that have to show that a deadlock of import locks is torch's own.
+STOCK_TRIES = 20
+
+
+def errors_of(fresh: Fresh, seed: int, *ours: str) -> dict[str, Any]:
+    return fresh(SOAK, str(seed), *ours, timeout=240).facts
+
+
+def is_deadlock(facts: dict[str, Any]) -> bool:
+    return any(kind == "_DeadlockError" for kind, _ in facts["errors"])
 
 
 @pytest.mark.skipif(not TORCH.startswith("2.6."), reason="the same on every release; a minute")
 def test_random_orders_in_threads(fresh: Fresh) -> None:
     def outcome(seed: int) -> str:
         try:
-            facts = fresh(SOAK, str(seed), "torch_dcp_backport", timeout=240).facts
+            facts = errors_of(fresh, seed, "torch_dcp_backport")
         except subprocess.TimeoutExpired:
-            return "hangs"
+            return f"seed {seed} hangs"
         if facts["errors"]:
             texts = [text for _, text in facts["errors"] if "torch_dcp_backport" in text]
-            return str(texts) if texts else "torch's own"
+            if texts:
+                return str(texts)
+            return f"deadlock with seed {seed}" if is_deadlock(facts) else "torch's own"
         return f"{facts['outcome']}: {facts['home']}"
 
     with ThreadPoolExecutor(2) as pool:
         outcomes = Counter(pool.map(outcome, range(PROCESSES)))
+    print(dict(outcomes))
     del outcomes["torch's own"]
+    for text in [text for text in outcomes if text.startswith("deadlock")]:
+        seed = int(text.split()[-1])
+        assert any(is_deadlock(errors_of(fresh, seed)) for _ in range(STOCK_TRIES)), f"{text}, never in stock"
+        del outcomes[text]
     assert set(outcomes) == {"applied: torch_dcp_backport" if AFFECTED else "not-needed: torch"}

@@ -15,7 +15,7 @@ PATH = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 
 HEAD = f"""# Reliability
 
-What {WORLD} ranks (gloo, CPU) see of a fault in one of them. Made by `make reliability` from `tests/ranks/faults.py`;
+A fault in one of {WORLD} ranks (gloo, CPU), as every rank sees it. Made by `make reliability` from `tests/ranks/faults.py`;
 tested by `python3 tools/lanes.py test 2.6 -- tests/ranks/test_faults.py`.
 
 On every rank that lives the caller's dict, the garbage collector's state and the hooks of modules and optimizers are as
