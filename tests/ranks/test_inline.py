@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import time
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -105,28 +108,130 @@ def loads(api: Any, device: str, lazy: bool) -> tuple[int, int]:
     return report.bytes_sent, report.bytes_received
 
 
-@pytest.mark.parametrize("lazy", [False, True], ids=["dict", "read on access"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_small_values_arrive_bit_for_bit(ranks, device, lazy):
-    sent, *received = ranks(loads, device, lazy)
-    assert sent[0] > 0 == sent[1]
-    assert received == [(0, sent[0])] * 3
+def test_small_values_arrive_bit_for_bit(ranks, device):
+    nbytes = sum(value.nbytes for value in full_of().values())
+    assert ranks(loads, device, lazy=False) == [(nbytes, 0), *[(0, nbytes)] * 3]
 
 
-def loads_own_memory(api: Any) -> None:
+def test_what_is_made_on_access_is_read_when_it_moves(ranks):
+    nbytes = sum(value.nbytes for value in full_of().values())
+    # Ranks get their own parts, then.
+    assert all(0 < got < nbytes for _, got in ranks(loads, "cpu", lazy=True)[1:])
+
+
+VIEWS = {
+    "same": lambda live: live,
+    "turned": lambda live: live.t(),
+    "conjugated": lambda live: live.conj(),
+    "negative": lambda live: live._neg_view(),
+}
+
+
+def loads_own_memory(api: Any, how: str, broadcast: bool) -> None:
     """What is loaded is a view of what it is loaded into; to write it would change what other ranks get."""
-    live = torch.arange(9.0).view(3, 3)
+    start = torch.arange(9.0).view(3, 3).to(torch.complex64) * (1 + 2j)
+    live = start.clone()
     model = nn.Module()
-    model.register_buffer("same", live.clone())
-    model.register_buffer("turned", live)
-    version = model.same._version
-    load(api, model, {"same": model.same, "turned": live.t()})
-    assert torch.equal(model.turned, torch.arange(9.0).view(3, 3).t())
-    assert model.same._version == version or dist.get_rank()
+    model.register_buffer("live", live)
+    version = live._version
+    if broadcast:
+        load(api, model, {"live": VIEWS[how](live)})
+    else:
+        options = api.StateDictOptions(full_state_dict=True)
+        api.set_model_state_dict(model, {"live": VIEWS[how](live)}, options=options)
+    assert torch.equal(live, VIEWS[how](start))
+    assert how != "same" or live._version == version or dist.get_rank()
 
 
-def test_a_source_that_is_the_destination(ranks):
-    ranks(loads_own_memory)
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("how", list(VIEWS))
+def test_a_source_that_is_the_destination(ranks, how, broadcast):
+    ranks(loads_own_memory, how, broadcast)
+
+
+def loads_read_only_memory(api: Any) -> None:
+    """To write a page that may only be read ends the process. The stride of one row says nothing."""
+    memory = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        live = torch.frombuffer(memory, dtype=torch.float32, count=6).view(1, 6)
+    model = nn.Module()
+    model.register_buffer("live", live if dist.get_rank() == 0 else torch.ones(1, 6))
+    load(api, model, {"live": live.as_strided((1, 6), (99, 1))})
+    assert not torch.any(model.live)
+
+
+def test_a_source_in_memory_that_is_read_only(ranks):
+    ranks(loads_read_only_memory)
+
+
+def tells_progress(api: Any, place: int) -> list[tuple[int, int]]:
+    """One rank has a callback."""
+    calls: list[tuple[int, int]] = []
+    if dist.get_rank() == place:
+        transfer.configure(progress=lambda progress: calls.append((progress.done, progress.total)))
+    try:
+        model = nn.Linear(3, 2)
+        load(api, model, {"weight": torch.ones(2, 3), "bias": torch.ones(2)})
+    finally:
+        transfer.configure()
+    assert torch.all(model.weight == 1)
+    return calls
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_progress(ranks, place):
+    calls = ranks(tells_progress, place)
+    assert calls[place] == [(32, 32)]
+    assert sum(map(len, calls)) == 1
+
+
+def leaves_alone(api: Any) -> None:
+    """Keys that no rank wants, of tensors that cannot be read."""
+    freed, model = torch.ones(64), nn.Linear(3, 2)
+    freed.untyped_storage().resize_(0)
+    state = {"weight": torch.ones(2, 3), "bias": torch.ones(2), "freed": freed}
+    load(api, model, state, strict=False)
+    assert torch.all(model.weight == 1)
+
+
+def test_what_nobody_wants_is_not_read(ranks):
+    ranks(leaves_alone)
+
+
+def loads_in_stages(api: Any) -> None:
+    """A source that the load itself changes: a hook lets b wait until a, which it views, is written."""
+    model = nn.Module()
+    model.a, model.b = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
+    model.b.weight = nn.Parameter(model.a.weight.detach().view(1, 3))
+    model.b._register_load_state_dict_pre_hook(lambda *_: None)
+    load(api, model, {"a.weight": torch.full((1, 3), 7.0), "b.weight": model.b.weight.detach()})
+    assert torch.all(model.a.weight == 7)
+    assert torch.all(model.b.weight == 7)
+
+
+def test_every_rank_gets_what_a_stage_finds(ranks):
+    ranks(loads_in_stages)
+
+
+def cannot_copy(api: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    model.register_load_state_dict_post_hook(lambda *_: None)
+    if dist.get_rank() == 1:
+        model[1].bias = nn.Parameter(torch.zeros(1).expand(4))
+    state = {key: torch.ones(value.shape) for key, value in nn.Sequential(*model).state_dict().items()}
+    start = time.monotonic()
+    words = "rank 1"
+    if dist.get_rank() == 1:
+        words = r"broken off while copying.*1\.bias; do not use.*rank 1 wrote 0\.weight"
+    with pytest.raises(RuntimeError, match=words):
+        load(api, model, state)
+    assert time.monotonic() - start < 10, "the others wait for the timeout"
+
+
+def test_a_rank_that_fails_while_it_copies(ranks):
+    ranks(cannot_copy)
 
 
 def refuses(api: Any) -> None:

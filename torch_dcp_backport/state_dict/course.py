@@ -28,7 +28,7 @@ from torch_dcp_backport.transfer import (
     scatter,
     spell_key,
 )
-from torch_dcp_backport.transfer.errors import DOUBTFUL
+from torch_dcp_backport.transfer.errors import DOUBTFUL, spell_broken_off, told
 from torch_dcp_backport.transfer.groups import device_types
 from torch_dcp_backport.transfer.layout import Mesh, mesh_of
 from torch_dcp_backport.transfer.scatter import Reader
@@ -70,6 +70,8 @@ class Course:
         self.call = call
         #: The load's destinations, once it is agreed on.
         self.by_stage: dict[str, dict[Key, Destination]] = {}
+        #: Keys that were filled from this rank's memory.
+        self.written: list[Key] = []
 
     def agree(self) -> None:
         """Inventory, plan and agreement; nothing is written before it returns."""
@@ -135,11 +137,11 @@ class Course:
 
     def fill_from(self, reader: Reader, targets: Mapping[Key, Target]) -> None:
         """Fill targets from what this rank has, and settle them."""
-        self.call.raise_alone()
         with self.call.tally.phase("move"):
             for key, target in targets.items():
                 if target.box.numel:
                     copy_to(target.tensor, self.piece(reader, key, target))
+                self.written.append(key)
                 reader.release()
             self.settle(targets)
         self.call.tally.tensors += len(targets)
@@ -163,7 +165,7 @@ class Broadcast(Course):
         self.is_source = dist.get_rank(group) == 0
         self.inventory: dict[Key, Any] = {}
         #: Reads the values where they came with the inventory.
-        self.values: Optional[Reader] = None
+        self.values: Optional[inline.Values] = None
         self.by_window = False
         #: Stages that are still to come, in the same order on every rank.
         self.pending: list[str] = []
@@ -174,17 +176,12 @@ class Broadcast(Course):
         load, call = self.load, self.call
         with call.tally.phase("inventory"):
             mine = self.inventory_of_source(whole_only=True) if self.is_source else None
-            if mine and not call.problems:
+            if mine and len(call.ranks) > 1 and not call.problems:
                 with call.guard():
                     mine[About.VALUES] = inline.pack(self.source, mine)
         self.inventory = call.publish(mine)
         self.by_window = bool(self.inventory.pop(About.FLEETING, False))
         data = self.inventory.pop(About.VALUES, None)
-        if data is not None:
-            # A target may be the source's own tensor: no copy of it stands in between.
-            self.values = self.source if self.is_source else inline.Values(data, self.inventory)
-            call.tally.meter.expect(len(data))
-            (call.tally.sent if self.is_source else call.tally.received)(len(data))
         self.agree_on_plan()
         stages = stages_of_all(self.agreement)
         if stages is not None:
@@ -193,6 +190,9 @@ class Broadcast(Course):
             load.destinations.clear()
             self.agree_on_plan()
         self.pending = list(load.stages)
+        if data is not None and not self.pending:
+            # Loading code may change the source between two stages, and every rank gets what it is then.
+            self.values = inline.Values(data, self.inventory)
 
     def agree_on_plan(self) -> None:
         load, call = self.load, self.call
@@ -225,7 +225,8 @@ class Broadcast(Course):
         return found if carried else None
 
     def move_first(self) -> None:
-        self.call.is_settled = True
+        # Copies from memory can fail on one rank alone.
+        self.call.is_settled = self.values is None
         self.move(FIRST)
         self.call.is_settled = False
 
@@ -261,7 +262,7 @@ class Broadcast(Course):
         with self.call.room_for("what is loaded"):
             targets = self.targets_of(stage)
         if self.values is not None:
-            self.fill_from(self.values, targets)
+            self.move_values(self.values, targets)
             return
         scatter(
             self.call,
@@ -273,6 +274,22 @@ class Broadcast(Course):
             by_window=self.by_window,
         )
         self.settle(targets)
+
+    def move_values(self, values: inline.Values, targets: Mapping[Key, Target]) -> None:
+        """Fill all targets from what came with the inventory."""
+        self.call.raise_alone()
+        tally, written = self.call.tally, self.written
+        tally.staging_budget, tally.rounds = self.agreement.staging_bytes, 1
+        tally.meter.expect(lambda: values.nbytes)
+        (tally.sent if self.is_source else tally.received)(values.nbytes)
+
+        def story() -> str:
+            doing = "copying what came with the inventory", list(targets)[len(written) : len(written) + 1]
+            return f"{self.call.title}: {spell_broken_off(self.call.rank, doing, written)}"
+
+        with told(story):
+            # A target may be the source's own tensor: no copy of it stands in between.
+            self.fill_from(self.source if self.is_source else values, targets)
 
 
 class Local(Course):

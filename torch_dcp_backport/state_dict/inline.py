@@ -10,32 +10,47 @@ from typing import Any, Optional
 
 import torch
 
+from torch_dcp_backport import compat
+from torch_dcp_backport.state_dict.source import Source
 from torch_dcp_backport.transfer import TensorInfo
-from torch_dcp_backport.transfer.chunks import Key, Piece, chunk_bytes, chunks
+from torch_dcp_backport.transfer.chunks import Key, Piece, chunk_bytes, chunks, moved
 from torch_dcp_backport.transfer.layout import Box, whole
-from torch_dcp_backport.transfer.scatter import Reader
+from torch_dcp_backport.transfer.memory import span_bytes
 from torch_dcp_backport.transfer.staging import Move, Staging, Views, part_of
 
 #: Bytes of tensors that travel with an inventory: together they fit into the message that is sent anyway.
 MOST = 24 * 1024
+#: What any release copies on any device.
+DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64}
+DTYPES |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 
-def pack(reader: Reader, inventory: Mapping[Key, object]) -> Optional[bytes]:
-    """The values of all tensors of an inventory; None where they are too many.
+def pack(source: Source, inventory: Mapping[Key, object]) -> Optional[bytes]:
+    """The values of all tensors of an inventory; None where they are too many, or not all plain ones.
 
-    Raises:
-        RuntimeError: a tensor has another shape by now.
+    The inventory has keys that no rank wants: what could fail there is left to the messages, which carry what
+    is wanted alone. So is what the source makes on access, which may be read only so often.
     """
-    pieces = pieces_of(inventory)
-    if pieces is None:
+    pieces = pieces_of(inventory) if source.is_dict else None
+    if not pieces:
+        return None
+    values = {piece.key: source.value(piece.key) for piece in pieces}
+    if not all(map(can_travel, values.values())):
         return None
     staging = Staging(torch.device("cpu"), chunk_bytes(pieces))
-    moves = []
-    for piece in pieces:
-        info: Any = inventory[piece.key]
-        moves.append(Move(piece, info.dtype, reader.piece(piece.key, piece.box, info.shape)))
-    staging.pack(staging.store, moves)
+    staging.pack(
+        staging.store,
+        (Move(piece, values[piece.key].dtype, values[piece.key].detach()) for piece in pieces),
+    )
     return staging.store.numpy().tobytes()
+
+
+def can_travel(value: torch.Tensor) -> bool:
+    if type(value) not in compat.PLAIN_TENSORS or value.dtype not in DTYPES:
+        return False
+    # A freed storage (FSDP's, resize_(0)) leaves a tensor without memory.
+    needed = value.storage_offset() * value.element_size() + span_bytes(value)
+    return value.untyped_storage().nbytes() >= needed
 
 
 def pieces_of(inventory: Mapping[Key, object]) -> Optional[list[Piece]]:
@@ -57,14 +72,16 @@ class Values:
     """What `pack` made, on the ranks that received it: a `Reader`."""
 
     def __init__(self, data: bytes, inventory: Mapping[Key, object]) -> None:
+        pieces = pieces_of(inventory) or ()
         self.inventory = inventory
-        self.pieces = {piece.key: piece for piece in pieces_of(inventory) or ()}
-        self.views = Views(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else None
+        self.pieces = {piece.key: piece for piece in pieces}
+        self.views = Views(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        #: Bytes of tensors, without padding.
+        self.nbytes = moved(pieces)
 
     def piece(self, key: Key, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
         info: Any = self.inventory[key]
         assert info.shape == shape, "the plan is of this inventory"
-        assert self.views is not None, "a box with elements has values"
         return part_of(self.views(self.pieces[key], info.dtype), whole(shape), box)
 
     def release(self) -> None:

@@ -28,7 +28,12 @@ def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (
         one.data_ptr() == other.data_ptr()
         and one.device == other.device
-        and (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        and (one.dtype, one.shape) == (other.dtype, other.shape)
+        # That of a dimension of size 1 says nothing.
+        and all(
+            extent == 1 or steps[0] == steps[1]
+            for extent, *steps in zip(one.shape, one.stride(), other.stride())
+        )
         and (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
     )
 

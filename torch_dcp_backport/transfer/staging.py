@@ -14,6 +14,7 @@ import torch
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.chunks import Piece
 from torch_dcp_backport.transfer.layout import Box
+from torch_dcp_backport.transfer.memory import is_same_view
 
 
 class Move(NamedTuple):
@@ -55,9 +56,9 @@ def part_of(tensor: torch.Tensor, holds: Box, box: Box) -> torch.Tensor:
 def copy_to(target: torch.Tensor, part: torch.Tensor) -> None:
     """Copy, unless the target is the source's own tensor, whose memory may be read-only."""
     if part.data_ptr() == target.data_ptr() and part.device == target.device:
-        if part.stride() == target.stride() and part.dtype == target.dtype:
+        if is_same_view(part, target):
             return
-        # A transposed view of the target itself.
+        # A view of the target itself: transposed, conjugated.
         part = part.clone()
     target.copy_(part)
 
