@@ -12,6 +12,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import fakes
@@ -60,7 +61,8 @@ def load(name: str) -> types.ModuleType:
 
 def stock() -> dict[str, dict[str, object]]:
     """The modules' globals as they are now, to be compared by identity."""
-    return {name: dict(vars(sys.modules[name])) for name in ("fakehost.low", "fakehost.high")}
+    found = {name: dict(vars(sys.modules[name])) for name in ("fakehost.low", "fakehost.high")}
+    return {**found, "fakehost.low.Writer": dict(vars(sys.modules["fakehost.low"].Writer))}
 
 
 def same(a: dict[str, dict[str, object]], b: dict[str, dict[str, object]]) -> bool:
@@ -76,7 +78,7 @@ def assert_applied(subject: Installer) -> None:
     assert status.overridden == ()
     for module, names in ((low, fakes.NAMES["fakehost.low"]), (high, fakes.NAMES["fakehost.high"])):
         for name in set(names) - {"Options"}:
-            assert getattr(module, name) is getattr(ours, name)
+            assert attrgetter(name)(module) is attrgetter(name)(ours)
     assert high.Options.__module__ == "fakehost.high"
     assert high.Options(more=1) == high.Options(True, 1) != high.Options()
     assert high._load.__module__ == "fakeprovider"
