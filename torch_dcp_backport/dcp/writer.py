@@ -40,7 +40,8 @@ class FileSystemWriter:
 
         def write(some: Iterable[File]) -> list[list[WriteResult]]:
             """The results of each file."""
-            waiting, written = Queue[File](), Queue[list[WriteResult]]()
+            waiting: Queue[File] = Queue()
+            written: Queue[list[WriteResult]] = Queue()
             for file in some:
                 waiting.put(file)
             filesystem._write_files_from_queue(
