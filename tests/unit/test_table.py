@@ -105,7 +105,7 @@ def test_the_whole_set_can_be_planned(preview: bool) -> None:
     try:
         swaps = replace.plan(TABLE, TORCH, preview, {}).swaps  # type: ignore[arg-type]
         assert [swap.name for swap in swaps] == [
-            t.name for t in TABLE.targets if t.since <= TORCH < t.until or (preview and TORCH == t.until)
+            t.name for t in TABLE.targets if t.since <= TORCH < t.until or (preview and t.until == TORCH)
         ]
         assert [swap.name for swap in swaps if swap.stock is swap.ours] == ["StateDictOptions"]
     finally:
