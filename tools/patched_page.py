@@ -103,9 +103,10 @@ def replaced() -> Iterator[str]:
     for name, targets in found.items():
         modules = " and ".join(sorted(f"`{target.module}`" for target in targets))
         records = ", ".join(sorted({record[:4] for target in targets for record in target.records}))
-        since = ".".join(map(str, targets[0].since)) if targets[0].since > TABLE.FIRST else ""
+        since, until = (".".join(map(str, release)) for release in (targets[0].since, targets[0].until))
+        limits = [f"from torch {since}"] * (since != FIRST) + [f"below torch {until}"] * (until != FIXED_IN)
         names = lists.setdefault(modules, {}).setdefault(records or NONE, [])
-        names.append(f"`{name}`" + f" (from torch {since})" * bool(since))
+        names.append(f"`{name}`" + f" ({', '.join(limits)})" * bool(limits))
     for modules, rows in sorted(lists.items(), key=lambda item: -len(item[1])):
         yield f"\nIn {modules}{', one function in both' * (' and ' in modules)}:\n\n"
         for records, names in sorted(rows.items(), key=lambda item: item[0] == NONE):

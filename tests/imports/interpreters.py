@@ -19,7 +19,15 @@ B, A = "torch.distributed.checkpoint.state_dict", "torch.distributed._state_dict
 def tell(**facts):
     print(json.dumps(facts), flush=True)
 def home(name, module=B):
-    return getattr(sys.modules[module], name).__module__.partition(".")[0]
+    found = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found.__module__.partition(".")[0]
+def served(targets):
+    # Those that this torch has and that are replaced here, or would be.
+    import torch
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return [t for t in targets if t.since <= release and t.serves(min(release, (2, 6)), False)]
 def caught(function):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

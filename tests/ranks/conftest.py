@@ -67,11 +67,13 @@ def ranks(pools: Pools) -> Callable[..., list[Any]]:
 
 @pytest.fixture
 def fixed(pools: Pools, ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """As `ranks`, and the same function must fail with stock torch 2.6."""
+    """As `ranks`, and the same function must fail with stock torch 2.6, or where `broken` says so."""
 
-    def run(function: Callable[..., Any], *args: Any, world: int = 4, **kwargs: Any) -> list[Any]:
+    def run(
+        function: Callable[..., Any], *args: Any, world: int = 4, broken: bool = BROKEN, **kwargs: Any
+    ) -> list[Any]:
         results = ranks(function, *args, world=world, **kwargs)
-        if BROKEN:
+        if broken:
             with pytest.raises(RankError):
                 pools.get(world, STOCK).run(function, *args, **kwargs)
         return results

@@ -15,6 +15,10 @@ def move(state, device, strict=False):
 
 def spread(state):
     return "stock spread"
+
+class Writer:
+    def write(self, data):
+        return "stock write"
 """
 
 HIGH = """
@@ -54,6 +58,10 @@ def move(state, device, strict=False, extra=None):
 def spread(state):
     return "our spread"
 
+class Writer:
+    def write(self, data):
+        return "our write"
+
 @dataclass
 class Options:
     strict: bool = True
@@ -77,11 +85,12 @@ RECORDS = ("0001-fake",)
 TABLE = Table(
     provider="fakeprovider",
     owner="fakehost",
-    helpers="fakehost.low",
+    helpers=("fakehost.low",),
     trigger="fakehost.high",
     targets=(
         Target("fakehost.low", "move", (2, 4), RECORDS),
         Target("fakehost.low", "spread", (2, 5), RECORDS),
+        Target("fakehost.low", "Writer.write", (2, 4), RECORDS),
         Target("fakehost.high", "move", (2, 4), RECORDS),
         Target("fakehost.high", "spread", (2, 5), RECORDS),
         *(
@@ -91,7 +100,7 @@ TABLE = Table(
     ),
 )
 NAMES = {
-    "fakehost.low": ("move", "spread"),
+    "fakehost.low": ("Writer.write", "move", "spread"),
     "fakehost.high": ("Options", "_load", "load", "move", "names", "quiet", "spread"),
 }
 

@@ -12,6 +12,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import fakes
@@ -60,7 +61,8 @@ def load(name: str) -> types.ModuleType:
 
 def stock() -> dict[str, dict[str, object]]:
     """The modules' globals as they are now, to be compared by identity."""
-    return {name: dict(vars(sys.modules[name])) for name in ("fakehost.low", "fakehost.high")}
+    found = {name: dict(vars(sys.modules[name])) for name in ("fakehost.low", "fakehost.high")}
+    return {**found, "a class": dict(vars(getattr(sys.modules["fakehost.low"], "Writer", object)))}
 
 
 def same(a: dict[str, dict[str, object]], b: dict[str, dict[str, object]]) -> bool:
@@ -76,7 +78,7 @@ def assert_applied(subject: Installer) -> None:
     assert status.overridden == ()
     for module, names in ((low, fakes.NAMES["fakehost.low"]), (high, fakes.NAMES["fakehost.high"])):
         for name in set(names) - {"Options"}:
-            assert getattr(module, name) is getattr(ours, name)
+            assert attrgetter(name)(module) is attrgetter(name)(ours)
     assert high.Options.__module__ == "fakehost.high"
     assert high.Options(more=1) == high.Options(True, 1) != high.Options()
     assert high._load.__module__ == "fakeprovider"
@@ -537,6 +539,73 @@ def test_the_first_call_of_a_helper_replaces_the_whole_set(host: Path, late: boo
     sys.modules.pop("fakehost.saver", None)
 
 
+METHODS = """
+from fakehost import low
+class Sub(low.Writer):
+    def write(self, data): return "sub of " + super().write(data)
+class Taken:
+    write = low.Writer.write
+made, sub = low.Writer(), Sub()
+function = low.Writer.write
+def all_of_them():
+    return [made.write(1), sub.write(1), Taken().write(1), function(None, 1), low.Writer().write(1)]
+"""
+OF_STOCK = ["stock write", "sub of stock write", *["stock write"] * 3]
+
+
+@pytest.mark.parametrize("when", ["first", "last", "after the helpers"])
+def test_a_method_serves_subclasses_and_objects_made_before(host: Path, when: str) -> None:
+    (host / "client.py").write_text(METHODS)
+    subject = installer()
+    if when == "first":
+        subject.install()
+    if when == "last":
+        load("fakehost.high")
+    module = load("client")
+    write = module.low.Writer.__dict__["write"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LateImportWarning)
+        subject.install()
+    assert subject.status().outcome == ("applied" if when == "last" else "pending")
+    bound = module.made.write  # a stub's, or ours
+    assert module.all_of_them() == [text.replace("stock", "our") for text in OF_STOCK]
+    assert_applied(subject)
+    assert bound(1) == "our write"
+    late = {name for name in subject.status().late_bindings if name.startswith("client.")}
+    assert late == (set() if when == "first" else {"client.function", "client.Taken.write"})
+    assert subject.remove() == []
+    assert module.all_of_them() == OF_STOCK
+    assert (module.low.Writer.__dict__["write"] is write) is (when != "first")
+    assert hooked() == set()
+
+
+def test_a_method_that_somebody_replaces_later_is_theirs(host: Path) -> None:
+    load("fakehost.high")
+    subject = installer()
+    subject.install()
+    writer = load("fakehost.low").Writer
+    writer.write = theirs = lambda self, data: "theirs"
+    assert subject.status().overridden == ("fakehost.low.Writer.write",)
+    assert subject.remove() == ["fakehost.low.Writer.write"]
+    assert writer.__dict__["write"] is theirs
+
+
+def test_a_helper_in_the_middle_of_its_import_is_waited_for(host: Path) -> None:
+    """What completes the set comes up there, before the class does."""
+    fakes.write(host, low=fakes.LOW.replace("class Writer", "import fakehost.high\nclass Writer"))
+    subject = installer()
+    subject.install()
+    load("fakehost.low")
+    assert_applied(subject)
+
+
+def test_until_when_a_name_is_replaced() -> None:
+    target = fakes.Target("fakehost.low", "move", (2, 4), fakes.RECORDS, (2, 6))
+    served = {(2, 5): True, (2, 6): False, (2, 7): False}
+    assert {release: target.serves(release, False) for release in served} == served
+    assert target.serves((2, 6), True), "a preview may lack what its release has"
+
+
 def test_removed_before_a_call(host: Path) -> None:
     low = load("fakehost.low")
     before = dict(vars(low))
@@ -668,6 +737,22 @@ def foreign_context_around_a_decorated_one() -> None:
     high.quiet = contextlib.contextmanager(high.quiet)  # type: ignore[attr-defined]
 
 
+def foreign_method() -> None:
+    load("fakehost.high")
+    load("fakehost.low").Writer.write = lambda self, data: "theirs"
+
+
+def foreign_context_around_a_method() -> None:
+    load("fakehost.high")
+    writer = load("fakehost.low").Writer
+
+    @contextlib.contextmanager
+    def timed() -> Iterator[None]:
+        yield
+
+    writer.write = timed()(writer.write)
+
+
 def foreign_class() -> None:
     high = load("fakehost.high")
     high.Options = type("Options", (high.Options,), {"__module__": "elsewhere"})  # type: ignore[attr-defined]
@@ -686,6 +771,8 @@ def foreign_copy_of_us() -> None:
         foreign_wrapt,
         foreign_context,
         foreign_context_around_a_decorated_one,
+        foreign_method,
+        foreign_context_around_a_method,
         foreign_class,
         foreign_copy_of_us,
     ],
@@ -714,6 +801,12 @@ WRONG = {
             "(model, state, *, options=None)", "(model, state, *, options=None, assign=False)"
         )
     },
+    "a class is missing": {"low": fakes.LOW.replace("class Writer", "class Writers")},
+    "a function for a class": {"low": fakes.LOW.replace("class Writer:", "def Writer():")},
+    "a method is inherited": {
+        "low": fakes.LOW.replace("class Writer:", "class Above:") + "class Writer(Above): pass\n"
+    },
+    "a method takes more": {"low": fakes.LOW.replace("(self, data)", "(self, data, how=None)")},
     "another order": {"low": fakes.LOW.replace("(state, device, strict", "(device, state, strict")},
     "the provider lacks one": {"provider": fakes.PROVIDER.replace("def names", "def other")},
     "the provider needs more": {

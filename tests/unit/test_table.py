@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from torch_dcp_backport.activation import replace
+from torch_dcp_backport.activation import bindings, replace
 from torch_dcp_backport.activation.table import (
+    COLLECTIVES,
+    FILESYSTEM,
     FIRST,
     FIXED_IN,
+    PLANNER,
     RECORDS,
     STATE_DICT,
     STATE_DICT_UTILS,
@@ -29,8 +32,9 @@ affected = pytest.mark.skipif(
 def test_no_name_is_listed_twice() -> None:
     places = [(target.module, target.name) for target in TABLE.targets]
     assert len(places) == len(set(places))
-    assert TABLE.modules == (STATE_DICT_UTILS, STATE_DICT)
-    assert all(FIRST <= target.since < FIXED_IN for target in TABLE.targets)
+    assert TABLE.modules == (STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES, STATE_DICT)
+    assert {*TABLE.modules} == {*TABLE.helpers, TABLE.trigger}
+    assert all(FIRST <= target.since < target.until <= FIXED_IN for target in TABLE.targets)
 
 
 @affected
@@ -56,14 +60,16 @@ def test_records_and_patches_name_each_other() -> None:
 
 
 def test_provider_has_every_name_on_every_torch() -> None:
-    provider = import_module(TABLE.provider)
-    assert [target.name for target in TABLE.targets if not hasattr(provider, target.name)] == []
+    found = {(t.module, t.name): replace.replacement_of(TABLE, t.module, t.name) for t in TABLE.targets}
+    assert [place for place, ours in found.items() if ours is None] == []
 
 
 @affected
 @pytest.mark.parametrize("target", TABLE.targets, ids=lambda target: f"{target.module}.{target.name}")
 def test_since_is_true_of_this_torch(target: Target) -> None:
-    assert hasattr(import_module(target.module), target.name) is (target.since <= TORCH)
+    module = import_module(target.module)
+    holder = bindings.holder_in(module, target.name)
+    assert (target.name.rpartition(".")[2] in bindings.contents(holder)) is (target.since <= TORCH)
 
 
 @affected
@@ -98,7 +104,9 @@ def test_the_whole_set_can_be_planned(preview: bool) -> None:
     torch_dcp_backport.deactivate()
     try:
         swaps = replace.plan(TABLE, TORCH, preview, {}).swaps  # type: ignore[arg-type]
-        assert [swap.name for swap in swaps] == [t.name for t in TABLE.targets if t.since <= TORCH]
+        assert [swap.name for swap in swaps] == [
+            t.name for t in TABLE.targets if t.since <= TORCH < t.until or (preview and t.until == TORCH)
+        ]
         assert [swap.name for swap in swaps if swap.stock is swap.ours] == ["StateDictOptions"]
     finally:
         if before in ("applied", "pending"):

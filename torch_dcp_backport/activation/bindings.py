@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch_dcp_backport.activation.holders import (
     OWN,
@@ -31,8 +31,8 @@ class Swap(NamedTuple):
     """
 
     module: str
-    name: str
-    holder: weakref.ref[ModuleType]
+    name: str  # with a dot a method of a class
+    holder: weakref.ref[ModuleType | type]
     held: object  # torch's own, or the stub that was put there for it
     stock: object
     ours: object
@@ -42,8 +42,31 @@ class Swap(NamedTuple):
         return f"{self.module}.{self.name}"
 
     @property
+    def key(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
     def namespace(self) -> dict[str, object]:
-        return namespace_of(self.holder()) or {}
+        return contents(self.holder())
+
+
+def holder_in(module: object, name: str) -> ModuleType | type | None:
+    """The module that has this name, or with a dot the class in it. Runs no code of either."""
+    namespace = namespace_of(module)
+    if namespace is None:
+        return None
+    cls = name.rpartition(".")[0]
+    if not cls:
+        return cast(ModuleType, module)
+    found = namespace.get(cls)
+    return cast(type, found) if issubclass(type(found), type) else None
+
+
+def contents(holder: ModuleType | type | None) -> dict[str, object]:
+    """The dict itself of a module or class; an empty one where there is none."""
+    if issubclass(type(holder), type):
+        return class_namespace(cast(type, holder))
+    return namespace_of(holder) or {}
 
 
 class ClassAttribute(NamedTuple):
@@ -62,15 +85,20 @@ class ClassAttribute(NamedTuple):
         self._turn(self.ours, self.stock)
 
     def _turn(self, old: object, new: object) -> None:
-        """Except where somebody put a third thing since."""
         cls = self.cls()
-        if cls is None or class_namespace(cls).get(self.key, ABSENT) is not old:
-            return
-        # Past a metaclass that has its own.
-        if new is ABSENT:
-            type.__delattr__(cls, self.key)
-        else:
-            type.__setattr__(cls, self.key, new)
+        if cls is not None:
+            turn(cls, self.key, old, new)
+
+
+def turn(cls: type, key: str, old: object, new: object) -> None:
+    """One attribute of one class, except where somebody put a third thing since."""
+    if class_namespace(cls).get(key, ABSENT) is not old:
+        return
+    # Past a metaclass that has its own.
+    if new is ABSENT:
+        type.__delattr__(cls, key)
+    else:
+        type.__setattr__(cls, key, new)
 
 
 class Early(NamedTuple):

@@ -20,12 +20,13 @@ from torch_dcp_backport.activation.status import BackportWarning, LateImportWarn
 from torch_dcp_backport.activation.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 # The set is replaced when checkpoint.state_dict has been imported. Other modules of torch use the helpers
-# without it (dcp.async_save), and _state_dict_utils is imported from the middle of torch.distributed.fsdp:
-# our replacements, which need fsdp, cannot be imported there. So the helpers get stubs, which import nothing.
-# The first call of one imports checkpoint.state_dict, and with it everything is replaced.
+# without it (dcp.save, dcp.load), and _state_dict_utils is imported from the middle of
+# torch.distributed.fsdp: our replacements, which need fsdp, cannot be imported there. So the helpers get
+# stubs, which import nothing. The first call of one imports checkpoint.state_dict, and with it everything is
+# replaced.
 
 
 class Installer:
@@ -37,9 +38,10 @@ class Installer:
         self.outcome = "pending"
         self.reason = (
             f"{decision.reason}; waiting for {table.trigger} to be imported, "
-            f"or for a function of {table.helpers} to be called"
+            f"or for a function of {', '.join(table.helpers)} to be called"
         )
-        self._stubs: Replacement | None = None
+        self._stubs: list[Replacement] = []
+        self._stubbed: set[str] = set()  # the helper modules that have them
         self._replacement: Replacement | None = None
         self._former: list[Swap] = []  # replaced before torch's module was reloaded
         self._lock = threading.Lock()  # held for the few writes only
@@ -58,7 +60,7 @@ class Installer:
         here = finder.process()
         here.installer = self
         for module in self.table.modules:
-            if module in sys.modules and not (self._stubs is not None and module == self.table.helpers):
+            if module in sys.modules and module not in self._stubbed:
                 self._late.add(module)
             here.hook(module, self._on_import)
         for module in self.table.modules:
@@ -87,7 +89,7 @@ class Installer:
     def status(self) -> Status:
         decision, done = self.decision, self._replacement
         status = Status(self.outcome, self.reason, decision.switch, decision.torch_version)
-        early = [step.early for step in (self._stubs, done) if step is not None]
+        early = [step.early for step in (*self._stubs, done) if step is not None]
         status = status._replace(
             late_bindings=tuple(sorted({name for one in early for name in one.rebound})),
             out_of_reach=tuple(sorted({name for one in early for name in one.listed})),
@@ -111,7 +113,7 @@ class Installer:
         done = self._replacement
         return done is not None and done.reloaded(self.table)
 
-    def resolve(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def resolve(self, module: str, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         """What a stub calls."""
         strict = self.decision.switch == "strict"
         if not self._over and (self.outcome == "pending" or (strict and self.outcome != "applied")):
@@ -128,7 +130,7 @@ class Installer:
         # Pending: another thread is at it.
         if self._over or self.outcome not in ("applied", "pending"):
             return stock
-        return cast("Callable[..., Any]", getattr(import_module(self.table.provider), name))
+        return cast("Callable[..., Any]", replace.replacement_of(self.table, module, name))
 
     def _on_import(self, name: str, missed: bool) -> None:
         if missed and name not in self._late:
@@ -139,10 +141,19 @@ class Installer:
     def _catch_up(self, executed: str = "") -> None:
         """Do what can be done with those of torch's modules that are there."""
         self._executed.add(executed)
-        if not self._loaded(self.table.trigger) and self._loaded(self.table.helpers):
+        if not self._loaded(self.table.trigger) and self._without_stubs():
             self._attempt(self._put_stubs)
-        if self._loaded(self.table.trigger):  # perhaps by another thread, which found this one busy
+        # Perhaps by another thread, which found this one busy.
+        if self._loaded(self.table.trigger) and not self._half_executed():
             self._attempt(self._apply)
+
+    def _half_executed(self) -> bool:
+        """Whether a helper module is in the middle of its import; its end brings us back here."""
+        return any(name in sys.modules and not self._loaded(name) for name in self.table.helpers)
+
+    def _without_stubs(self) -> list[str]:
+        """Helper modules that are there, and could have them."""
+        return [name for name in self.table.helpers if self._loaded(name) and name not in self._stubbed]
 
     def _loaded(self, name: str) -> bool:
         return name in sys.modules and (name in self._executed or ready(name))
@@ -182,31 +193,34 @@ class Installer:
     # All that imports, warns or can fail comes before the lock and before the first write.
 
     def _put_stubs(self) -> None:
-        if self._stubs is not None:
-            return
-        decision, helpers = self.decision, self.table.helpers
-        found = replace.find(self.table, (helpers,), decision.release, decision.preview, {})
-        swaps = [swap._replace(ours=_stub(swap.name, swap.stock)) for swap in found]
-        late = helpers in self._late
+        decision, modules = self.decision, self._without_stubs()
+        found = replace.find(self.table, modules, decision.release, decision.preview, {})
+        swaps = [swap._replace(ours=_stub(swap)) for swap in found]
+        late = not self._late.isdisjoint(modules)
         early = self._find_early(swaps, late) if late else Early([], [], [])
         self._tell_early(early)
-        self._write(Replacement(Plan(swaps, []), early), "_stubs")
+        self._write(Replacement(Plan(swaps, []), early), modules)
 
     def _apply(self) -> None:
-        stubs = {id(swap.ours): swap.stock for swap in (self._stubs.swaps if self._stubs is not None else [])}
+        stubs = {id(swap.ours): swap.stock for stubs in self._stubs for swap in stubs.swaps}
         plan = replace.plan(self.table, self.decision.release, self.decision.preview, stubs)
         early = self._find_early(plan.swaps, self.table.trigger in self._late)
         self._tell_early(early)
-        if self._write(Replacement(plan, early), "_replacement"):
+        if self._write(Replacement(plan, early)):
             self.outcome, self.reason = "applied", self.decision.reason
             self._unhook()
 
-    def _write(self, replacement: Replacement, attribute: str) -> bool:
+    def _write(self, replacement: Replacement, stubbed: Collection[str] = ()) -> bool:
+        """The set, or the stubs of some modules; not where it is over."""
         with self._lock:
             if self._over:
                 return False
             replacement.write()
-            setattr(self, attribute, replacement)
+            if stubbed:
+                self._stubs.append(replacement)
+                self._stubbed.update(stubbed)
+            else:
+                self._replacement = replacement
             return True
 
     def _find_early(self, swaps: list[Swap], search: bool) -> Early:
@@ -254,11 +268,12 @@ class Installer:
 
     def _take_stubs_back(self) -> None:
         """Also where they were imported to since."""
-        stubs, self._stubs = self._stubs, None
-        if stubs is not None:
-            names = bindings.early_names([swap._replace(held=swap.ours) for swap in stubs.swaps])
+        stubs, self._stubs = self._stubs, []
+        self._stubbed.clear()
+        for step in stubs:
+            names = bindings.early_names([swap._replace(held=swap.ours) for swap in step.swaps])
             Replacement(Plan([], []), Early(names, [], [])).undo()
-            stubs.undo()
+            step.undo()
 
     def _complain(self, cause: Exception | None = None) -> None:
         if self.decision.switch == "strict":
@@ -266,13 +281,14 @@ class Installer:
         tell(self.reason, BackportWarning)
 
 
-def _stub(name: str, stock: object) -> object:
-    function = cast("Callable[..., Any]", stock)
+def _stub(swap: Swap) -> object:
+    module, name, function = swap.module, swap.name, cast("Callable[..., Any]", swap.stock)
 
     @functools.wraps(function)
     def stub(*args: Any, **kwargs: Any) -> Any:
         installer = finder.process().installer
-        return (function if installer is None else installer.resolve(name, function))(*args, **kwargs)
+        call = function if installer is None else installer.resolve(module, name, function)
+        return call(*args, **kwargs)
 
     return stub
 

@@ -9,12 +9,20 @@ import functools
 import linecache
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import NamedTuple, cast
 
-from torch_dcp_backport.activation.bindings import ABSENT, ClassAttribute, Early, Swap
+from torch_dcp_backport.activation.bindings import (
+    ABSENT,
+    ClassAttribute,
+    Early,
+    Swap,
+    contents,
+    holder_in,
+    turn,
+)
 from torch_dcp_backport.activation.holders import class_namespace, namespace_of, within
 from torch_dcp_backport.activation.table import FIRST, Table, Target
 
@@ -48,10 +56,9 @@ def plan(table: Table, release: tuple[int, int], preview: bool, stubs: Mapping[i
 
     `stubs`: the id of each stub that stands in one of torch's modules, and what it stands for.
     """
-    provider = import_module(table.provider)
     swaps, attributes = [], []
     for swap in find(table, table.modules, release, preview, stubs):
-        swap = swap._replace(ours=getattr(provider, swap.name, None))
+        swap = swap._replace(ours=replacement_of(table, swap.module, swap.name))
         _check(swap, table)
         if isinstance(swap.stock, type) and not swap.name.startswith("_"):
             # Instances made before stay instances of the class that everybody has.
@@ -61,9 +68,18 @@ def plan(table: Table, release: tuple[int, int], preview: bool, stubs: Mapping[i
     return Plan(swaps, attributes)
 
 
+def replacement_of(table: Table, module: str, name: str) -> object:
+    """Ours for this name in torch's module, None where there is none. Imports the provider."""
+    (target,) = (target for target in table.targets if (target.module, target.name) == (module, name))
+    found: object = import_module(table.provider_of(target))
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
 def find(
     table: Table,
-    modules: tuple[str, ...],
+    modules: Collection[str],
     release: tuple[int, int],
     preview: bool,
     stubs: Mapping[int, object],
@@ -71,20 +87,19 @@ def find(
     """What is to be replaced in these modules, each with itself yet; Refused where it is not torch's own."""
     swaps = []
     for target in table.targets:
-        if target.module not in modules:
+        if target.module not in modules or not target.serves(release, preview):
             continue
         module = sys.modules.get(target.module)
-        namespace = namespace_of(module)
-        if namespace is None:
+        if namespace_of(module) is None:
             raise Refused("unsupported", f"{target.module} is not loaded, though {table.trigger} is")
-        if target.name not in namespace:
+        holder = holder_in(module, target.name)
+        held = contents(holder).get(target.name.rpartition(".")[2], ABSENT)
+        if holder is None or held is ABSENT:
             if _required(target, release, preview):
                 raise Refused("unsupported", f"{target.module} has no {target.name}: unknown layout")
             continue
-        held = namespace[target.name]
         stock = stubs.get(id(held), held)
-        holder = weakref.ref(cast(ModuleType, module))
-        swap = Swap(target.module, target.name, holder, held, stock, stock)
+        swap = Swap(target.module, target.name, weakref.ref(holder), held, stock, stock)
         foreign = foreign_layer(stock, table)
         if foreign is not None:
             raise Refused(
@@ -104,7 +119,7 @@ def _required(target: Target, release: tuple[int, int], preview: bool) -> bool:
 
 def _check(swap: Swap, table: Table) -> None:
     if swap.ours is None or isinstance(swap.stock, type) != isinstance(swap.ours, type):
-        raise Refused("unsupported", f"{table.provider} has no replacement for {swap.dotted}")
+        raise Refused("unsupported", f"there is no replacement for {swap.dotted}")
     # torch 2.7 itself shifted the positions of _StateDictInfo, which only torch creates, by keyword.
     positions = not (isinstance(swap.stock, type) and swap.name.startswith("_"))
     misfit = call_misfit(swap.stock, swap.ours, positions)
@@ -162,7 +177,7 @@ def _decorators(definition: object) -> int:
     linecache.checkcache(code.co_filename)
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
     count = 0
-    for line in lines:
+    for line in map(str.lstrip, lines):  # a method's are indented
         if line.startswith("def "):
             return count
         count += line.startswith("@") and not line.startswith(_LAYERLESS)
@@ -211,13 +226,13 @@ class Replacement:
 
     def write(self) -> None:
         try:
-            _update([(swap.namespace, swap.name, swap.held, swap.ours) for swap in self.swaps])
+            _update([(swap.holder(), swap.key, swap.held, swap.ours) for swap in self.swaps])
             for swap in self.swaps:
                 # Pickle looks a class up by module and name. Functions keep theirs: tracebacks stay honest.
                 if isinstance(swap.ours, type) and swap.ours is not swap.stock:
                     self._labels.append((swap.ours, swap.ours.__module__, swap.ours.__qualname__))
                     _label(swap.ours, swap.module, swap.name)
-            _update([(swap.namespace, swap.name, swap.held, swap.ours) for swap in self.early.names])
+            _update([(swap.holder(), swap.key, swap.held, swap.ours) for swap in self.early.names])
             for attribute in self._attributes:
                 attribute.put()
         except BaseException:
@@ -229,9 +244,9 @@ class Replacement:
         for attribute in reversed(self._attributes):
             attribute.undo()
         # A module that was imported anew has got what it imports itself from one that was not.
-        anew = [(namespace_of(sys.modules.get(swap.module)) or {}, swap) for swap in self.swaps]
-        places = [(swap.namespace, swap) for swap in (*self.early.names, *self.swaps)]
-        _update([(namespace, swap.name, swap.ours, swap.stock) for namespace, swap in (*places, *anew)])
+        anew = [(holder_in(sys.modules.get(swap.module), swap.name), swap) for swap in self.swaps]
+        places = [(swap.holder(), swap) for swap in (*self.early.names, *self.swaps)]
+        _update([(holder, swap.key, swap.ours, swap.stock) for holder, swap in (*places, *anew)])
         while self._labels:
             _label(*self._labels.pop())
 
@@ -239,8 +254,8 @@ class Replacement:
         """Names that no longer hold what was put there (a reload, another patch)."""
         lost = []
         for swap in self.swaps:
-            now = namespace_of(sys.modules.get(swap.module))
-            if now is None or now.get(swap.name) is not swap.ours:
+            now = contents(holder_in(sys.modules.get(swap.module), swap.name))
+            if now.get(swap.key) is not swap.ours:
                 lost.append(swap.dotted)
         return lost
 
@@ -259,11 +274,14 @@ def _label(cls: type, module: str, qualname: str) -> None:
         cls.__module__, cls.__qualname__ = module, qualname
 
 
-def _update(changes: Iterable[tuple[dict[str, object], str, object, object]]) -> None:
-    """One dict.update for each namespace: no other thread sees it half done. (namespace, name, old, new)"""
+def _update(changes: Iterable[tuple[ModuleType | type | None, str, object, object]]) -> None:
+    """One dict.update for each module: no other thread sees it half done. (holder, name, old, new)"""
     updates: dict[int, tuple[dict[str, object], dict[str, object]]] = {}
-    for namespace, name, old, new in changes:
-        if namespace.get(name, ABSENT) is old:
+    for holder, name, old, new in changes:
+        namespace = contents(holder)
+        if issubclass(type(holder), type):
+            turn(cast(type, holder), name, old, new)
+        elif namespace.get(name, ABSENT) is old:
             updates.setdefault(id(namespace), (namespace, {}))[1][name] = new
     for namespace, new_values in updates.values():
         namespace.update(new_values)

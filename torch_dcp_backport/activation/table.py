@@ -13,6 +13,9 @@ FIXED_IN = (2, 7)
 
 STATE_DICT = "torch.distributed.checkpoint.state_dict"
 STATE_DICT_UTILS = "torch.distributed._state_dict_utils"
+PLANNER = "torch.distributed.checkpoint.default_planner"
+FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+COLLECTIVES = "torch.distributed.checkpoint.utils"
 
 # The records in patches/.
 KEPT_ALIVE = "0001-full-tensor-kept-alive"
@@ -24,6 +27,10 @@ OPTIMIZER = "0006-optimizer-load-fails-or-loses-values"
 GATHERS_TO_ALL = "0007-full-get-gathers-to-every-rank"
 LIVE_COPY = "0008-cpu-copy-is-the-live-state"
 FORMATS = "0009-not-every-tensor-travels"
+LOST_WRITE = "0010-failed-writer-thread-publishes-a-checkpoint"
+OTHER_SHAPE = "0011-another-shape-loads-silently"
+COORDINATOR = "0012-save-and-load-without-global-rank-0"
+BY_KEY = "0013-load-by-key-fails-without-paths"
 
 # What each is about, and where upstream has it: the pull requests or issues that its record names.
 _PULL, _ISSUE = "https://github.com/pytorch/pytorch/pull/", "https://github.com/pytorch/pytorch/issues/"
@@ -40,6 +47,13 @@ RECORDS: dict[str, tuple[str, tuple[str, ...]]] = {
         "tensors that are not contiguous arrive permuted, float8 not at all",
         ("https://github.com/NVIDIA/physicsnemo/issues/1614",),
     ),
+    LOST_WRITE: ("a writer thread that fails is ignored, the checkpoint published", (_ISSUE + "191391",)),
+    OTHER_SHAPE: ("dcp.load into a tensor of another shape is silent", (_PULL + "141571",)),
+    COORDINATOR: (
+        "dcp.save and dcp.load fail in a group without global rank 0",
+        (_PULL + "147675", _PULL + "155912", _PULL + "135045"),
+    ),
+    BY_KEY: ("a checkpoint that was saved unflattened loads not by key", (_PULL + "157940",)),
 }
 
 
@@ -47,9 +61,15 @@ class Target(NamedTuple):
     """One name in one of torch's modules; the provider has the replacement under the same name."""
 
     module: str
-    name: str
+    name: str  # with a dot a method: "class.method"
     since: tuple[int, int]  # the first torch release whose module has the name, or FIRST
     records: tuple[str, ...]  # files in patches/, without .md
+    until: tuple[int, int] = FIXED_IN  # the first torch release whose own is left alone
+    provider: str = ""  # where it is not the table's
+
+    def serves(self, release: tuple[int, int], preview: bool) -> bool:
+        """Whether it is replaced in this torch, if it is there. A preview may lack what its release has."""
+        return release < self.until or (preview and release == self.until)
 
 
 class Table(NamedTuple):
@@ -57,13 +77,16 @@ class Table(NamedTuple):
 
     provider: str  # our package that has the replacements
     owner: str  # the top-level package that must have defined what is replaced
-    helpers: str  # the module with those helpers that others of the owner's modules import
+    helpers: tuple[str, ...]  # modules that others of the owner's modules use without the trigger
     trigger: str  # the module whose import completes the set
     targets: tuple[Target, ...]
 
     @property
     def modules(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(target.module for target in self.targets))
+
+    def provider_of(self, target: Target) -> str:
+        return target.provider or self.provider
 
 
 # The public names, and the private ones too: a function bound before activation in a place that cannot be
@@ -117,13 +140,29 @@ _HELPERS: tuple[tuple[str, tuple[int, int], tuple[str, ...]], ...] = (
     ("_distribute_tensors", (2, 5), (KEPT_ALIVE,)),
 )
 
+# What dcp.save and dcp.load use, without checkpoint.state_dict.
+_DCP: tuple[tuple[str, str, tuple[str, ...], tuple[int, int]], ...] = (
+    (PLANNER, "create_default_local_load_plan", (OTHER_SHAPE,), (2, 6)),
+    (PLANNER, "_EmptyStateDictLoadPlanner._should_include_key", (BY_KEY,), FIXED_IN),
+    (PLANNER, "_EmptyStateDictLoadPlanner.set_up_planner", (BY_KEY,), FIXED_IN),
+    (FILESYSTEM, "_FileSystemWriter.write_data", (LOST_WRITE,), FIXED_IN),
+    (COLLECTIVES, "_all_gather_keys", (COORDINATOR,), (2, 5)),
+    (COLLECTIVES, "_DistWrapper.broadcast_object", (COORDINATOR,), FIXED_IN),
+    (COLLECTIVES, "_DistWrapper.gather_object", (COORDINATOR,), FIXED_IN),
+    (COLLECTIVES, "_DistWrapper.scatter_object", (COORDINATOR,), FIXED_IN),
+)
+
 TABLE = Table(
     provider="torch_dcp_backport.state_dict",
     owner="torch",
-    helpers=STATE_DICT_UTILS,
+    helpers=(STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES),
     trigger=STATE_DICT,
     targets=(
         *(Target(STATE_DICT_UTILS, *helper) for helper in _HELPERS),
+        *(
+            Target(module, name, FIRST, records, until, "torch_dcp_backport.dcp")
+            for module, name, records, until in _DCP
+        ),
         *(Target(STATE_DICT, *helper) for helper in _SHARED),
         *(Target(STATE_DICT, name, FIRST, records) for name, records in _NAMES.items()),
     ),

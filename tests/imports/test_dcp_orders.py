@@ -1,0 +1,251 @@
+"""`dcp.save` in every order of imports, with what was bound early, and back, in fresh interpreters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from interpreters import AFFECTED, Fresh
+
+affected = pytest.mark.skipif(not AFFECTED, reason="nothing is replaced")
+
+# A subclass on a storage that fails in each thread but the caller's, which waits for that.
+WRITER = """
+import threading, torch, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+warnings.simplefilter("ignore", UserWarning)
+warnings.simplefilter("ignore", FutureWarning)
+failed = threading.Event()
+class Full(FileSystem):
+    def create_stream(self, path, mode):
+        if "distcp" in path.name:
+            if threading.current_thread() is threading.main_thread():
+                failed.wait(30)
+            else:
+                failed.set()
+                raise OSError(28, "No space left on device")
+        return super().create_stream(path, mode)
+class Mine(FileSystemWriter):
+    def write_data(self, plan, planner):
+        return super().write_data(plan, planner)
+threading.excepthook = lambda args: None  # where stock ends
+writer = Mine("saved", thread_count=2)
+writer.fs = Full()
+"""
+# What was made of torch's classes before us is ours to serve as well.
+SAVE = """
+import os
+def save():
+    try:
+        dcp.save({"a": torch.ones(2), "b": torch.ones(3)}, storage_writer=writer)
+    except BaseException as error:
+        return type(error).__name__, "No space left" in str(error), os.path.exists("saved/.metadata")
+    return "saved", False, os.path.exists("saved/.metadata")
+"""
+AS_IT_SHOULD = ["CheckpointException", True, False]
+AS_TORCH_DOES = ["saved", False, True]
+LOOK = """
+import torch_dcp_backport
+result = save()
+status = torch_dcp_backport.status()
+tell(result=result, outcome=status.outcome, listed=status.out_of_reach,
+     late=[name for name in status.late_bindings if not name.startswith("torch.")])
+"""
+
+ORDERS = {
+    "us, torch": "import torch_dcp_backport" + WRITER,
+    "torch, us": "import torch, torch_dcp_backport" + WRITER,
+    "the package, us": "import torch.distributed.checkpoint, torch_dcp_backport" + WRITER,
+    "a subclass and an object of it, us": WRITER + "import torch_dcp_backport",
+    "torch's other module, us": "import torch.distributed.checkpoint.state_dict, torch_dcp_backport" + WRITER,
+    "us, torch's other module": "import torch_dcp_backport, torch.distributed.checkpoint.state_dict" + WRITER,
+    "ours directly": "import torch_dcp_backport.dcp" + WRITER,
+    "us from the middle of the package": """
+import torch, wrapt
+M = "torch.distributed.checkpoint.filesystem"
+wrapt.register_post_import_hook(lambda module: __import__("torch_dcp_backport"), M)
+"""
+    + WRITER,
+}
+
+
+@affected
+@pytest.mark.parametrize("switch", ["auto", "strict"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_failed_thread_is_an_error_in_every_order(fresh: Fresh, order: str, switch: str) -> None:
+    ended = fresh(ORDERS[order] + SAVE + LOOK, switch=switch)
+    assert ended.facts == {"result": AS_IT_SHOULD, "outcome": "applied", "listed": [], "late": []}
+    assert "torch_dcp_backport" not in ended.err
+
+
+@affected
+def test_stock_publishes(fresh: Fresh) -> None:
+    assert fresh(WRITER + SAVE + "tell(result=save())").facts == {"result": AS_TORCH_DOES}
+
+
+@affected
+def test_nothing_is_imported_before_the_first_call(fresh: Fresh) -> None:
+    facts = fresh(
+        """
+        import inspect, torch_dcp_backport
+        import torch.distributed.checkpoint as dcp, torch.distributed.checkpoint.utils as utils
+        from torch_dcp_backport.activation.table import TABLE
+        import torch
+        ours = ("torch_dcp_backport.state_dict", "torch_dcp_backport.dcp", B)
+        stub = utils._DistWrapper.gather_object
+        looks = [stub.__module__, stub.__qualname__, list(inspect.signature(stub).parameters)]
+        before = torch_dcp_backport.status().outcome, [name for name in ours if name in sys.modules]
+        warnings.simplefilter("ignore")
+        dcp.save({"a": torch.ones(2)}, checkpoint_id="saved")
+        after = torch_dcp_backport.status()
+        homes = {home(t.name, t.module) for t in served(TABLE.targets) if t.provider}
+        tell(looks=looks, before=before, outcome=after.outcome, homes=sorted(homes))
+        """
+    ).facts
+    assert facts["looks"] == [
+        "torch.distributed.checkpoint.utils", "_DistWrapper.gather_object", ["self", "object"]
+    ]  # fmt: skip
+    assert facts["before"] == ["pending", []]
+    assert facts["outcome"] == "applied"
+    assert facts["homes"] == ["torch_dcp_backport"]
+
+
+@affected
+@pytest.mark.parametrize("applied", [True, False])
+def test_deactivate_restores_by_identity_and_activate_works_again(fresh: Fresh, applied: bool) -> None:
+    """Also what was not called yet."""
+    facts = fresh(
+        WRITER
+        + SAVE
+        + """
+from torch_dcp_backport.activation import bindings
+from torch_dcp_backport.activation.table import TABLE
+def world():
+    found = {}
+    for t in TABLE.targets:
+        if t.provider:
+            held = bindings.contents(bindings.holder_in(sys.modules[t.module], t.name))
+            found[t.name] = held.get(t.name.rpartition(".")[2])
+    return found
+"""
+        + f"""
+import torch_dcp_backport
+on = world()
+if {applied}:
+    first = save()
+torch_dcp_backport.deactivate()
+stock = world()
+homes = sorted({{value.__module__.partition(".")[0] for value in stock.values()}})
+off = save()
+os.remove("saved/.metadata")
+again = torch_dcp_backport.activate()
+ours = world()
+second = save()
+torch_dcp_backport.deactivate()
+restored = all(world()[name] is value for name, value in stock.items())
+tell(homes=homes, off=off, second=second, restored=restored, late=again.out_of_reach,
+     changed=sum(on[name] is not stock[name] for name in on))
+"""
+    ).facts
+    assert facts["homes"] == ["torch"]
+    assert facts["off"] == AS_TORCH_DOES
+    assert facts["second"] == AS_IT_SHOULD
+    assert facts["restored"]
+    assert facts["changed"] >= 6
+
+
+EARLY = (
+    WRITER
+    + """
+import torch.distributed.checkpoint.default_planner as planners
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan as plan
+write = FileSystemWriter.write_data
+class Other:
+    write_data = FileSystemWriter.write_data
+kept = [FileSystemWriter.write_data]
+bound = writer.write_data
+own = FileSystemWriter("saved").write_data
+"""
+)
+
+
+@affected
+def test_methods_bound_early_are_rebound_or_listed(fresh: Fresh) -> None:
+    facts: Any = fresh(
+        EARLY
+        + """
+def activate():
+    import torch_dcp_backport
+found = caught(activate)
+import torch_dcp_backport, torch.distributed.checkpoint.state_dict
+status = torch_dcp_backport.status()
+ours = FileSystemWriter.write_data
+held = [write is ours, Other.write_data is kept[0], kept[0] is ours, own.__func__ is ours]
+tell(found=found, held=held, listed=status.out_of_reach,
+     late=[name for name in status.late_bindings if not name.startswith("torch.")])
+"""
+    ).facts
+    assert facts["held"] == [True, False, False, False]
+    assert {"__main__.Other.write_data", "__main__.write"} <= set(facts["late"])
+    assert facts["listed"] == ["list in __main__.kept", "method in __main__.own"]
+    ((category, text, _),) = facts["found"]
+    assert category == "LateImportWarning"
+    assert "__main__.Other.write_data" in text
+
+
+@affected
+def test_methods_bound_early_are_refused_when_strict(fresh: Fresh) -> None:
+    ended = fresh(EARLY + "import torch_dcp_backport", switch="strict")
+    assert ended.code == 1
+    assert "method in __main__.own" in ended.err.splitlines()[-1]
+
+
+@affected
+@pytest.mark.parametrize("trigger", ["", ".state_dict"])
+def test_somebody_elses_method_is_a_conflict(fresh: Fresh, trigger: str) -> None:
+    facts = fresh(
+        f"""
+        import functools
+        import torch.distributed.checkpoint{trigger}
+        from torch.distributed.checkpoint import filesystem, utils
+        def wrapped(function):
+            @functools.wraps(function)
+            def wrapper(*args, **kwargs):
+                return function(*args, **kwargs)
+            return wrapper
+        stock = utils._DistWrapper.gather_object
+        filesystem._FileSystemWriter.write_data = theirs = wrapped(filesystem._FileSystemWriter.write_data)
+        def activate():
+            import torch_dcp_backport
+        found = caught(activate)
+        import torch_dcp_backport
+        same = [filesystem._FileSystemWriter.write_data is theirs, utils._DistWrapper.gather_object is stock]
+        tell(found=found, outcome=torch_dcp_backport.status().outcome, same=same)
+        """
+    ).facts
+    ((category, text, _),) = facts["found"]
+    assert category == "BackportWarning"
+    assert "filesystem._FileSystemWriter.write_data was already replaced by __main__" in text
+    assert facts["outcome"] == "conflict"
+    assert facts["same"] == [True, True]
+
+
+def test_one_thread_is_torchs_own_loop_in_the_callers(fresh: Fresh) -> None:
+    facts = fresh(
+        """
+        import threading, torch, torch_dcp_backport, torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import filesystem
+        warnings.simplefilter("ignore")
+        calls = []
+        loop = filesystem._write_files_from_queue
+        def seen(*args, **kwargs):
+            threads = threading.current_thread() is threading.main_thread(), threading.active_count()
+            calls.append([*threads, kwargs["file_queue"].qsize()])
+            return loop(*args, **kwargs)
+        filesystem._write_files_from_queue = seen
+        writer = dcp.FileSystemWriter("saved", single_file_per_rank=False)
+        dcp.save({"a": torch.ones(2), "b": torch.ones(3)}, storage_writer=writer)
+        tell(calls=calls)
+        """
+    ).facts
+    assert facts["calls"] == [[True, 1, 2]]

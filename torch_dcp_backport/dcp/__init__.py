@@ -1,0 +1,21 @@
+"""What `dcp.save` and `dcp.load` use, corrected: functions, and methods for objects of torch's classes.
+
+Under torch's names, a method in a class of the name of torch's. Knows nothing of patching, and nothing of
+`state_dict` and `transfer`; must never be needed by them.
+"""
+
+from __future__ import annotations
+
+from torch_dcp_backport.dcp.collectives import DistWrapper as _DistWrapper
+from torch_dcp_backport.dcp.collectives import all_gather_keys as _all_gather_keys
+from torch_dcp_backport.dcp.planner import EmptyStateDictLoadPlanner as _EmptyStateDictLoadPlanner
+from torch_dcp_backport.dcp.planner import create_default_local_load_plan
+from torch_dcp_backport.dcp.writer import FileSystemWriter as _FileSystemWriter
+
+__all__ = [
+    "_DistWrapper",
+    "_EmptyStateDictLoadPlanner",
+    "_FileSystemWriter",
+    "_all_gather_keys",
+    "create_default_local_load_plan",
+]

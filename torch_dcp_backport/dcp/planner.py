@@ -1,0 +1,94 @@
+"""What a load is planned with: shapes that must fit, and the keys of a checkpoint without a state dict.
+
+Must never change the metadata: the storage reader has it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any, Optional
+
+import torch
+from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from torch_dcp_backport.compat import DTensor
+
+planners: Any = default_planner  # whose private names others may have replaced
+
+
+def create_default_local_load_plan(
+    state_dict: Mapping[str, Any], metadata: Metadata, strict: bool = True
+) -> LoadPlan:
+    """One request for each part of each value.
+
+    Raises:
+        RuntimeError: strict, and a key is not in the checkpoint.
+        ValueError: a tensor has another shape there.
+    """
+    requests = []
+    for key, value in state_dict.items():
+        if key not in metadata.state_dict_metadata:
+            if strict:
+                raise RuntimeError(f"Missing key in checkpoint state_dict: {key}.")
+            continue
+        stored = metadata.state_dict_metadata[key]
+        check_size(key, stored, value)
+        # A DTensor on a mesh without this rank asks for nothing.
+        if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is not None:
+            requests += planners._create_read_items(key, stored, value)
+    return LoadPlan(requests)
+
+
+def check_size(key: str, stored: object, value: Any) -> None:
+    """ValueError, in torch 2.6's words, for a tensor of another global shape than the stored one."""
+    size = getattr(value, "size", None)
+    if not isinstance(stored, TensorStorageMetadata) or not callable(size) or stored.size == size():
+        return
+    if not may_differ(value):
+        raise ValueError(f"Size mismatch between saved {stored.size} and current: {size()} for {key}")
+
+
+def may_differ(value: Any) -> bool:
+    """Whether Megatron-LM made this tensor and takes another shape.
+
+    A padded vocabulary has another size on another number of ranks; Megatron fills the rest with zeros. Its
+    planner checks shapes itself. It hides such tensors from torch's check, but not in the releases that were
+    made for torch 2.4 and 2.5.
+    https://github.com/NVIDIA/Megatron-LM/blob/core_r0.12.0/megatron/core/dist_checkpointing/strategies/torch.py
+    """
+    made_of = getattr(value, "mcore_sh_ten", None)
+    if made_of is not None:
+        return bool(made_of.allow_shape_mismatch)
+    return hasattr(value, "prepend_axis_num")  # releases up to 0.7, which do not keep what it is made of
+
+
+class EmptyStateDictLoadPlanner:
+    def _should_include_key(self: Any, key: str, metadata: Metadata) -> bool:
+        """Whether this key was asked for, or one above it; there is none above a key without a path."""
+        if self.keys is None or key in self.keys:
+            return True
+        path = (metadata.planner_data or {}).get(key, ())
+        return any(name in self.keys for name in accumulate(path, "{}.{}".format))
+
+    def set_up_planner(
+        self: Any,
+        state_dict: dict[str, Any],
+        metadata: Optional[Metadata] = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Fill `state_dict` with room for what is to be loaded."""
+        assert not state_dict
+        assert metadata is not None
+        paths = metadata.planner_data or {}
+        for key, stored in metadata.state_dict_metadata.items():
+            if self._should_include_key(key, metadata):
+                room: Any = stored
+                if isinstance(stored, TensorStorageMetadata):
+                    room = torch.empty(stored.size, dtype=stored.properties.dtype)
+                set_element(state_dict, paths.get(key, (key,)), room)
+        above: Any = super(planners._EmptyStateDictLoadPlanner, self)
+        above.set_up_planner(state_dict, metadata, is_coordinator)
