@@ -15,7 +15,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import Target, TensorInfo, Want, layout_of
 from torch_dcp_backport.transfer.layout import Layout, layout_at
 
-#: What moves before any loading code runs.
+#: The stage before any loading code runs.
 FIRST = ""
 
 
@@ -41,14 +41,14 @@ class Destination(NamedTuple):
     #: dtype and device of what is filled.
     dtype: torch.dtype
     device: torch.device
-    #: What of the loaded object gets the value, in its own terms.
+    #: The part of the loaded object that gets the value, in the load's terms.
     owner: Any
     becomes: Becomes = Becomes.NEW
     #: The tensor (plain or DTensor) that the value lies like.
     like: Optional[torch.Tensor] = None
     #: The local tensor to fill; None where it is made.
     local: Optional[torch.Tensor] = None
-    #: When it moves: FIRST, or one of the load's own stages.
+    #: When it moves: FIRST, or a stage of the load's.
     stage: str = FIRST
 
     @property
@@ -67,29 +67,29 @@ def in_place(live: torch.Tensor, owner: Any, view: Optional[torch.Tensor] = None
 
 def fresh(
     like: torch.Tensor,
-    offered: TensorInfo,
+    offer: TensorInfo,
     device: torch.device,
     owner: Any,
     stage: str = FIRST,
     becomes: Becomes = Becomes.NEW,
 ) -> Destination:
     """A new tensor of the checkpoint's dtype, laid out as `like` (plain or DTensor), on `device`."""
-    return Destination(layout_of(like), offered.dtype, device, owner, becomes, like, stage=stage)
+    return Destination(layout_of(like), offer.dtype, device, owner, becomes, like, stage=stage)
 
 
-def whole(
-    offered: TensorInfo,
+def unsharded(
+    offer: TensorInfo,
     device: torch.device,
     owner: Any,
     stage: str = FIRST,
-    held: Optional[torch.Tensor] = None,
+    local: Optional[torch.Tensor] = None,
 ) -> Destination:
-    """A new whole tensor, whatever its shape, on every rank; `held` where this rank has it already."""
-    return Destination(layout_at(offered.shape), offered.dtype, device, owner, local=held, stage=stage)
+    """A new whole tensor, whatever its shape, on every rank; `local` where this rank has it already."""
+    return Destination(layout_at(offer.shape), offer.dtype, device, owner, local=local, stage=stage)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a plain tensor or a DTensor."""
+    """The local tensor of a DTensor; a plain tensor itself."""
     return compat.local_part(tensor) if isinstance(tensor, compat.DTensor) else tensor
 
 

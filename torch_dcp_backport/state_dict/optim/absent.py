@@ -1,4 +1,4 @@
-"""What becomes of a parameter for which a state dict has no state.
+"""Parameters for which a state dict has no state: an error, or a start from nothing.
 
 Nothing is read from or written to a tensor here.
 """
@@ -43,7 +43,10 @@ class AbsentStates:
         group: Mapping[str, Any],
         saved: Optional[Collection[str]],
     ) -> None:
-        """`saved`: the hyperparameters that the state dict has for this parameter; None: it does not know it.
+        """Judge one of them.
+
+        Args:
+            saved: the hyperparameters that the state dict has for this parameter; None if it has none.
 
         Raises:
             RuntimeError: the state is missing.
@@ -64,11 +67,13 @@ class AbsentStates:
     def foreign(self, group: Mapping[str, Any], saved: Collection[str]) -> str:
         """Why the hyperparameters saved for a parameter are plainly those of another optimizer, or ""."""
         defaults = getattr(self.beginning.optim, "defaults", {})
-        own = {name for name in defaults if name not in COMMON}
-        others = [name for name in saved if name not in group and name != PARAMS]
-        if not own or not others or not own.isdisjoint(saved):
+        distinctive = {name for name in defaults if name not in COMMON}
+        unknown = [name for name in saved if name not in group and name != PARAMS]
+        if not distinctive or not unknown or not distinctive.isdisjoint(saved):
             return ""
-        return f"it was saved by another kind of optimizer, with {others[0]!r} and without {min(own)!r}"
+        return (
+            f"it was saved by another kind of optimizer, with {unknown[0]!r} and without {min(distinctive)!r}"
+        )
 
     def report(self) -> None:
         if self.fqns:

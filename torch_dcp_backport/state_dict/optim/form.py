@@ -6,23 +6,26 @@ Nothing is read from or written to an optimizer here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
-from torch_dcp_backport.state_dict.options import StateDictInfo
+from torch_dcp_backport.transfer import Problem
+
+if TYPE_CHECKING:
+    from torch_dcp_backport.state_dict.options import StateDictInfo
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
-def complaint_about(state: Optional[Mapping[Any, Any]], info: StateDictInfo) -> Optional[str]:
+def problem_with(state: Optional[Mapping[Any, Any]], info: StateDictInfo) -> Optional[Problem]:
     """Why an optimizer state dict cannot be one that this call gives or takes; None where it can."""
     # None is as good as an empty one: accelerate gives it where rank 0 alone has read the file.
     if state is not None and not isinstance(state, Mapping):
-        return f"not a state dict but a {type(state).__name__}"
+        return Problem(f"not a state dict but a {type(state).__name__}")
     may_be_empty = (info.cpu_offload and info.full_state_dict) or info.broadcast_from_rank0
     if info.handle_optim and not state and not may_be_empty:
-        return "the optimizer state dict is empty"
+        return Problem("the optimizer state dict is empty")
     return None
 
 

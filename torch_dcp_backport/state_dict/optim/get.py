@@ -1,30 +1,26 @@
-"""Get optimizer state under the names of the model's parameters.
+"""Get optimizer states under the names of the model's parameters.
 
-Of the optimizer nothing is changed, but that a fresh one gets its first states.
+Nothing of the optimizer is changed, but that a fresh one gets its first states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.state_dict import fsdp1
 from torch_dcp_backport.state_dict.collect import full_or_cpu
 from torch_dcp_backport.state_dict.fqn import Names
-from torch_dcp_backport.state_dict.model import own_method
 from torch_dcp_backport.state_dict.optim.flat import flatten_optim_state
 from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE
 from torch_dcp_backport.state_dict.optim.initial import first_states, init_optim_state, kind_of
 from torch_dcp_backport.state_dict.options import StateDictInfo
-from torch_dcp_backport.transfer.groups import group_ranks
-
-COMPILED = "_orig_mod."
+from torch_dcp_backport.state_dict.patched import original_method
 
 
 @torch.no_grad()
@@ -35,7 +31,7 @@ def get_optim_state(model: nn.Module, optimizers: Sequence[Optimizer], info: Sta
     for optim in optimizers:
         init_optim_state(optim)
         if info.fsdp_modules:
-            named = fsdp1_named_state(model, optim, info)
+            named = fsdp1.named_state(model, optim, info)
         else:
             named = with_first_states(optim, named_state(model, optim))
         if named:
@@ -48,36 +44,32 @@ def get_optim_state(model: nn.Module, optimizers: Sequence[Optimizer], info: Sta
 
 def named_state(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
     """`optim.state_dict()` with FQNs for parameter numbers."""
-    state = own_method(optim, "state_dict")()
-    number = {
-        param: index
-        for index, param in enumerate(param for group in optim.param_groups for param in group[PARAMS])
-    }
-    names: dict[int, str] = {}
-    every = Names(model)
+    state = original_method(optim, "state_dict")()
+    params = [param for group in optim.param_groups for param in group[PARAMS]]
+    number_of = {param: number for number, param in enumerate(params)}
+    fqns: dict[int, str] = {}
+    names = Names(model)
     for name, param in model.named_parameters():
-        if param in number:
-            (fqn,) = every.fqns(name)
-            names[number[param]] = fqn
+        if param in number_of:
+            (fqns[number_of[param]],) = names.fqns(name)
 
-    def name_of(index: int) -> str:
-        if index not in names:
-            raise KeyError(f"parameter {index} of {type(optim).__name__} is not a parameter of the model")
-        return names[index]
+    def fqn_of(number: int) -> str:
+        if number not in fqns:
+            raise KeyError(f"parameter {number} of {type(optim).__name__} is not a parameter of the model")
+        return fqns[number]
 
-    params = {index: param for param, index in number.items()}
     return {
         **state,
-        STATE: {name_of(index): laid_as(params[index], value) for index, value in state[STATE].items()},
-        GROUPS: [{**group, PARAMS: [name_of(index) for index in group[PARAMS]]} for group in state[GROUPS]],
+        STATE: {fqn_of(number): laid_as(params[number], states) for number, states in state[STATE].items()},
+        GROUPS: [{**group, PARAMS: list(map(fqn_of, group[PARAMS]))} for group in state[GROUPS]],
     }
 
 
 def laid_as(param: torch.Tensor, states: Any) -> Any:
-    """The states of a parameter, those that are cut as it is with its placements.
+    """The states of a parameter, with its placements where they are cut as it is.
 
     Operations with `out=` forget up to torch 2.7 that FSDP2 over TP cuts in another order (_StridedShard):
-    what they leave (AMSGrad's maximum) would be put together permuted.
+    their results (AMSGrad's maximum) would be put together permuted.
     """
     if not isinstance(param, compat.DTensor) or not isinstance(states, dict):
         return states
@@ -111,35 +103,7 @@ def with_first_states(optim: Optimizer, named: dict[str, Any]) -> dict[str, Any]
     # In the order of the parameters: on another rank others may be without.
     ordered: dict[str, Any] = {}
     for param, fqn in fqn_of.items():
-        held = states.pop(fqn, None)
-        if param in first or held is not None:
-            ordered[fqn] = first.get(param, held)
+        saved = states.pop(fqn, None)
+        if param in first or saved is not None:
+            ordered[fqn] = first.get(param, saved)
     return {**named, STATE: {**ordered, **states}}
-
-
-def fsdp1_named_state(model: nn.Module, optim: Optimizer, info: StateDictInfo) -> dict[str, Any]:
-    """FSDP1 names its states itself, but keeps the compiler's prefix."""
-    state = own_method(optim, "state_dict")()
-    with info.fsdp_context():
-        state = FullyShardedDataParallel.optim_state_dict(model, optim, state, group=fsdp1_group(info))
-    if not state:
-        return {}
-    return {
-        **state,
-        STATE: {fqn.replace(COMPILED, ""): value for fqn, value in state[STATE].items()},
-        GROUPS: [
-            {**group, PARAMS: [fqn.replace(COMPILED, "") for fqn in group[PARAMS]]} for group in state[GROUPS]
-        ],
-    }
-
-
-def fsdp1_group(info: StateDictInfo) -> Optional[dist.ProcessGroup]:
-    """The group that FSDP1 shards over: its ranks alone take part. None (the default group) for HSDP.
-
-    And where a FlatParameter's states come from global rank 0, which has to be a member then.
-    """
-    module: Any = info.fsdp_modules[0]
-    if module.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
-        return None
-    group: dist.ProcessGroup = module.process_group
-    return group if module._use_orig_params or 0 in group_ranks(group) else None

@@ -53,8 +53,8 @@ def split_optim_state(
                     absent.judge(fqn, param, group, None if source is None else saved[source])
         if not group[PARAMS] and empty:
             # Nothing names a group without parameters but its place.
-            own_place = len(saved) == len(optim.param_groups) and index in empty
-            sources.add(index if own_place else empty[0])
+            same_place = len(saved) == len(optim.param_groups) and index in empty
+            sources.add(index if same_place else empty[0])
         groups.append(merged(names, [saved[number] for number in sorted(sources)], group))
     absent.report()
     return {STATE: state, GROUPS: groups}

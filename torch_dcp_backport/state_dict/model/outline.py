@@ -1,0 +1,116 @@
+"""A model as a load finds it, before anything is known of the state dict."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.state_dict.model.entries import Entry, entries_of, is_meta, is_sliceable, overlapping
+from torch_dcp_backport.state_dict.model.places import Place, places_of
+from torch_dcp_backport.state_dict.options import StateDictInfo
+from torch_dcp_backport.state_dict.patched import original_method
+from torch_dcp_backport.transfer.groups import comm_device_type
+
+
+@dataclass(eq=False)
+class Outline:
+    """The modules and entries of a model, from one walk; whatever is derived from them is derived once."""
+
+    model: nn.Module
+    info: StateDictInfo
+    places: Sequence[Place] = ()
+    entries: Sequence[Entry] = ()
+
+    @functools.cached_property
+    def ties(self) -> list[list[Entry]]:
+        """The entries, those of one tensor together, in the order in which load_state_dict() loads them."""
+        ties: dict[int, list[Entry]] = {}
+        for entry in self.entries:
+            ties.setdefault(id(entry.value), []).append(entry)
+        return list(ties.values())
+
+    @functools.cached_property
+    def overlapping(self) -> set[int]:
+        """The ids of tensors that share memory with others: load_state_dict()'s order decides what stays."""
+        values = {id(entry.value): entry.value for entry in self.entries if torch.is_tensor(entry.value)}
+        return overlapping(value for value in values.values() if is_sliceable(value) and not is_meta(value))
+
+    @functools.cached_property
+    def assigns(self) -> bool:
+        """Whether load_state_dict() puts tensors into the modules instead of copying them."""
+        return any(is_meta(entry.value) for entry in self.entries)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank takes part in a load of full tensors."""
+        if self.info.broadcast_from_rank0:
+            return False
+        return not dist.is_initialized() or not any(
+            isinstance(entry.value, compat.DTensor) for entry in self.entries
+        )
+
+    # --- code outside torch ---
+
+    @functools.cached_property
+    def loads_as_torch(self) -> bool:
+        """Whether the model's `load_state_dict` is torch's."""
+        method = original_method(self.model, "load_state_dict")
+        return getattr(method, "func", getattr(method, "__func__", None)) is nn.Module.load_state_dict
+
+    @functools.cached_property
+    def user_loader(self) -> bool:
+        """Whether loading code outside torch sees keys of the state dict."""
+        return any(place.user_loader for place in self.places) or not self.loads_as_torch
+
+    @property
+    def judges_keys(self) -> bool:
+        """Whether a missing or unexpected key is an error whatever loading code says."""
+        # Code outside torch may know keys that nothing else knows, and may do without others.
+        return self.info.strict and not self.user_loader and not self.info.fsdp_modules
+
+    # --- new tensors ---
+
+    def device_for(self, live: Optional[torch.Tensor]) -> torch.device:
+        """The device of a new value in place of `live`, or of a value that has no place in the model."""
+        if isinstance(live, compat.DTensor):
+            if not live.is_meta:
+                return compat.local_part(live).device
+            if self.info.cpu_offload or id(live) in self.offloaded:
+                return torch.device("cpu")
+            return compat.current_device(live.device_mesh.device_type)
+        if self.info.cpu_offload:
+            return torch.device("cpu")
+        if live is not None and not is_meta(live):
+            return live.device
+        return self.device
+
+    @functools.cached_property
+    def offloaded(self) -> set[int]:
+        """The ids of parameters that FSDP2 keeps on the CPU."""
+        return compat.offloaded_parameters(self.model)
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        values = [entry.value for entry in self.entries if torch.is_tensor(entry.value)]
+        for value in values:
+            if not is_lazy(value) and not value.is_meta and value.dim():
+                return value.device
+        for value in values:
+            if isinstance(value, compat.DTensor):
+                return compat.current_device(value.device_mesh.device_type)
+        if dist.is_initialized():
+            return compat.current_device(comm_device_type(None, "cpu"))
+        return torch.device("cpu")
+
+
+def outline_of(model: nn.Module, info: StateDictInfo) -> Outline:
+    places = places_of(model, info.dsd_fqn_modifiers)
+    return Outline(model, info, places, entries_of(model, info, places))
