@@ -24,6 +24,7 @@ from torch_dcp_backport.state_dict.cpu_copy import check_state_dict_similarity a
 from torch_dcp_backport.state_dict.cpu_copy import copy_state_dict as _copy_state_dict
 from torch_dcp_backport.state_dict.cpu_copy import create_cpu_state_dict as _create_cpu_state_dict
 from torch_dcp_backport.state_dict.cpu_copy import offload_state_dict_to_cpu as _offload_state_dict_to_cpu
+from torch_dcp_backport.state_dict.form import unflatten_model_state as _unflatten_model_state_dict
 from torch_dcp_backport.state_dict.fqn import ExtraState as _EXTRA_STATE
 from torch_dcp_backport.state_dict.fqn import get_fqns as _get_fqns
 from torch_dcp_backport.state_dict.fqn import walk_model_state as _iterate_valid_model_state
@@ -33,7 +34,6 @@ from torch_dcp_backport.state_dict.helpers import distribute_tensors as _distrib
 from torch_dcp_backport.state_dict.helpers import gather_state_dict as _gather_state_dict
 from torch_dcp_backport.state_dict.load_state import load_model_state as _load_model_state_dict
 from torch_dcp_backport.state_dict.load_state import load_optim_state as _load_optim_state_dict
-from torch_dcp_backport.state_dict.model.form import unflatten_model_state as _unflatten_model_state_dict
 from torch_dcp_backport.state_dict.model.get import get_model_state as _get_model_state_dict
 from torch_dcp_backport.state_dict.optim.flat import flatten_optim_state as _flatten_optim_state_dict
 from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state as _unflatten_optim_state_dict

@@ -13,10 +13,9 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from torch_dcp_backport.compat import DTensor
+from torch_dcp_backport.state_dict.form import model_problem, optim_problem, unflatten_model_state
 from torch_dcp_backport.state_dict.load_state import load_model_state, load_optim_state, load_state
-from torch_dcp_backport.state_dict.model import form as model_form
 from torch_dcp_backport.state_dict.model.get import get_model_state
-from torch_dcp_backport.state_dict.optim import form as optim_form
 from torch_dcp_backport.state_dict.optim.get import get_optim_state
 from torch_dcp_backport.state_dict.options import (
     StateDictInfo,
@@ -122,10 +121,10 @@ def set_model_state_dict(
         RuntimeError: missing or unexpected keys (strict), wrong shapes or types. With
             `full_state_dict` the same message on every rank, before anything was written.
     """
-    state = model_form.unflatten_model_state(model, model_state_dict)
+    state = unflatten_model_state(model, model_state_dict)
     with gc_context():
         info = info_of(model, (), optim_only=False, options=options)
-        return load_model_state(model, state, info, model_form.problem_with(state, info))
+        return load_model_state(model, state, info, model_problem(state, info))
 
 
 def set_optimizer_state_dict(
@@ -142,8 +141,7 @@ def set_optimizer_state_dict(
     with gc_context():
         optims = as_tuple(optimizers)
         info = verify_options(model, optims, optim_only=True, options=options)
-        problem = optim_form.problem_with(optim_state_dict, info)
-        load_optim_state(model, optims, optim_state_dict, info, problem)
+        load_optim_state(model, optims, optim_state_dict, info, optim_problem(optim_state_dict, info))
 
 
 def set_state_dict(
@@ -159,7 +157,7 @@ def set_state_dict(
     Options, result and errors are those of `set_model_state_dict`. Loading code of optimizers and of the
     model runs last, in this order; if it fails, the error says what was written.
     """
-    state = model_form.unflatten_model_state(model, model_state_dict)
+    state = unflatten_model_state(model, model_state_dict)
     with gc_context():
         optims = as_tuple(optimizers)
         # Only rank 0 knows whether there is a model state to load.
@@ -187,9 +185,6 @@ def gc_context() -> Iterator[None]:
 def verify_state_dict(
     model_state_dict: Mapping[str, Any], optim_state_dict: Mapping[str, Any], info: StateDictInfo
 ) -> None:
-    problems = (
-        model_form.problem_with(model_state_dict, info),
-        optim_form.problem_with(optim_state_dict, info),
-    )
-    for problem in filter(None, problems):
+    problem = model_problem(model_state_dict, info) or optim_problem(optim_state_dict, info)
+    if problem:
         raise RuntimeError(str(problem))

@@ -1,6 +1,6 @@
 """Whole tensors, tensors on the CPU, or both in place of those of a nested state dict.
 
-Never changes the tree it is given.
+No tree is ever changed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def whole_tree(
     """`tree` with whole tensors in place of shards, on the global ranks `to` or on every rank.
 
     Other ranks get {}, or None where the tree is no dict. A rank outside a DTensor's mesh keeps its
-    local tensor, an empty one. `group` and `device` are for ShardedTensors.
+    empty local tensor. `group` and `device` are for ShardedTensors.
     """
     values = leaves(tree, opens=lambda _: True)
     dtensors = {path: value for path, value in values.items() if isinstance(value, compat.DTensor)}

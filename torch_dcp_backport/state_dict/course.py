@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -84,9 +83,9 @@ class Course:
         """`move`, for the stages that this rank's loading code does not look at."""
 
     def carry_out(self) -> None:
-        """Move, apply; where code outside torch takes part on any rank, all hear of a failure."""
+        """Move and apply; where code outside torch takes part on any rank, all hear of a failure."""
         try:
-            self.move_first()
+            self.move(FIRST)
             self.load.apply(self.fetch)
             self.fetch_rest()
         except Exception as error:
@@ -94,22 +93,19 @@ class Course:
             raise
         self.call.settle(self.so_far)
 
-    def move_first(self) -> None:
-        self.move(FIRST)
-
     def so_far(self) -> str:
-        """What an error says of what was written on this rank."""
+        """The words of an error about this rank's writes."""
         written = self.load.written()
         return f"{DOUBTFUL}: rank {self.call.rank} has written {written}" if written else DOUBTFUL
 
     def make_plan(self, inventory: Inventory, stages: Sequence[str] = ()) -> None:
-        """Plan; a rank whose plan fails still takes part in the agreement, which then fails for all."""
+        """Plan; a rank without a plan still takes part in the agreement, which then fails for all."""
         if not self.call.problems:
             with self.call.guard():
                 self.plan = self.load.plan(inventory, stages)
 
     def inventory_of_source(self, whole_only: bool) -> dict[Key, Any]:
-        """The dict's inventory; an empty one, and one problem more, where the dict cannot be read."""
+        """The dict's inventory; empty, with one problem more, where the dict cannot be read."""
         inventory: dict[Key, Any] = {}
         if not self.call.problems:
             with self.call.guard():
@@ -138,14 +134,12 @@ class Course:
         with self.call.tally.phase("move"):
             for key, target in targets.items():
                 if target.box.numel:
-                    copy_to(target.tensor, self.piece(reader, key, target))
+                    shape = self.plan.destinations[key].layout.shape
+                    copy_to(target.tensor, reader.piece(key, target.box, shape))
                 reader.release()
             self.settle(targets)
         self.call.tally.tensors += len(targets)
         self.call.tally.close()
-
-    def piece(self, reader: Reader, key: Key, target: Target) -> torch.Tensor:
-        return reader.piece(key, target.box, self.plan.destinations[key].layout.shape)
 
 
 class Broadcast(Course):
@@ -215,11 +209,6 @@ class Broadcast(Course):
         carried = all(needed <= set(device_types(group)) for groups in relays.values() for group in groups)
         return relays if carried else None
 
-    def move_first(self) -> None:
-        self.call.is_settled = True
-        self.move(FIRST)
-        self.call.is_settled = False
-
     def fetch(self, stage: str) -> None:
         while stage in self.pending:
             self.fetch_next()
@@ -229,7 +218,7 @@ class Broadcast(Course):
             self.fetch_next()
 
     def fetch_next(self) -> None:
-        """Fetch one more stage. Every rank comes to it, or tells the others here why it does not."""
+        """Fetch the next stage. Every rank comes to it, or tells the others here why it does not."""
         stage = self.pending.pop(0)
         self.call.is_settled = True
         self.agreement = self.call.agree(
@@ -240,9 +229,9 @@ class Broadcast(Course):
             so_far=self.so_far(),
         )
         self.move(stage)
-        self.call.is_settled = False
 
     def move(self, stage: str) -> None:
+        self.call.is_settled = True
         targets: dict[Key, Target] = {}
         wanted = {
             key for table in self.agreement.tables for key, want in table.wants.items() if want.stage == stage
@@ -251,17 +240,18 @@ class Broadcast(Course):
             targets = self.targets_of(stage)
         if self.values is not None:
             self.fill_from(self.values, targets)
-            return
-        scatter(
-            self.call,
-            self.source if self.is_source else None,
-            {key: offer for key, offer in self.inventory.items() if key in wanted},
-            targets,
-            self.agreement,
-            relays=self.relays,
-            by_window=self.by_window,
-        )
-        self.settle(targets)
+        else:
+            scatter(
+                self.call,
+                self.source if self.is_source else None,
+                {key: offer for key, offer in self.inventory.items() if key in wanted},
+                targets,
+                self.agreement,
+                relays=self.relays,
+                by_window=self.by_window,
+            )
+            self.settle(targets)
+        self.call.is_settled = False
 
 
 class Local(Course):
@@ -296,14 +286,9 @@ class Local(Course):
     def move(self, stage: str) -> None:
         self.fill_from(self.source, self.targets_of(stage))
 
-    def piece(self, reader: Reader, key: Key, target: Target) -> torch.Tensor:
-        if key in self.source.spread:
-            return compat.local_part(self.source.value(key).detach())
-        return super().piece(reader, key, target)
-
 
 def meshes_of(load: Load) -> list[DeviceMesh]:
-    """The device meshes of what is loaded, in the same order on every rank."""
+    """The device meshes of a load, in the same order on every rank."""
     meshes: list[DeviceMesh] = []
     for value in load.live():
         if isinstance(value, compat.DTensor) and value.device_mesh not in meshes:

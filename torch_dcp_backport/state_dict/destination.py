@@ -1,4 +1,4 @@
-"""Where one tensor of a checkpoint goes on this rank, as data.
+"""The destination of a tensor of a checkpoint on this rank, as data.
 
 A destination says what is filled and what it becomes. Nothing is made or written before every rank agreed.
 """
@@ -20,7 +20,7 @@ FIRST = ""
 
 
 class Becomes(enum.Enum):
-    """What the filled local tensor is to its owner."""
+    """The use of a filled local tensor to its owner."""
 
     #: The live tensor, filled in place.
     LIVE = enum.auto()
@@ -35,10 +35,10 @@ class Becomes(enum.Enum):
 
 
 class Destination(NamedTuple):
-    """Where one tensor of the checkpoint goes on this rank."""
+    """The place of one tensor of the checkpoint on this rank."""
 
     layout: Layout
-    #: dtype and device of what is filled.
+    #: dtype and device of the tensor that is filled.
     dtype: torch.dtype
     device: torch.device
     #: The part of the loaded object that gets the value, in the load's terms.
@@ -57,7 +57,7 @@ class Destination(NamedTuple):
 
 
 def in_place(live: torch.Tensor, owner: Any, view: Optional[torch.Tensor] = None) -> Destination:
-    """`live` (plain or DTensor) receives its part of the checkpoint's tensor; through `view`, if given."""
+    """`live` (plain or DTensor) itself, for its part of the checkpoint's tensor, or its `view`."""
     seen = live if view is None else view
     local = written_part(seen)
     # A subclass (quantized weights) takes a whole box or nothing.
@@ -112,7 +112,7 @@ def target_of(destination: Destination, rank: int) -> Target:
 
 
 def value_of(destination: Destination, filled: torch.Tensor) -> Any:
-    """What the owner gets, once the local tensor is filled."""
+    """The owner's value, once the local tensor is filled."""
     like, becomes = destination.like, destination.becomes
     if becomes is Becomes.NEW and not isinstance(like, compat.DTensor):
         return filled

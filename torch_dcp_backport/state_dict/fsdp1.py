@@ -23,8 +23,8 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE
 from torch_dcp_backport.state_dict.fqn import COMPILED_PREFIX, Names
-from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE
 from torch_dcp_backport.state_dict.patched import original_method
 from torch_dcp_backport.transfer.groups import group_ranks
 

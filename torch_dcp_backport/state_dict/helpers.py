@@ -119,7 +119,7 @@ def distribute_tensors(
 ) -> None:
     """Put the DTensor in place of entries (DTensor, full tensor), holding this rank's slice. No traffic.
 
-    The slice is written into the DTensor's own memory, or into new memory on `device` for one on the
+    The slice is written into the DTensor's own memory, or into new memory on `device` for a DTensor on the
     meta device. Other entries stay. `pg` is not needed.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A load of full tensors, and what it wants as data: where each tensor goes on this rank.
+"""A load of full tensors, and its wants as data: where each tensor goes on this rank.
 
 How the tensors get there is decided in `course` and in `transfer`.
 """
@@ -20,13 +20,13 @@ Inventory = Mapping[Any, Any]
 
 
 class Plan:
-    """What one rank wants of a full state dict. Nothing is written while it is made."""
+    """The wants of one rank from a full state dict. Nothing is written while it is made."""
 
     def __init__(self, problems: list[Problem]) -> None:
         """`problems`: the call's, of this rank; the plan adds to them."""
         self.problems = problems
         self.destinations: dict[Key, Destination] = {}
-        #: The stages that `Load.apply` asks for, in its order: what moves when loading code is about to look.
+        #: The stages that `Load.apply` asks for, in its order: each moves when loading code is about to look.
         self.stages: Sequence[str] = ()
         #: Whether code outside torch takes part in `Load.apply`: it can fail on one rank alone.
         self.user_code = False
@@ -84,7 +84,7 @@ class Load:
         raise NotImplementedError
 
     def plan(self, inventory: Inventory, stages: Sequence[str] = ()) -> Plan:
-        """Find out what is wanted of an inventory. Must not write anything.
+        """Plan the load of an inventory. Must not write anything.
 
         Args:
             stages: those of other ranks' plans: all ranks move the same tensors at the same time.
@@ -99,7 +99,7 @@ class Load:
         """Hand what was loaded to its owner; `fetch(stage)` brings the tensors of a stage."""
 
     def written(self) -> str:
-        """What `apply` has handed over so far, for an error."""
+        """The parts that `apply` has handed over so far, for an error."""
         return ""
 
 

@@ -5,7 +5,7 @@ The caller's dicts are never changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.course import run
+from torch_dcp_backport.state_dict.form import model_problem, optim_problem
 from torch_dcp_backport.state_dict.load import Load
-from torch_dcp_backport.state_dict.model import form as model_form
 from torch_dcp_backport.state_dict.model.apply import call_load_state_dict, under_load_keys
 from torch_dcp_backport.state_dict.model.load import ModelLoad, model_load
 from torch_dcp_backport.state_dict.model.outline import outline_of
-from torch_dcp_backport.state_dict.optim import form as optim_form
+from torch_dcp_backport.state_dict.optim.initial import Beginning, undone_if_failed
 from torch_dcp_backport.state_dict.optim.load import load_parts, prepare_full, prepare_parts
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.source import Source, Sources
@@ -42,24 +42,23 @@ def load_state(
         RuntimeError: all that is wrong with either. With `full_state_dict` the same on every rank and before
             anything was written; an error of the user's loading code comes later, and says what was.
     """
-    model_problem = model_form.problem_with(model_dict, info)
-    optim_problem = optim_form.problem_with(optim_dict, info)
+    of_model, of_optimizers = model_problem(model_dict, info), optim_problem(optim_dict, info)
     if info.full_state_dict and not info.fsdp_modules:
-        problems = [problem for problem in (model_problem, optim_problem) if problem]
+        problems = [problem for problem in (of_model, of_optimizers) if problem]
         into_model = None
         if info.handle_model:
             into_model = model_load(model, info, model_dict, problems, optional=info.broadcast_from_rank0)
         load_together(model, optimizers if info.handle_optim else (), optim_dict, into_model, info, problems)
         return into_model.keys if into_model is not None else _IncompatibleKeys([], [])
-    if model_problem and not info.full_state_dict:
-        raise RuntimeError(str(model_problem))
-    # FSDP1 and shards: torch's own loading code writes. A bad dict of whole tensors is told to all ranks.
-    if optim_problem:
-        raise RuntimeError(str(optim_problem))
+    if of_model and not info.full_state_dict:
+        raise RuntimeError(str(of_model))
+    # FSDP1 and shards: torch's own loading code writes. All ranks hear of a bad model dict of whole tensors.
+    if of_optimizers:
+        raise RuntimeError(str(of_optimizers))
     prepared = prepare_parts(model, optimizers, optim_dict, info) if info.handle_optim else []
     load_parts(prepared)
     try:
-        return load_model_state(model, model_dict, info, model_problem)
+        return load_model_state(model, model_dict, info, of_model)
     except Exception as error:
         if prepared:
             compat.add_note(error, "the states of the optimizers were written before")
@@ -83,7 +82,7 @@ def load_model_state(
         return _IncompatibleKeys([], [])
     load = model_load(model, info, state_dict, [problem] if problem else []) if info.full_state_dict else None
     if load is None or load.outline.is_alone:
-        # No other rank takes part, so none needs to hear of it.
+        # No other rank waits, so none needs to hear of it.
         if problem:
             raise RuntimeError(str(problem))
         if not state_dict:
@@ -127,13 +126,13 @@ def load_together(
     """Load full tensors into the optimizers, and into a model; they share the list of problems."""
     parts: dict[str, Load] = {}
     sources: list[Source] = []
-    undo: list[Callable[[], None]] = []
-    try:
+    begun: list[Beginning] = []
+    with undone_if_failed(begun):
         for number, optim in enumerate(optimizers):
-            load, state = prepare_full(model, optim, optim_dict, info, problems)
+            begun.append(Beginning(optim))
+            load, values = prepare_full(model, begun[-1], optim_dict, info, problems)
             parts[f"optimizer {number} ({type(optim).__name__})"] = load
-            sources.append(Source(state))
-            undo.append(load.beginning.undo)
+            sources.append(Source(values))
         if into_model is not None:
             parts["the model"] = into_model
             sources.append(into_model.source)
@@ -142,7 +141,3 @@ def load_together(
             run(only_part, sources[0], broadcast=info.broadcast_from_rank0)
         else:
             run(Together(parts, problems), Sources(sources), broadcast=info.broadcast_from_rank0)
-    except BaseException:
-        for undo_states in undo:
-            undo_states()
-        raise

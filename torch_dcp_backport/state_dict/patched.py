@@ -1,7 +1,7 @@
 """A model's or optimizer's own methods, replaced by calls of the get_* and set_* functions.
 
-Shares torch's set of replaced methods. Must never make a second set: a method that is not found in the set
-that is looked into would call itself.
+Shares torch's set of replaced methods. Must never make a second set: a replaced method that is not in the set
+that torch or this package looks into would call itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STOCK = "torch.distributed.checkpoint.state_dict"
 
 
 class Getter:
-    """Stands for `state_dict` of one model or optimizer."""
+    """The replacement of a model's or optimizer's `state_dict`."""
 
     # All getters and setters are equal. One stand-in in torch's set is enough to recognise every one
     # of them, and the set, which lives as long as the process, keeps no model alive.
@@ -41,7 +41,7 @@ class Getter:
 
 
 class Setter(Getter):
-    """Stands for `load_state_dict` of one model or optimizer."""
+    """The replacement of a model's or optimizer's `load_state_dict`."""
 
     def __call__(self, state_dict: Any) -> Any:  # type: ignore[override]
         return self.call(state_dict)

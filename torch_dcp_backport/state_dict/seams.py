@@ -1,4 +1,4 @@
-"""Those of torch's private names that are more than another name here, with torch 2.6's signatures."""
+"""Private names of torch that need code of their own here, with torch 2.6's signatures."""
 
 from __future__ import annotations
 

@@ -148,6 +148,8 @@ class Source:
     def piece(self, key: Key, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
         """The part in a box of a tensor that has this shape, as a view where that can be.
 
+        Of a DTensor, which is never read for other ranks, the local tensor.
+
         Raises:
             RuntimeError: the tensor has another shape by now.
         """
@@ -161,6 +163,8 @@ class Source:
         if sliced:
             part: torch.Tensor = value[box.within(whole(shape))]
             return part
+        if isinstance(value, compat.DTensor):
+            return compat.local_part(value.detach())
         return part_of(value.detach() if value.requires_grad else value, whole(shape), box)
 
     def tensor(self, key: Key) -> Any:

@@ -1,4 +1,4 @@
-"""Several loads as one: one plan, one agreement, one transfer, and only then anything is handed over.
+"""Several loads as one: a common plan, agreement and transfer, and only then anything is handed over.
 
 Must never look into its parts: it renames their keys and stages, and keeps their order.
 """

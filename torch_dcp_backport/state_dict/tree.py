@@ -1,6 +1,6 @@
 """Nested dicts, lists and tuples of a state dict, walked by path.
 
-Never changes the tree it is given.
+No tree is ever changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch_dcp_backport.transfer import spell_key
 
 Path = tuple[object, ...]
-#: What a checkpoint holds besides tensors and containers.
+#: The types that a checkpoint holds besides tensors and containers.
 SMALL = (int, float, str, bytes, io.BytesIO, type(None))
 
 

@@ -57,7 +57,7 @@ class Handover:
     def __init__(
         self, plan: ModelPlan, source: Source, fetch: Callable[[str], None], seen: list[str]
     ) -> None:
-        """`fetch(stage)` brings the tensors of a stage; loading code's stages are noted in `seen`."""
+        """`fetch(stage)` brings the tensors of a stage; those that loading code has seen go into `seen`."""
         self.plan = plan
         self.outline = plan.outline
         self.source = source
@@ -159,7 +159,7 @@ class Handover:
         *rest: Any,
         **more: Any,
     ) -> None:
-        """A module's `_load_from_state_dict` while the model is loaded."""
+        """Load a module, in place of its `_load_from_state_dict`: first its stages, then that."""
         stages = dict.fromkeys(value.stage for value in state_dict.values() if isinstance(value, Awaited))
         for stage in stages:
             self.bring(stage, state_dict)
@@ -210,9 +210,9 @@ def renamed_metadata(
 
 
 def tie(entries: Sequence[Entry], present: Sequence[Entry]) -> None:
-    """One Parameter for all names of a tensor again: the first name's object, the last loaded one's values.
+    """Put one Parameter under all names of a tensor: the first name's object, the last loaded name's values.
 
-    FSDP2 holds on to the first name's.
+    FSDP2 holds on to the object of the first name.
     """
     first, last = (getattr(entry.place.module, entry.name) for entry in (entries[0], present[-1]))
     if first.is_meta or first.dtype != last.dtype:

@@ -1,4 +1,4 @@
-"""What a state dict of a model holds, and where each entry of it lives. Nothing is written here."""
+"""The entries of a model's state dict, and where each of them lives. Nothing is written here."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def is_meta(value: object) -> bool:
 
 
 def overlapping(values: Iterable[torch.Tensor]) -> set[int]:
-    """The ids of those of these (different) tensors that lie on one another's memory."""
+    """The ids of those of these (different) tensors that share memory with another one."""
     spans: list[tuple[str, int, int, int]] = []
     values = list(values)
     for value in values if len(values) > 1 else ():

@@ -1,7 +1,7 @@
-"""What a model is to get of a full state dict, as data.
+"""The plan of a model's load of a full state dict, as data.
 
-What loading code of the model can look at goes through the model's own `load_state_dict()`, one such module
-at a time; everything else is written straight into its place. Nothing is written here.
+Values that loading code of the model can look at go through the model's own `load_state_dict()`, one such
+module at a time; all others are written straight into their places. Nothing is written here.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from torch_dcp_backport.state_dict.source import About, Carried, Source, Unusabl
 from torch_dcp_backport.transfer import Problem, TensorInfo
 from torch_dcp_backport.transfer.memory import has_slices
 
-#: The stage of what the root's loading code looks at. FQN prefixes end with a point; a stage is never FIRST.
+#: The stage of values that the root's loading code looks at. Other stages are FQN prefixes, which end with a
+#: point; none is FIRST.
 ROOT = "the model"
-#: What gets a value: entries, or the load key that it has for loading code, where no entry has it.
+#: The owner of a value: entries, or its key for loading code, where no entry has it.
 Owner = Union[Sequence[Entry], str]
 
 
 class Governance(NamedTuple):
-    """Which loading code looks at what, of one inventory."""
+    """The loading code that looks at values, for one inventory."""
 
     #: Place -> FQN prefix of its governor; places without one are not in it.
     by_place: Mapping[Place, str]
@@ -48,7 +49,7 @@ NOTHING_GOVERNED = Governance({}, (), frozenset(), frozenset())
 
 
 class ModelPlan(Plan):
-    """What goes where, and what loading code finds when."""
+    """The destinations of a model's values, what its loading code finds, and the values as they come."""
 
     def __init__(
         self, problems: list[Problem], outline: Outline, inventory: Inventory, governance: Governance
@@ -65,13 +66,13 @@ class ModelPlan(Plan):
         )
         #: Keys of the state dict that are not the model's: the load key, where loading code can look at it.
         self.unexpected: dict[Any, Optional[str]] = {}
-        #: Stage -> (key, owner) of what is read as it is, when its stage comes.
+        #: Stage -> (key, owner) of values that are read as they are when their stage comes.
         self.raw: dict[str, list[tuple[Any, Owner]]] = {}
         #: load keys that may be missing: of frozen parameters, and of tensors that have another name.
         self.forgiven: set[str] = set()
         #: All names of a tensor on meta, and those in the checkpoint: each gets its own, then one stays.
         self.untied: list[tuple[list[Entry], list[Entry]]] = []
-        #: What has arrived: of entries, and by load key of keys that are not the model's.
+        #: The values that have arrived: of entries, and by load key of keys that are not the model's.
         self.values: dict[Entry, Any] = {}
         self.extra: dict[str, Any] = {}
 
@@ -101,10 +102,6 @@ class ModelPlan(Plan):
             if governor == place.fqn and text.startswith(place.fqn):
                 return place.prefix + text[len(place.fqn) :]
         return None
-
-    def present(self, entries: Iterable[Entry]) -> list[Entry]:
-        """The entries that the checkpoint has."""
-        return [entry for entry in entries if entry.fqn in self.inventory]
 
     def is_looked_at(self, entry: Entry) -> bool:
         """Whether loading code judges the shape."""
@@ -136,7 +133,7 @@ def plan_model(
         if key not in fqns:
             plan_unexpected(plan, source, key)
     for entries in outline.ties:
-        present = plan.present(entries)
+        present = [entry for entry in entries if entry.fqn in plan.inventory]
         governed = any(
             entry.place in plan.governance.by_place or id(entry) in plan.governance.whole for entry in entries
         )
@@ -149,11 +146,11 @@ def plan_model(
     return plan
 
 
-# --- what loading code looks at --------------------------------------------------------------
+# --- loading code ----------------------------------------------------------------------------
 
 
 def govern(outline: Outline, inventory: Inventory, stages: Sequence[str]) -> Governance:
-    """Find out what loading code looks at, of this inventory."""
+    """Find the loading code that looks at values, for this inventory."""
     elsewhere = topmost("" if stage == ROOT else stage for stage in stages)
     forced = set(elsewhere)
     if outline.info.fsdp_modules or not outline.loads_as_torch:
@@ -164,12 +161,13 @@ def govern(outline: Outline, inventory: Inventory, stages: Sequence[str]) -> Gov
     )
     before, blind = set(forced), set()
     for entries in outline.ties:
-        # A value that a hook changes after it is loaded may be loaded again under a later name.
+        # A hook may change a value after it is loaded, and it may be loaded again under a later name.
         governed = any(entry.place in by_place for entry in entries)
         if governed or (len(entries) > 1 and any(entry.place.looked_at_after for entry in entries)):
             forced |= {entry.place.fqn for entry in entries if entry.place not in by_place}
             continue
-        # One owner at a time. A module with others below it gets these with all that is in place.
+        # Whole tensors come one module at a time: a leaf governs itself. A module with others below it gets
+        # them first, with everything that is written in place.
         leaves = {
             entry.place.fqn for entry in entries if id(entry) in whole and not entry.place.module._modules
         }
@@ -205,7 +203,7 @@ def topmost(prefixes: Iterable[str]) -> list[str]:
     ]
 
 
-# --- what goes where -------------------------------------------------------------------------
+# --- destinations ----------------------------------------------------------------------------
 
 
 def plan_unexpected(plan: ModelPlan, source: Source, key: Any) -> None:
@@ -223,27 +221,20 @@ def plan_unexpected(plan: ModelPlan, source: Source, key: Any) -> None:
 
 def plan_missing(plan: ModelPlan, entries: list[Entry], may_be: bool) -> None:
     """Plan a tensor that the checkpoint has under none of its names."""
-    if is_left_out(plan.outline, entries[0].value):
+    value, outline = entries[0].value, plan.outline
+    frozen = isinstance(value, nn.Parameter) and not value.requires_grad
+    if outline.info.ignore_frozen_params and frozen and not is_meta(value):
+        # `get` leaves it out with the same options.
         plan.forgive(entries)
-    elif plan.outline.judges_keys and not may_be:
+    elif outline.judges_keys and not may_be:
         plan.problems += [Problem("Missing key(s) in state_dict", entry.fqn) for entry in entries]
-
-
-def is_left_out(outline: Outline, value: object) -> bool:
-    """Whether `get` leaves a value out with the same options."""
-    return (
-        outline.info.ignore_frozen_params
-        and isinstance(value, nn.Parameter)
-        and not value.requires_grad
-        and not value.is_meta
-    )
 
 
 def plan_tied(plan: ModelPlan, source: Source, entries: list[Entry], present: list[Entry]) -> None:
     """Plan a tensor that is written in place, or made.
 
-    Of several names each has to fit, and the last one loaded is what stays. One of them in the checkpoint is
-    enough: safetensors keep only one.
+    Of several names each has to fit, and the value of the last one loaded stays. One of them in the
+    checkpoint is enough: safetensors keep only one.
     """
     for entry in present:
         plan_direct(plan, source, entry, entries)
@@ -331,5 +322,5 @@ def tensor_of_source(source: Source, key: Any, device: torch.device) -> Optional
 
 
 def fresh_kind(live: torch.Tensor) -> Becomes:
-    """What a value made for a live tensor is: loading code puts a Parameter in place of one on meta."""
+    """The kind of a value made for a live tensor: loading code puts a Parameter in place of one on meta."""
     return Becomes.PARAMETER if live.is_meta and isinstance(live, nn.Parameter) else Becomes.NEW

@@ -13,8 +13,8 @@ from typing import Any, Optional
 import torch
 from torch.optim import Optimizer
 
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, named_params
 from torch_dcp_backport.state_dict.optim.absent import AbsentStates, missing_state
-from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE, fqns_of
 from torch_dcp_backport.state_dict.optim.initial import Beginning
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.tree import Path, leaves, place
@@ -66,22 +66,17 @@ def unflatten_optim_state(
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for group in optim.param_groups:
-        names: list[str] = []
-        for param in group[PARAMS]:
-            for fqn in sorted(fqns_of(param, info)):
-                saved = [key[len(f"{GROUPS}.{fqn}.") :] for key in flat.below(f"{GROUPS}.{fqn}")]
-                if fqn in info.shared_params_mapping and not saved:
-                    # Of a shared parameter's names, the state dict holds the one that was saved.
-                    continue
-                names.append(fqn)
-                existing = optim.state.get(param)
-                expected = existing or beginning.expected.get(param, {})
-                states = flat.states(fqn, expected, info.strict, fill and bool(existing))
-                if states:
-                    state[fqn] = states
-                else:
-                    absent.judge(fqn, param, group, saved or None)
-        groups.append(group_values(flat, group, names))
+        fqns: list[str] = []
+        for fqn, param in named_params(group, info, flat.names_of_group):
+            fqns.append(fqn)
+            existing = optim.state.get(param)
+            expected = existing or beginning.expected.get(param, {})
+            states = flat.states(fqn, expected, info.strict, fill and bool(existing))
+            if states:
+                state[fqn] = states
+            else:
+                absent.judge(fqn, param, group, flat.names_of_group(fqn) or None)
+        groups.append(group_values(flat, group, fqns))
     absent.report()
     return {STATE: state, GROUPS: groups}
 
@@ -96,12 +91,13 @@ def group_values(flat: FlatDict, group: Mapping[str, Any], fqns: list[str]) -> d
         keys = {fqn: f"{GROUPS}.{fqn}.{name}" for fqn in fqns}
         saved = {fqn: flat.values[key] for fqn, key in keys.items() if key in flat.values}
         if not saved:
-            if fqns and not any(flat.below(f"{GROUPS}.{fqn}") for fqn in fqns):
+            if fqns and not any(map(flat.names_of_group, fqns)):
                 raise KeyError(keys[fqns[0]])
             # A value that the state dict does not know stays as it is.
             result[name] = value
             continue
-        first, result[name] = next(iter(saved.items()))
+        first = next(iter(saved))
+        result[name] = saved[first]
         other = next((fqn for fqn in saved if not same(saved[fqn], saved[first])), None)
         if other is not None:
             logger.warning(
@@ -122,7 +118,7 @@ def same(value: Any, other: Any) -> bool:
 
 
 class FlatDict:
-    """A flat state dict, whose keys are found by what they begin with."""
+    """A flat state dict, with its keys by prefix."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -134,6 +130,11 @@ class FlatDict:
         return self.keys[
             bisect.bisect_left(self.keys, f"{prefix}.") : bisect.bisect_left(self.keys, f"{prefix}/")
         ]
+
+    def names_of_group(self, fqn: str) -> list[str]:
+        """The names of the group's values that were saved for a parameter."""
+        prefix = f"{GROUPS}.{fqn}"
+        return [key[len(prefix) + 1 :] for key in self.below(prefix)]
 
     def states(self, fqn: str, expected: Mapping[Any, Any], strict: bool, fill: bool) -> dict[Any, Any]:
         """One parameter's states, nested again, under the keys of those that the optimizer has or would make.

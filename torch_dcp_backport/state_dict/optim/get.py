@@ -1,11 +1,11 @@
 """Get optimizer states under the names of the model's parameters.
 
-Nothing of the optimizer is changed, but that a fresh one gets its first states.
+An optimizer is left as it is, but that a fresh one gets its first states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict import fsdp1
 from torch_dcp_backport.state_dict.collect import full_or_cpu
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE
 from torch_dcp_backport.state_dict.fqn import Names
 from torch_dcp_backport.state_dict.optim.flat import flatten_optim_state
-from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE
 from torch_dcp_backport.state_dict.optim.initial import first_states, init_optim_state, kind_of
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.patched import original_method
@@ -65,6 +65,15 @@ def named_state(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
     }
 
 
+def params_by_fqn(optim: Optimizer, named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """FQN -> parameter, of an optimizer and its `named_state`."""
+    return {
+        fqn: param
+        for fqns, group in zip(named[GROUPS], optim.param_groups)
+        for fqn, param in zip(fqns[PARAMS], group[PARAMS])
+    }
+
+
 def laid_as(param: torch.Tensor, states: Any) -> Any:
     """The states of a parameter, with its placements where they are cut as it is.
 
@@ -90,19 +99,15 @@ def with_first_states(optim: Optimizer, named: dict[str, Any]) -> dict[str, Any]
     kind = kind_of(optim)
     if kind is None or not kind.neutral:
         return named
-    fqn_of = {
-        param: fqn
-        for packed, group in zip(named[GROUPS], optim.param_groups)
-        for fqn, param in zip(packed[PARAMS], group[PARAMS])
-    }
-    bare = {param for param, fqn in fqn_of.items() if not named[STATE].get(fqn)}
+    params = params_by_fqn(optim, named)
+    bare = {param for fqn, param in params.items() if not named[STATE].get(fqn)}
     first = first_states(optim, bare) if bare else {}
     if not first:
         return named
     states = dict(named[STATE])
     # In the order of the parameters: on another rank others may be without.
     ordered: dict[str, Any] = {}
-    for param, fqn in fqn_of.items():
+    for fqn, param in params.items():
         saved = states.pop(fqn, None)
         if param in first or saved is not None:
             ordered[fqn] = first.get(param, saved)

@@ -1,12 +1,14 @@
-"""The states that an optimizer's first step would find, made without that step where the optimizer is known.
+"""The states that an optimizer's first step would find, without that step for torch's own optimizers.
 
 No parameter, gradient or hyperparameter is ever changed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -14,7 +16,7 @@ from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.destination import local_of
-from torch_dcp_backport.state_dict.optim.form import PARAMS
+from torch_dcp_backport.state_dict.form import PARAMS
 
 #: Bytes of stand-ins for parameters that may exist at a time while states are made.
 STAND_IN_BYTES = 16 * 2**20
@@ -121,7 +123,7 @@ def first_states(
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """parameter -> the states that the first step would find, of those of `params` that get any.
 
-    The optimizer has to be of a known kind. It stays as it is: a twin makes a step, with stand-ins for
+    The optimizer has to have a kind. It stays as it is: a twin makes a step, with stand-ins for
     the parameters. Those without `requires_grad` are left out unless `frozen`.
     """
     kind = kind_of(optim)
@@ -210,22 +212,24 @@ def batches(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 class Expected(NamedTuple):
     """A state that an optimizer would make, or has: a loaded one has to be like it."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    #: A tensor (plain or DTensor) of that shape, with the layout and memory format of the state.
+    #: A tensor (plain or DTensor) with the shape, layout and memory format of the state.
     like: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.like.shape)
 
 
 def expected_of(state: torch.Tensor) -> Expected:
-    return Expected(tuple(state.shape), state.dtype, local_of(state).device, state)
+    return Expected(state, state.dtype)
 
 
 ExpectedStates = Mapping[torch.Tensor, Mapping[str, Expected]]
 
 
 def expected_states(optim: Optimizer, params: Collection[torch.Tensor]) -> ExpectedStates:
-    """parameter -> the states that the first step would make for it, for an optimizer of a known kind.
+    """parameter -> the states that the first step would make for it, for an optimizer that has a kind.
 
     Where every parameter of a group gets the same, from those of one parameter per group: nothing of the
     size of the model is made.
@@ -240,7 +244,10 @@ def expected_states(optim: Optimizer, params: Collection[torch.Tensor]) -> Expec
             maker = min(makers, key=torch.numel)
             states = first_states(optim, {maker}, frozen=True).get(maker, {})
             if all(is_uniform(state, maker) for state in states.values()):
-                expected.update((param, as_for(param, states)) for param in chosen)
+                for param in chosen:
+                    expected[param] = {
+                        name: expected_of(param if state.dim() else state) for name, state in states.items()
+                    }
                 continue
         for param, states in first_states(optim, set(chosen), frozen=True).items():
             expected[param] = {name: expected_of(state) for name, state in states.items()}
@@ -258,14 +265,6 @@ def is_uniform(state: torch.Tensor, maker: torch.Tensor) -> bool:
     )
 
 
-def as_for(param: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, Expected]:
-    """The states of one parameter, as another one of its group would get them."""
-    return {
-        name: expected_of(param)._replace(dtype=param.dtype) if state.dim() else expected_of(state)
-        for name, state in states.items()
-    }
-
-
 # --- a load's beginning ----------------------------------------------------------------------
 
 
@@ -279,7 +278,6 @@ class Beginning:
         self.state = optim.state
         #: Parameters without any state.
         self.bare = frozenset(param for param in params_of(optim) if not optim.state.get(param))
-        self._expected: Optional[ExpectedStates] = None
 
     def make_states(self, always: bool = False) -> None:
         """Make the states of a fresh optimizer where the code that loads it may look at them.
@@ -287,11 +285,8 @@ class Beginning:
         The code of an optimizer that is not torch's own, of hooks, and (`always`) of FSDP1.
         """
         if always or self.kind is None or is_hooked(self.optim):
-            try:
+            with undone_if_failed([self]):
                 init_optim_state(self.optim)
-            except BaseException:
-                self.undo()
-                raise
 
     def undo(self) -> None:
         # load_state_dict() puts another object there: what it loaded stays.
@@ -299,13 +294,10 @@ class Beginning:
             # With the states of some parameters alone, an optimizer would never make the others'.
             self.optim.state.clear()
 
-    @property
+    @functools.cached_property
     def expected(self) -> ExpectedStates:
-        """The states that an optimizer of a known kind would make for its bare parameters."""
-        if self._expected is None:
-            has_kind = self.kind is not None and self.bare
-            self._expected = expected_states(self.optim, self.bare) if has_kind else {}
-        return self._expected
+        """The states that an optimizer that has a kind would make for its bare parameters."""
+        return expected_states(self.optim, self.bare) if self.kind is not None and self.bare else {}
 
     def starts(self, param: torch.Tensor, strict: bool) -> bool:
         """Whether a parameter that the state dict has no state of starts from nothing.
@@ -320,9 +312,16 @@ class Beginning:
         step = self.optim.state[param].get("step") if counts else None
         return step is not None and not getattr(step, "is_meta", False) and float(step) == 0
 
-    def makes_states(self, param: torch.Tensor) -> bool:
-        """Whether the parameter has states now, or would get some."""
-        return bool(self.optim.state.get(param) or self.expected.get(param))
+
+@contextlib.contextmanager
+def undone_if_failed(begun: Sequence[Beginning]) -> Iterator[None]:
+    """A context that takes back the states that were made for loads, if it fails."""
+    try:
+        yield
+    except BaseException:
+        for beginning in begun:
+            beginning.undo()
+        raise
 
 
 def is_hooked(optim: Optimizer) -> bool:

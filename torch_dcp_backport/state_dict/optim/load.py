@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict import fsdp1
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, is_numbered
 from torch_dcp_backport.state_dict.load import Inventory, Load, guarded
 from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state
-from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE, is_numbered
-from torch_dcp_backport.state_dict.optim.initial import Beginning, params_of
+from torch_dcp_backport.state_dict.optim.initial import Beginning, params_of, undone_if_failed
 from torch_dcp_backport.state_dict.optim.plan import (
     NAMES,
     Boxed,
@@ -69,43 +69,38 @@ class OptimizerLoad(Load):
 
 def prepare_full(
     model: nn.Module,
-    optim: Optimizer,
+    beginning: Beginning,
     state_dict: Mapping[str, Any],
     info: StateDictInfo,
     problems: list[Problem],
 ) -> tuple[OptimizerLoad, dict[Path, Any]]:
-    """Prepare a load of full tensors: what one optimizer wants, and path -> value of what this rank gives.
+    """Prepare a load into one optimizer: the load, and path -> value that this rank has for it.
 
     `problems` of this rank may be shared by the loads of several optimizers. Raises nothing but interrupts
     where other ranks take part: they come to the agreement and wait there.
     """
-    sharded = any(isinstance(param, compat.DTensor) for param in params_of(optim))
+    sharded = any(isinstance(param, compat.DTensor) for param in params_of(beginning.optim))
     others_wait = info.broadcast_from_rank0 or (sharded and dist.is_initialized())
-    beginning = Beginning(optim)
     load = OptimizerLoad(beginning, problems, info.strict)
     values: dict[Path, Any] = {}
-    try:
-        with guarded(problems, others_wait):
-            try:
-                load.outline = outline_of(model, beginning, info.strict)
-            except (RuntimeError, MemoryError) as error:
-                problems.append(Problem("could not make the optimizer's states", got=str(error)))
-        if not problems and (not info.broadcast_from_rank0 or dist.get_rank() == 0):
-            try:
-                if not state_dict and sharded and not info.broadcast_from_rank0:
-                    raise RuntimeError("the optimizer state dict is empty")
-                values = values_for(load.outline, state_dict, info)
-            except Exception as error:
-                missing = isinstance(error, KeyError)
-                problems.append(Problem(f"missing key {error}" if missing else str(error)))
-    except BaseException:
-        beginning.undo()
-        raise
+    with guarded(problems, others_wait):
+        try:
+            load.outline = outline_of(model, beginning, info.strict)
+        except (RuntimeError, MemoryError) as error:
+            problems.append(Problem("could not make the optimizer's states", got=str(error)))
+    if not problems and (not info.broadcast_from_rank0 or dist.get_rank() == 0):
+        try:
+            if not state_dict and sharded and not info.broadcast_from_rank0:
+                raise RuntimeError("the optimizer state dict is empty")
+            values = values_for(load.outline, state_dict, info)
+        except Exception as error:
+            missing = isinstance(error, KeyError)
+            problems.append(Problem(f"missing key {error}" if missing else str(error)))
     return load, values
 
 
 def values_for(outline: OptimOutline, state_dict: Mapping[str, Any], info: StateDictInfo) -> dict[Path, Any]:
-    """path -> value of the part of a state dict that is one optimizer's."""
+    """path -> value, of the part of a state dict for one optimizer."""
     if state_dict and STATE in state_dict and is_numbered(state_dict):
         state_dict = by_fqn(state_dict, outline.groups)
     part = part_of(state_dict, info, outline.beginning, fill=False)
@@ -117,7 +112,7 @@ def values_for(outline: OptimOutline, state_dict: Mapping[str, Any], info: State
 
 
 class PreparedPart(NamedTuple):
-    """What one optimizer's own load_state_dict() gets, where nothing has to travel."""
+    """The part of a state dict for an optimizer's own load_state_dict(), where nothing has to travel."""
 
     part: dict[str, Any]
     beginning: Beginning
@@ -138,7 +133,7 @@ def prepare_parts(
     """
     prepared: list[PreparedPart] = []
     begun: list[Beginning] = []
-    try:
+    with undone_if_failed(begun):
         for optim in optimizers:
             beginning = Beginning(optim)
             begun.append(beginning)
@@ -149,24 +144,16 @@ def prepare_parts(
             if info.fsdp_modules:
                 part = fsdp1.state_to_load(model, optim, part, info)
             prepared.append(PreparedPart(part, beginning))
-    except BaseException:
-        for beginning in begun:
-            beginning.undo()
-        raise
     return prepared
 
 
 def load_parts(prepared: Sequence[PreparedPart]) -> None:
     """Load the parts, one optimizer after the other."""
-    loaded = 0
-    try:
+    begun = [beginning for _, beginning in prepared]
+    with undone_if_failed(begun):
         for part, beginning in prepared:
             original_method(beginning.optim, "load_state_dict")(state_dict=part)
-            loaded += 1
-    except BaseException:
-        for _, beginning in prepared[loaded:]:
-            beginning.undo()
-        raise
+            begun.remove(beginning)
 
 
 def part_of(

@@ -1,4 +1,4 @@
-"""What an optimizer is to get of a full state dict, as data.
+"""The plan of an optimizer's load of a full state dict, as data.
 
 Nothing is written into a tensor that exists: it may be a parameter, or another state.
 """
@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.destination import Becomes, Destination, local_of, unsharded
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE
 from torch_dcp_backport.state_dict.load import Inventory, Plan
-from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE
-from torch_dcp_backport.state_dict.optim.get import named_state
+from torch_dcp_backport.state_dict.optim.get import named_state, params_by_fqn
 from torch_dcp_backport.state_dict.optim.initial import (
     Beginning,
     Expected,
@@ -81,14 +81,10 @@ class OptimOutline:
 
 
 def outline_of(model: nn.Module, beginning: Beginning, strict: bool) -> OptimOutline:
-    """Make the states that the optimizer lacks, where a load needs them, and find what it holds."""
+    """Outline an optimizer; first make the states that it lacks, where its loading code may look at them."""
     beginning.make_states()
     state = named_state(model, beginning.optim)
-    params = {
-        fqn: param
-        for packed, group in zip(state[GROUPS], beginning.optim.param_groups)
-        for fqn, param in zip(packed[PARAMS], group[PARAMS])
-    }
+    params = params_by_fqn(beginning.optim, state)
     values = paths_of(state)
     for fqn, param in params.items():
         for name, expected in beginning.expected.get(param, {}).items():
@@ -97,25 +93,25 @@ def outline_of(model: nn.Module, beginning: Beginning, strict: bool) -> OptimOut
 
 
 class OptimPlan(Plan):
-    """What goes where, and the optimizer's values as they come."""
+    """The destinations of an optimizer's states, and its values as they come."""
 
     def __init__(self, problems: list[Problem], outline: OptimOutline) -> None:
         super().__init__(problems)
         self.outline = outline
         optim = outline.optim
         self.user_code = not type(optim).__module__.startswith("torch.") or is_hooked(optim)
-        #: As the outline's, replaced by what is loaded.
+        #: Those of the outline, each until its loaded value replaces it.
         self.values = dict(outline.values)
         #: Tensor that states lie like -> its layout and misfit; a parameter has several such states.
         self.layouts: dict[torch.Tensor, tuple[Layout, Optional[Problem]]] = {}
 
     def want_new(self, path: Path, expected: Expected) -> None:
         """Want a new tensor with the layout and memory format of what is expected."""
-        like, dtype = expected.like, expected.dtype
-        if not expected.shape:
-            self.destinations[path] = unsharded(TensorInfo((), dtype), expected.device, path)
-            return
+        like, dtype = expected
         local = local_of(like)
+        if not expected.shape:
+            self.destinations[path] = unsharded(TensorInfo((), dtype), local.device, path)
+            return
         if like not in self.layouts:
             layout = layout_of(like)
             self.layouts[like] = layout, misfit(path, local, layout)
@@ -247,7 +243,7 @@ def plan_state(plan: OptimPlan, path: Path, offer: Any) -> None:
 
 
 def plan_unknown_state(plan: OptimPlan, path: Path, expected: Optional[Expected], offer: Any) -> None:
-    """Plan a state that says nothing of itself but what is held in its place, if anything is."""
+    """Plan a state of an unknown kind; `expected` is the tensor in its place, if there is one."""
     param = plan.outline.params[str(path[1])]
     sharded = expected is not None and isinstance(expected.like, compat.DTensor)
     if isinstance(offer, Carried) and not sharded:
