@@ -20,6 +20,7 @@ from torch_dcp_backport.state_dict.load import Load
 from torch_dcp_backport.state_dict.model.apply import call_load_state_dict, under_load_keys
 from torch_dcp_backport.state_dict.model.load import ModelLoad, model_load
 from torch_dcp_backport.state_dict.model.outline import outline_of
+from torch_dcp_backport.state_dict.optim.get import Params
 from torch_dcp_backport.state_dict.optim.initial import Beginning, undone_if_failed
 from torch_dcp_backport.state_dict.optim.load import load_parts, prepare_full, prepare_parts
 from torch_dcp_backport.state_dict.options import StateDictInfo
@@ -127,10 +128,11 @@ def load_together(
     parts: dict[str, Load] = {}
     sources: list[Source] = []
     begun: list[Beginning] = []
+    params = Params(model)
     with undone_if_failed(begun):
         for number, optim in enumerate(optimizers):
             begun.append(Beginning(optim))
-            load, values = prepare_full(model, begun[-1], optim_dict, info, problems)
+            load, values = prepare_full(params, begun[-1], optim_dict, info, problems)
             parts[f"optimizer {number} ({type(optim).__name__})"] = load
             sources.append(Source(values))
         if into_model is not None:

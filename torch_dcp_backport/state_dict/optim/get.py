@@ -5,6 +5,7 @@ An optimizer is left as it is, but that a fresh one gets its first states.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch_dcp_backport.state_dict.collect import full_or_cpu
 from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE
 from torch_dcp_backport.state_dict.fqn import Names
 from torch_dcp_backport.state_dict.optim.flat import flatten_optim_state
-from torch_dcp_backport.state_dict.optim.initial import first_states, init_optim_state, kind_of
+from torch_dcp_backport.state_dict.optim.initial import first_states, init_optim_state, kind_of, params_of
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.patched import original_method
 
@@ -28,12 +29,13 @@ def get_optim_state(model: nn.Module, optimizers: Sequence[Optimizer], info: Sta
     if not info.handle_optim:
         return {}
     result: dict[str, Any] = {STATE: {}, GROUPS: []}
+    params = Params(model)
     for optim in optimizers:
         init_optim_state(optim)
         if info.fsdp_modules:
             named = fsdp1.named_state(model, optim, info)
         else:
-            named = with_first_states(optim, named_state(model, optim))
+            named = with_first_states(optim, named_state(params, optim))
         if named:
             result[STATE].update(named[STATE])
             result[GROUPS].extend(named[GROUPS])
@@ -42,25 +44,35 @@ def get_optim_state(model: nn.Module, optimizers: Sequence[Optimizer], info: Sta
     return full_or_cpu(result, info)  # type: ignore[no-any-return]
 
 
-def named_state(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
+class Params:
+    """The parameters of a model, named in one walk for all optimizers of a call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @functools.cached_property
+    def fqns(self) -> dict[torch.Tensor, str]:
+        names = Names(self.model)
+        fqns: dict[torch.Tensor, str] = {}
+        for name, param in self.model.named_parameters():
+            (fqns[param],) = names.fqns(name)
+        return fqns
+
+
+def named_state(params: Params, optim: Optimizer) -> dict[str, Any]:
     """`optim.state_dict()` with FQNs for parameter numbers."""
     state = original_method(optim, "state_dict")()
-    params = [param for group in optim.param_groups for param in group[PARAMS]]
-    number_of = {param: number for number, param in enumerate(params)}
-    fqns: dict[int, str] = {}
-    names = Names(model)
-    for name, param in model.named_parameters():
-        if param in number_of:
-            (fqns[number_of[param]],) = names.fqns(name)
+    numbered = dict(enumerate(params_of(optim)))
 
     def fqn_of(number: int) -> str:
-        if number not in fqns:
+        fqn = params.fqns.get(numbered[number]) if number in numbered else None
+        if fqn is None:
             raise KeyError(f"parameter {number} of {type(optim).__name__} is not a parameter of the model")
-        return fqns[number]
+        return fqn
 
     return {
         **state,
-        STATE: {fqn_of(number): laid_as(params[number], states) for number, states in state[STATE].items()},
+        STATE: {fqn_of(number): laid_as(numbered[number], states) for number, states in state[STATE].items()},
         GROUPS: [{**group, PARAMS: list(map(fqn_of, group[PARAMS]))} for group in state[GROUPS]],
     }
 

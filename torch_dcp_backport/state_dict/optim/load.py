@@ -7,7 +7,7 @@ must exist before that, `Beginning.undo` takes them back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +18,7 @@ from torch_dcp_backport.state_dict import fsdp1
 from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, is_numbered
 from torch_dcp_backport.state_dict.load import Inventory, Load, guarded
 from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state
+from torch_dcp_backport.state_dict.optim.get import Params
 from torch_dcp_backport.state_dict.optim.initial import Beginning, params_of, undone_if_failed
 from torch_dcp_backport.state_dict.optim.plan import (
     NAMES,
@@ -68,7 +69,7 @@ class OptimizerLoad(Load):
 
 
 def prepare_full(
-    model: nn.Module,
+    params: Params,
     beginning: Beginning,
     state_dict: Mapping[str, Any],
     info: StateDictInfo,
@@ -85,7 +86,7 @@ def prepare_full(
     values: dict[Path, Any] = {}
     with guarded(problems, others_wait):
         try:
-            load.outline = outline_of(model, beginning, info.strict)
+            load.outline = outline_of(params, beginning, info.strict)
         except (RuntimeError, MemoryError) as error:
             problems.append(Problem("could not make the optimizer's states", got=str(error)))
     if not problems and (not info.broadcast_from_rank0 or dist.get_rank() == 0):
@@ -111,11 +112,8 @@ def values_for(outline: OptimOutline, state_dict: Mapping[str, Any], info: State
     return values
 
 
-class PreparedPart(NamedTuple):
-    """The part of a state dict for an optimizer's own load_state_dict(), where nothing has to travel."""
-
-    part: dict[str, Any]
-    beginning: Beginning
+#: Optimizers, each with the part of a state dict for its own load_state_dict(), where nothing has to travel.
+PreparedParts = list[tuple[Beginning, dict[str, Any]]]
 
 
 def prepare_parts(
@@ -124,14 +122,14 @@ def prepare_parts(
     state_dict: Mapping[str, Any],
     info: StateDictInfo,
     problem: Optional[Problem] = None,
-) -> list[PreparedPart]:
+) -> PreparedParts:
     """The parts of all optimizers of a call, before the first is written.
 
     Raises:
         RuntimeError: `problem`, or missing states (strict).
         KeyError: a value of a flat dict that is not there, a parameter that the model does not have.
     """
-    prepared: list[PreparedPart] = []
+    prepared: PreparedParts = []
     begun: list[Beginning] = []
     with undone_if_failed(begun):
         for optim in optimizers:
@@ -143,15 +141,15 @@ def prepare_parts(
             part = part_of(state_dict, info, beginning)
             if info.fsdp_modules:
                 part = fsdp1.state_to_load(model, optim, part, info)
-            prepared.append(PreparedPart(part, beginning))
+            prepared.append((beginning, part))
     return prepared
 
 
-def load_parts(prepared: Sequence[PreparedPart]) -> None:
+def load_parts(prepared: PreparedParts) -> None:
     """Load the parts, one optimizer after the other."""
-    begun = [beginning for _, beginning in prepared]
+    begun = [beginning for beginning, _ in prepared]
     with undone_if_failed(begun):
-        for part, beginning in prepared:
+        for beginning, part in prepared:
             original_method(beginning.optim, "load_state_dict")(state_dict=part)
             begun.remove(beginning)
 

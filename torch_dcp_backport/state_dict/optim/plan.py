@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.destination import Becomes, Destination, local_of, unsharded
 from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE
 from torch_dcp_backport.state_dict.load import Inventory, Plan
-from torch_dcp_backport.state_dict.optim.get import named_state, params_by_fqn
+from torch_dcp_backport.state_dict.optim.get import Params, named_state, params_by_fqn
 from torch_dcp_backport.state_dict.optim.initial import (
     Beginning,
     Expected,
@@ -80,16 +79,16 @@ class OptimOutline:
         return self.beginning.optim
 
 
-def outline_of(model: nn.Module, beginning: Beginning, strict: bool) -> OptimOutline:
+def outline_of(params: Params, beginning: Beginning, strict: bool) -> OptimOutline:
     """Outline an optimizer; first make the states that it lacks, where its loading code may look at them."""
     beginning.make_states()
-    state = named_state(model, beginning.optim)
-    params = params_by_fqn(beginning.optim, state)
+    state = named_state(params, beginning.optim)
+    by_fqn = params_by_fqn(beginning.optim, state)
     values = paths_of(state)
-    for fqn, param in params.items():
+    for fqn, param in by_fqn.items():
         for name, expected in beginning.expected.get(param, {}).items():
             values[STATE, fqn, name] = expected
-    return OptimOutline(beginning, strict, params, [group[PARAMS] for group in state[GROUPS]], values)
+    return OptimOutline(beginning, strict, by_fqn, [group[PARAMS] for group in state[GROUPS]], values)
 
 
 class OptimPlan(Plan):
