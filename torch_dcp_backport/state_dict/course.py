@@ -51,8 +51,9 @@ def run(
             course.agree()
             course.carry_out()
     finally:
-        # They refer to the load: without a cycle, what it touched is freed as soon as it is not needed.
+        # The traceback of an error refers to this frame: tensors are not to live as long.
         course.plan.destinations.clear()
+        course.by_stage.clear()
         source.release()
 
 

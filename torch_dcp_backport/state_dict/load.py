@@ -32,7 +32,7 @@ class Plan:
         self.user_code = False
 
     def usable(self, key: Key, offer: Any) -> bool:
-        """Whether `offer` is no tensor without slices; such a tensor is a problem."""
+        """Whether `offer` is no tensor, or a tensor with slices; any other tensor is a problem."""
         if isinstance(offer, Carried):
             offer = Unusable(f"a tensor that is not dense ({offer.value.layout})")
         if isinstance(offer, Unusable):

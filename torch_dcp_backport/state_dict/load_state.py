@@ -40,8 +40,9 @@ def load_state(
     """Load both state dicts, or neither.
 
     Raises:
-        RuntimeError: all that is wrong with either. With `full_state_dict` the same on every rank and before
-            anything was written; an error of the user's loading code comes later, and says what was.
+        RuntimeError: all missing or unexpected keys and states (strict), wrong shapes and types of either.
+            With `full_state_dict` the same on every rank and before anything was written; an error of the
+            user's loading code comes later, and says what was.
     """
     of_model, of_optimizers = model_problem(model_dict, info), optim_problem(optim_dict, info)
     if info.full_state_dict and not info.fsdp_modules:
@@ -73,12 +74,7 @@ def load_model_state(
     info: StateDictInfo,
     problem: Optional[Problem] = None,
 ) -> _IncompatibleKeys:
-    """Load `state_dict` into `model`; `problem` is that of its form.
-
-    Raises:
-        RuntimeError: missing or unexpected keys (strict), wrong shapes, wrong types. With
-            `full_state_dict` the same on every rank and before anything was written.
-    """
+    """Load `state_dict` into `model`; `problem` is that of its form. Errors are those of `load_state`."""
     if not info.handle_model:
         return _IncompatibleKeys([], [])
     load = model_load(model, info, state_dict, [problem] if problem else []) if info.full_state_dict else None
@@ -102,12 +98,7 @@ def load_optim_state(
     info: StateDictInfo,
     problem: Optional[Problem] = None,
 ) -> None:
-    """Load `state_dict` into the optimizers; `problem` is that of its form.
-
-    Raises:
-        RuntimeError: missing states (strict), wrong shapes, wrong types. With `full_state_dict`
-            the same on every rank and before any state was written.
-    """
+    """Load `state_dict` into the optimizers. The rest is as in `load_model_state`."""
     if not info.handle_optim:
         return
     if not info.full_state_dict or info.fsdp_modules:

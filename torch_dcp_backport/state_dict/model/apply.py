@@ -17,13 +17,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from torch_dcp_backport.state_dict.destination import FIRST
 from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX
-from torch_dcp_backport.state_dict.model.entries import Entry, is_meta
-from torch_dcp_backport.state_dict.model.outline import Outline
+from torch_dcp_backport.state_dict.model.outline import Entry, Outline, is_meta
 from torch_dcp_backport.state_dict.model.places import Place
 from torch_dcp_backport.state_dict.model.plan import ROOT, ModelPlan
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.patched import original_method
-from torch_dcp_backport.state_dict.source import Source, metadata_of
+from torch_dcp_backport.state_dict.source import metadata_of
 
 MISSING = object()
 
@@ -54,19 +53,16 @@ def call_load_state_dict(
 class Handover:
     """One model's part of a load, once every rank agreed."""
 
-    def __init__(
-        self, plan: ModelPlan, source: Source, fetch: Callable[[str], None], seen: list[str]
-    ) -> None:
+    def __init__(self, plan: ModelPlan, fetch: Callable[[str], None], seen: list[str]) -> None:
         """`fetch(stage)` brings the tensors of a stage; those that loading code has seen go into `seen`."""
         self.plan = plan
         self.outline = plan.outline
-        self.source = source
         self.fetch = fetch
         self.seen = seen
         self.by_stage: dict[str, list[Entry]] = {}
 
     def run(self) -> _IncompatibleKeys:
-        """Load the model; its missing and unexpected keys."""
+        """Load the model, and return its missing and unexpected keys."""
         plan, outline = self.plan, self.outline
         strict = outline.info.strict
         self.take_raw(FIRST)
@@ -184,7 +180,7 @@ class Handover:
 
     def take_raw(self, stage: str) -> None:
         for key, owner in self.plan.raw.pop(stage, ()):
-            self.plan.take(owner, self.source.tensor(key))
+            self.plan.take(owner, self.plan.source.tensor(key))
 
 
 def under_load_keys(outline: Outline, state_dict: Mapping[str, Any]) -> dict[str, Any]:

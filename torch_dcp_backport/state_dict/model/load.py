@@ -45,7 +45,7 @@ class ModelLoad(Load):
         if self.has_work:
             self.planned = plan_model(self.outline, self.source, inventory, stages, self.problems)
         else:
-            self.planned = ModelPlan(self.problems, self.outline, {}, NOTHING_GOVERNED)
+            self.planned = ModelPlan(self.problems, self.outline, self.source, {}, NOTHING_GOVERNED)
         return self.planned
 
     def take(self, owner: Owner, value: Any) -> None:
@@ -53,7 +53,7 @@ class ModelLoad(Load):
 
     def apply(self, fetch: Callable[[str], None]) -> None:
         if self.has_work:
-            self.keys = Handover(self.planned, self.source, fetch, self.seen).run()
+            self.keys = Handover(self.planned, fetch, self.seen).run()
 
     def written(self) -> str:
         return ", ".join(["what no loading code looks at", *(stage.rstrip(".") for stage in self.seen)])

@@ -18,8 +18,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.destination import FIRST, Becomes, fresh, unsharded
 from torch_dcp_backport.state_dict.fqn import ExtraState
 from torch_dcp_backport.state_dict.load import Inventory, Plan
-from torch_dcp_backport.state_dict.model.entries import Entry, is_meta, is_sliceable
-from torch_dcp_backport.state_dict.model.outline import Outline
+from torch_dcp_backport.state_dict.model.outline import Entry, Outline, is_meta, is_sliceable
 from torch_dcp_backport.state_dict.model.places import Place, governors_of
 from torch_dcp_backport.state_dict.source import About, Carried, Source, Unusable
 from torch_dcp_backport.transfer import Problem, TensorInfo
@@ -52,10 +51,16 @@ class ModelPlan(Plan):
     """The destinations of a model's values, what its loading code finds, and the values as they come."""
 
     def __init__(
-        self, problems: list[Problem], outline: Outline, inventory: Inventory, governance: Governance
+        self,
+        problems: list[Problem],
+        outline: Outline,
+        source: Source,
+        inventory: Inventory,
+        governance: Governance,
     ) -> None:
         super().__init__(problems)
         self.outline = outline
+        self.source = source
         self.inventory = {key: offer for key, offer in inventory.items() if key is not About.METADATA}
         self.metadata: Optional[Mapping[str, dict[str, Any]]] = inventory.get(About.METADATA)
         self.governance = governance
@@ -127,11 +132,11 @@ def plan_model(
     outline: Outline, source: Source, inventory: Inventory, stages: Sequence[str], problems: list[Problem]
 ) -> ModelPlan:
     """Plan the load of a full state dict; `stages` as in `Load.plan`."""
-    plan = ModelPlan(problems, outline, inventory, govern(outline, inventory, stages))
+    plan = ModelPlan(problems, outline, source, inventory, govern(outline, inventory, stages))
     fqns = {entry.fqn for entry in outline.entries}
     for key in plan.inventory:
         if key not in fqns:
-            plan_unexpected(plan, source, key)
+            plan_unexpected(plan, key)
     for entries in outline.ties:
         present = [entry for entry in entries if entry.fqn in plan.inventory]
         governed = any(
@@ -140,9 +145,9 @@ def plan_model(
         if not present:
             plan_missing(plan, entries, may_be=governed and any(map(plan.is_looked_at, entries)))
         elif governed:
-            plan_governed(plan, source, entries, present)
+            plan_governed(plan, entries, present)
         else:
-            plan_tied(plan, source, entries, present)
+            plan_tied(plan, entries, present)
     return plan
 
 
@@ -206,17 +211,17 @@ def topmost(prefixes: Iterable[str]) -> list[str]:
 # --- destinations ----------------------------------------------------------------------------
 
 
-def plan_unexpected(plan: ModelPlan, source: Source, key: Any) -> None:
+def plan_unexpected(plan: ModelPlan, key: Any) -> None:
     """Plan a key that is not the model's: for loading code that may know it, on every rank."""
     load_key = plan.unexpected[key] = plan.load_key_of(key)
     if load_key is None:
         if plan.outline.judges_keys:
             plan.problems.append(Problem("Unexpected key(s) in state_dict", key))
     elif not plan.outline.info.fsdp_modules:
-        plan_value(plan, source, key, None, plan.stage_of_key(key), load_key)
-    elif key in source:
+        plan_value(plan, key, None, plan.stage_of_key(key), load_key)
+    elif key in plan.source:
         # FSDP1 looks at the dict of the caller.
-        plan.take(load_key, source.tensor(key))
+        plan.take(load_key, plan.source.tensor(key))
 
 
 def plan_missing(plan: ModelPlan, entries: list[Entry], may_be: bool) -> None:
@@ -230,25 +235,25 @@ def plan_missing(plan: ModelPlan, entries: list[Entry], may_be: bool) -> None:
         plan.problems += [Problem("Missing key(s) in state_dict", entry.fqn) for entry in entries]
 
 
-def plan_tied(plan: ModelPlan, source: Source, entries: list[Entry], present: list[Entry]) -> None:
+def plan_tied(plan: ModelPlan, entries: list[Entry], present: list[Entry]) -> None:
     """Plan a tensor that is written in place, or made.
 
     Of several names each has to fit, and the value of the last one loaded stays. One of them in the
     checkpoint is enough: safetensors keep only one.
     """
     for entry in present:
-        plan_direct(plan, source, entry, entries)
+        plan_direct(plan, entry, entries)
     for entry in present[:-1]:
         plan.destinations.pop(entry.fqn, None)
     if not is_meta(present[-1].value):
         plan.forgive(entry for entry in entries if entry not in present)
 
 
-def plan_direct(plan: ModelPlan, source: Source, entry: Entry, entries: list[Entry]) -> None:
+def plan_direct(plan: ModelPlan, entry: Entry, entries: list[Entry]) -> None:
     live, key = entry.value, entry.fqn
     offer = plan.inventory[key]
     if isinstance(live, ExtraState):
-        plan_value(plan, source, key, None, FIRST, entries)
+        plan_value(plan, key, None, FIRST, entries)
     elif live.dim() == 0 and isinstance(offer, TensorInfo) and offer.shape == (1,) and not live.is_meta:
         # load_state_dict() takes a one-element vector for a scalar; old checkpoints have them.
         plan.want_in_place(key, live, entries, view=live.detach().view(1))
@@ -261,11 +266,11 @@ def plan_direct(plan: ModelPlan, source: Source, entry: Entry, entries: list[Ent
         plan.want_in_place(key, live, entries)
 
 
-def plan_governed(plan: ModelPlan, source: Source, entries: list[Entry], present: list[Entry]) -> None:
+def plan_governed(plan: ModelPlan, entries: list[Entry], present: list[Entry]) -> None:
     """Plan a tensor that loading code looks at: it gets what the checkpoint holds under each name."""
     for entry in present:
         if plan.is_looked_at(entry) or fits(plan, entry):
-            plan_value(plan, source, entry.fqn, entry.value, plan.stage_of(entry), [entry])
+            plan_value(plan, entry.fqn, entry.value, plan.stage_of(entry), [entry])
     if not plan.outline.info.fsdp_modules:
         plan.forgive(entry for entry in entries if entry not in present)
         if len(entries) > 1 and is_meta(present[0].value):
@@ -282,7 +287,7 @@ def fits(plan: ModelPlan, entry: Entry) -> bool:
     return plan.accepts(entry.fqn, offer, tuple(entry.value.shape))
 
 
-def plan_value(plan: ModelPlan, source: Source, key: Any, live: Any, stage: str, owner: Owner) -> None:
+def plan_value(plan: ModelPlan, key: Any, live: Any, stage: str, owner: Owner) -> None:
     """Plan a value for loading code, which judges it: a shard where `live` is sharded, else whole.
 
     The value of a dict that this rank holds itself is handed on as it is, as torch does.
@@ -293,7 +298,7 @@ def plan_value(plan: ModelPlan, source: Source, key: Any, live: Any, stage: str,
         plan.usable(key, offer)
     elif isinstance(offer, TensorInfo) and isinstance(live, compat.DTensor):
         device = outline.device_for(live)
-        if local and key in source.spread:
+        if local and key in plan.source.spread:
             plan.read_as_it_is(stage, key, owner)
         elif offer.shape == tuple(live.shape):
             plan.destinations[key] = fresh(live, offer, device, owner, stage, fresh_kind(live))
@@ -305,7 +310,7 @@ def plan_value(plan: ModelPlan, source: Source, key: Any, live: Any, stage: str,
         plan.read_as_it_is(stage, key, owner)
     elif isinstance(offer, TensorInfo):
         device = outline.device_for(live if torch.is_tensor(live) else None)
-        tensor = None if outline.assigns else tensor_of_source(source, key, device)
+        tensor = None if outline.assigns else tensor_of_source(plan.source, key, device)
         plan.destinations[key] = unsharded(offer, device, owner, stage, tensor)
     else:
         plan.take(owner, offer.value if isinstance(offer, Carried) else offer)
