@@ -199,3 +199,18 @@ def test_no_more_than_what_fits_into_one_message():
     assert inline.pieces_of({str(n): TensorInfo((1,), torch.bool) for n in range(INLINE // 15)}) is None
     assert inline.pieces_of({}) == inline.pieces_of({"empty": TensorInfo((0,), torch.bool)}) == []
     assert inline.MOST == INLINE
+
+
+def tells_progress(api: Any) -> list[tuple[int, int]]:
+    seen: list[transfer.Progress] = []
+    transfer.configure(progress=seen.append)
+    try:
+        load(api, model_of({"w": torch.ones(ROWS, 3)}), {"w": torch.ones(ROWS, 3)})
+    finally:
+        transfer.configure()
+    return [(progress.done, progress.total) for progress in seen]
+
+
+def test_a_progress_callback_hears_of_them(ranks):
+    for calls in ranks(tells_progress):
+        assert [done == total > 0 for done, total in calls] == [True]

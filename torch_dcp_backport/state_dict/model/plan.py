@@ -40,7 +40,7 @@ class Governance(NamedTuple):
     prefixes: Sequence[str]
     #: FQN prefixes of modules without loading code that govern because their tensors are loaded whole.
     blind: frozenset[str]
-    #: The ids of entries that are not written in place for their own sake, or for that of the offer.
+    #: The ids of entries that are loaded whole, for their own sake or for that of the offer.
     whole: frozenset[int]
 
 
@@ -187,7 +187,7 @@ def govern(outline: Outline, inventory: Inventory, stages: Sequence[str]) -> Gov
 
 
 def needs_whole(outline: Outline, entry: Entry, offer: Any) -> bool:
-    """Whether a value is not written in place for its own sake, or for that of the offer."""
+    """Whether a value is loaded whole, for its own sake or for that of the offer."""
     value = entry.value
     if isinstance(value, ExtraState):
         return False
