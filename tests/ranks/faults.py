@@ -23,8 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport import transfer
 from torch_dcp_backport.regression import meter
-from torch_dcp_backport.state_dict import collect, destination, model_load
-from torch_dcp_backport.state_dict.optim.full import OptimizerLoad
+from torch_dcp_backport.state_dict import collect, destination
+from torch_dcp_backport.state_dict.model import outline
+from torch_dcp_backport.state_dict.model.load import ModelLoad
+from torch_dcp_backport.state_dict.optim.load import OptimizerLoad
 from torch_dcp_backport.transfer.staging import Staging
 
 REFUSED = "refused"
@@ -288,14 +290,14 @@ def not_a_dict(scene: Scene) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plan_fails(scene: Scene) -> Iterator[None]:
-    kind = OptimizerLoad if scene.call == "optimizer" else model_load.ModelLoad
+    kind = OptimizerLoad if scene.call == "optimizer" else ModelLoad
     with replaced(kind, "plan", fail):
         yield
 
 
 @contextlib.contextmanager
 def model_cannot_be_read(scene: Scene) -> Iterator[None]:
-    with replaced(model_load, "entries_of", fail):
+    with replaced(outline, "entries_of", fail):
         yield
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from torch_dcp_backport import compat, transfer
 from torch_dcp_backport.regression import meter
-from torch_dcp_backport.state_dict.load_state import model_load
+from torch_dcp_backport.state_dict.model.load import model_load
 from torch_dcp_backport.state_dict.options import StateDictOptions, verify_options
 
 
@@ -184,10 +184,10 @@ def made_on_the_host(api: Any, offload: str) -> None:
 
     compat.current_device = accelerator  # type: ignore[assignment]
     try:
-        load.plan(load.source.inventory() if dist.get_rank() == 0 else inventory_of(state))
+        plan = load.plan(load.source.inventory() if dist.get_rank() == 0 else inventory_of(state))
     finally:
         compat.current_device = real
-    devices = {one.device.type for one in load.destinations.values()}
+    devices = {destination.device.type for destination in plan.destinations.values()}
     assert devices == ({"meta"} if offload == "no" else {"cpu"}), devices
     assert bool(asked) == (offload == "no")
 

@@ -1,13 +1,11 @@
-"""A nested state dict, turned into whole and/or CPU tensors as the options ask.
+"""Whole tensors, tensors on the CPU, or both in place of those of a nested state dict.
 
-Never changes the tree it is given.
+No tree is ever changed.
 """
 
 from __future__ import annotations
 
-import copy
-import io
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -17,17 +15,12 @@ from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.options import StateDictInfo
-from torch_dcp_backport.transfer import Held, Layout, Mesh, gather, layout_of, spell_key
+from torch_dcp_backport.state_dict.tree import Path, leaves, rebuild
+from torch_dcp_backport.transfer import Held, Layout, Mesh, gather, layout_of
 from torch_dcp_backport.transfer.groups import group_ranks
 from torch_dcp_backport.transfer.layout import Placement, mesh_of
 
-Path = tuple[object, ...]
-#: What a checkpoint holds besides tensors and containers.
-SMALL = (int, float, str, bytes, io.BytesIO, type(None))
-
-
-class Index(int):
-    """A step of a path into a list, as opposed to an integer key of a dict."""
+Group = Optional[dist.ProcessGroup]
 
 
 def full_or_cpu(state_dict: Any, info: StateDictInfo) -> Any:
@@ -53,24 +46,24 @@ def whole_tree(
 ) -> Any:
     """`tree` with whole tensors in place of shards, on the global ranks `to` or on every rank.
 
-    Other ranks get {}, or None where the tree is no dict. On a rank outside a DTensor's mesh stays
-    what it has, an empty tensor. `group` and `device` are for ShardedTensors.
+    Other ranks get {}, or None where the tree is no dict. A rank outside a DTensor's mesh keeps its
+    empty local tensor. `group` and `device` are for ShardedTensors.
     """
-    everything = leaves(tree, opens=lambda _: True)
-    sharded = {path: value for path, value in everything.items() if isinstance(value, compat.DTensor)}
-    whole: dict[Path, torch.Tensor] = {}
-    for span, tensors in by_group(sharded):
-        whole.update(whole_tensors(tensors, span, to, cpu_offload))
+    values = leaves(tree, opens=lambda _: True)
+    dtensors = {path: value for path, value in values.items() if isinstance(value, compat.DTensor)}
+    gathered: dict[Path, torch.Tensor] = {}
+    for span, tensors in by_group(dtensors):
+        gathered.update(whole_tensors(tensors, span, to, cpu_offload))
     keep = to is None or dist.get_rank() in to
 
     def leaf(path: Path, value: Any) -> Any:
-        if path in sharded:
-            value = whole[path] if path in whole else compat.local_part(value).detach()
+        if path in dtensors:
+            value = gathered[path] if path in gathered else compat.local_part(value).detach()
         elif isinstance(value, ShardedTensor):
             # FSDP1's legacy kind; a collective, so every rank takes part. Not part of the leak.
             shards = value.local_shards()
-            home = shards[0].tensor.device if shards else torch.device("cpu")
-            value = _all_gather_sharded_tensor(value, group, device).to(home)
+            shard_device = shards[0].tensor.device if shards else torch.device("cpu")
+            value = _all_gather_sharded_tensor(value, group, device).to(shard_device)
         return value.cpu() if cpu_offload and keep and torch.is_tensor(value) else value
 
     result = rebuild(tree, leaf)
@@ -80,13 +73,11 @@ def whole_tree(
 
 
 class Spread(NamedTuple):
-    """A DTensor, and how it lies on the ranks of the group that it is gathered in, if it says."""
+    """A DTensor that is gathered."""
 
     tensor: compat.DTensor
+    #: How it lies on the ranks of the group that gathers it; None where its placements do not say.
     layout: Optional[Layout]
-
-
-Group = Optional[dist.ProcessGroup]
 
 
 def by_group(tensors: Mapping[Path, compat.DTensor]) -> list[tuple[Group, dict[Path, Spread]]]:
@@ -96,25 +87,25 @@ def by_group(tensors: Mapping[Path, compat.DTensor]) -> list[tuple[Group, dict[P
     and no others: a replica of HSDP may call alone.
     """
     rank, world = (dist.get_rank(), group_ranks()) if tensors else (0, ())
-    parts: dict[Any, tuple[Group, dict[Path, Spread]]] = {}
-    #: Of tensors that lie alike: where, and what they are gathered with.
-    known: dict[Any, tuple[Any, Group, Optional[Mesh], tuple[Placement, ...]]] = {}
+    spreads: dict[Any, tuple[Group, dict[Path, Spread]]] = {}
+    #: The span of each layout, of any shape; tensors of one layout are gathered together.
+    spans: dict[Any, tuple[Any, Group, Optional[Mesh], tuple[Placement, ...]]] = {}
     for path, tensor in tensors.items():
         if rank not in mesh_of(tensor.device_mesh).coordinates:
             continue
         layout = layout_or_none(tensor)
         if layout is None:
-            parts.setdefault(None, (None, {}))[1][path] = Spread(tensor, None)
+            spreads.setdefault(None, (None, {}))[1][path] = Spread(tensor, None)
             continue
-        alike = layout.mesh, layout.placements
-        if alike not in known:
+        shapeless = layout.mesh, layout.placements
+        if shapeless not in spans:
             group, line = span_of(tensor, layout, world)
             key = frozenset(group_ranks(group)) if group is not None else None
-            known[alike] = key, group, line.mesh, line.placements
-        key, group, mesh, placements = known[alike]
+            spans[shapeless] = key, group, line.mesh, line.placements
+        key, group, mesh, placements = spans[shapeless]
         spread = Spread(tensor, Layout(layout.shape, mesh, placements))
-        parts.setdefault(key, (group, {}))[1][path] = spread
-    return list(parts.values())
+        spreads.setdefault(key, (group, {}))[1][path] = spread
+    return list(spreads.values())
 
 
 def span_of(tensor: compat.DTensor, layout: Layout, world: Sequence[int]) -> tuple[Group, Layout]:
@@ -132,7 +123,7 @@ def span_of(tensor: compat.DTensor, layout: Layout, world: Sequence[int]) -> tup
         ranks = group_ranks(group)
         line = Layout(layout.shape, Mesh((len(ranks),), ranks), (layout.placements[dim],))
         return dist.group.WORLD if set(ranks) == set(world) else group, line
-    # Several dimensions have a group of their own where they are all that there is.
+    # Several dimensions have a group where they are the whole mesh and its ranks are the world.
     is_all = not layout.replica_dims and set(mesh.ranks) == set(world)
     return (dist.group.WORLD, layout) if is_all else (None, layout)
 
@@ -144,22 +135,22 @@ def whole_tensors(
     cpu_offload: bool,
 ) -> dict[Path, torch.Tensor]:
     keep = to is None or dist.get_rank() in to
-    found: dict[Path, torch.Tensor] = {}
+    gathered: dict[Path, torch.Tensor] = {}
     moving: dict[Path, Held] = {}
     for path, (tensor, layout) in tensors.items():
         local = compat.local_part(tensor).detach()
         if group is None or layout is None:
-            # Several dimensions of a larger mesh have no group of their own, and making one would need ranks
-            # that are not here. DTensor goes dimension by dimension, on the device of its mesh.
+            # Several dimensions of a larger mesh have no group, and making one would need ranks that are not
+            # in this call. DTensor goes dimension by dimension, on the device of its mesh.
             value = compat.on_mesh_device(tensor).full_tensor()
             if keep:
-                found[path] = value.cpu() if cpu_offload else value
+                gathered[path] = value.cpu() if cpu_offload else value
         elif layout.is_sharded:
             moving[path] = Held(local, layout)
         elif keep:
             local = compat.arrived(local)
             kind = "cpu" if cpu_offload else tensor.device_mesh.device_type
-            found[path] = local if local.device.type == kind else local.to(compat.current_device(kind))
+            gathered[path] = local if local.device.type == kind else local.to(compat.current_device(kind))
 
     def make(path: Any) -> torch.Tensor:
         like = tensors[path].tensor
@@ -170,11 +161,11 @@ def whole_tensors(
     if to is None or set(members) <= set(to):
         receivers: list[Optional[int]] = [None]
     else:
-        # Where no receiver is a member nobody keeps the result, and nothing needs to travel.
+        # Where no receiver is a member no rank keeps the result, and nothing needs to travel.
         receivers = [rank for rank in members if rank in to]
     for receiver in receivers if moving else ():
-        found.update(gather(moving, make, to=receiver, group=group))  # type: ignore[arg-type]
-    return found
+        gathered.update(gather(moving, make, to=receiver, group=group))  # type: ignore[arg-type]
+    return gathered
 
 
 def layout_or_none(tensor: compat.DTensor) -> Optional[Layout]:
@@ -185,47 +176,3 @@ def layout_or_none(tensor: compat.DTensor) -> Optional[Layout]:
         raise
     except NotImplementedError:
         return None
-
-
-def rebuild(tree: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """A copy of nested dicts, lists and tuples with `leaf(path, value)` for every other value."""
-    if isinstance(tree, Mapping):
-        return {key: rebuild(value, leaf, (*path, key)) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        items = [rebuild(value, leaf, (*path, index)) for index, value in enumerate(tree)]
-        return tuple(items) if isinstance(tree, tuple) else items
-    return leaf(path, tree)
-
-
-def check_types(tree: Any) -> None:
-    """ValueError for what a checkpoint cannot hold."""
-    for path, value in leaves(tree, opens=lambda _: True).items():
-        if not isinstance(value, (torch.Tensor, Mapping, *SMALL)):
-            raise ValueError(
-                f"{spell_key(path)} is a {type(value).__name__}, which a checkpoint cannot hold: expected a "
-                "tensor, int, float, str, bytes, BytesIO or None, or dicts, lists and tuples of them"
-            )
-
-
-def untouched(value: Any) -> Any:
-    """What is no tensor, for a copy of the tree: nobody may change the original through it."""
-    return value if isinstance(value, (torch.Tensor, *SMALL)) else copy.deepcopy(value)
-
-
-def leaves(tree: Any, opens: Callable[[Sequence[Any]], bool]) -> dict[Path, Any]:
-    """path -> value of a nested dict; lists are opened only where `opens(list)` says so."""
-    found: dict[Path, Any] = {}
-    # Not a function that calls itself from inside this one: such a cycle would keep the values alive.
-    visit(found, opens, (), tree)
-    return found
-
-
-def visit(found: dict[Path, Any], opens: Callable[[Sequence[Any]], bool], path: Path, value: Any) -> None:
-    if isinstance(value, Mapping) and value:
-        for key, one in value.items():
-            visit(found, opens, (*path, key), one)
-    elif isinstance(value, (list, tuple)) and opens(value):
-        for index, one in enumerate(value):
-            visit(found, opens, (*path, Index(index)), one)
-    else:
-        found[path] = value

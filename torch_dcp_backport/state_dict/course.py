@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
-import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict import inline
-from torch_dcp_backport.state_dict.destination import (
-    FIRST,
-    Destination,
-    target_of,
-    value_of,
-)
-from torch_dcp_backport.state_dict.load import Load
+from torch_dcp_backport.state_dict.destination import FIRST, Destination, target_of, value_of
+from torch_dcp_backport.state_dict.load import Inventory, Load, Plan
 from torch_dcp_backport.state_dict.source import About, Key, Source
 from torch_dcp_backport.transfer import (
     Agreement,
@@ -37,27 +32,28 @@ from torch_dcp_backport.transfer.staging import copy_to
 
 def run(
     load: Load,
-    given: Union[Mapping[Any, Any], Source],
+    state: Union[Mapping[Any, Any], Source],
     *,
     broadcast: bool,
     group: Optional[dist.ProcessGroup] = None,
 ) -> None:
-    """Carry out a load: from the `given` of the group's first rank, or from every rank's own.
+    """Carry out a load: from the `state` of the group's first rank, or from every rank's own.
 
     Raises:
-        RuntimeError: what `load.plan` or the inventory found, of all ranks, on all ranks; before
-            anything was written. What the owner's own loading code raises: as it is on that rank, as a
+        RuntimeError: the problems that inventories and plans of all ranks have, on all ranks; before
+            anything was written. An error of the loaded object's own code: as it is on that rank, as a
             RuntimeError on the others.
     """
-    source = given if isinstance(given, Source) else Source(given)
+    source = state if isinstance(state, Source) else Source(state)
     course = Broadcast(load, source, group) if broadcast else Local(load, source)
     try:
         with course.call:
             course.agree()
             course.carry_out()
     finally:
-        # They refer to the load: without a cycle, what it touched is freed as soon as nobody needs it.
-        load.destinations.clear()
+        # The traceback of an error refers to this frame: tensors are not to live as long.
+        course.plan.destinations.clear()
+        course.by_stage.clear()
         source.release()
 
 
@@ -68,7 +64,8 @@ class Course:
         self.load = load
         self.source = source
         self.call = call
-        #: The load's destinations, once it is agreed on.
+        self.plan = Plan(load.problems)
+        #: The plan's destinations, once it is agreed on.
         self.by_stage: dict[str, dict[Key, Destination]] = {}
         #: Keys that were filled from this rank's memory.
         self.written: list[Key] = []
@@ -83,15 +80,15 @@ class Course:
 
     def fetch(self, stage: str) -> None:
         """`move`, for the loading code that is about to look at the stage."""
-        raise NotImplementedError
+        self.move(stage)
 
     def fetch_rest(self) -> None:
-        """The stages that this rank's loading code does not look at."""
+        """`move`, for the stages that this rank's loading code does not look at."""
 
     def carry_out(self) -> None:
-        """Move, apply; where code outside torch takes part on any rank, all hear of a failure."""
+        """Move and apply; where code outside torch takes part on any rank, all hear of a failure."""
         try:
-            self.move_first()
+            self.move(FIRST)
             self.load.apply(self.fetch)
             self.fetch_rest()
         except Exception as error:
@@ -99,62 +96,53 @@ class Course:
             raise
         self.call.settle(self.so_far)
 
-    def move_first(self) -> None:
-        self.move(FIRST)
-
     def so_far(self) -> str:
-        """What an error says of what was written on this rank."""
+        """The words of an error about this rank's writes."""
         written = self.load.written()
         return f"{DOUBTFUL}: rank {self.call.rank} has written {written}" if written else DOUBTFUL
 
-    def plan(self, inventory: Mapping[Any, Any]) -> None:
-        """Plan; a rank whose plan fails still takes part in the agreement, which then fails for all."""
+    def make_plan(self, inventory: Inventory, stages: Sequence[str] = ()) -> None:
+        """Plan; a rank without a plan still takes part in the agreement, which then fails for all."""
         if not self.call.problems:
             with self.call.guard():
-                self.load.plan(inventory)
+                self.plan = self.load.plan(inventory, stages)
 
     def inventory_of_source(self, whole_only: bool) -> dict[Key, Any]:
-        """What the dict holds; nothing, and one problem more, where it cannot be read."""
-        found: dict[Key, Any] = {}
+        """The dict's inventory; empty, with one problem more, where the dict cannot be read."""
+        inventory: dict[Key, Any] = {}
         if not self.call.problems:
             with self.call.guard():
-                found = self.source.inventory(whole_only)
-        return found
+                inventory = self.source.inventory(whole_only)
+        return inventory
 
     def destinations_of(self, stage: str) -> Mapping[Key, Destination]:
         if not self.by_stage:
-            for key, one in self.load.destinations.items():
-                self.by_stage.setdefault(one.stage, {})[key] = one
+            for key, destination in self.plan.destinations.items():
+                self.by_stage.setdefault(destination.stage, {})[key] = destination
         return self.by_stage.get(stage, {})
 
     def targets_of(self, stage: str) -> dict[Key, Target]:
-        return {key: target_of(one, self.call.rank) for key, one in self.destinations_of(stage).items()}
+        rank = self.call.rank
+        return {key: target_of(destination, rank) for key, destination in self.destinations_of(stage).items()}
 
     def settle(self, targets: Mapping[Key, Target]) -> None:
+        """Give the owners of filled targets their values."""
         for key, target in targets.items():
-            one = self.load.destinations[key]
-            self.load.take(one.owner, value_of(one, target.tensor))
+            destination = self.plan.destinations[key]
+            self.load.take(destination.owner, value_of(destination, target.tensor))
 
     def fill_from(self, reader: Reader, targets: Mapping[Key, Target]) -> None:
-        """Fill targets from what this rank has, and settle them."""
+        """Fill targets from this rank's memory, and settle them."""
         with self.call.tally.phase("move"):
             for key, target in targets.items():
                 if target.box.numel:
-                    copy_to(target.tensor, self.piece(reader, key, target))
+                    shape = self.plan.destinations[key].layout.shape
+                    copy_to(target.tensor, reader.piece(key, target.box, shape))
                 self.written.append(key)
                 reader.release()
             self.settle(targets)
         self.call.tally.tensors += len(targets)
         self.call.tally.close()
-
-    def piece(self, reader: Reader, key: Key, target: Target) -> torch.Tensor:
-        return reader.piece(key, target.box, self.load.destinations[key].layout.shape)
-
-    def fails_alone(self) -> bool:
-        try:
-            return self.load.is_custom
-        except Exception:  # the others wait for the answer
-            return True
 
 
 class Broadcast(Course):
@@ -173,62 +161,54 @@ class Broadcast(Course):
         self.relays: Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]] = None
 
     def agree(self) -> None:
-        load, call = self.load, self.call
+        call = self.call
         with call.tally.phase("inventory"):
-            mine = self.inventory_of_source(whole_only=True) if self.is_source else None
-            if mine and len(call.ranks) > 1 and not call.problems:
+            inventory = self.inventory_of_source(whole_only=True) if self.is_source else None
+            if inventory and len(call.ranks) > 1 and not call.problems:
                 with call.guard():
-                    mine[About.VALUES] = inline.pack(self.source, mine)
-        self.inventory = call.publish(mine)
+                    inventory[About.VALUES] = inline.pack(self.source, inventory)
+        self.inventory = call.publish(inventory)
         self.by_window = bool(self.inventory.pop(About.FLEETING, False))
         data = self.inventory.pop(About.VALUES, None)
         self.agree_on_plan()
         stages = stages_of_all(self.agreement)
         if stages is not None:
-            # Some rank's loading code looks at what other ranks' does not: all plan anew.
-            load.widen(stages)
-            load.destinations.clear()
-            self.agree_on_plan()
-        self.pending = list(load.stages)
+            # Loading code of some rank looks at tensors that other ranks' does not: all plan anew.
+            self.agree_on_plan(stages)
+        self.pending = list(self.plan.stages)
         if data is not None and not self.pending:
             # Loading code may change the source between two stages, and every rank gets what it is then.
             self.values = inline.Values(data, self.inventory)
 
-    def agree_on_plan(self) -> None:
-        load, call = self.load, self.call
+    def agree_on_plan(self, stages: Sequence[str] = ()) -> None:
+        call = self.call
         with call.tally.phase("agree"):
-            self.plan(self.inventory)
+            self.make_plan(self.inventory, stages)
+            plan = self.plan
             # Counters of steps are on the host with an accelerator's optimizer too.
-            kinds = {one.device.type for one in load.destinations.values() if one.layout.shape}
+            kinds = {wanted.device.type for wanted in plan.destinations.values() if wanted.layout.shape}
             self.relays = self.relay_groups()
-            wants = wants_of(load.destinations)
-            stages, user_code = list(load.stages), self.fails_alone()
+            wants, note = wants_of(plan.destinations), list(plan.stages)
         self.agreement = call.agree(
             wants,
             device=kinds.pop() if len(kinds) == 1 else "",
-            condition=repr(stages),
-            user_code=user_code,
+            condition=repr(note),
+            user_code=plan.user_code,
             relays=self.relays is not None,
-            note=stages,
+            note=note,
         )
 
     def relay_groups(self) -> Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]]:
-        """The groups along which replicas pass a box on; None where they do not carry what `group` does."""
-        if not any(one.layout.replica_dims for one in self.load.destinations.values()):
+        """The groups along which replicas pass a box on; None where they lack a backend that `group` has."""
+        if not any(wanted.layout.replica_dims for wanted in self.plan.destinations.values()):
             return {}
         try:
-            found = {mesh_of(mesh): compat.mesh_groups(mesh) for mesh in self.load.meshes()}
+            relays = {mesh_of(mesh): compat.mesh_groups(mesh) for mesh in meshes_of(self.load)}
         except Exception:  # a mesh without process groups; the source sends to every replica itself then
             return None
         needed = set(device_types(self.call.group))
-        carried = all(needed <= set(device_types(one)) for groups in found.values() for one in groups)
-        return found if carried else None
-
-    def move_first(self) -> None:
-        # Copies from memory can fail on one rank alone.
-        self.call.is_settled = self.values is None
-        self.move(FIRST)
-        self.call.is_settled = False
+        carried = all(needed <= set(device_types(group)) for groups in relays.values() for group in groups)
+        return relays if carried else None
 
     def fetch(self, stage: str) -> None:
         while stage in self.pending:
@@ -239,22 +219,20 @@ class Broadcast(Course):
             self.fetch_next()
 
     def fetch_next(self) -> None:
-        """One more stage. Every rank comes to it, or tells the others here why it does not."""
+        """Fetch the next stage. Every rank comes to it, or tells the others here why it does not."""
         stage = self.pending.pop(0)
         self.call.is_settled = True
-        wants = wants_of(self.destinations_of(stage))
-        device = self.agreement.device
         self.agreement = self.call.agree(
-            wants,
-            device=device,
+            wants_of(self.destinations_of(stage)),
+            device=self.agreement.device,
             user_code=True,
             relays=self.relays is not None,
             so_far=self.so_far(),
         )
         self.move(stage)
-        self.call.is_settled = False
 
     def move(self, stage: str) -> None:
+        self.call.is_settled = True
         targets: dict[Key, Target] = {}
         wanted = {
             key for table in self.agreement.tables for key, want in table.wants.items() if want.stage == stage
@@ -262,18 +240,21 @@ class Broadcast(Course):
         with self.call.room_for("what is loaded"):
             targets = self.targets_of(stage)
         if self.values is not None:
+            # Copies from memory can fail on one rank alone.
+            self.call.is_settled = False
             self.move_values(self.values, targets)
-            return
-        scatter(
-            self.call,
-            self.source if self.is_source else None,
-            {key: offered for key, offered in self.inventory.items() if key in wanted},
-            targets,
-            self.agreement,
-            relays=self.relays,
-            by_window=self.by_window,
-        )
-        self.settle(targets)
+        else:
+            scatter(
+                self.call,
+                self.source if self.is_source else None,
+                {key: offer for key, offer in self.inventory.items() if key in wanted},
+                targets,
+                self.agreement,
+                relays=self.relays,
+                by_window=self.by_window,
+            )
+            self.settle(targets)
+        self.call.is_settled = False
 
     def move_values(self, values: inline.Values, targets: Mapping[Key, Target]) -> None:
         """Fill all targets from what came with the inventory."""
@@ -293,11 +274,11 @@ class Broadcast(Course):
 
 
 class Local(Course):
-    """From this rank's own dict, which is whole."""
+    """From this rank's dict, which holds full tensors."""
 
     def __init__(self, load: Load, source: Source) -> None:
-        meshes = load.meshes() if dist.is_initialized() else []
-        groups = compat.mesh_groups(max(meshes, key=lambda one: one.size())) if meshes else ()
+        meshes = meshes_of(load) if dist.is_initialized() else []
+        groups = compat.mesh_groups(max(meshes, key=lambda mesh: mesh.size())) if meshes else ()
         super().__init__(load, source, Call(load.title, "slice", groups, load.problems))
 
     def agree(self) -> None:
@@ -305,40 +286,41 @@ class Local(Course):
         with call.tally.phase("agree"):
             inventory = self.inventory_of_source(whole_only=False)
             inventory.pop(About.FLEETING, None)
-            self.plan(inventory)
+            self.make_plan(inventory)
             with call.guard():
                 call.problems += self.other_layouts()
             # A mapping that makes its values is code that can fail, too.
-            call.agree_on_problems(self.fails_alone() or not self.source.is_dict)
+            call.agree_on_problems(self.plan.user_code or not self.source.is_dict)
 
     def other_layouts(self) -> list[Problem]:
-        """DTensors of the dict that do not lie as their destinations do."""
+        """The DTensors of the dict that do not lie as their destinations do."""
         return [
-            Problem("a DTensor of another layout", spell_key(key), str(value.placements), "a whole tensor")
-            for key, one in self.load.destinations.items()
+            Problem("a DTensor of another layout", spell_key(key), str(dtensor.placements), "a whole tensor")
+            for key, destination in self.plan.destinations.items()
             if key in self.source.spread
-            for value in [self.source.value(key)]
-            if one.like is None or layout_of(value) != one.layout
+            for dtensor in [self.source.value(key)]
+            if destination.like is None or layout_of(dtensor) != destination.layout
         ]
-
-    def fetch(self, stage: str) -> None:
-        self.move(stage)
 
     def move(self, stage: str) -> None:
         self.fill_from(self.source, self.targets_of(stage))
 
-    def piece(self, reader: Reader, key: Key, target: Target) -> torch.Tensor:
-        if key in self.source.spread:
-            return compat.local_part(self.source.value(key).detach())
-        return super().piece(reader, key, target)
+
+def meshes_of(load: Load) -> list[DeviceMesh]:
+    """The device meshes of a load, in the same order on every rank."""
+    meshes: list[DeviceMesh] = []
+    for value in load.live():
+        if isinstance(value, compat.DTensor) and value.device_mesh not in meshes:
+            meshes.append(value.device_mesh)
+    return meshes
 
 
 def wants_of(destinations: Mapping[Key, Destination]) -> dict[Key, Want]:
-    return {key: one.want for key, one in destinations.items()}
+    return {key: destination.want for key, destination in destinations.items()}
 
 
 def stages_of_all(agreement: Agreement) -> Optional[list[str]]:
     """Every rank's stages, in an order that all ranks find; None where they are the same on all."""
     if len({tuple(table.note) for table in agreement.tables}) == 1:
         return None
-    return list(dict.fromkeys(name for table in agreement.tables for name in table.note))
+    return list(dict.fromkeys(stage for table in agreement.tables for stage in table.note))

@@ -18,7 +18,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed._state_dict_utils import CompanionMismatch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.state_dict.collect import Path, check_types, rebuild, untouched
+from torch_dcp_backport.state_dict.tree import Path, check_types, rebuild, untouched
 from torch_dcp_backport.transfer import spell_key
 
 #: Nested dicts, lists and tuples of tensors and small values.
@@ -32,7 +32,7 @@ PORTABLE = 1
 def create_cpu_state_dict(state_dict: Tree, pin_memory: bool = False, share_memory: bool = False) -> Tree:
     """A state dict of the same structure, with new tensors on the CPU whose values mean nothing yet.
 
-    DTensors and ShardedTensors stay such, with new local tensors. What is not a tensor is taken over.
+    DTensors and ShardedTensors stay such, with new local tensors. Other values are taken over.
 
     Args:
         state_dict: only looked at.
@@ -78,7 +78,7 @@ def copy_state_dict(
     for path, value, target in pairs(state_dict, copy_state_dict):
         if torch.is_tensor(value):
             targets[path] = target
-            moves += opposite(path, value, target)
+            moves += counterparts_of(path, value, target)
     result = rebuild(state_dict, lambda path, value: targets[path] if path in targets else untouched(value))
     for source, local in moves:
         local.copy_(source, non_blocking=non_blocking)
@@ -114,7 +114,7 @@ def check_state_dict_similarity(state_dict: Tree, compared_state_dict: Tree) -> 
             if torch.is_tensor(value) != torch.is_tensor(other):
                 return False
             if torch.is_tensor(value):
-                opposite(path, value, other)
+                counterparts_of(path, value, other)
                 if value.dtype != other.dtype:
                     return False
     except CompanionMismatch:
@@ -128,7 +128,7 @@ def check_state_dict_similarity(state_dict: Tree, compared_state_dict: Tree) -> 
 def with_locals(value: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """A tensor of the kind and layout of `value` around make(local tensor), which is on the CPU."""
     if isinstance(value, ShardedTensor):
-        return sharded(value, make)
+        return sharded_with_locals(value, make)
     if isinstance(value, compat.DTensor):
         return compat.wrap_local(make(compat.local_part(value)), value)
     return make(value)
@@ -151,7 +151,7 @@ def allocate(like: torch.Tensor, pin: bool, share: bool) -> torch.Tensor:
 
 
 def register(shared: torch.Tensor) -> None:
-    """Pin memory that is mapped already, until the tensor goes."""
+    """Pin memory that is mapped already, until the tensor is freed."""
     address = shared.data_ptr()
     code = int(cuda_runtime().cudaHostRegister(address, shared.nbytes, PORTABLE))
     if code:
@@ -170,23 +170,24 @@ def unregister(address: int) -> None:
         raise RuntimeError(f"unpinning shared memory failed with CUDA error {code}")
 
 
-def sharded(value: ShardedTensor, make: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
-    """FSDP1's kind. A rank without shards has nothing to copy."""
+def sharded_with_locals(value: ShardedTensor, make: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
+    """The same for FSDP1's kind. A rank without shards has nothing to copy."""
     if not value.local_shards():
         return value
     metadata = copy.deepcopy(value.metadata())
     metadata.tensor_properties.pin_memory = metadata.tensor_properties.requires_grad = False
-    for one in metadata.shards_metadata:
-        one.placement._device = CPU  # type: ignore[union-attr]
+    for shard_metadata in metadata.shards_metadata:
+        shard_metadata.placement._device = CPU  # type: ignore[union-attr]
     shards = []
     for shard in value.local_shards():
-        about = copy.deepcopy(shard.metadata)
-        about.placement._device = CPU  # type: ignore[union-attr]
-        shards.append(Shard(torch.empty(about.shard_sizes, dtype=shard.tensor.dtype, device=CPU), about))
+        shard_metadata = copy.deepcopy(shard.metadata)
+        shard_metadata.placement._device = CPU  # type: ignore[union-attr]
+        local = torch.empty(shard_metadata.shard_sizes, dtype=shard.tensor.dtype, device=CPU)
+        shards.append(Shard(local, shard_metadata))
     new = ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, metadata, process_group=value._process_group, init_rrefs=value._init_rrefs
     )
-    # Only now: it would refuse shards that are pinned although the metadata does not say so.
+    # Only now: a ShardedTensor refuses shards that are pinned although its metadata does not say so.
     for shard, old in zip(new.local_shards(), value.local_shards()):
         shard.tensor = make(old.tensor)
     return new
@@ -196,7 +197,7 @@ def sharded(value: ShardedTensor, make: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def pairs(value: Any, other: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
-    """(path, value, the other's value) of everything in two trees of one structure.
+    """Yield (path, value, the other tree's value) of everything in two trees of one structure.
 
     Raises:
         CompanionMismatch: they are not of one structure.
@@ -204,18 +205,18 @@ def pairs(value: Any, other: Any, path: Path = ()) -> Iterator[tuple[Path, Any, 
     if isinstance(value, Mapping):
         if not isinstance(other, Mapping) or set(value) != set(other):
             raise mismatch(path, spell_keys(value), spell_keys(other))
-        for key, one in value.items():
-            yield from pairs(one, other[key], (*path, key))
+        for key, child in value.items():
+            yield from pairs(child, other[key], (*path, key))
     elif isinstance(value, (list, tuple)):
         if not isinstance(other, (list, tuple)) or len(value) != len(other):
             raise mismatch(path, f"a list of {len(value)}", spell_keys(other))
-        for index, (one, two) in enumerate(zip(value, other)):
-            yield from pairs(one, two, (*path, index))
+        for index, (child, other_child) in enumerate(zip(value, other)):
+            yield from pairs(child, other_child, (*path, index))
     else:
         yield path, value, other
 
 
-def opposite(path: Path, value: torch.Tensor, other: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def counterparts_of(path: Path, value: torch.Tensor, other: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The local tensors of `value`, each with its counterpart in `other`.
 
     Raises:
@@ -223,11 +224,12 @@ def opposite(path: Path, value: torch.Tensor, other: Any) -> list[tuple[torch.Te
     """
     if not alike(value, other):
         raise mismatch(path, describe(value), describe(other))
-    mine, theirs = locals_of(value), locals_of(other)
-    shapes, others = [tuple(one.shape) for one in mine], [tuple(one.shape) for one in theirs]
-    if shapes != others:
-        raise mismatch(path, f"local shapes {shapes}", f"{others}")
-    return list(zip(mine, theirs))
+    locals_, counterparts = locals_of(value), locals_of(other)
+    shapes = [tuple(local.shape) for local in locals_]
+    other_shapes = [tuple(local.shape) for local in counterparts]
+    if shapes != other_shapes:
+        raise mismatch(path, f"local shapes {shapes}", f"{other_shapes}")
+    return list(zip(locals_, counterparts))
 
 
 def alike(value: torch.Tensor, other: Any) -> bool:
@@ -239,8 +241,8 @@ def alike(value: torch.Tensor, other: Any) -> bool:
         return False
     if not isinstance(value, compat.DTensor) or not isinstance(other, compat.DTensor):
         return True
-    mesh, others = value.device_mesh, other.device_mesh
-    if mesh is not others and not torch.equal(mesh.mesh, others.mesh):
+    mesh, other_mesh = value.device_mesh, other.device_mesh
+    if mesh is not other_mesh and not torch.equal(mesh.mesh, other_mesh.mesh):
         return False
     return mesh.size() == 1 or tuple(value.placements) == tuple(other.placements)
 

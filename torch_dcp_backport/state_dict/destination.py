@@ -1,4 +1,4 @@
-"""Where one tensor of a checkpoint goes on this rank, as data.
+"""The destination of a tensor of a checkpoint on this rank, as data.
 
 A destination says what is filled and what it becomes. Nothing is made or written before every rank agreed.
 """
@@ -15,12 +15,12 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import Target, TensorInfo, Want, layout_of
 from torch_dcp_backport.transfer.layout import Layout, layout_at
 
-#: What moves before any loading code runs.
+#: The stage before any loading code runs.
 FIRST = ""
 
 
 class Becomes(enum.Enum):
-    """What the filled local tensor is to its owner."""
+    """The use of a filled local tensor to its owner."""
 
     #: The live tensor, filled in place.
     LIVE = enum.auto()
@@ -35,20 +35,20 @@ class Becomes(enum.Enum):
 
 
 class Destination(NamedTuple):
-    """Where one tensor of the checkpoint goes on this rank."""
+    """The place of one tensor of the checkpoint on this rank."""
 
     layout: Layout
-    #: dtype and device of what is filled.
+    #: dtype and device of the tensor that is filled.
     dtype: torch.dtype
     device: torch.device
-    #: What of the loaded object gets the value, in its own terms.
+    #: The part of the loaded object that gets the value, in the load's terms.
     owner: Any
     becomes: Becomes = Becomes.NEW
     #: The tensor (plain or DTensor) that the value lies like.
     like: Optional[torch.Tensor] = None
     #: The local tensor to fill; None where it is made.
     local: Optional[torch.Tensor] = None
-    #: When it moves: FIRST, or one of the load's own stages.
+    #: When it moves: FIRST, or a stage of the load's.
     stage: str = FIRST
 
     @property
@@ -57,7 +57,7 @@ class Destination(NamedTuple):
 
 
 def in_place(live: torch.Tensor, owner: Any, view: Optional[torch.Tensor] = None) -> Destination:
-    """`live` (plain or DTensor) receives its part of the checkpoint's tensor; through `view`, if given."""
+    """`live` (plain or DTensor) itself, for its part of the checkpoint's tensor, or its `view`."""
     seen = live if view is None else view
     local = written_part(seen)
     # A subclass (quantized weights) takes a whole box or nothing.
@@ -67,29 +67,29 @@ def in_place(live: torch.Tensor, owner: Any, view: Optional[torch.Tensor] = None
 
 def fresh(
     like: torch.Tensor,
-    offered: TensorInfo,
+    offer: TensorInfo,
     device: torch.device,
     owner: Any,
     stage: str = FIRST,
     becomes: Becomes = Becomes.NEW,
 ) -> Destination:
     """A new tensor of the checkpoint's dtype, laid out as `like` (plain or DTensor), on `device`."""
-    return Destination(layout_of(like), offered.dtype, device, owner, becomes, like, stage=stage)
+    return Destination(layout_of(like), offer.dtype, device, owner, becomes, like, stage=stage)
 
 
-def whole(
-    offered: TensorInfo,
+def unsharded(
+    offer: TensorInfo,
     device: torch.device,
     owner: Any,
     stage: str = FIRST,
-    held: Optional[torch.Tensor] = None,
+    local: Optional[torch.Tensor] = None,
 ) -> Destination:
-    """A new whole tensor, whatever its shape, on every rank; `held` where this rank has it already."""
-    return Destination(layout_at(offered.shape), offered.dtype, device, owner, local=held, stage=stage)
+    """A new whole tensor, whatever its shape, on every rank; `local` where this rank has it already."""
+    return Destination(layout_at(offer.shape), offer.dtype, device, owner, local=local, stage=stage)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a plain tensor or a DTensor."""
+    """The local tensor of a DTensor; a plain tensor itself."""
     return compat.local_part(tensor) if isinstance(tensor, compat.DTensor) else tensor
 
 
@@ -112,7 +112,7 @@ def target_of(destination: Destination, rank: int) -> Target:
 
 
 def value_of(destination: Destination, filled: torch.Tensor) -> Any:
-    """What the owner gets, once the local tensor is filled."""
+    """The owner's value, once the local tensor is filled."""
     like, becomes = destination.like, destination.becomes
     if becomes is Becomes.NEW and not isinstance(like, compat.DTensor):
         return filled

@@ -20,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 FLAT_PARAM = "_flat_param"
 CHECKPOINT_PREFIX: str = checkpoint_wrapper._CHECKPOINT_PREFIX
-#: Method by which a module declares children that its state dict hooks rename (pytorch#146053).
+COMPILED_PREFIX = "_orig_mod."
+#: The method by which a module declares children that its state dict hooks rename (pytorch#146053).
 FQN_MODIFIERS = "_fqn_modifiers"
 
 
 class ExtraState:
-    """Stands for a module's extra state, whose value only the module itself can make."""
+    """A placeholder for a module's extra state, whose value only the module itself can make."""
 
 
 def get_fqns(
@@ -53,22 +54,22 @@ def get_fqns(
         return {name}
     kept: list[str] = []
     compiled = compiled_modules()
-    here: Any = model
+    module: Any = model
     for depth, step in enumerate(path):
-        if isinstance(here, DistributedDataParallel):
-            here = child(here, step, "module")
+        if isinstance(module, DistributedDataParallel):
+            module = child(module, step, "module")
             if not skip_ddp_prefix:
                 kept.append(step)
             continue
-        if isinstance(here, compiled):
-            here = child(here, step, "_orig_mod")
+        if isinstance(module, compiled):
+            module = child(module, step, "_orig_mod")
             if not skip_compiler_prefix:
                 kept.append(step)
             continue
-        if isinstance(here, FullyShardedDataParallel):
+        if isinstance(module, FullyShardedDataParallel):
             if path[depth + 1 : depth + 2] == [FLAT_PARAM]:
-                return {".".join([*kept, fqn]) for fqn in getattr(here, FLAT_PARAM)._fqns}
-            here = getattr(here, FSDP_WRAPPED_MODULE)
+                return {".".join([*kept, fqn]) for fqn in getattr(module, FLAT_PARAM)._fqns}
+            module = getattr(module, FSDP_WRAPPED_MODULE)
             if step == FSDP_WRAPPED_MODULE:
                 continue
         kept.append(step)
@@ -78,18 +79,16 @@ def get_fqns(
                     f"{EXTRA_STATE} must be the last part of a name, but it is not in {name!r}"
                 )
             continue
-        renamed = getattr(here, dsd_fqn_modifiers)().get(step) if hasattr(here, dsd_fqn_modifiers) else None
-        if renamed and hasattr(here, renamed):
-            here = getattr(here, renamed)
-        here = getattr(here, step)
+        if hasattr(module, dsd_fqn_modifiers):
+            renamed = getattr(module, dsd_fqn_modifiers)().get(step)
+            if renamed and hasattr(module, renamed):
+                module = getattr(module, renamed)
+        module = getattr(module, step)
     return {".".join(kept).replace(CHECKPOINT_PREFIX, "")}
 
 
 class Names:
-    """`get_fqns` for the many names of one model, whose modules are looked at only once.
-
-    For names that the model surely has.
-    """
+    """`get_fqns` for many names that a model has; its modules are looked at once."""
 
     def __init__(self, model: nn.Module, dsd_fqn_modifiers: str = FQN_MODIFIERS) -> None:
         self.model = model
@@ -109,14 +108,14 @@ class Names:
 
 
 def declares(module: nn.Module, method: str) -> bool:
-    """`hasattr`, without the text of the error that nn.Module makes for a module that surely has it not."""
+    """`hasattr`, without the error that nn.Module spells out for a module that plainly lacks the method."""
     kind = type(module)
     if (
         kind.__getattr__ is nn.Module.__getattr__
         and kind.__getattribute__ is object.__getattribute__
         and not hasattr(kind, method)
         and not any(
-            method in held for held in (vars(module), module._modules, module._parameters, module._buffers)
+            method in names for names in (vars(module), module._modules, module._parameters, module._buffers)
         )
     ):
         return False
@@ -124,12 +123,12 @@ def declares(module: nn.Module, method: str) -> bool:
 
 
 def compiled_modules() -> tuple[type[nn.Module], ...]:
-    """What torch.compile makes of a module; nothing where it was not used.
+    """The class of torch.compile's modules; nothing where it was not used.
 
     Importing torch._dynamo fails while another thread imports it: its imports are circular.
     """
-    made = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
-    return () if made is None else (made,)
+    optimized = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    return () if optimized is None else (optimized,)
 
 
 def child(wrapper: nn.Module, step: str, expected: str) -> Any:
@@ -143,8 +142,8 @@ def child(wrapper: nn.Module, step: str, expected: str) -> Any:
 def walk_model_state(
     model: nn.Module, dsd_fqn_modifiers: str = FQN_MODIFIERS
 ) -> Iterator[tuple[str, Union[torch.Tensor, ExtraState]]]:
-    """(name, value) of everything a state dict of `model` holds; each module once, children first."""
-    # Not a function that calls itself from inside this one: such a cycle would keep the model alive.
+    """Yield (name, value) of everything a state dict of `model` holds; each module once, children first."""
+    # A nested function that calls itself would be a cycle, which keeps the model alive.
     yield from visit(model, "", set(), dsd_fqn_modifiers)
 
 

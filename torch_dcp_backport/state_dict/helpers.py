@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.state_dict.collect import check_types, rebuild, untouched, whole_tree
+from torch_dcp_backport.state_dict.collect import Group, whole_tree
 from torch_dcp_backport.state_dict.course import Local, run
 from torch_dcp_backport.state_dict.cpu_copy import Tree
-from torch_dcp_backport.state_dict.destination import FIRST, fresh, whole
-from torch_dcp_backport.state_dict.load import Load, own_rank
+from torch_dcp_backport.state_dict.destination import FIRST, fresh, unsharded
+from torch_dcp_backport.state_dict.load import Inventory, Load, Plan
 from torch_dcp_backport.state_dict.source import Carried, Source
-from torch_dcp_backport.transfer import TensorInfo, raise_together
+from torch_dcp_backport.state_dict.tree import check_types, rebuild, untouched
+from torch_dcp_backport.transfer import TensorInfo
 from torch_dcp_backport.transfer.groups import group_ranks
 
 #: FQN -> tensor or small value.
 FlatDict = dict[str, Any]
-Group = Optional[dist.ProcessGroup]
 
 
 class DictLoad(Load):
@@ -33,34 +32,37 @@ class DictLoad(Load):
         self.local = local
         self.device = device
         self.cpu_offload = cpu_offload
-        self.offered: set[str] = set()
-        #: What is no tensor; written once nothing can fail any more.
+        #: The keys of the full dict.
+        self.keys: set[str] = set()
+        #: Values that are no tensors; written once nothing can fail any more.
         self.small: dict[str, Any] = {}
 
     def live(self) -> Iterable[object]:
         return self.local.values()
 
-    def plan(self, inventory: Mapping[Any, Any]) -> None:
-        self.offered = set(inventory)
-        for key, offered in inventory.items():
+    def plan(self, inventory: Inventory, stages: Sequence[str] = ()) -> Plan:
+        plan = Plan(self.problems)
+        self.keys = set(inventory)
+        for key, offer in inventory.items():
             if key in self.local:
-                self.plan_entry(key, self.local[key], offered)
+                self.plan_entry(plan, key, self.local[key], offer)
+        return plan
 
-    def plan_entry(self, key: str, live: Any, offered: Any) -> None:
+    def plan_entry(self, plan: Plan, key: str, live: Any, offer: Any) -> None:
         if not isinstance(live, compat.DTensor):
-            if isinstance(offered, TensorInfo):
+            if isinstance(offer, TensorInfo):
                 # Scalars stay on the CPU.
-                device = self.device if offered.shape else torch.device("cpu")
-                self.destinations[key] = whole(offered, device, key)
-            elif isinstance(offered, Carried):
-                self.small[key] = offered.value
-            elif self.usable(key, offered):
-                self.small[key] = offered
-        elif self.accepts(key, offered, tuple(live.shape)):
+                device = self.device if offer.shape else torch.device("cpu")
+                plan.destinations[key] = unsharded(offer, device, key)
+            elif isinstance(offer, Carried):
+                self.small[key] = offer.value
+            elif plan.usable(key, offer):
+                self.small[key] = offer
+        elif plan.accepts(key, offer, tuple(live.shape)):
             if live.is_meta:
-                self.destinations[key] = fresh(live, offered, self.device, key)
+                plan.destinations[key] = fresh(live, offer, self.device, key)
             else:
-                self.want_in_place(key, live, key)
+                plan.want_in_place(key, live, key)
 
     def take(self, owner: str, value: torch.Tensor) -> None:
         self.local[owner] = value.cpu() if self.cpu_offload else value
@@ -92,7 +94,7 @@ def broadcast_state_dict(
     run(load, full_state_dict, broadcast=True, group=pg)
     local_state_dict.update(load.small)
     if strict:
-        for key in set(local_state_dict) - load.offered:
+        for key in set(local_state_dict) - load.keys:
             del local_state_dict[key]
 
 
@@ -115,9 +117,9 @@ def distribute_state_dict(
 def distribute_tensors(
     local_state_dict: dict[str, Any], keys: Iterable[str], device: torch.device, pg: Group = None
 ) -> None:
-    """Entries (DTensor, full tensor) become the DTensor, holding this rank's slice. No traffic.
+    """Put the DTensor in place of entries (DTensor, full tensor), holding this rank's slice. No traffic.
 
-    The slice is written into the DTensor's own memory, or into new memory on `device` for one on the
+    The slice is written into the DTensor's own memory, or into new memory on `device` for a DTensor on the
     meta device. Other entries stay. `pg` is not needed.
 
     Raises:
@@ -126,14 +128,12 @@ def distribute_tensors(
     entries: dict[Any, Any] = {
         key: local_state_dict[key] for key in keys if isinstance(local_state_dict.get(key), tuple)
     }
-    full = {key: value for key, (_, value) in entries.items()}
     load = DictLoad({key: live for key, (live, _) in entries.items()}, torch.device(device), False)
-    source = Source(full)
-    load.plan(source.inventory())
+    course = Local(load, Source({key: full for key, (_, full) in entries.items()}))
+    course.plan = load.plan(course.source.inventory())
     load.local.update(load.small)
-    raise_together(load.title, [(own_rank(), problem) for problem in load.problems])
-    Local(load, source).move(FIRST)
-    load.destinations.clear()
+    course.call.raise_alone()
+    course.move(FIRST)
     local_state_dict.update(load.local)
 
 

@@ -69,7 +69,7 @@ def pieces_of(inventory: Mapping[Key, object]) -> Optional[list[Piece]]:
 
 
 class Values:
-    """What `pack` made, on the ranks that received it: a `Reader`."""
+    """A `Reader` of what `pack` made, on the ranks that received it."""
 
     def __init__(self, data: bytes, inventory: Mapping[Key, object]) -> None:
         pieces = pieces_of(inventory) or ()

@@ -1,4 +1,4 @@
-"""What can be loaded: a model, an optimizer or a dict says where it wants each tensor of a full state dict.
+"""A load of full tensors, and its wants as data: where each tensor goes on this rank.
 
 How the tensors get there is decided in `course` and in `transfer`.
 """
@@ -10,23 +10,64 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from torch_dcp_backport import compat
-from torch_dcp_backport.state_dict.destination import (
-    Destination,
-    in_place,
-    local_of,
-)
-from torch_dcp_backport.state_dict.source import Carried, Key, Unusable, unusable
-from torch_dcp_backport.transfer import (
-    Problem,
-    TensorInfo,
-    misfit,
-    problem_of,
-    spell_key,
-)
+from torch_dcp_backport.state_dict.destination import Destination, in_place, local_of
+from torch_dcp_backport.state_dict.source import Carried, Key, Unusable
+from torch_dcp_backport.transfer import Problem, TensorInfo, misfit, problem_of, spell_key
+
+#: Key -> TensorInfo, Carried or Unusable for tensors, everything else as it is: an offer for each key.
+Inventory = Mapping[Any, Any]
+
+
+class Plan:
+    """The wants of one rank from a full state dict. Nothing is written while it is made."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        """`problems`: the call's, of this rank; the plan adds to them."""
+        self.problems = problems
+        self.destinations: dict[Key, Destination] = {}
+        #: The stages that `Load.apply` asks for, in its order: each moves when loading code is about to look.
+        self.stages: Sequence[str] = ()
+        #: Whether code outside torch takes part in `Load.apply`: it can fail on one rank alone.
+        self.user_code = False
+
+    def usable(self, key: Key, offer: Any) -> bool:
+        """Whether `offer` is no tensor, or a tensor with slices; any other tensor is a problem."""
+        if isinstance(offer, Carried):
+            offer = Unusable(f"a tensor that is not dense ({offer.value.layout})")
+        if isinstance(offer, Unusable):
+            what = "not a tensor that can be loaded"
+            self.problems.append(Problem(what, spell_key(key), offer.why, "a whole, dense tensor"))
+            return False
+        return True
+
+    def accepts(self, key: Key, offer: Any, shape: tuple[int, ...]) -> bool:
+        """Whether `offer` is a tensor of this shape; anything else is a problem."""
+        if not self.usable(key, offer):
+            return False
+        if not isinstance(offer, TensorInfo):
+            what, got, expected = (
+                "not a tensor that can be loaded",
+                type(offer).__name__,
+                f"a tensor of {shape}",
+            )
+        elif offer.shape != shape:
+            what = "wrong shape" if len(offer.shape) == len(shape) else "wrong number of dimensions"
+            got, expected = str(offer.shape), str(shape)
+        else:
+            return True
+        self.problems.append(Problem(what, spell_key(key), got, expected))
+        return False
+
+    def want_in_place(
+        self, key: Key, live: torch.Tensor, owner: object, view: Optional[torch.Tensor] = None
+    ) -> None:
+        """Have `live` receive its part of the checkpoint's tensor, as `destination.in_place` says."""
+        destination = in_place(live, owner, view)
+        problem = misfit(key, local_of(live if view is None else view), destination.layout)
+        if problem:
+            self.problems.append(problem)
+        self.destinations[key] = destination
 
 
 class Load:
@@ -37,93 +78,37 @@ class Load:
 
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = problems
-        self.destinations: dict[Key, Destination] = {}
-
-    def plan(self, inventory: Mapping[Any, Any]) -> None:
-        """Fill `destinations` and `problems`. Must not write anything; called again after `widen`."""
-        raise NotImplementedError
-
-    @property
-    def stages(self) -> Sequence[str]:
-        """The stages that `apply` asks for, in its order: what moves when loading code is about to look."""
-        return ()
-
-    def widen(self, stages: Sequence[str]) -> None:
-        """Take the stages that other ranks have too; all ranks move the same tensors at the same time."""
-
-    def meshes(self) -> list[DeviceMesh]:
-        """The device meshes of what is loaded, in the same order on every rank."""
-        found: list[DeviceMesh] = []
-        for value in self.live():
-            if isinstance(value, compat.DTensor) and value.device_mesh not in found:
-                found.append(value.device_mesh)
-        return found
 
     def live(self) -> Iterable[object]:
         """Everything that the loaded object holds now."""
         raise NotImplementedError
 
-    @property
-    def is_custom(self) -> bool:
-        """Whether code outside torch takes part in `apply`: it can fail on one rank alone."""
-        return False
+    def plan(self, inventory: Inventory, stages: Sequence[str] = ()) -> Plan:
+        """Plan the load of an inventory. Must not write anything.
+
+        Args:
+            stages: those of other ranks' plans: all ranks move the same tensors at the same time.
+        """
+        raise NotImplementedError
 
     def take(self, owner: Any, value: Any) -> None:
-        """A destination's owner gets its value."""
+        """Give the owner of one of the last plan's destinations its value."""
         raise NotImplementedError
 
     def apply(self, fetch: Callable[[str], None]) -> None:
-        """Hand what was loaded to its owner; `fetch(stage)` brings what belongs to a stage."""
+        """Hand what was loaded to its owner; `fetch(stage)` brings the tensors of a stage."""
 
     def written(self) -> str:
-        """What `apply` has handed over so far, for an error."""
+        """The parts that `apply` has handed over so far, for an error."""
         return ""
-
-    def usable(self, key: Key, offered: Any) -> bool:
-        """Whether `offered` is not a tensor that cannot be sliced; if it is, that is a problem."""
-        if isinstance(offered, Carried):
-            offered = Unusable(f"a tensor that is not dense ({offered.value.layout})")
-        if isinstance(offered, Unusable):
-            self.problems.append(unusable(key, offered))
-            return False
-        return True
-
-    def accepts(self, key: Key, offered: Any, shape: tuple[int, ...]) -> bool:
-        """Whether `offered` is a tensor of this shape; if not, that is a problem."""
-        name = spell_key(key)
-        if not self.usable(key, offered):
-            return False
-        if not isinstance(offered, TensorInfo):
-            what = "not a tensor that can be loaded"
-            self.problems.append(Problem(what, name, type(offered).__name__, f"a tensor of {shape}"))
-            return False
-        if offered.shape != shape:
-            what = "wrong shape" if len(offered.shape) == len(shape) else "wrong number of dimensions"
-            self.problems.append(Problem(what, name, got=str(offered.shape), expected=str(shape)))
-            return False
-        return True
-
-    def want_in_place(
-        self, key: Key, live: torch.Tensor, owner: object, view: Optional[torch.Tensor] = None
-    ) -> None:
-        """`live` receives its part of the checkpoint's tensor, as `destination.in_place` says."""
-        one = in_place(live, owner, view)
-        problem = misfit(key, local_of(live if view is None else view), one.layout)
-        if problem:
-            self.problems.append(problem)
-        self.destinations[key] = one
 
 
 @contextlib.contextmanager
 def guarded(problems: list[Problem], others_wait: bool) -> Iterator[None]:
-    """Turn what fails on this rank into a problem where other ranks wait in the agreement."""
+    """Turn an exception of this rank into a problem where other ranks wait in the agreement."""
     try:
         yield
     except Exception as error:
         if not others_wait:
             raise
         problems.append(problem_of(error))
-
-
-def own_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,4 +1,4 @@
-"""What a caller may ask for, and what a verified call knows about its model.
+"""The options of a call, and the facts about its model that come with them once they are verified.
 
 No state dict is read or written here.
 """
@@ -8,22 +8,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional, Union
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.state_dict import fsdp1
 from torch_dcp_backport.state_dict.fqn import FQN_MODIFIERS, ExtraState, Names, get_fqns, walk_model_state
 
 FQNS_T = set[str]
@@ -56,12 +50,12 @@ class StateDictOptions:
     """Name of a method by which a module declares renamed children (upstream: since torch 2.7)."""
 
 
-OPTIONS = tuple(one.name for one in fields(StateDictOptions))
+OPTIONS = tuple(option.name for option in fields(StateDictOptions))
 
 
 @dataclass
 class StateDictInfo(StateDictOptions):
-    """The options of one call, and what `verify_options` found in its model."""
+    """The options of one call, and the facts about its model that `verify_options` finds."""
 
     #: parameter or buffer -> its FQNs, and FQN -> parameter or buffer.
     fqn_param_mapping: ParamMapping = field(default_factory=dict)
@@ -129,56 +123,36 @@ def info_of(
         fsdp_modules=fsdp_modules,
     )
     if fsdp_modules:
-        info.fsdp_context = functools.partial(fsdp1_state_dict_type, model, info)
+        info.fsdp_context = functools.partial(fsdp1.state_dict_type, model, info)
     return info
 
 
 def map_parameters(model: nn.Module, modifiers: str) -> tuple[ParamMapping, ParamMapping]:
-    """(both directions of parameter <-> FQNs, the part of it that is about shared parameters)."""
+    """Both directions of parameter <-> FQNs, and the part of it that is about shared parameters."""
     by_tensor: dict[torch.Tensor, FQNS_T] = {}
-    names: ParamMapping = {}
+    mapping: ParamMapping = {}
     shared: ParamMapping = {}
-    every = Names(model, modifiers)
+    names = Names(model, modifiers)
     for name, value in walk_model_state(model, modifiers):
         if isinstance(value, ExtraState):
             continue
-        found = every.fqns(name)
-        known = by_tensor.setdefault(value, set())
-        if known:
-            shared[value] = known
-        known |= found
-        names[value] = known
-        names.update(dict.fromkeys(found, value))
+        fqns = names.fqns(name)
+        fqns_so_far = by_tensor.setdefault(value, set())
+        if fqns_so_far:
+            shared[value] = fqns_so_far
+        fqns_so_far |= fqns
+        mapping[value] = fqns_so_far
+        mapping.update(dict.fromkeys(fqns, value))
     for tensor, fqns in by_tensor.items():
         if tensor in shared:
             shared.update(dict.fromkeys(fqns, tensor))
-    return names, shared
+    return mapping, shared
 
 
 def prefixes_of(model: nn.Module, submodules: set[nn.Module]) -> set[str]:
     return {
         f"{fqn}."
-        for name, module in model.named_modules()
+        for name, module in (model.named_modules() if submodules else ())
         if module in submodules
         for fqn in get_fqns(model, name)
     }
-
-
-@contextlib.contextmanager
-def fsdp1_state_dict_type(model: nn.Module, info: StateDictInfo) -> Iterator[None]:
-    """FSDP1's own switch between full and sharded state dicts, without its deprecation warning."""
-    offload = info.cpu_offload
-    if info.full_state_dict:
-        kind = StateDictType.FULL_STATE_DICT
-        config: Any = FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
-        optim_config: Any = FullOptimStateDictConfig(
-            offload_to_cpu=offload, rank0_only=offload or info.broadcast_from_rank0
-        )
-    else:
-        kind = StateDictType.SHARDED_STATE_DICT
-        config = ShardedStateDictConfig(offload_to_cpu=offload)
-        optim_config = ShardedOptimStateDictConfig(offload_to_cpu=offload)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
-        with FullyShardedDataParallel.state_dict_type(model, kind, config, optim_config):
-            yield

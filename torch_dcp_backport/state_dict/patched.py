@@ -1,11 +1,13 @@
 """A model's or optimizer's own methods, replaced by calls of the get_* and set_* functions.
 
-Shares torch's set of replaced methods. Must never make a second one: whichever of the two somebody
-looks into, the replaced method would call itself.
+Shares torch's set of replaced methods. Must never make a second set: a replaced method that is not in the set
+that torch or this package looks into would call itself.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any, Union
@@ -13,14 +15,16 @@ from typing import Any, Union
 import torch
 from torch import nn
 
+STOCK = "torch.distributed.checkpoint.state_dict"
+
 
 class Getter:
-    """Stands for `state_dict` of one model or optimizer."""
+    """The replacement of a model's or optimizer's `state_dict`."""
 
     # All getters and setters are equal. One stand-in in torch's set is enough to recognise every one
     # of them, and the set, which lives as long as the process, keeps no model alive.
     def __new__(cls, *_: object) -> Getter:
-        import_module("torch.distributed.checkpoint.state_dict")._patched_state_dict.add(STAND_IN)
+        import_module(STOCK)._patched_state_dict.add(STAND_IN)
         return super().__new__(cls)
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -37,7 +41,7 @@ class Getter:
 
 
 class Setter(Getter):
-    """Stands for `load_state_dict` of one model or optimizer."""
+    """The replacement of a model's or optimizer's `load_state_dict`."""
 
     def __call__(self, state_dict: Any) -> Any:  # type: ignore[override]
         return self.call(state_dict)
@@ -55,3 +59,15 @@ def replace_methods(
     for owner in owners:
         owner.state_dict = getter  # type: ignore[method-assign]
         owner.load_state_dict = setter  # type: ignore[method-assign]
+
+
+def original_method(obj: Union[nn.Module, torch.optim.Optimizer], api: str) -> Callable[..., Any]:
+    """`obj.state_dict` or the like; that of its class, where the object's method is a replaced one.
+
+    A replaced method calls the get_* and set_* functions: calling it from these would never end.
+    """
+    call = getattr(obj, api)
+    stock = sys.modules.get(STOCK)
+    if stock is not None and call in stock._patched_state_dict:
+        return functools.partial(getattr(type(obj), api), self=obj)
+    return call  # type: ignore[no-any-return]

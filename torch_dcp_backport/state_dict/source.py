@@ -1,4 +1,4 @@
-"""What a rank's own dict holds: described before anything moves, then read piece by piece.
+"""The dict of a rank: described before anything moves, then read piece by piece.
 
 The caller's dict is only read, and a mapping that makes its values on access is read as seldom as possible.
 """
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer import Problem, TensorInfo, spell_key
+from torch_dcp_backport.state_dict.destination import local_of
+from torch_dcp_backport.transfer import TensorInfo, spell_key
 from torch_dcp_backport.transfer.layout import Box, whole
 from torch_dcp_backport.transfer.memory import has_slices
 from torch_dcp_backport.transfer.staging import part_of
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 #: Values made on access that are kept between the inventory and the transfer, in bytes altogether.
 KEPT_BYTES = 4 * 2**20
-#: What safetensors calls the dtypes of a slice.
+#: The dtypes of a slice by safetensors' names.
 DTYPE_NAMES = {
     "F64": "float64",
     "F32": "float32",
@@ -46,7 +47,7 @@ DTYPE_NAMES = {
 
 
 class About(enum.Enum):
-    """Keys of an inventory that say something of the dict as a whole."""
+    """Keys of an inventory for facts about the whole dict."""
 
     #: The versions of the modules that wrote it: the dict's `_metadata`.
     METADATA = "metadata"
@@ -57,13 +58,13 @@ class About(enum.Enum):
 
 
 class Unusable(NamedTuple):
-    """Stands in an inventory for a tensor that cannot be loaded."""
+    """A tensor that cannot be loaded, in an inventory."""
 
     why: str
 
 
 class Carried(NamedTuple):
-    """A tensor that has no slices (sparse, quantized, a subclass): it travels whole, with the inventory."""
+    """A tensor without slices (sparse, quantized, a subclass), in an inventory: it travels with it."""
 
     value: torch.Tensor
 
@@ -73,7 +74,7 @@ class Carried(NamedTuple):
 
 
 class Source:
-    """The dict of one load, as this rank holds it.
+    """The state dict of one load, as this rank holds it.
 
     A dict is read as it is now, whatever another thread does to it meanwhile. Of other mappings a value is
     looked at for the inventory, and read once more when it moves, unless it is still there: because the
@@ -82,20 +83,25 @@ class Source:
     slice by slice.
     """
 
-    def __init__(self, given: Mapping[Any, Any], *, metadata: bool = False) -> None:
-        self.is_dict = type(given) in (dict, OrderedDict)
-        self.given = dict(given) if self.is_dict else given
-        self.get_slice = None if self.is_dict else getattr(given, "get_slice", None)
-        #: key -> what was read already; all of it, or until `release`.
+    def __init__(self, state: Mapping[Any, Any], *, metadata: bool = False) -> None:
+        self.is_dict = type(state) in (dict, OrderedDict)
+        self.state = dict(state) if self.is_dict else state
+        self.get_slice = None if self.is_dict else getattr(state, "get_slice", None)
+        #: key -> value, of those read already: the kept ones, those read since the last `release`, those that
+        #: the mapping may still hold.
         self.kept: dict[Key, Any] = {}
         self.window: dict[Key, Any] = {}
         self.alive: dict[Key, weakref.ref[Any]] = {}
         #: Keys of DTensors.
         self.spread: set[Key] = set()
-        self.metadata = metadata_of(given) if metadata else None
+        self.metadata = metadata_of(state) if metadata else None
 
     def __contains__(self, key: Key) -> bool:
-        return key in self.given
+        return key in self.state
+
+    def read(self, key: Key) -> Any:
+        """The value of a key, read now."""
+        return self.state[key] if self.get_slice is None else self.get_slice(key)
 
     def inventory(self, whole_only: bool = True) -> dict[Key, Any]:
         """key -> TensorInfo, Carried or Unusable for tensors; everything else as it is.
@@ -103,11 +109,11 @@ class Source:
         Args:
             whole_only: DTensors cannot be used, since other ranks cannot slice them.
         """
-        found: dict[Key, Any] = {}
+        inventory: dict[Key, Any] = {}
         room = KEPT_BYTES
-        for key in list(self.given):
-            value = self.given[key] if self.get_slice is None else self.get_slice(key)
-            found[key] = offer_of(value, whole_only)
+        for key in list(self.state):
+            value = self.read(key)
+            inventory[key] = offer_of(value, whole_only)
             if isinstance(value, compat.DTensor):
                 self.spread.add(key)
             if self.is_dict:
@@ -119,46 +125,50 @@ class Source:
             else:
                 self.alive[key] = weakref.ref(value)
             del value
-        if any(one() is None for one in self.alive.values()):
-            found[About.FLEETING] = True
+        if any(reference() is None for reference in self.alive.values()):
+            inventory[About.FLEETING] = True
         if self.metadata is not None and (not whole_only or can_travel(self.metadata)):
-            found[About.METADATA] = self.metadata
-        return found
+            inventory[About.METADATA] = self.metadata
+        return inventory
 
     def value(self, key: Key) -> Any:
         """The value of a key; until the next `release` it is the same object."""
         if self.is_dict:
-            return self.given[key]
-        for held in (self.kept, self.window):
-            if key in held:
-                return held[key]
+            return self.state[key]
+        for values in (self.kept, self.window):
+            if key in values:
+                return values[key]
         reference = self.alive.get(key)
         value = reference() if reference is not None else None
         if value is None:
-            value = self.given[key] if self.get_slice is None else self.get_slice(key)
+            value = self.read(key)
         self.window[key] = value
         return value
 
     def piece(self, key: Key, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
         """The part in a box of a tensor that has this shape, as a view where that can be.
 
+        Of a DTensor, which is never read for other ranks, the local tensor.
+
         Raises:
             RuntimeError: the tensor has another shape by now.
         """
         value = self.value(key)
         sliced = is_slice(value)
-        found = tuple(value.get_shape()) if sliced else value.shape
-        if found != shape:
+        shape_now = tuple(value.get_shape()) if sliced else value.shape
+        if shape_now != shape:
             raise RuntimeError(
-                f"{spell_key(key)} was changed while it was read: it was {shape} and is {tuple(found)}"
+                f"{spell_key(key)} was changed while it was read: it was {shape} and is {tuple(shape_now)}"
             )
         if sliced:
             part: torch.Tensor = value[box.within(whole(shape))]
             return part
+        if isinstance(value, compat.DTensor):
+            return compat.local_part(value.detach())
         return part_of(value.detach() if value.requires_grad else value, whole(shape), box)
 
     def tensor(self, key: Key) -> Any:
-        """The value of a key for torch's own loading code: a slice is read as the tensor that it is of."""
+        """The value of a key for torch's own loading code: the whole tensor where it is a slice."""
         value = self.value(key)
         if not is_slice(value):
             return value
@@ -166,7 +176,7 @@ class Source:
         return self.piece(key, whole(shape), shape)
 
     def release(self) -> None:
-        """Let go what was read on access."""
+        """Forget the values that were read on access."""
         self.window.clear()
 
 
@@ -182,14 +192,14 @@ class Sources(Source):
         return key.key in self.parts[key.part]
 
     def inventory(self, whole_only: bool = True) -> dict[Key, Any]:
-        found: dict[Key, Any] = {}
+        inventory: dict[Key, Any] = {}
         for number, part in enumerate(self.parts):
-            inventory = part.inventory(whole_only)
-            if inventory.pop(About.FLEETING, False):
-                found[About.FLEETING] = True
-            found.update((PartKey(number, key), offer) for key, offer in inventory.items())
+            offers = part.inventory(whole_only)
+            if offers.pop(About.FLEETING, False):
+                inventory[About.FLEETING] = True
+            inventory.update((PartKey(number, key), offer) for key, offer in offers.items())
             self.spread.update(PartKey(number, key) for key in part.spread)
-        return found
+        return inventory
 
     def value(self, key: Any) -> Any:
         return self.parts[key.part].value(key.key)
@@ -210,9 +220,9 @@ class PartKey:
         return spell_key(self.key)
 
 
-def metadata_of(given: Mapping[Any, Any]) -> Optional[dict[str, dict[str, Any]]]:
-    """module name -> what the module said of its state (`version`). A copy: loading code writes into it."""
-    metadata = getattr(given, "_metadata", None)
+def metadata_of(state: Mapping[Any, Any]) -> Optional[dict[str, dict[str, Any]]]:
+    """module name -> the module's facts about its state (`version`). A copy: loading code writes into it."""
+    metadata = getattr(state, "_metadata", None)
     if not isinstance(metadata, Mapping):
         return None
     return {name: dict(value) for name, value in metadata.items() if isinstance(value, Mapping)}
@@ -243,7 +253,7 @@ def offer_of(value: Any, whole_only: bool) -> Any:
 
 
 def is_slice(value: Any) -> bool:
-    """Whether this is a tensor in a file that gives its parts, as safetensors' slices do."""
+    """Whether `value` stands for a tensor in a file and gives its parts, as safetensors' slices do."""
     return not torch.is_tensor(value) and hasattr(value, "get_shape") and hasattr(value, "get_dtype")
 
 
@@ -258,12 +268,6 @@ def dtype_of(value: Any) -> torch.dtype:
 
 
 def bytes_to_keep(value: Any) -> int:
-    """What keeping a value costs; nothing where it is no dense tensor."""
-    if not torch.is_tensor(value):
-        return 0
-    local = compat.local_part(value) if isinstance(value, compat.DTensor) else value
-    return local.untyped_storage().nbytes() if has_slices(local) else 0
-
-
-def unusable(key: Key, offered: Unusable) -> Problem:
-    return Problem("not a tensor that can be loaded", spell_key(key), offered.why, "a whole, dense tensor")
+    """The memory that keeping a value costs; 0 where it is no dense tensor."""
+    local = local_of(value) if torch.is_tensor(value) else None
+    return local.untyped_storage().nbytes() if local is not None and has_slices(local) else 0

@@ -1,4 +1,4 @@
-"""What becomes of a parameter for which a state dict has no state.
+"""Parameters for which a state dict has no state: an error, or a start from nothing.
 
 Nothing is read from or written to a tensor here.
 """
@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import torch
 
-from torch_dcp_backport.state_dict.optim.form import PARAMS
+from torch_dcp_backport.state_dict.form import PARAMS
 from torch_dcp_backport.state_dict.optim.initial import Beginning
 
 #: Hyperparameters that say little about which optimizer they belong to.
@@ -23,7 +23,7 @@ logger = logging.getLogger("torch_dcp_backport.state_dict.optimizer")
 
 
 class AbsentStates:
-    """Judges the parameters of one optimizer that have no state in a state dict, and reports them once.
+    """The parameters of one optimizer that have no state in a state dict: judged one by one, reported once.
 
     A parameter that never had a gradient has no state, and is saved without one. It stays without: the next
     step starts it from nothing, as the run that was saved would have. Everything else is an error if strict.
@@ -43,7 +43,10 @@ class AbsentStates:
         group: Mapping[str, Any],
         saved: Optional[Collection[str]],
     ) -> None:
-        """`saved`: the hyperparameters that the state dict has for this parameter; None: it does not know it.
+        """Judge a parameter.
+
+        Args:
+            saved: the hyperparameters that the state dict has for this parameter; None if it has none.
 
         Raises:
             RuntimeError: the state is missing.
@@ -54,21 +57,24 @@ class AbsentStates:
             foreign = self.foreign(group, saved)
             if foreign:
                 raise missing_state(fqn, foreign)
-            if self.beginning.starts(param, self.strict):
-                if self.beginning.makes_states(param):
+            beginning = self.beginning
+            if beginning.starts(param, self.strict):
+                if beginning.optim.state.get(param) or beginning.expected.get(param):
                     self.fqns.append(fqn)
                 return
         if self.stateful:
             raise missing_state(fqn)
 
     def foreign(self, group: Mapping[str, Any], saved: Collection[str]) -> str:
-        """Why the hyperparameters saved for a parameter are plainly those of another optimizer, or ""."""
+        """The reason why a parameter's saved hyperparameters are plainly another optimizer's, or ""."""
         defaults = getattr(self.beginning.optim, "defaults", {})
-        own = {name for name in defaults if name not in COMMON}
-        others = [name for name in saved if name not in group and name != PARAMS]
-        if not own or not others or not own.isdisjoint(saved):
+        distinctive = {name for name in defaults if name not in COMMON}
+        unknown = [name for name in saved if name not in group and name != PARAMS]
+        if not distinctive or not unknown or not distinctive.isdisjoint(saved):
             return ""
-        return f"it was saved by another kind of optimizer, with {others[0]!r} and without {min(own)!r}"
+        return (
+            f"it was saved by another kind of optimizer, with {unknown[0]!r} and without {min(distinctive)!r}"
+        )
 
     def report(self) -> None:
         if self.fqns:

@@ -13,11 +13,11 @@ from typing import Any, Optional
 import torch
 from torch.optim import Optimizer
 
-from torch_dcp_backport.state_dict.collect import Path, leaves
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, named_params
 from torch_dcp_backport.state_dict.optim.absent import AbsentStates, missing_state
-from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE, fqns_of
 from torch_dcp_backport.state_dict.optim.initial import Beginning
 from torch_dcp_backport.state_dict.options import StateDictInfo
+from torch_dcp_backport.state_dict.tree import Path, leaves, place
 
 logger = logging.getLogger("torch_dcp_backport.state_dict.optimizer")
 
@@ -66,67 +66,59 @@ def unflatten_optim_state(
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for group in optim.param_groups:
-        names: list[str] = []
-        for param in group[PARAMS]:
-            for fqn in sorted(fqns_of(param, info)):
-                saved = [key[len(f"{GROUPS}.{fqn}.") :] for key in flat.below(f"{GROUPS}.{fqn}")]
-                if fqn in info.shared_params_mapping and not saved:
-                    # Of a shared parameter's names, the state dict holds the one that was saved.
-                    continue
-                names.append(fqn)
-                own = optim.state.get(param)
-                held = own or beginning.expected.get(param, {})
-                loaded = flat.states(fqn, held, info.strict, fill and bool(own))
-                if loaded:
-                    state[fqn] = loaded
-                else:
-                    absent.judge(fqn, param, group, saved or None)
-        groups.append(group_values(flat, group, names))
+        fqns: list[str] = []
+        for fqn, param in named_params(group, info, flat.names_of_group):
+            fqns.append(fqn)
+            existing = optim.state.get(param)
+            expected = existing or beginning.expected.get(param, {})
+            states = flat.states(fqn, expected, info.strict, fill and bool(existing))
+            if states:
+                state[fqn] = states
+            else:
+                absent.judge(fqn, param, group, flat.names_of_group(fqn) or None)
+        groups.append(group_values(flat, group, fqns))
     absent.report()
     return {STATE: state, GROUPS: groups}
 
 
-def group_values(flat: FlatDict, group: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+def group_values(flat: FlatDict, group: Mapping[str, Any], fqns: list[str]) -> dict[str, Any]:
     """A param group as it was saved for the first of its parameters."""
-    result: dict[str, Any] = {PARAMS: names}
-    for key, held in group.items():
-        if key == PARAMS:
+    result: dict[str, Any] = {PARAMS: fqns}
+    for name, value in group.items():
+        if name == PARAMS:
             continue
-        if not names:
-            # Nothing of a group without parameters is in a flat dict.
-            result[key] = held
-            continue
-        places = {fqn: f"{GROUPS}.{fqn}.{key}" for fqn in names}
-        saved = {fqn: flat.values[place] for fqn, place in places.items() if place in flat.values}
-        if not saved and any(flat.below(f"{GROUPS}.{fqn}") for fqn in names):
-            # A value that the state dict does not know stays as it is.
-            result[key] = held
-            continue
+        # Nothing of a group without parameters is in a flat dict.
+        keys = {fqn: f"{GROUPS}.{fqn}.{name}" for fqn in fqns}
+        saved = {fqn: flat.values[key] for fqn, key in keys.items() if key in flat.values}
         if not saved:
-            raise KeyError(places[names[0]])
-        first, value = next(iter(saved.items()))
-        other = next((fqn for fqn, one in saved.items() if not same(one, value)), None)
+            if fqns and not any(map(flat.names_of_group, fqns)):
+                raise KeyError(keys[fqns[0]])
+            # A value that the state dict does not know stays as it is.
+            result[name] = value
+            continue
+        first = next(iter(saved))
+        result[name] = saved[first]
+        other = next((fqn for fqn in saved if not same(saved[fqn], saved[first])), None)
         if other is not None:
             logger.warning(
                 "parameters of one group were saved with different %s: taken is %s of %s, not %s of %s",
-                key,
-                value,
+                name,
+                saved[first],
                 first,
                 saved[other],
                 other,
             )
-        result[key] = value
     return result
 
 
-def same(one: Any, other: Any) -> bool:
-    if torch.is_tensor(one) and torch.is_tensor(other):
-        return one is other or torch.equal(one, other)
-    return one is other or bool(one == other)
+def same(value: Any, other: Any) -> bool:
+    if torch.is_tensor(value) and torch.is_tensor(other):
+        return value is other or torch.equal(value, other)
+    return value is other or bool(value == other)
 
 
 class FlatDict:
-    """A flat state dict, whose keys are found by what they begin with."""
+    """A flat state dict, with its keys by prefix."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -139,50 +131,49 @@ class FlatDict:
             bisect.bisect_left(self.keys, f"{prefix}.") : bisect.bisect_left(self.keys, f"{prefix}/")
         ]
 
-    def states(self, fqn: str, held: Mapping[Any, Any], strict: bool, fill: bool) -> dict[Any, Any]:
-        """One parameter's states, nested again, under the keys of those that the optimizer holds.
+    def names_of_group(self, fqn: str) -> list[str]:
+        """The names of the group's values that were saved for a parameter."""
+        prefix = f"{GROUPS}.{fqn}"
+        return [key[len(prefix) + 1 :] for key in self.below(prefix)]
+
+    def states(self, fqn: str, expected: Mapping[Any, Any], strict: bool, fill: bool) -> dict[Any, Any]:
+        """One parameter's states, nested again, under the keys of those that the optimizer has or would make.
 
         Raises:
-            RuntimeError: some of `held` are there, and others are not (strict).
+            RuntimeError: some of `expected` are there, and others are not (strict).
         """
         keys = self.below(f"{STATE}.{fqn}")
         if not keys:
             return {}
-        found: dict[Any, Any] = {}
-        seen: set[str] = set()
-        missing = self.find(f"{STATE}.{fqn}", (), held, found, seen)
+        states: dict[Any, Any] = {}
+        used: set[str] = set()
+        missing = self.find(f"{STATE}.{fqn}", (), expected, states, used)
         if missing and strict:
             name = ".".join(map(str, next(iter(missing))))
             raise missing_state(fqn, f"{name!r} is not among its saved states")
         for path, value in missing.items() if fill else ():
-            place(found, path, value)
+            place(states, path, value)
         for key in keys:
-            if key not in seen:
-                place(found, tuple(key[len(f"{STATE}.{fqn}.") :].split(".")), self.values[key])
-        return found
+            if key not in used:
+                place(states, tuple(key[len(f"{STATE}.{fqn}.") :].split(".")), self.values[key])
+        return states
 
     def find(
-        self, prefix: str, path: Path, held: Mapping[Any, Any], found: dict[Any, Any], seen: set[str]
+        self, prefix: str, path: Path, expected: Mapping[Any, Any], states: dict[Any, Any], used: set[str]
     ) -> dict[Path, Any]:
-        """Put the states that are named as `held` into `found` and their keys into `seen`.
+        """Put the states that are named as `expected` into `states` and their keys into `used`.
 
         Returns:
-            those that are not there, as they are held.
+            those that are not there, as they are expected.
         """
         missing: dict[Path, Any] = {}
-        for name, value in held.items():
+        for name, value in expected.items():
             key = f"{prefix}.{name}"
             if key in self.values:
-                found[name] = self.values[key]
-                seen.add(key)
+                states[name] = self.values[key]
+                used.add(key)
             elif not self.below(key):
                 missing[(*path, name)] = value
             elif isinstance(value, Mapping):
-                missing.update(self.find(key, (*path, name), value, found.setdefault(name, {}), seen))
+                missing.update(self.find(key, (*path, name), value, states.setdefault(name, {}), used))
         return missing
-
-
-def place(tree: dict[Any, Any], path: Path, value: Any) -> None:
-    for step in path[:-1]:
-        tree = tree.setdefault(step, {})
-    tree[path[-1]] = value

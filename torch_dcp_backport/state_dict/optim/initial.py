@@ -1,12 +1,14 @@
-"""The states that an optimizer's first step would find, made without that step where the optimizer is known.
+"""The states that an optimizer's first step would find, without that step for torch's own optimizers.
 
 No parameter, gradient or hyperparameter is ever changed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -14,7 +16,7 @@ from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.destination import local_of
-from torch_dcp_backport.state_dict.optim.form import PARAMS
+from torch_dcp_backport.state_dict.form import PARAMS
 
 #: Bytes of stand-ins for parameters that may exist at a time while states are made.
 STAND_IN_BYTES = 16 * 2**20
@@ -25,8 +27,8 @@ LR = object()
 class Kind(NamedTuple):
     """One of torch's own optimizers that makes states in the first step that finds a gradient."""
 
-    #: What is in these states before that step, where the step leaves something else even without a
-    #: gradient. LR stands for the group's learning rate.
+    #: State -> its value before that step, where the step leaves another one even without a gradient. LR
+    #: stands for the group's learning rate.
     before: Mapping[str, Any]
     #: Whether every parameter of a group gets the same states: each of its shape, or a scalar.
     uniform: bool = True
@@ -55,7 +57,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def kind_of(optim: Optimizer) -> Optional[Kind]:
-    """None for every optimizer whose code is not torch's own; nothing is known of its states then."""
+    """The kind of an optimizer; None where its code is not torch's own: its states may be anything then."""
     name = type(optim).__name__
     return KINDS.get(name) if getattr(torch.optim, name, None) is type(optim) else None
 
@@ -86,7 +88,7 @@ def init_optim_state(optim: Optimizer) -> None:
 def step_without_effect(optim: Optimizer) -> None:
     """A step with zero gradients and zero learning rates, for an optimizer without states and gradients.
 
-    What it leaves is what it leaves: a counter that an unknown optimizer starts at 1 must stay so.
+    The states stay as the step leaves them: a counter that an unknown optimizer starts at 1 must stay so.
     """
     groups = optim.param_groups
     params = params_of(optim)
@@ -119,14 +121,14 @@ def zero_rate(rate: Any) -> Any:
 def first_states(
     optim: Optimizer, params: Collection[torch.Tensor], frozen: bool = False
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """The states that the first step would find, of those of `params` that get any.
+    """parameter -> the states that the first step would find, of those of `params` that get any.
 
-    The optimizer has to be of a known kind. It stays as it is: a twin makes a step, with stand-ins for
+    The optimizer has to have a kind. It stays as it is: a twin makes a step, with stand-ins for
     the parameters. Those without `requires_grad` are left out unless `frozen`.
     """
     kind = kind_of(optim)
     assert kind is not None
-    found: dict[torch.Tensor, dict[str, Any]] = {}
+    states_of: dict[torch.Tensor, dict[str, Any]] = {}
     for group in optim.param_groups:
         chosen = [param for param in group[PARAMS] if param in params and (frozen or param.requires_grad)]
         for batch in batches(chosen):
@@ -139,8 +141,8 @@ def first_states(
                 states = twin.state.get(stand_in)
                 if states:
                     rewind(states, kind, group)
-                    found[param] = as_of(param, stand_in, states)
-    return found
+                    states_of[param] = as_of(param, stand_in, states)
+    return states_of
 
 
 def twin_of(optim: Optimizer) -> Optimizer:
@@ -160,8 +162,8 @@ def twin_of(optim: Optimizer) -> Optimizer:
 def stand_in_for(param: torch.Tensor, kind: Kind) -> torch.Tensor:
     """Zeros like a parameter, with a gradient; the two share their memory, which stays zero.
 
-    For states that are of the parameter's shape, local ones do. No step of theirs communicates then (Muon's
-    would, and not every rank makes the same states) or meets an operation that DTensors lack (Rprop's).
+    Local ones where states have the parameter's shape. Their step does not communicate (Muon's would, and not
+    every rank makes the same states) or meet an operation that DTensors lack (Rprop's).
     """
     local = local_of(param)
     stand_in = torch.zeros_like(local if kind.uniform and local.dim() else param)
@@ -208,31 +210,33 @@ def batches(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 class Expected(NamedTuple):
-    """A state that an optimizer would make, or has: what a loaded one has to be like."""
+    """A state that an optimizer would make, or has: a loaded one has to be like it."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    #: A tensor (plain or DTensor) of that shape, with the layout and memory format of the state.
+    #: A tensor (plain or DTensor) with the shape, layout and memory format of the state.
     like: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.like.shape)
 
 
 def expected_of(state: torch.Tensor) -> Expected:
-    return Expected(tuple(state.shape), state.dtype, local_of(state).device, state)
+    return Expected(state, state.dtype)
 
 
 ExpectedStates = Mapping[torch.Tensor, Mapping[str, Expected]]
 
 
 def expected_states(optim: Optimizer, params: Collection[torch.Tensor]) -> ExpectedStates:
-    """parameter -> the states that the first step would make for it, for an optimizer of a known kind.
+    """parameter -> the states that the first step would make for it, for an optimizer that has a kind.
 
     Where every parameter of a group gets the same, from those of one parameter per group: nothing of the
     size of the model is made.
     """
     kind = kind_of(optim)
     assert kind is not None
-    found: dict[torch.Tensor, dict[str, Expected]] = {}
+    expected: dict[torch.Tensor, dict[str, Expected]] = {}
     for group in optim.param_groups:
         chosen = [param for param in group[PARAMS] if param in params]
         makers = [param for param in chosen if param.dim()] if kind.uniform else []
@@ -240,11 +244,14 @@ def expected_states(optim: Optimizer, params: Collection[torch.Tensor]) -> Expec
             maker = min(makers, key=torch.numel)
             states = first_states(optim, {maker}, frozen=True).get(maker, {})
             if all(is_uniform(state, maker) for state in states.values()):
-                found.update((param, as_for(param, states)) for param in chosen)
+                for param in chosen:
+                    expected[param] = {
+                        name: expected_of(param if state.dim() else state) for name, state in states.items()
+                    }
                 continue
         for param, states in first_states(optim, set(chosen), frozen=True).items():
-            found[param] = {name: expected_of(state) for name, state in states.items()}
-    return found
+            expected[param] = {name: expected_of(state) for name, state in states.items()}
+    return expected
 
 
 def is_uniform(state: torch.Tensor, maker: torch.Tensor) -> bool:
@@ -258,19 +265,11 @@ def is_uniform(state: torch.Tensor, maker: torch.Tensor) -> bool:
     )
 
 
-def as_for(param: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, Expected]:
-    """The states of one parameter, as another one of its group would get them."""
-    return {
-        name: expected_of(param)._replace(dtype=param.dtype) if state.dim() else expected_of(state)
-        for name, state in states.items()
-    }
-
-
 # --- a load's beginning ----------------------------------------------------------------------
 
 
 class Beginning:
-    """What an optimizer is like when a load begins, and the way back for a load that fails."""
+    """An optimizer as a load finds it, and the way back for a load that fails."""
 
     def __init__(self, optim: Optimizer) -> None:
         self.optim = optim
@@ -279,19 +278,15 @@ class Beginning:
         self.state = optim.state
         #: Parameters without any state.
         self.bare = frozenset(param for param in params_of(optim) if not optim.state.get(param))
-        self._expected: Optional[ExpectedStates] = None
 
     def make_states(self, always: bool = False) -> None:
         """Make the states of a fresh optimizer where the code that loads it may look at them.
 
-        That is where it is not torch's own, is hooked, or (`always`) FSDP1.
+        The code of an optimizer that is not torch's own, of hooks, and (`always`) of FSDP1.
         """
         if always or self.kind is None or is_hooked(self.optim):
-            try:
+            with undone_if_failed([self]):
                 init_optim_state(self.optim)
-            except BaseException:
-                self.undo()
-                raise
 
     def undo(self) -> None:
         # load_state_dict() puts another object there: what it loaded stays.
@@ -299,19 +294,16 @@ class Beginning:
             # With the states of some parameters alone, an optimizer would never make the others'.
             self.optim.state.clear()
 
-    @property
+    @functools.cached_property
     def expected(self) -> ExpectedStates:
-        """The states that an optimizer of a known kind would make for its bare parameters."""
-        if self._expected is None:
-            known = self.kind is not None and self.bare
-            self._expected = expected_states(self.optim, self.bare) if known else {}
-        return self._expected
+        """The states that an optimizer that has a kind would make for its bare parameters."""
+        return expected_states(self.optim, self.bare) if self.kind is not None and self.bare else {}
 
     def starts(self, param: torch.Tensor, strict: bool) -> bool:
         """Whether a parameter that the state dict has no state of starts from nothing.
 
-        That is one that the optimizer has made no step for. With `strict`, also any parameter of an optimizer
-        whose unused parameters a get leaves out: going back to such a state dict takes their states away.
+        It does where the optimizer has made no step for it. With `strict`, also in an optimizer whose unused
+        parameters a get leaves out: going back to such a state dict takes their states away.
         """
         if param in self.bare or (strict and self.kind is not None and not self.kind.neutral):
             return True
@@ -320,13 +312,20 @@ class Beginning:
         step = self.optim.state[param].get("step") if counts else None
         return step is not None and not getattr(step, "is_meta", False) and float(step) == 0
 
-    def makes_states(self, param: torch.Tensor) -> bool:
-        """Whether the parameter has states now, or would get some."""
-        return bool(self.optim.state.get(param) or self.expected.get(param))
+
+@contextlib.contextmanager
+def undone_if_failed(begun: Sequence[Beginning]) -> Iterator[None]:
+    """A context that takes back the states that were made for loads, if it fails."""
+    try:
+        yield
+    except BaseException:
+        for beginning in begun:
+            beginning.undo()
+        raise
 
 
 def is_hooked(optim: Optimizer) -> bool:
-    """Whether code of the user's takes part in the optimizer's load_state_dict()."""
+    """Whether hooks take part in the optimizer's load_state_dict()."""
     # Wrappers (accelerate's) may not have called Optimizer.__init__, and have no hooks then.
     hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     return any(getattr(optim, name, None) for name in hooks)

@@ -1,97 +1,119 @@
-"""Load optimizer state: prepare every optimizer first, write last.
+"""Load optimizer states: prepare every optimizer first, write last.
 
 The caller's dict is never changed. An optimizer is changed by its own load_state_dict() alone; where states
-must exist before that, `undo` takes them back.
+must exist before that, `Beginning.undo` takes them back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Optional
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.state_dict.collect import Path
-from torch_dcp_backport.state_dict.fqn import Names
-from torch_dcp_backport.state_dict.load import guarded
-from torch_dcp_backport.state_dict.model import own_method
+from torch_dcp_backport.state_dict import fsdp1
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, is_numbered
+from torch_dcp_backport.state_dict.load import Inventory, Load, guarded
 from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state
-from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE, is_numbered
-from torch_dcp_backport.state_dict.optim.full import NAMES, Boxed, OptimizerLoad, paths_of
-from torch_dcp_backport.state_dict.optim.get import fsdp1_group
-from torch_dcp_backport.state_dict.optim.initial import Beginning, params_of
+from torch_dcp_backport.state_dict.optim.get import Params
+from torch_dcp_backport.state_dict.optim.initial import Beginning, params_of, undone_if_failed
+from torch_dcp_backport.state_dict.optim.plan import (
+    NAMES,
+    Boxed,
+    OptimOutline,
+    OptimPlan,
+    outline_of,
+    paths_of,
+    plan_optimizer,
+)
 from torch_dcp_backport.state_dict.optim.split import split_optim_state
 from torch_dcp_backport.state_dict.options import StateDictInfo
+from torch_dcp_backport.state_dict.patched import original_method
+from torch_dcp_backport.state_dict.tree import Path
 from torch_dcp_backport.transfer import Problem
 
 
-class Prepared(NamedTuple):
-    """The load of full tensors into one optimizer, of which nothing is written yet."""
+class OptimizerLoad(Load):
+    """A load of full tensors into one optimizer, which stays as it is until `apply`."""
 
-    load: OptimizerLoad
-    #: path -> value, what this rank has to give.
-    given: Mapping[Path, Any]
-    #: Takes back states that were made for the load; what load_state_dict() wrote stays.
-    undo: Callable[[], None]
+    title = "cannot load this optimizer state dict"
 
+    def __init__(self, beginning: Beginning, problems: list[Problem], strict: bool) -> None:
+        super().__init__(problems)
+        self.beginning = beginning
+        self.optim = beginning.optim
+        self.outline = OptimOutline(beginning, strict)
+        self.planned: OptimPlan
+        self.applied = False
 
-class PreparedPart(NamedTuple):
-    """What one optimizer's own load_state_dict() gets, where nothing has to travel."""
+    def live(self) -> Iterable[object]:
+        yield from params_of(self.optim)
+        yield from (value for value in self.outline.values.values() if isinstance(value, compat.DTensor))
 
-    optim: Optimizer
-    part: dict[str, Any]
-    #: As above.
-    undo: Callable[[], None]
+    def plan(self, inventory: Inventory, stages: Sequence[str] = ()) -> OptimPlan:
+        self.planned = plan_optimizer(self.outline, inventory, self.problems)
+        return self.planned
 
-    def apply(self) -> None:
-        own_method(self.optim, "load_state_dict")(state_dict=self.part)
+    def take(self, owner: Path, value: Any) -> None:
+        self.planned.values[owner] = value
+
+    def apply(self, fetch: Callable[[str], None]) -> None:
+        original_method(self.optim, "load_state_dict")(state_dict=self.planned.result())
+        self.applied = True
+
+    def written(self) -> str:
+        return "its states" if self.applied else ""
 
 
 def prepare_full(
-    model: nn.Module,
-    optim: Optimizer,
+    params: Params,
+    beginning: Beginning,
     state_dict: Mapping[str, Any],
     info: StateDictInfo,
     problems: list[Problem],
-) -> Prepared:
-    """Find out what one optimizer wants and gives; what is wrong on this rank goes into `problems`.
+) -> tuple[OptimizerLoad, dict[Path, Any]]:
+    """Prepare a load into one optimizer: the load, and path -> value that this rank has for it.
 
-    `problems` may be shared by the loads of several optimizers. Raises nothing but interrupts where other
-    ranks take part: they come to the agreement and wait there.
+    `problems` of this rank may be shared by the loads of several optimizers. Raises nothing but interrupts
+    where other ranks take part: they come to the agreement and wait there.
     """
-    sharded = any(isinstance(param, compat.DTensor) for param in params_of(optim))
+    sharded = any(isinstance(param, compat.DTensor) for param in params_of(beginning.optim))
     others_wait = info.broadcast_from_rank0 or (sharded and dist.is_initialized())
-    beginning = Beginning(optim)
-    load = OptimizerLoad(model, optim, beginning, problems, info.strict)
-    given: dict[Path, Any] = {}
-    try:
-        with guarded(problems, others_wait):
-            try:
-                load.look()
-            except (RuntimeError, MemoryError) as error:
-                problems.append(Problem("could not make the optimizer's states", got=str(error)))
-        if not problems and holds_source(info):
-            try:
-                if not state_dict and sharded and not info.broadcast_from_rank0:
-                    raise RuntimeError("the optimizer state dict is empty")
-                if state_dict and STATE in state_dict and is_numbered(state_dict):
-                    state_dict = by_name(state_dict, load.names)
-                part = own_part(state_dict, info, beginning, fill=False)
-                given = paths_of(part)
-                if part:
-                    every = (fqn for names in load.names for fqn in names)
-                    given[NAMES] = Boxed([fqn for fqn in every if fqn not in part[STATE]])
-            except Exception as error:
-                missing = isinstance(error, KeyError)
-                problems.append(Problem(f"missing key {error}" if missing else str(error)))
-    except BaseException:
-        beginning.undo()
-        raise
-    return Prepared(load, given, beginning.undo)
+    load = OptimizerLoad(beginning, problems, info.strict)
+    values: dict[Path, Any] = {}
+    with guarded(problems, others_wait):
+        try:
+            load.outline = outline_of(params, beginning, info.strict)
+        except (RuntimeError, MemoryError) as error:
+            problems.append(Problem("could not make the optimizer's states", got=str(error)))
+    if not problems and (not info.broadcast_from_rank0 or dist.get_rank() == 0):
+        try:
+            if not state_dict and sharded and not info.broadcast_from_rank0:
+                raise RuntimeError("the optimizer state dict is empty")
+            values = values_for(load.outline, state_dict, info)
+        except Exception as error:
+            missing = isinstance(error, KeyError)
+            problems.append(Problem(f"missing key {error}" if missing else str(error)))
+    return load, values
+
+
+def values_for(outline: OptimOutline, state_dict: Mapping[str, Any], info: StateDictInfo) -> dict[Path, Any]:
+    """path -> value, of the part of a state dict for one optimizer."""
+    if state_dict and STATE in state_dict and is_numbered(state_dict):
+        state_dict = by_fqn(state_dict, outline.groups)
+    part = part_of(state_dict, info, outline.beginning, fill=False)
+    values = paths_of(part)
+    if part:
+        fqns = (fqn for group in outline.groups for fqn in group)
+        values[NAMES] = Boxed([fqn for fqn in fqns if fqn not in part[STATE]])
+    return values
+
+
+#: Optimizers, each with the part of a state dict for its own load_state_dict(), where nothing has to travel.
+PreparedParts = list[tuple[Beginning, dict[str, Any]]]
 
 
 def prepare_parts(
@@ -99,55 +121,47 @@ def prepare_parts(
     optimizers: Sequence[Optimizer],
     state_dict: Mapping[str, Any],
     info: StateDictInfo,
-    complaint: Optional[str] = None,
-) -> list[PreparedPart]:
+    problem: Optional[Problem] = None,
+) -> PreparedParts:
     """The parts of all optimizers of a call, before the first is written.
 
     Raises:
-        RuntimeError: `complaint`, or missing states (strict).
+        RuntimeError: `problem`, or missing states (strict).
         KeyError: a value of a flat dict that is not there, a parameter that the model does not have.
     """
-    prepared: list[PreparedPart] = []
+    prepared: PreparedParts = []
     begun: list[Beginning] = []
-    try:
+    with undone_if_failed(begun):
         for optim in optimizers:
             beginning = Beginning(optim)
             begun.append(beginning)
             beginning.make_states(always=bool(info.fsdp_modules))
-            if complaint:
-                raise RuntimeError(complaint)
-            part = own_part(state_dict, info, beginning)
+            if problem:
+                raise RuntimeError(str(problem))
+            part = part_of(state_dict, info, beginning)
             if info.fsdp_modules:
-                part = fsdp1_to_load(model, optim, part, info)
-            prepared.append(PreparedPart(optim, part, beginning.undo))
-    except BaseException:
-        for beginning in begun:
-            beginning.undo()
-        raise
+                part = fsdp1.state_to_load(model, optim, part, info)
+            prepared.append((beginning, part))
     return prepared
 
 
-def load_parts(prepared: Sequence[PreparedPart]) -> None:
+def load_parts(prepared: PreparedParts) -> None:
     """Load the parts, one optimizer after the other."""
-    done = 0
-    try:
-        for one in prepared:
-            one.apply()
-            done += 1
-    except BaseException:
-        for one in prepared[done:]:
-            one.undo()
-        raise
+    begun = [beginning for beginning, _ in prepared]
+    with undone_if_failed(begun):
+        for beginning, part in prepared:
+            original_method(beginning.optim, "load_state_dict")(state_dict=part)
+            begun.remove(beginning)
 
 
-def holds_source(info: StateDictInfo) -> bool:
-    return not info.broadcast_from_rank0 or dist.get_rank() == 0
-
-
-def own_part(
+def part_of(
     state_dict: Mapping[str, Any], info: StateDictInfo, beginning: Beginning, fill: bool = True
 ) -> dict[str, Any]:
-    """What one optimizer gets of a state dict, nested or flat; `fill` as in `unflatten_optim_state`."""
+    """The part of a state dict, nested or flat, that is one optimizer's.
+
+    Args:
+        fill: as in `unflatten_optim_state`.
+    """
     if not state_dict:
         return {}
     if STATE in state_dict:
@@ -155,47 +169,23 @@ def own_part(
     return unflatten_optim_state(beginning.optim, state_dict, info, beginning, fill)
 
 
-def by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+def by_fqn(state: Mapping[str, Any], fqns_of_groups: Sequence[Sequence[str]]) -> dict[str, Any]:
     """A state dict with parameter numbers, by the FQNs that stand at the same places."""
     numbers = [number for group in state[GROUPS] for number in group[PARAMS]]
-    flat = [name for group in names for name in group]
-    if len(numbers) != len(flat):
+    fqns = [fqn for group in fqns_of_groups for fqn in group]
+    if len(numbers) != len(fqns):
         raise RuntimeError(
-            f"the state dict numbers {len(numbers)} parameters, but the optimizer has {len(flat)}; use FQNs"
+            f"the state dict numbers {len(numbers)} parameters, but the optimizer has {len(fqns)}; use FQNs"
         )
-    sizes, own_sizes = [len(group[PARAMS]) for group in state[GROUPS]], [len(group) for group in names]
-    if sizes != own_sizes:
+    sizes, expected_sizes = [len(group[PARAMS]) for group in state[GROUPS]], list(map(len, fqns_of_groups))
+    if sizes != expected_sizes:
         raise RuntimeError(
-            f"the state dict has groups of {sizes} numbered parameters, but the optimizer of {own_sizes}; "
-            "use FQNs"
+            f"the state dict has groups of {sizes} numbered parameters, but the optimizer of "
+            f"{expected_sizes}; use FQNs"
         )
-    fqn_of = dict(zip(numbers, flat))
+    fqn_of = dict(zip(numbers, fqns))
     return {
         **state,
-        STATE: {fqn_of[number]: value for number, value in state[STATE].items()},
-        GROUPS: [{**group, PARAMS: own} for group, own in zip(state[GROUPS], names)],
+        STATE: {fqn_of[number]: states for number, states in state[STATE].items()},
+        GROUPS: [{**group, PARAMS: fqns} for group, fqns in zip(state[GROUPS], fqns_of_groups)],
     }
-
-
-def fsdp1_to_load(
-    model: nn.Module, optim: Optimizer, state: dict[str, Any], info: StateDictInfo
-) -> dict[str, Any]:
-    """FSDP1 maps the states to its FlatParameters itself, under names with the compiler's prefix."""
-    prefixed: dict[str, str] = {}
-    every = Names(model)
-    for name, _ in model.named_parameters():
-        plain, compiled = every.fqns(name), every.fqns(name, skip_compiler_prefix=False)
-        if plain != compiled:
-            (fqn,), (with_prefix,) = plain, compiled
-            prefixed[fqn] = with_prefix
-    if state:
-        state = {
-            **state,
-            STATE: {prefixed.get(fqn, fqn): value for fqn, value in state[STATE].items()},
-            GROUPS: [
-                {**group, PARAMS: [prefixed.get(fqn, fqn) for fqn in group[PARAMS]]}
-                for group in state[GROUPS]
-            ],
-        }
-    with info.fsdp_context():
-        return FullyShardedDataParallel.optim_state_dict_to_load(model, optim, state, group=fsdp1_group(info))

@@ -10,8 +10,8 @@ from typing import Any, Optional
 
 from torch.optim import Optimizer
 
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, is_numbered, named_params
 from torch_dcp_backport.state_dict.optim.absent import AbsentStates
-from torch_dcp_backport.state_dict.optim.form import GROUPS, PARAMS, STATE, fqns_of, is_numbered
 from torch_dcp_backport.state_dict.optim.initial import Beginning
 from torch_dcp_backport.state_dict.options import StateDictInfo
 
@@ -36,38 +36,32 @@ def split_optim_state(
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(optim.param_groups):
-        names: list[str] = []
-        sources: set[int] = set()
-        for param in group[PARAMS]:
-            for fqn in sorted(fqns_of(param, info)):
-                if fqn in info.shared_params_mapping and fqn not in group_of:
-                    # Of a shared parameter's names, the state dict holds the one that was saved.
-                    continue
-                names.append(fqn)
-                source = group_of.get(fqn)
-                if source is not None:
-                    sources.add(source)
-                if states.get(fqn):
-                    state[fqn] = states[fqn]
-                else:
-                    absent.judge(fqn, param, group, None if source is None else saved[source])
+        fqns: list[str] = []
+        numbers: set[int] = set()
+        for fqn, param in named_params(group, info, group_of.__contains__):
+            fqns.append(fqn)
+            number = group_of.get(fqn)
+            if number is not None:
+                numbers.add(number)
+            if states.get(fqn):
+                state[fqn] = states[fqn]
+            else:
+                absent.judge(fqn, param, group, None if number is None else saved[number])
         if not group[PARAMS] and empty:
             # Nothing names a group without parameters but its place.
-            own_place = len(saved) == len(optim.param_groups) and index in empty
-            sources.add(index if own_place else empty[0])
-        groups.append(merged(names, [saved[number] for number in sorted(sources)], group))
+            same_place = len(saved) == len(optim.param_groups) and index in empty
+            numbers.add(index if same_place else empty[0])
+        groups.append(merged(fqns, [saved[number] for number in sorted(numbers)], group))
     absent.report()
     return {STATE: state, GROUPS: groups}
 
 
-def merged(
-    names: list[str], sources: Sequence[Mapping[str, Any]], group: Mapping[str, Any]
-) -> dict[str, Any]:
-    """A param group with the values of the saved groups that hold its parameters; the last saved one wins."""
-    result: dict[str, Any] = {PARAMS: names}
-    for source in sources:
-        result.update({key: value for key, value in source.items() if key != PARAMS})
+def merged(fqns: list[str], saved: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group with the values of the saved groups that hold its parameters; the last one wins."""
+    result: dict[str, Any] = {PARAMS: fqns}
+    for saved_group in saved:
+        result.update({name: value for name, value in saved_group.items() if name != PARAMS})
     # A value that the state dict does not know stays as it is.
-    for key, value in group.items():
-        result.setdefault(key, value)
+    for name, value in group.items():
+        result.setdefault(name, value)
     return result

@@ -1,4 +1,4 @@
-"""Which loading code stands between a state dict and the tensors of a model.
+"""The modules of a model as load_state_dict() comes to them, and which loading code looks at what.
 
 Only looks at modules: nothing is called, nothing is written. The rule: a tensor may be written straight into
 its place only if nothing on the way from the root to its owner can see, change, rename, drop or judge it.
@@ -28,109 +28,114 @@ class Place:
     """A module as load_state_dict() comes to it."""
 
     module: nn.Module
+    parent: Optional[Place]
     #: Its path by the model's own attributes, with a point behind it; "" for the root.
     path: str
     #: The same as the keys of load_state_dict() have it, and as FQNs do.
     prefix: str
     fqn: str
-    parent: Optional[Place]
-    #: Whether FQNs leave its own name for its child out; whether it declares children that its hooks rename.
+    #: Whether FQNs leave its name for its child out; whether it declares children that its hooks rename.
     wraps: bool
     renames: bool
     #: Whether its loading code sees the state dict, whatever the keys.
     looks: bool
-    #: Whether hooks or loading code outside torch see its keys; whether code outside torch takes part at all.
-    is_users: bool
-    can_fail: bool
-    #: Whether a hook of the user's runs after everything here is loaded.
+    #: Whether hooks or loading code outside torch see its keys; whether any code outside torch takes part.
+    user_loader: bool
+    user_code: bool
+    #: Whether a hook outside torch runs after everything here is loaded.
     looked_at_after: bool
-    #: The FQN prefix of the topmost module whose loading code looks at what is loaded here, if any.
-    governor: Optional[str] = None
 
 
 def places_of(model: nn.Module, modifiers: str) -> list[Place]:
     """The modules of a model in the order of load_state_dict(); those with several names under each."""
     wrappers: tuple[type[nn.Module], ...] = (DistributedDataParallel, *compiled_modules())
-    return list(_visit(_place(model, "", "", "", None, modifiers, wrappers), modifiers, wrappers))
+    places: list[Place] = []
+    pending = [place_of(model, None, "", modifiers, wrappers)]
+    while pending:
+        place = pending.pop()
+        places.append(place)
+        # A renamed child's state stands under its parent's own name.
+        hidden = set(getattr(place.module, modifiers)().values()) if place.renames else ()
+        children = [
+            place_of(child, place, "" if name in hidden else f"{name}.", modifiers, wrappers)
+            for name, child in place.module._modules.items()
+            if child is not None
+        ]
+        pending += reversed(children)
+    return places
 
 
-def _place(
+def place_of(
     module: nn.Module,
-    path: str,
-    prefix: str,
-    fqn: str,
     parent: Optional[Place],
+    step: str,
     modifiers: str,
     wrappers: tuple[type[nn.Module], ...],
 ) -> Place:
-    users = is_users(module)
-    after = any(map(is_users_hook, module._load_state_dict_post_hooks.values())) if users else False
+    """The place of a child; `step`: its name with a point behind it."""
+    path = prefix = fqn = ""
+    if parent is not None:
+        prefix_step = "" if step == CHECKPOINT_PREFIX else step
+        path, prefix = parent.path + step, parent.prefix + prefix_step
+        fqn = parent.fqn if parent.wraps else parent.fqn + prefix_step
+    user_loader = has_user_loader(module)
+    after = user_loader and any(map(is_user_code, module._load_state_dict_post_hooks.values()))
     return Place(
         module,
+        parent,
         path,
         prefix,
         fqn,
-        parent,
         isinstance(module, wrappers),
         declares(module, modifiers),
         looks(module),
-        users,
-        users or (sets_extra_state(module) and is_users_hook(type(module).set_extra_state)),
+        user_loader,
+        user_loader or (sets_extra_state(module) and is_user_code(type(module).set_extra_state)),
         after or (parent is not None and parent.looked_at_after),
     )
 
 
-def _visit(place: Place, modifiers: str, wrappers: tuple[type[nn.Module], ...]) -> Iterator[Place]:
-    yield place
-    module = place.module
-    # A renamed child's state stands under its parent's own name.
-    hidden = set(getattr(module, modifiers)().values()) if place.renames else ()
-    for name, child in module._modules.items():
-        if child is None:
-            continue
-        step = "" if name in hidden else f"{name}."
-        prefix_step = "" if step == CHECKPOINT_PREFIX else step
-        path, prefix = place.path + step, place.prefix + prefix_step
-        fqn = place.fqn if place.wraps else place.fqn + prefix_step
-        below = _place(child, path, prefix, fqn, place, modifiers, wrappers)
-        yield from _visit(below, modifiers, wrappers)
-
-
-def govern(places: Iterable[Place], keys: Collection[object], also: Collection[str]) -> list[str]:
-    """Find every place's governor for a state dict with these keys. Their FQN prefixes, in load order.
+def governors_of(
+    places: Iterable[Place], keys: Collection[object], forced: Collection[str]
+) -> dict[Place, str]:
+    """Place -> FQN prefix of its governor: the topmost module whose loading code looks at what it holds.
 
     Args:
         places: as `places_of` gives them.
         keys: the FQNs in the state dict.
-        also: FQN prefixes that count as governors whatever stands there.
+        forced: FQN prefixes of modules that count as governors whatever they are.
+
+    Returns:
+        those that have one, in the order of load_state_dict().
     """
-    found: dict[str, None] = {}
+    governors: dict[Place, str] = {}
     for place in places:
-        above = place.parent
-        place.governor = above.governor if above is not None else None
-        if place.governor is None and (
+        governor = None if place.parent is None else governors.get(place.parent)
+        if governor is None and (
             place.looks
             or place.renames
-            or place.fqn in also
+            or place.fqn in forced
             or (isinstance(place.module, NORMS) and not is_complete(place, keys))
         ):
-            place.governor = place.fqn
-            found[place.fqn] = None
-    return list(found)
+            governor = place.fqn
+        if governor is not None:
+            governors[place] = governor
+    return governors
 
 
 def looks(module: nn.Module) -> bool:
     """Whether loading code of this module sees the state dict, or what is below. Norms are another case."""
-    if has_own_loader(module):
+    if has_loader(module):
         return True
     if sets_extra_state(module) and any(child is not None for child in module._modules.values()):
         # It runs before the children are loaded, and may make or change them.
         return True
     hooks = module._load_state_dict_pre_hooks.values()
-    return any(not hook_module(hook).startswith(BLIND_HOOKS) for hook in hooks)
+    return any(not module_of(hook).startswith(BLIND_HOOKS) for hook in hooks)
 
 
-def has_own_loader(module: nn.Module) -> bool:
+def has_loader(module: nn.Module) -> bool:
+    """Whether its `_load_from_state_dict` is neither torch's plain one nor that of a norm."""
     if "_load_from_state_dict" in vars(module):
         return True
     loader = type(module)._load_from_state_dict
@@ -149,33 +154,34 @@ def is_complete(place: Place, keys: Collection[object]) -> bool:
     return all(module._buffers.get(name) is not None or place.fqn + name not in keys for name in extra)
 
 
-def is_users(module: nn.Module) -> bool:
+def has_user_loader(module: nn.Module) -> bool:
     """Whether hooks or loading code outside torch see this very module's keys."""
-    if has_own_loader(module):
+    if has_loader(module):
         loader = vars(module).get("_load_from_state_dict", type(module)._load_from_state_dict)
-        if is_users_hook(loader):
+        if is_user_code(loader):
             return True
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
-    return bool(hooks) and any(map(is_users_hook, hooks))
+    return bool(hooks) and any(map(is_user_code, hooks))
 
 
-def is_users_hook(hook: Any) -> bool:
-    return not hook_module(hook).startswith("torch.")
+def is_user_code(function: Any) -> bool:
+    return not module_of(function).startswith("torch.")
 
 
-def hook_module(hook: Any) -> str:
-    hook = getattr(hook, "hook", hook)
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return getattr(hook, "__module__", None) or type(hook).__module__
+def module_of(function: Any) -> str:
+    """The name of the Python module that a hook or method is from."""
+    function = getattr(function, "hook", function)
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__module__", None) or type(function).__module__
 
 
 def sets_extra_state(module: nn.Module) -> bool:
     return type(module).set_extra_state is not nn.Module.set_extra_state
 
 
-def names_of(place: Place) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what a module holds itself, in the order in which load_state_dict() loads it.
+def values_of(place: Place) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of what a module holds itself, in the order in which load_state_dict() loads it.
 
     Both names of a tensor that has two. The value is None for extra state.
     """

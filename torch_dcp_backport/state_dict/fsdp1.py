@@ -1,0 +1,98 @@
+"""FSDP1, whose own code names, gathers and loads its states.
+
+Nothing here is for FSDP2 (`fully_shard`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.optim import Optimizer
+
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE
+from torch_dcp_backport.state_dict.fqn import COMPILED_PREFIX, Names
+from torch_dcp_backport.state_dict.patched import original_method
+from torch_dcp_backport.transfer.groups import group_ranks
+
+if TYPE_CHECKING:
+    from torch_dcp_backport.state_dict.options import StateDictInfo
+
+
+@contextlib.contextmanager
+def state_dict_type(model: nn.Module, info: StateDictInfo) -> Iterator[None]:
+    """FSDP1's switch between full and sharded state dicts, without its deprecation warning."""
+    offload = info.cpu_offload
+    if info.full_state_dict:
+        kind = StateDictType.FULL_STATE_DICT
+        config: Any = FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
+        optim_config: Any = FullOptimStateDictConfig(
+            offload_to_cpu=offload, rank0_only=offload or info.broadcast_from_rank0
+        )
+    else:
+        kind = StateDictType.SHARDED_STATE_DICT
+        config = ShardedStateDictConfig(offload_to_cpu=offload)
+        optim_config = ShardedOptimStateDictConfig(offload_to_cpu=offload)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+        with FullyShardedDataParallel.state_dict_type(model, kind, config, optim_config):
+            yield
+
+
+def named_state(model: nn.Module, optim: Optimizer, info: StateDictInfo) -> dict[str, Any]:
+    """`optim.state_dict()` by FQN, which FSDP1 gives with the compiler's prefix."""
+    state = original_method(optim, "state_dict")()
+    with info.fsdp_context():
+        state = FullyShardedDataParallel.optim_state_dict(model, optim, state, group=group_of(info))
+    return renamed(state, lambda fqn: fqn.replace(COMPILED_PREFIX, "")) if state else {}
+
+
+def state_to_load(
+    model: nn.Module, optim: Optimizer, state: dict[str, Any], info: StateDictInfo
+) -> dict[str, Any]:
+    """The states of FlatParameters, which FSDP1 makes of those under FQNs with the compiler's prefix."""
+    prefixed: dict[str, str] = {}
+    names = Names(model)
+    for name, _ in model.named_parameters():
+        fqns, prefixed_fqns = names.fqns(name), names.fqns(name, skip_compiler_prefix=False)
+        if fqns != prefixed_fqns:
+            (fqn,), (prefixed_fqn,) = fqns, prefixed_fqns
+            prefixed[fqn] = prefixed_fqn
+    if state:
+        state = renamed(state, lambda fqn: prefixed.get(fqn, fqn))
+    with info.fsdp_context():
+        return FullyShardedDataParallel.optim_state_dict_to_load(model, optim, state, group=group_of(info))
+
+
+def renamed(state: dict[str, Any], name_of: Callable[[str], str]) -> dict[str, Any]:
+    """An optimizer state dict with `name_of(FQN)` for every FQN."""
+    return {
+        **state,
+        STATE: {name_of(fqn): states for fqn, states in state[STATE].items()},
+        GROUPS: [{**group, PARAMS: list(map(name_of, group[PARAMS]))} for group in state[GROUPS]],
+    }
+
+
+def group_of(info: StateDictInfo) -> Optional[dist.ProcessGroup]:
+    """The group that FSDP1 shards over: its ranks alone take part. None (the default group) for HSDP.
+
+    None, too, where a FlatParameter's states come from global rank 0 and it is no member.
+    """
+    module: Any = info.fsdp_modules[0]
+    if module.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        return None
+    group: dist.ProcessGroup = module.process_group
+    return group if module._use_orig_params or 0 in group_ranks(group) else None

@@ -1,0 +1,1 @@
+"""Get and load the state of a model."""

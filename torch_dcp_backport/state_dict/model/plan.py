@@ -1,0 +1,331 @@
+"""The plan of a model's load of a full state dict, as data.
+
+Values that loading code of the model can look at go through the model's own `load_state_dict()`, one such
+module at a time; all others are written straight into their places. Nothing is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.state_dict.destination import FIRST, Becomes, fresh, unsharded
+from torch_dcp_backport.state_dict.fqn import ExtraState
+from torch_dcp_backport.state_dict.load import Inventory, Plan
+from torch_dcp_backport.state_dict.model.outline import Entry, Outline, is_meta, is_sliceable
+from torch_dcp_backport.state_dict.model.places import Place, governors_of
+from torch_dcp_backport.state_dict.source import About, Carried, Source, Unusable
+from torch_dcp_backport.transfer import Problem, TensorInfo
+from torch_dcp_backport.transfer.memory import has_slices
+
+#: The stage of values that the root's loading code looks at. Other stages are FQN prefixes, which end with a
+#: point; none is FIRST.
+ROOT = "the model"
+#: The owner of a value: entries, or its key for loading code, where no entry has it.
+Owner = Union[Sequence[Entry], str]
+
+
+class Governance(NamedTuple):
+    """The loading code that looks at values, for one inventory."""
+
+    #: Place -> FQN prefix of its governor; places without one are not in it.
+    by_place: Mapping[Place, str]
+    #: The FQN prefixes, also those of other ranks, in load order.
+    prefixes: Sequence[str]
+    #: FQN prefixes of modules without loading code that govern because their tensors are loaded whole.
+    blind: frozenset[str]
+    #: The ids of entries that are loaded whole, for their own sake or for that of the offer.
+    whole: frozenset[int]
+
+
+NOTHING_GOVERNED = Governance({}, (), frozenset(), frozenset())
+
+
+class ModelPlan(Plan):
+    """The destinations of a model's values, what its loading code finds, and the values as they come."""
+
+    def __init__(
+        self,
+        problems: list[Problem],
+        outline: Outline,
+        source: Source,
+        inventory: Inventory,
+        governance: Governance,
+    ) -> None:
+        super().__init__(problems)
+        self.outline = outline
+        self.source = source
+        self.inventory = {key: offer for key, offer in inventory.items() if key is not About.METADATA}
+        self.metadata: Optional[Mapping[str, dict[str, Any]]] = inventory.get(About.METADATA)
+        self.governance = governance
+        self.stages = [prefix or ROOT for prefix in governance.prefixes]
+        # FSDP1's own code talks to the other ranks: one that fails in it must not wait for them.
+        self.user_code = not outline.info.fsdp_modules and (
+            not self.is_plain or any(place.user_code for place in outline.places)
+        )
+        #: Keys of the state dict that are not the model's: the load key, where loading code can look at it.
+        self.unexpected: dict[Any, Optional[str]] = {}
+        #: Stage -> (key, owner) of values that are read as they are when their stage comes.
+        self.raw: dict[str, list[tuple[Any, Owner]]] = {}
+        #: load keys that may be missing: of frozen parameters, and of tensors that have another name.
+        self.forgiven: set[str] = set()
+        #: All names of a tensor on meta, and those in the checkpoint: each gets its own, then one stays.
+        self.untied: list[tuple[list[Entry], list[Entry]]] = []
+        #: The values that have arrived: of entries, and by load key of keys that are not the model's.
+        self.values: dict[Entry, Any] = {}
+        self.extra: dict[str, Any] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether load_state_dict() would do nothing with a tensor that is in place but copy it to itself.
+
+        With many small DTensors that costs more than the transfer. Nothing can see the difference: the
+        keys were judged before, and no loading code but torch's plain one takes part.
+        """
+        return not self.governance.prefixes and not self.outline.user_loader
+
+    def stage_of(self, entry: Entry) -> str:
+        """When an entry's value moves: first, or when its governor is about to look."""
+        governor = self.governance.by_place.get(entry.place)
+        return FIRST if governor is None else governor or ROOT
+
+    def stage_of_key(self, key: Any) -> str:
+        """The stage of a key that is not the model's."""
+        text = str(key)
+        return next(prefix or ROOT for prefix in self.governance.prefixes if text.startswith(prefix))
+
+    def load_key_of(self, key: Any) -> Optional[str]:
+        """Where loading code finds a key that is not the model's; None where none looks."""
+        text = str(key)
+        for place, governor in self.governance.by_place.items():
+            if governor == place.fqn and text.startswith(place.fqn):
+                return place.prefix + text[len(place.fqn) :]
+        return None
+
+    def is_looked_at(self, entry: Entry) -> bool:
+        """Whether loading code judges the shape."""
+        return entry.place in self.governance.by_place and entry.place.fqn not in self.governance.blind
+
+    def forgive(self, entries: Iterable[Entry]) -> None:
+        """Let names be missing. Loading code finds them missing, as they are."""
+        self.forgiven |= {entry.load_key for entry in entries}
+
+    def read_as_it_is(self, stage: str, key: Any, owner: Owner) -> None:
+        self.raw.setdefault(stage, []).append((key, owner))
+
+    def take(self, owner: Owner, value: Any) -> None:
+        """Give an owner its value."""
+        if isinstance(owner, str):
+            self.extra[owner] = value
+        else:
+            # One object for all names of a shared parameter, so that it stays shared.
+            self.values.update(dict.fromkeys(owner, value))
+
+
+def plan_model(
+    outline: Outline, source: Source, inventory: Inventory, stages: Sequence[str], problems: list[Problem]
+) -> ModelPlan:
+    """Plan the load of a full state dict; `stages` as in `Load.plan`."""
+    plan = ModelPlan(problems, outline, source, inventory, govern(outline, inventory, stages))
+    fqns = {entry.fqn for entry in outline.entries}
+    for key in plan.inventory:
+        if key not in fqns:
+            plan_unexpected(plan, key)
+    for entries in outline.ties:
+        present = [entry for entry in entries if entry.fqn in plan.inventory]
+        governed = any(
+            entry.place in plan.governance.by_place or id(entry) in plan.governance.whole for entry in entries
+        )
+        if not present:
+            plan_missing(plan, entries, may_be=governed and any(map(plan.is_looked_at, entries)))
+        elif governed:
+            plan_governed(plan, entries, present)
+        else:
+            plan_tied(plan, entries, present)
+    return plan
+
+
+# --- loading code ----------------------------------------------------------------------------
+
+
+def govern(outline: Outline, inventory: Inventory, stages: Sequence[str]) -> Governance:
+    """Find the loading code that looks at values, for this inventory."""
+    elsewhere = topmost("" if stage == ROOT else stage for stage in stages)
+    forced = set(elsewhere)
+    if outline.info.fsdp_modules or not outline.loads_as_torch:
+        forced.add("")
+    by_place = governors_of(outline.places, inventory, forced)
+    whole = frozenset(
+        id(entry) for entry in outline.entries if needs_whole(outline, entry, inventory.get(entry.fqn))
+    )
+    before, blind = set(forced), set()
+    for entries in outline.ties:
+        # A hook may change a value after it is loaded, and it may be loaded again under a later name.
+        governed = any(entry.place in by_place for entry in entries)
+        if governed or (len(entries) > 1 and any(entry.place.looked_at_after for entry in entries)):
+            forced |= {entry.place.fqn for entry in entries if entry.place not in by_place}
+            continue
+        # Whole tensors come one module at a time: a leaf governs itself. A module with others below it gets
+        # them first, with everything that is written in place.
+        leaves = {
+            entry.place.fqn for entry in entries if id(entry) in whole and not entry.place.module._modules
+        }
+        blind |= leaves
+        forced |= leaves
+    if forced != before:
+        by_place = governors_of(outline.places, inventory, forced)
+    prefixes = list(dict.fromkeys(by_place.values()))
+    if elsewhere:
+        prefixes = topmost([*elsewhere, *prefixes])
+    return Governance(by_place, prefixes, frozenset(blind), whole)
+
+
+def needs_whole(outline: Outline, entry: Entry, offer: Any) -> bool:
+    """Whether a value is loaded whole, for its own sake or for that of the offer."""
+    value = entry.value
+    if isinstance(value, ExtraState):
+        return False
+    if not is_sliceable(value) or id(value) in outline.overlapping:
+        return True
+    # A wrapper may know how to become a dense tensor; torch copies no sparse or quantized one into it.
+    is_wrapper = isinstance(offer, Carried) and type(offer.value) not in compat.PLAIN_TENSORS
+    return is_wrapper and not isinstance(value, compat.DTensor)
+
+
+def topmost(prefixes: Iterable[str]) -> list[str]:
+    """The prefixes without those that stand below another one."""
+    prefixes = list(dict.fromkeys(prefixes))
+    return [
+        prefix
+        for prefix in prefixes
+        if not any(prefix != other and prefix.startswith(other) for other in prefixes)
+    ]
+
+
+# --- destinations ----------------------------------------------------------------------------
+
+
+def plan_unexpected(plan: ModelPlan, key: Any) -> None:
+    """Plan a key that is not the model's: for loading code that may know it, on every rank."""
+    load_key = plan.unexpected[key] = plan.load_key_of(key)
+    if load_key is None:
+        if plan.outline.judges_keys:
+            plan.problems.append(Problem("Unexpected key(s) in state_dict", key))
+    elif not plan.outline.info.fsdp_modules:
+        plan_value(plan, key, None, plan.stage_of_key(key), load_key)
+    elif key in plan.source:
+        # FSDP1 looks at the dict of the caller.
+        plan.take(load_key, plan.source.tensor(key))
+
+
+def plan_missing(plan: ModelPlan, entries: list[Entry], may_be: bool) -> None:
+    """Plan a tensor that the checkpoint has under none of its names."""
+    value, outline = entries[0].value, plan.outline
+    frozen = isinstance(value, nn.Parameter) and not value.requires_grad
+    if outline.info.ignore_frozen_params and frozen and not is_meta(value):
+        # `get` leaves it out with the same options.
+        plan.forgive(entries)
+    elif outline.judges_keys and not may_be:
+        plan.problems += [Problem("Missing key(s) in state_dict", entry.fqn) for entry in entries]
+
+
+def plan_tied(plan: ModelPlan, entries: list[Entry], present: list[Entry]) -> None:
+    """Plan a tensor that is written in place, or made.
+
+    Of several names each has to fit, and the value of the last one loaded stays. One of them in the
+    checkpoint is enough: safetensors keep only one.
+    """
+    for entry in present:
+        plan_direct(plan, entry, entries)
+    for entry in present[:-1]:
+        plan.destinations.pop(entry.fqn, None)
+    if not is_meta(present[-1].value):
+        plan.forgive(entry for entry in entries if entry not in present)
+
+
+def plan_direct(plan: ModelPlan, entry: Entry, entries: list[Entry]) -> None:
+    live, key = entry.value, entry.fqn
+    offer = plan.inventory[key]
+    if isinstance(live, ExtraState):
+        plan_value(plan, key, None, FIRST, entries)
+    elif live.dim() == 0 and isinstance(offer, TensorInfo) and offer.shape == (1,) and not live.is_meta:
+        # load_state_dict() takes a one-element vector for a scalar; old checkpoints have them.
+        plan.want_in_place(key, live, entries, view=live.detach().view(1))
+    elif not plan.accepts(key, offer, tuple(live.shape)):
+        return
+    elif live.is_meta:
+        device, becomes = plan.outline.device_for(live), fresh_kind(live)
+        plan.destinations[key] = fresh(live, offer, device, entries, becomes=becomes)
+    else:
+        plan.want_in_place(key, live, entries)
+
+
+def plan_governed(plan: ModelPlan, entries: list[Entry], present: list[Entry]) -> None:
+    """Plan a tensor that loading code looks at: it gets what the checkpoint holds under each name."""
+    for entry in present:
+        if plan.is_looked_at(entry) or fits(plan, entry):
+            plan_value(plan, entry.fqn, entry.value, plan.stage_of(entry), [entry])
+    if not plan.outline.info.fsdp_modules:
+        plan.forgive(entry for entry in entries if entry not in present)
+        if len(entries) > 1 and is_meta(present[0].value):
+            plan.untied.append((entries, present))
+
+
+def fits(plan: ModelPlan, entry: Entry) -> bool:
+    """Whether a tensor that is loaded whole has the shape of the live one; if not, that is a problem."""
+    if isinstance(entry.value, ExtraState) or is_lazy(entry.value):
+        return True
+    offer = plan.inventory[entry.fqn]
+    if isinstance(offer, Carried):
+        offer = TensorInfo(tuple(offer.value.shape), offer.value.dtype)
+    return plan.accepts(entry.fqn, offer, tuple(entry.value.shape))
+
+
+def plan_value(plan: ModelPlan, key: Any, live: Any, stage: str, owner: Owner) -> None:
+    """Plan a value for loading code, which judges it: a shard where `live` is sharded, else whole.
+
+    The value of a dict that this rank holds itself is handed on as it is, as torch does.
+    """
+    offer, outline = plan.inventory[key], plan.outline
+    local = not outline.info.broadcast_from_rank0
+    if isinstance(offer, Unusable):
+        plan.usable(key, offer)
+    elif isinstance(offer, TensorInfo) and isinstance(live, compat.DTensor):
+        device = outline.device_for(live)
+        if local and key in plan.source.spread:
+            plan.read_as_it_is(stage, key, owner)
+        elif offer.shape == tuple(live.shape):
+            plan.destinations[key] = fresh(live, offer, device, owner, stage, fresh_kind(live))
+        else:
+            # Loading code that judges the shape finds that of the checkpoint.
+            destination = unsharded(offer, device, owner, stage)
+            plan.destinations[key] = destination._replace(becomes=Becomes.REPLICA, like=live)
+    elif local and not is_meta(live):
+        plan.read_as_it_is(stage, key, owner)
+    elif isinstance(offer, TensorInfo):
+        device = outline.device_for(live if torch.is_tensor(live) else None)
+        tensor = None if outline.assigns else tensor_of_source(plan.source, key, device)
+        plan.destinations[key] = unsharded(offer, device, owner, stage, tensor)
+    else:
+        plan.take(owner, offer.value if isinstance(offer, Carried) else offer)
+
+
+def tensor_of_source(source: Source, key: Any, device: torch.device) -> Optional[torch.Tensor]:
+    """The source's own tensor where loading code may get it as it is, as torch gives it."""
+    if dist.get_rank() or not source.is_dict or key not in source:
+        return None
+    value = source.value(key)
+    if not torch.is_tensor(value) or not has_slices(value) or value.device != device:
+        return None
+    return value.detach()
+
+
+def fresh_kind(live: torch.Tensor) -> Becomes:
+    """The kind of a value made for a live tensor: loading code puts a Parameter in place of one on meta."""
+    return Becomes.PARAMETER if live.is_meta and isinstance(live, nn.Parameter) else Becomes.NEW
