@@ -21,6 +21,9 @@ Folder = Union[str, "os.PathLike[str]"]
 class CheckpointingException(Exception):
     """A checkpoint cannot be saved or loaded: the same text on every rank."""
 
+    #: Whether all ranks that are there have heard of it; not where the first rank itself is gone.
+    is_agreed = False
+
 
 @dataclass
 class CheckpointingConfig:

@@ -14,7 +14,7 @@ import torch
 from torch_dcp_backport.dist_checkpointing.engine import load as engine
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened, Wanted
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, consult, ranks_of
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, consult, guard, ranks_of
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Place
 from torch_dcp_backport.dist_checkpointing.engine.reader import Reader, wrong_files
 from torch_dcp_backport.dist_checkpointing.engine.table import Table, cells_of, findings_of, keys_of
@@ -77,11 +77,11 @@ class Loading:
             CheckpointingException: something cannot be loaded as it is asked for.
         """
         call = self.call
-        with call.guard():
+        with guard(call):
             if self.mode.raises:
                 call.problems += unexpected_problems(self.unexpected)
             call.problems += engine.problems_of(self.index, self.wanted())
-            call.problems += wrong_files(self.checkpoint.folder, self.places())
+            call.problems += wrong_files(self.checkpoint.folder, self.places(), self.index)
             call.problems += unwritable(self.tensors)
             self.common = self.checkpoint.common_state(self.trust)
         table = table_of(self.parts.tensors, self.parts.objects)
@@ -99,7 +99,7 @@ class Loading:
                 raise Refusal(findings)
             return dict.fromkeys(tables, missing)
 
-        missing: set[str] = consult(call, table, decide, "planning")
+        missing: set[str] = consult(call, table, decide, Topic("planning"))
         if self.mode.logs and (missing or self.unexpected):
             logger.warning("%s: %s", self.checkpoint.folder, mismatch_text(missing, self.unexpected))
         return missing
@@ -130,7 +130,7 @@ class Loading:
         call.tally.meter.expect(
             lambda: sum(read.part.numel * read.dtype.itemsize for read in engine.reads_of(self.index, wanted))
         )
-        with call.tally.phase("reading"), call.guard(), torch.no_grad():
+        with call.tally.phase("reading"), guard(call), torch.no_grad():
             try:
                 self.reader.read(engine.reads_of(self.index, wanted))
                 for entry in self.parts.objects:
@@ -140,7 +140,7 @@ class Loading:
                         self.loaded[id(entry)] = value
             except Damaged as error:
                 call.fail(Problem("damaged", got=str(error)), error)
-        consult(call, None, lambda _: {}, "reading the records", DOUBTFUL)
+        consult(call, None, lambda _: {}, Topic("settling", DOUBTFUL))
 
     def result(self) -> StateDict:
         """The common state, what was loaded, and what is not saved, as one state dict."""

@@ -13,7 +13,7 @@ from torch_dcp_backport.dist_checkpointing import report
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.engine import load as engine
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
 from torch_dcp_backport.dist_checkpointing.engine.save import Saving
 from torch_dcp_backport.dist_checkpointing.engine.save import save as save_together
 from torch_dcp_backport.dist_checkpointing.loading import Loading, boxed
@@ -68,7 +68,7 @@ def save(
     """
     with begin(CANNOT_SAVE, "save", process_group) as call:
         parts, common = None, {}
-        with call.guard():
+        with guard(call):
             refuse_strategies(sharded_strategy, common_strategy)
             if async_sharded_save:
                 raise CheckpointingException("async_sharded_save is not supported yet")
@@ -140,7 +140,7 @@ def load(
     mode = parse_strict_flag(strict)
     with begin(CANNOT_LOAD, "load", process_group) as call:
         parts = None
-        with call.guard():
+        with guard(call):
             refuse_strategies(sharded_strategy, common_strategy)
             parts = split(sharded_state_dict)
         checkpoint = engine.open_together(call, Path(checkpoint_dir))

@@ -19,7 +19,7 @@ from torch_dcp_backport.dist_checkpointing.core import (
     maybe_load_config,
 )
 from torch_dcp_backport.dist_checkpointing.dict_utils import extract_matching_values
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, begin, consult
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, begin, consult
 from torch_dcp_backport.dist_checkpointing.engine.table import ObjectRow, Row, Table, cells_of, findings_of
 from torch_dcp_backport.dist_checkpointing.mapping import (
     CommonStateDict,
@@ -252,7 +252,7 @@ def determine_global_metadata(
             everyone = [said[rank] for rank in sorted(said)]
             return dict.fromkeys(said, everyone)
 
-        return local, consult(call, local, decide, "gathering")
+        return local, consult(call, local, decide, Topic("gathering"))
 
 
 def unexpected_problems(keys: Iterable[str]) -> list[Problem]:

@@ -5,6 +5,7 @@ Runs on the first rank alone. Between any two steps the folder is no checkpoint,
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 import zlib
@@ -37,12 +38,16 @@ def file_of(rank: int) -> str:
 
 def clear(folder: Path) -> None:
     """Make a folder no checkpoint: a save that fails must not leave a mixture of two that loads."""
+    unmark(folder)
+    files.step("remove old records")
+    files.remove([path for path in folder.iterdir() if RECORDS.fullmatch(path.name)])
+
+
+def unmark(folder: Path) -> None:
     for name in (CONFIG_FNAME, metadata.NAME):
         files.step(f"remove {name}")
         files.remove([folder / name])
         files.sync_folder(folder)
-    files.step("remove old records")
-    files.remove([path for path in folder.iterdir() if RECORDS.fullmatch(path.name)])
 
 
 def publish(folder: Path, index: Index, common: bytes, outputs: Mapping[int, Output]) -> None:
@@ -60,14 +65,20 @@ def publish(folder: Path, index: Index, common: bytes, outputs: Mapping[int, Out
     if findings:
         raise Refusal(findings)
     index.is_ours, index.common = True, (len(common), zlib.crc32(common))
-    files.publish(folder / COMMON, common)
-    files.publish(folder / metadata.NAME, metadata.to_bytes(index))
-    files.step("sync folder")
-    files.sync_folder(folder)
-    files.publish(folder / CONFIG_FNAME, MARKER)
-    files.step("sync marker")
-    files.sync_folder(folder)
-    files.step("done")
+    try:
+        files.publish(folder / COMMON, common)
+        files.publish(folder / metadata.NAME, metadata.to_bytes(index))
+        files.step("sync folder")
+        files.sync_folder(folder)
+        files.publish(folder / CONFIG_FNAME, MARKER)
+        files.step("sync marker")
+        files.sync_folder(folder)
+        files.step("done")
+    except Exception:
+        # The ranks remove their files when they hear of it: no marker may be left by then.
+        with contextlib.suppress(OSError):
+            unmark(folder)
+        raise
 
 
 def unseen(path: Path, nbytes: int) -> str:

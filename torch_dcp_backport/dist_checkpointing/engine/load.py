@@ -58,10 +58,9 @@ class Opened(NamedTuple):
             if data is None:
                 return {}
             value = values.loads(data, trust)
-        except Exception as error:
-            hint = "" if trust else " (trust=True makes objects of any class, and runs what the file says)"
+        except (values.Unloadable, Damaged, OSError) as error:
             raise CheckpointingException(
-                f"the common state of {self.folder} cannot be loaded{hint}: {error}"
+                f"the common state of {self.folder} cannot be loaded: {error}"
             ) from error
         return value[0] if is_listed else value
 
@@ -222,8 +221,7 @@ def load_object(reader: Reader, index: Index, key: str, trust: bool) -> Any:
     data = reader.read_object(index.objects[key])
     try:
         value = values.loads(data, trust)
-    except Exception as error:
-        hint = "" if trust else " (trust=True makes objects of any class, and runs what the file says)"
-        raise Damaged(f"{key} cannot be loaded{hint}: {error}") from error
+    except values.Unloadable as error:
+        raise Damaged(f"{key} cannot be loaded: {error}") from error
     is_listed = "/shard_" in key and isinstance(value, list) and len(value) == 1
     return value[0] if is_listed else value

@@ -5,9 +5,10 @@ A rank's problems, those that the first rank finds, and ranks that are gone: one
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Optional
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
@@ -20,6 +21,17 @@ from torch_dcp_backport.transfer.rounds import answer, ask
 
 #: (global rank, what it has a problem with)
 Findings = list[tuple[int, Problem]]
+
+
+class Topic(NamedTuple):
+    """What the ranks are deciding."""
+
+    #: What is under way: a phase of the report, and words of errors.
+    doing: str
+    #: What an error says of what was written.
+    so_far: str = UNCHANGED
+    #: The same, where the first rank is gone before it told what it had done; by default as above.
+    unheard: str = ""
 
 
 class Refusal(Exception):
@@ -37,6 +49,20 @@ def begin(title: str, operation: str, group: Group) -> Call:
     return Call(title, operation, (group,))
 
 
+def problem_from(error: Exception, key: str = "") -> Problem:
+    """What an error of one rank says to the others; our own says it already."""
+    return Problem(str(error), key) if isinstance(error, CheckpointingException) else problem_of(error, key)
+
+
+@contextlib.contextmanager
+def guard(call: Call, key: str = "") -> Iterator[None]:
+    """Turn an exception into a problem of this rank: the others wait in the next consultation."""
+    try:
+        yield
+    except Exception as error:
+        call.fail(problem_from(error, key), error)
+
+
 def is_alone(call: Call) -> bool:
     return not call.groups or len(call.ranks) == 1
 
@@ -49,8 +75,7 @@ def consult(
     call: Call,
     own: object,
     decide: Callable[[Mapping[int, Any]], Mapping[int, Any]],
-    doing: str,
-    so_far: str = UNCHANGED,
+    topic: Topic,
 ) -> Any:
     """Bring every rank's `own` to the first one, and its decision back to each.
 
@@ -59,8 +84,6 @@ def consult(
         decide: called on the first rank, where no rank has a problem, with what each rank said by global
             rank; returns the answer for each. Refuses with `Refusal`; what else it raises is the first
             rank's problem.
-        doing: what is under way, for the error where a rank is gone.
-        so_far: what an error says of what was written.
 
     Returns:
         This rank's answer.
@@ -68,28 +91,30 @@ def consult(
     Raises:
         CheckpointingException: a rank has a problem, is gone, or `decide` refused; the same on every rank.
     """
-    with call.tally.phase(doing):
-        with call.guard():
+    with call.tally.phase(topic.doing):
+        with guard(call):
             own = pickle.dumps(own)
         message = pickle.dumps((list(map(tuple, call.problems)), own if not call.problems else b""))
         if is_alone(call):
-            reply = _decision(call, {call.rank: message}, (), decide, doing)[call.rank]
+            reply = _decision(call, {call.rank: message}, (), decide, topic.doing)[call.rank]
         else:
-            reply = _exchanged(call, message, decide, doing, so_far)
+            reply = _exchanged(call, message, decide, topic)
     findings, result = pickle.loads(reply)
     if findings:
-        fail(call, [(rank, Problem(*problem)) for rank, problem in findings], so_far)
+        fail(call, [(rank, Problem(*problem)) for rank, problem in findings], topic.so_far)
     return pickle.loads(result)
 
 
-def _exchanged(call: Call, message: bytes, decide: Callable[..., Any], doing: str, so_far: str) -> bytes:
+def _exchanged(call: Call, message: bytes, decide: Callable[..., Any], topic: Topic) -> bytes:
     try:
         heard = ask(message, call.group)
-        replies = None if heard is None else _decision(call, *heard, decide, doing)
+        replies = None if heard is None else _decision(call, *heard, decide, topic.doing)
         return answer(replies, call.group)
     except RuntimeError as error:
-        text = f"{call.title}: {so_far}; rank {call.ranks[0]} did not answer while {doing}"
-        raise CheckpointingException(text) from error
+        raise CheckpointingException(
+            f"{call.title}: rank {call.ranks[0]} is gone, or too late, while {topic.doing}; "
+            f"{topic.unheard or topic.so_far}"
+        ) from error
 
 
 def _decision(
@@ -107,7 +132,7 @@ def _decision(
             findings = refusal.findings
         except Exception as error:
             call.cause = error
-            findings = [(call.rank, problem_of(error))]
+            findings = [(call.rank, problem_from(error))]
     told = [(rank, tuple(problem)) for rank, problem in findings]
     #: Ranks often have the same answer.
     packed: dict[int, bytes] = {}
@@ -138,7 +163,7 @@ def announce(call: Call, make: Callable[[], object], doing: str) -> Any:
                 findings = refusal.findings
             except Exception as error:
                 call.cause = error
-                findings = [(first, problem_of(error))]
+                findings = [(first, problem_from(error))]
             sent = pickle.dumps(([(rank, tuple(problem)) for rank, problem in findings], value))
         if not is_alone(call):
             try:
@@ -153,5 +178,6 @@ def announce(call: Call, make: Callable[[], object], doing: str) -> Any:
 
 
 def fail(call: Call, findings: Findings, so_far: str = UNCHANGED) -> NoReturn:
-    cause: Optional[BaseException] = call.cause
-    raise CheckpointingException(compose(call.title, findings, so_far)) from cause
+    error = CheckpointingException(compose(call.title, findings, so_far))
+    error.is_agreed = True
+    raise error from call.cause

@@ -7,6 +7,7 @@ attribute that torch passes over, and of the pickle itself behind its end.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import pickle
 import zlib
@@ -99,6 +100,14 @@ class Index:
             for chunk in stored.chunks:
                 yield key, chunk.place
         yield from self.objects.items()
+
+    @functools.cached_property
+    def ends(self) -> dict[str, int]:
+        """File -> where its last record ends."""
+        ends: dict[str, int] = {}
+        for _, place in self.places():
+            ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
+        return ends
 
 
 @contextlib.contextmanager

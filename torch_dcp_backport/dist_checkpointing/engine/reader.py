@@ -18,7 +18,7 @@ import torch
 from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing.engine import foreign
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Memory, Source
-from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Place
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place
 from torch_dcp_backport.dist_checkpointing.engine.records import bytes_to_words, form_of, strides_of
 from torch_dcp_backport.dist_checkpointing.engine.runs import LARGEST, extent_of, is_one_run, pieces
 from torch_dcp_backport.dist_checkpointing.engine.writer import bytes_of
@@ -106,12 +106,13 @@ class Held(Values):
         target[:] = self.data[start : start + target.nbytes]
 
 
-def wrong_files(folder: Path, places: Iterable[tuple[str, Place]]) -> Iterator[Problem]:
-    """Files that are not there or end before the records that they should hold; each with a key of its."""
-    ends: dict[str, tuple[int, str]] = {}
-    for key, place in places:
-        ends[place.file] = max(ends.get(place.file, (0, "")), (place.offset + place.length, key))
-    for name, (end, key) in ends.items():
+def wrong_files(folder: Path, needed: Iterable[tuple[str, Place]], index: Index) -> Iterator[Problem]:
+    """Files that are needed and not there, or end before one of their records; each with a key of its."""
+    keys: dict[str, str] = {}
+    for key, place in needed:
+        keys.setdefault(place.file, key)
+    for name, key in keys.items():
+        end = index.ends[name]
         try:
             size = os.stat(folder / name).st_size
         except OSError as error:

@@ -5,23 +5,28 @@ Collective; the caller's tensors are only read.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import commit, files, values, writer
 from torch_dcp_backport.dist_checkpointing.engine.assign import Item, Share, shares_of
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, consult, ranks_of
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, consult, guard, ranks_of
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place, Stored
 from torch_dcp_backport.dist_checkpointing.engine.table import Table, cells_of, findings_of
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
 from torch_dcp_backport.transfer import Call, Problem
 from torch_dcp_backport.transfer.memory import has_slices
 
-#: What an error says once the old marker is gone.
-UNFINISHED = "the folder holds no checkpoint now"
+PLANNING = Topic("planning")
+CLEARING = Topic("removing the old marker", "an older checkpoint in the folder may be gone")
+COMMITTING = Topic(
+    "committing", "the folder holds no checkpoint now", "whether the folder holds a checkpoint shows a load"
+)
 
 
 class Saving(NamedTuple):
@@ -67,12 +72,12 @@ def save(call: Call, saving: Saving) -> Output:
     for number, value in enumerate(saving.objects):
         entry = saving.table.objects[number]
         if entry.is_main:
-            with call.guard(entry.unique_key):
+            with guard(call, entry.unique_key):
                 # A list, as Megatron has it: of the values that a rank has under this key.
                 objects[number] = values.dumps([value])
     common = b""
     if call.rank == ranks_of(call)[0]:
-        with call.guard("common state"):
+        with guard(call, "common state"):
             common = values.dumps(saving.common)
     planned: dict[str, Any] = {}
 
@@ -84,18 +89,18 @@ def save(call: Call, saving: Saving) -> Output:
         planned["tables"], planned["shares"] = tables, shares_of(tables, cells, saving.is_balanced)
         return planned["shares"]  # type: ignore[no-any-return]
 
-    share: Share = consult(call, saving.table, plan, "planning")
+    share: Share = consult(call, saving.table, plan, PLANNING)
 
     def clear(ranks: Mapping[int, Any]) -> Mapping[int, Any]:
         commit.clear(saving.folder)
         return {}
 
-    consult(call, None, clear, "removing the old marker", UNFINISHED)
+    consult(call, None, clear, CLEARING)
     path = saving.folder / commit.file_of(call.rank)
     output = Output(path.name, 0, [], [])
     works = [work_of(saving, item) for item in share.tensors]
     call.tally.meter.expect(lambda: sum(work.form.nbytes for work in works))
-    with call.tally.phase("writing"), call.guard(path.name), torch.no_grad():
+    with call.tally.phase("writing"), guard(call, path.name), torch.no_grad():
         output = writer.write(
             path, works, [objects[number] for number in share.objects], call.tally.meter.add
         )
@@ -106,9 +111,12 @@ def save(call: Call, saving: Saving) -> Output:
         return {}
 
     try:
-        consult(call, output, publish, "committing", UNFINISHED)
-    except BaseException:
-        files.remove([path])
+        consult(call, output, publish, COMMITTING)
+    except CheckpointingException as error:
+        # Where the first rank is gone, its last step may have made this file a part of a checkpoint.
+        if error.is_agreed:
+            with contextlib.suppress(OSError):
+                files.remove([path])
         raise
     return output
 

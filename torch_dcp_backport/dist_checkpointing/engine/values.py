@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 from collections import OrderedDict
 from typing import Any
 
 import torch
 
 from torch_dcp_backport import compat
+
+
+class Unloadable(Exception):
+    """A value cannot be made from its bytes."""
 
 
 def safe_classes() -> list[Any]:
@@ -40,10 +45,21 @@ def loads(data: bytes, trust: bool = False) -> Any:
         trust: make objects of any class, which runs what the file says.
 
     Raises:
-        pickle.UnpicklingError: it has an object of a class that is not known to be harmless.
+        Unloadable: it is damaged, or has an object of a class that is not known to be harmless.
     """
     file = io.BytesIO(data)
-    if trust:
-        return torch.load(file, map_location="cpu", weights_only=False)
-    with compat.allowed_globals(safe_classes()):
-        return torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        if trust:
+            return torch.load(file, map_location="cpu", weights_only=False)
+        with compat.allowed_globals(safe_classes()):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # torch's text has a page of advice, and escape sequences.
+        name = re.search(r"(?:GLOBAL|class|global) ([\w.]+) was not", str(error))
+        if trust or name is None:
+            reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            raise Unloadable(f"it is damaged, or cannot be made here: {reason[0]}") from error
+        raise Unloadable(
+            f"it has {name[1]}, which is not known to be harmless; trust=True makes objects of any class, "
+            "and runs what the file says"
+        ) from error
