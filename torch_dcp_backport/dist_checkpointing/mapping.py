@@ -77,6 +77,8 @@ class ShardedTensor(ShardedBase):
     allow_shape_mismatch: bool = False
     #: Of Megatron before 0.16; not supported.
     flattened_range: Optional[slice] = None
+    #: Of `from_dtensor`: the lowest rank of the mesh. The same box on another mesh is a replica.
+    mesh: Optional[int] = None
 
     @property
     def has_regular_grid(self) -> bool:
@@ -224,6 +226,7 @@ class ShardedTensor(ShardedBase):
             None,
             mine.replica,
             allow_shape_mismatch=allow_shape_mismatch,
+            mesh=mine.mesh,
         )
 
     def init_data(

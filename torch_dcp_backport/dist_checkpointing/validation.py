@@ -109,6 +109,7 @@ def table_of(tensors: Iterable[ShardedTensor], objects: Iterable[ShardedObject])
                 tuple(part.global_offset),
                 part.box_size,
                 is_main_replica(part.replica_id),
+                part.mesh,
             )
             for part in tensors
         ],

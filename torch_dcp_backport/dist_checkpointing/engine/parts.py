@@ -5,7 +5,7 @@ Reads layouts only; moves nothing.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Union
+from typing import NamedTuple, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ class Part(NamedTuple):
     box: Box
     #: Zeros for the main copy.
     replica: Union[int, tuple[int, ...]]
+    #: The lowest rank of the mesh; None for a plain tensor.
+    mesh: Optional[int] = None
 
 
 def part_of_this_rank(key: str, tensor: torch.Tensor) -> Part:
@@ -41,7 +43,7 @@ def part_of_this_rank(key: str, tensor: torch.Tensor) -> Part:
     if tuple(local.shape) != box.size:
         # It has no elements, and another shape than the empty box.
         local = local.new_empty(box.size)
-    return Part(local, box, replica_of(layout, rank))
+    return Part(local, box, replica_of(layout, rank), min(layout.mesh.ranks) if layout.mesh else None)
 
 
 def replica_of(layout: Layout, rank: int) -> Union[int, tuple[int, ...]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -27,6 +27,8 @@ class Row(NamedTuple):
     offset: tuple[int, ...]
     size: tuple[int, ...]
     is_main: bool = True
+    #: The lowest rank of the mesh, of a DTensor's box.
+    mesh: Optional[int] = None
 
     @property
     def box(self) -> Box:
@@ -74,9 +76,25 @@ def cells_of(tables: Mapping[int, Table]) -> Cells:
                 box = whole(row.shape) if 0 in row.shape else row.box
                 boxes.setdefault(box, []).append(Held(rank, number, row))
     for boxes in cells.values():
-        for holders in boxes.values():
-            holders.sort(key=lambda held: not held.row.is_main)
+        for box, holders in boxes.items():
+            boxes[box] = sorted(without_twins(holders), key=lambda held: not held.row.is_main)
     return cells
+
+
+def without_twins(holders: list[Held]) -> list[Held]:
+    """The same holders, of which those on other meshes than the first one are no main replicas.
+
+    A DTensor that is not parallelised along all dimensions of the job's mesh, such as a norm's weight beside
+    tensor parallelism, is on several meshes that know nothing of each other, and is one tensor.
+    """
+    mains = [held.row.mesh for held in holders if held.row.is_main]
+    if len(mains) < 2 or None in mains or len(set(mains)) < len(mains):
+        return holders
+    first = min(mesh for mesh in mains if mesh is not None)
+    return [
+        held if held.row.mesh == first else held._replace(row=held.row._replace(is_main=False))
+        for held in holders
+    ]
 
 
 def findings_of(tables: Mapping[int, Table], cells: Cells) -> Findings:
