@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import io
 import re
 from collections import OrderedDict
@@ -17,19 +19,23 @@ class Unloadable(Exception):
     """A value cannot be made from its bytes."""
 
 
-def safe_classes() -> list[Any]:
+@functools.lru_cache(maxsize=1)
+def safe_classes() -> tuple[Any, ...]:
     """Harmless classes of the values in checkpoints, beyond tensors and Python's own."""
     kinds: list[Any] = [argparse.Namespace, OrderedDict]
     try:
         import numpy
     except ImportError:
-        return kinds
-    multiarray = getattr(numpy, "_core", None) or numpy.core
+        return tuple(kinds)
+    try:
+        multiarray: Any = importlib.import_module("numpy._core.multiarray")
+    except ImportError:  # numpy 1
+        multiarray = importlib.import_module("numpy.core.multiarray")
     dtypes = getattr(numpy, "dtypes", None)
-    kinds += [numpy.ndarray, numpy.dtype, multiarray.multiarray._reconstruct, multiarray.multiarray.scalar]
+    kinds += [numpy.ndarray, numpy.dtype, multiarray._reconstruct, multiarray.scalar]
     if dtypes is not None:
         kinds += [value for value in vars(dtypes).values() if isinstance(value, type)]
-    return kinds
+    return tuple(kinds)
 
 
 def dumps(value: object) -> bytes:
@@ -47,11 +53,11 @@ def loads(data: bytes, trust: bool = False) -> Any:
     Raises:
         Unloadable: it is damaged, or has an object of a class that is not known to be harmless.
     """
-    file = io.BytesIO(data)
+    file, safe = io.BytesIO(data), safe_classes()
     try:
         if trust:
             return torch.load(file, map_location="cpu", weights_only=False)
-        with compat.allowed_globals(safe_classes()):
+        with compat.allowed_globals(safe):
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         # torch's text has a page of advice, and escape sequences.
