@@ -9,6 +9,7 @@ from torch_dcp_backport.dist_checkpointing.core import (
     CheckpointingException,
     check_is_distributed_checkpoint,
 )
+from torch_dcp_backport.dist_checkpointing.inspection import verify
 from torch_dcp_backport.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -43,4 +44,5 @@ __all__ = [
     "load_sharded_metadata",
     "load_tensors_metadata",
     "save",
+    "verify",
 ]

@@ -11,6 +11,7 @@ from typing import Any, Optional, Union
 
 from torch_dcp_backport.dist_checkpointing import report
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
+from torch_dcp_backport.dist_checkpointing.engine import commit
 from torch_dcp_backport.dist_checkpointing.engine import load as engine
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
@@ -238,3 +239,17 @@ def load_content_metadata(
         preloaded_state_dict = load_common_state_dict(checkpoint_dir)
     content: Optional[dict[str, Any]] = preloaded_state_dict.get(CONTENT_METADATA)
     return content
+
+
+def remove_sharded_tensors(checkpoint_dir: Folder, key_prefix: str) -> None:
+    """Remove the tensors and objects whose keys begin so, and files that nothing else is in. Not collective.
+
+    Files that hold other records keep their size.
+
+    Raises:
+        CheckpointingException: no checkpoint of this room; others are not rewritten.
+    """
+    checkpoint = open_alone(checkpoint_dir)
+    if not checkpoint.holds.is_ours:
+        raise CheckpointingException(f"{checkpoint_dir} was not saved by this package, and is not rewritten")
+    commit.forget(checkpoint.folder, checkpoint.holds, lambda key: key.startswith(key_prefix))

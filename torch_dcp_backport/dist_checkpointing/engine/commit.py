@@ -9,7 +9,7 @@ import contextlib
 import re
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch_dcp_backport.dist_checkpointing.core import (
@@ -79,6 +79,18 @@ def publish(folder: Path, index: Index, common: bytes, outputs: Mapping[int, Out
         with contextlib.suppress(OSError):
             unmark(folder)
         raise
+
+
+def forget(folder: Path, index: Index, is_forgotten: Callable[[str], bool]) -> None:
+    """Rewrite the index without some keys, and then remove the files that only they had records in."""
+    before = set(index.ends)
+    kept = Index()
+    kept.common = index.common
+    kept.tensors = {key: stored for key, stored in index.tensors.items() if not is_forgotten(key)}
+    kept.objects = {key: place for key, place in index.objects.items() if not is_forgotten(key)}
+    files.publish(folder / metadata.NAME, metadata.to_bytes(kept))
+    files.sync_folder(folder)
+    files.remove([folder / name for name in before - set(kept.ends)])
 
 
 def unseen(path: Path, nbytes: int) -> str:
