@@ -1,6 +1,7 @@
-"""The command line: status, doctor, verify, report, run. Importing the package has activated it before.
+"""The command line: status, doctor, verify, report, checkpoint, run.
 
-Parses and delegates; must never decide anything about torch itself.
+Importing the package has activated it before. Parses and delegates; must never decide anything about torch
+itself.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ The fix of torch.distributed.checkpoint.state_dict for torch >= 2.4, < 2.7.
   doctor PROGRAM             say what binds torch's functions too early in PROGRAM, and what to change
   verify ...                 load a model with stock torch and with the fix, and compare memory and values
   report                     print what a bug report needs, to be pasted
+  checkpoint inspect DIR     say what a sharded checkpoint holds; `checkpoint verify DIR` reads all of it
   run SCRIPT ARGS...         run a script with the fix active, as `python SCRIPT ARGS...` would
   run -m MODULE ARGS...      run a module with the fix active, as `python -m MODULE ARGS...` would
   help [COMMAND]             this, or more about a command
@@ -163,6 +165,12 @@ def report(argv: list[str]) -> int:
     return 0
 
 
+def checkpoint(argv: list[str]) -> int:
+    from torch_dcp_backport.dist_checkpointing.inspection import main as checkpoint
+
+    return checkpoint(argv, f"{PROG} checkpoint")
+
+
 def run(argv: list[str]) -> int:
     """Become the program. Its SystemExit is ours."""
     if argv[:1] in (["-h"], ["--help"]):
@@ -184,7 +192,14 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"status": status, "doctor": doctor, "verify": verify, "report": report, "run": run}
+COMMANDS = {
+    "status": status,
+    "doctor": doctor,
+    "verify": verify,
+    "report": report,
+    "checkpoint": checkpoint,
+    "run": run,
+}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

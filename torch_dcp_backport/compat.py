@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Optional, cast
 
@@ -40,6 +40,7 @@ __all__ = [
     "DTensor",
     "Shard",
     "add_note",
+    "allowed_globals",
     "arrived",
     "as_dtensor",
     "backend_device_types",
@@ -292,3 +293,23 @@ def backends() -> dict[str, list[str]]:
 def default_backends() -> dict[str, str]:
     """Device type -> the backend that torch takes for it."""
     return dict(dist.Backend.default_device_backend_map)
+
+
+@contextlib.contextmanager
+def allowed_globals(kinds: Sequence[Any]) -> Iterator[None]:
+    """Let `torch.load(weights_only=True)` make objects of these classes meanwhile.
+
+    torch 2.5 came with a context for it; 2.4 has the list alone.
+    """
+    serialization: Any = torch.serialization
+    if hasattr(serialization, "safe_globals"):
+        with serialization.safe_globals(list(kinds)):
+            yield
+        return
+    before = serialization.get_safe_globals()
+    serialization.add_safe_globals(list(kinds))
+    try:
+        yield
+    finally:
+        serialization.clear_safe_globals()
+        serialization.add_safe_globals(before)

@@ -16,6 +16,7 @@ SAYS = {
     "fsdp2_full_state": r"19 tensors loaded, trained, saved and loaded again\n.*(applied|not-needed)",
     "hsdp_full_state": "8 tensors on 2 replicas of 2 shards",
     "lora_from_meta": "4 base weights loaded, 8 adapters saved",
+    "sharded_checkpoint": r"32 tensors saved by 4 ranks and loaded by 2\nsave: .*\nload: ",
     "tp_fsdp2_full_state": r"16 tensors; model\[0\].up.weight is placed as \(_StridedShard",
 }
 

@@ -47,6 +47,21 @@ def test_asking_for_what_is_not_there_imports_nothing(fresh: Fresh) -> None:
     }  # fmt: skip
 
 
+def test_what_the_shim_needs_loads_no_room_beside_it(fresh: Fresh) -> None:
+    facts = fresh(
+        """
+        import torch_dcp_backport
+        import torch_dcp_backport.state_dict
+        import torch_dcp_backport.transfer
+        import torch.distributed.checkpoint.state_dict
+        before = sorted(name for name in sys.modules if "dist_checkpointing" in name)
+        lazily = torch_dcp_backport.dist_checkpointing.__name__
+        tell(before=before, lazily=lazily)
+        """
+    ).facts
+    assert facts == {"before": [], "lazily": "torch_dcp_backport.dist_checkpointing"}
+
+
 def test_every_room_is_listed() -> None:
     packages = {path.parent.name for path in (ROOT / "torch_dcp_backport").glob("*/__init__.py")}
     # Of no use but in torch's modules: `dcp`.

@@ -1,0 +1,127 @@
+"""A save that is killed at any step: the folder is a whole checkpoint, or none; the other ranks are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool, RankError
+
+from torch_dcp_backport import dist_checkpointing as room
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
+from torch_dcp_backport.dist_checkpointing.engine import files
+
+
+def state_of(value: float, rank: int, world: int) -> dict[str, Any]:
+    data = torch.full((2, 3), value) + rank
+    large = torch.full((30000,), value) + rank
+    return {
+        "a": ShardedTensor.from_rank_offsets("a", data, (0, rank, world)),
+        "b": ShardedTensor.from_rank_offsets("b", large, (0, rank, world)),
+        "step": value,
+    }
+
+
+class Killed(BaseException):
+    """In place of a kill: nothing of the room's catches it."""
+
+
+def count_steps(folder: Path, limit: int) -> int:
+    """Save in this process and stop before a step; how many there were."""
+    count = 0
+
+    def step(name: str) -> None:
+        nonlocal count
+        if count == limit:
+            raise Killed(name)
+        count += 1
+
+    files.on_step = step
+    try:
+        room.save(state_of(2.0, 0, 1), folder)
+    except Killed:
+        pass
+    finally:
+        files.on_step = None
+    return count
+
+
+@pytest.mark.parametrize("is_overwrite", [False, True])
+def test_at_every_step_the_folder_is_a_whole_checkpoint_or_none(tmp_path: Path, is_overwrite: bool) -> None:
+    total = count_steps(tmp_path, 1000)
+    assert total > 12
+    outcomes = []
+    for limit in range(total):
+        folder = tmp_path / str(limit)
+        folder.mkdir()
+        if is_overwrite:
+            room.save(state_of(1.0, 0, 1), folder)
+        assert count_steps(folder, limit) == limit
+        target = state_of(0.0, 0, 1)
+        try:
+            result = room.load(target, folder)
+        except CheckpointingException:
+            outcomes.append(None)
+            assert torch.equal(target["a"].data, torch.zeros(2, 3))
+        else:
+            step = result["step"]
+            outcomes.append(step)
+            assert torch.equal(result["a"], torch.full((2, 3), step))
+            assert torch.equal(result["b"], torch.full((30000,), step))
+    # The older one until its marker goes, then none, then the new one.
+    order = [step for number, step in enumerate(outcomes) if not number or outcomes[number - 1] != step]
+    assert order == ([1.0, None, 2.0] if is_overwrite else [None, 2.0])
+
+
+def step_names(room: Any, folder: str) -> list[str]:
+    names: list[str] = []
+    files.on_step = names.append
+    try:
+        room.save(state_of(1.0, dist.get_rank(), dist.get_world_size()), folder)
+    finally:
+        files.on_step = None
+    return names
+
+
+def killed(room: Any, folder: str, victim: int, limit: int) -> str:
+    """Save; one rank is killed before a step. The error of the others."""
+    rank, count = dist.get_rank(), 0
+
+    def step(name: str) -> None:
+        nonlocal count
+        if count == limit:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+
+    files.on_step = step if rank == victim else None
+    try:
+        room.save(state_of(2.0, rank, dist.get_world_size()), folder)
+    except room.CheckpointingException as error:
+        raise AssertionError(f"TOLD {error}") from None
+    return "saved"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_is_told_of_by_the_others(tmp_path: Path, victim: int) -> None:
+    world = 3
+    pool = Pool(world, "torch_dcp_backport.dist_checkpointing", timeout=15.0, limit=60.0)
+    names = pool.run(step_names, str(tmp_path))[victim]
+    # The first, the last, and one of each kind in between.
+    limits = sorted({0, names.index("write record"), len(names) - 1})
+    for limit in limits:
+        if not pool.usable:
+            pool = Pool(world, "torch_dcp_backport.dist_checkpointing", timeout=15.0, limit=60.0)
+        with pytest.raises(RankError) as caught:
+            pool.run(killed, str(tmp_path), victim, limit)
+        text = str(caught.value)
+        assert f"the process of rank {victim} died" in text
+        told = [line for line in text.splitlines() if "AssertionError: TOLD" in line]
+        assert len(told) == world - 1, text
+        assert len(set(told)) == 1, text
+        assert f"rank {victim} is gone" in text or f"rank {victim}: the rank is gone" in text, text
+    pool.close()

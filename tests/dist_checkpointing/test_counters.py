@@ -1,0 +1,67 @@
+"""What a load reads and holds, and what a save holds: bounded, whatever the spreads are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport.dist_checkpointing import ShardedTensor
+from torch_dcp_backport.regression import meter
+
+MIB = 2**20
+#: A tensor of 64 MiB: a column's share of a row has 64 KiB on four ranks.
+SHAPE = (256, 65536)
+
+
+def shard(dim: int, strided: bool = False) -> ShardedTensor:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    size = list(SHAPE)
+    size[dim] //= world
+    data = torch.ones(size[::-1]).t() if strided else torch.ones(size)
+    return ShardedTensor.from_rank_offsets("w", data, (dim, rank, world))
+
+
+def peak_of(call: Any) -> float:
+    """Peak bytes above what was there before; 0 where this system does not tell."""
+    if not meter.forget_peak():
+        return 0.0
+    before = meter.resident()
+    call()
+    return float(meter.peak_resident() - before)
+
+
+def saved(room: Any, folder: str, dim: int, strided: bool) -> float:
+    part = shard(dim, strided)
+    return peak_of(lambda: room.save({"w": part}, folder))
+
+
+def loaded(room: Any, folder: str, dim: int) -> tuple[float, float]:
+    """(bytes read / bytes of the own shard, peak bytes above the state)."""
+    part = shard(dim)
+    part.data.zero_()
+    room.load({"w": part}, folder)
+    part.data.zero_()
+    peak = peak_of(lambda: room.load({"w": part}, folder))
+    assert bool((part.data == 1).all())
+    return room.last_report().nbytes / part.data.nbytes, peak
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_the_memory_of_a_save(ranks: Any, tmp_path: Path, strided: bool) -> None:
+    ranks(saved, str(tmp_path), 0, strided)
+    assert max(ranks(saved, str(tmp_path), 0, strided)) <= 16 * MIB
+
+
+@pytest.mark.parametrize(
+    ("dim", "world", "most"),
+    [(0, 4, 1.02), (0, 8, 1.02), (0, 2, 1.02), (1, 4, 1.1), (0, 1, 1.02)],
+)
+def test_a_load_reads_what_it_needs(ranks: Any, tmp_path: Path, dim: int, world: int, most: float) -> None:
+    ranks(saved, str(tmp_path), 0, False)
+    for ratio, peak in ranks(loaded, str(tmp_path), dim, world=world):
+        assert ratio <= most
+        assert peak <= 16 * MIB

@@ -1,0 +1,172 @@
+"""Checkpoints that are damaged, cut short or crafted: an error on every rank, never other values."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_dcp_backport import dist_checkpointing as room
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
+
+VALUES = {
+    "small": torch.arange(12.0).view(3, 4),
+    # With a table of checksums.
+    "large": torch.arange(6000, dtype=torch.float32).view(60, 100),
+}
+STATE = {"step": 3, "rates": [0.1, {"warm": True}]}
+OBJECT = {"seed": torch.arange(5)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    state: dict[str, Any] = {key: ShardedTensor.from_dtensor(key, value) for key, value in VALUES.items()}
+    room.save({**state, **STATE, "rng": ShardedObject("rng", OBJECT, (1,), (0,))}, folder)
+    return folder
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """The small tensor whole, and parts of the large one: rows, and columns."""
+    state: dict[str, Any] = {
+        "small": ShardedTensor("small", None, torch.float32, (3, 4), (3, 4), (0, 0), None),
+        "rows": ShardedTensor("large", None, torch.float32, (7, 100), (60, 100), (20, 0), None),
+        "columns": ShardedTensor("large", None, torch.float32, (60, 9), (60, 100), (0, 5), None),
+        "rng": ShardedObject("rng", None, (1,), (0,)),
+    }
+    result: dict[str, Any] = room.load(state, folder, validate_access_integrity=False)
+    return result
+
+
+def is_right(result: dict[str, Any]) -> bool:
+    return (
+        torch.equal(result["small"], VALUES["small"])
+        and torch.equal(result["rows"], VALUES["large"][20:27])
+        and torch.equal(result["columns"], VALUES["large"][:, 5:14])
+        and torch.equal(result["rng"]["seed"], OBJECT["seed"])
+        and {key: result[key] for key in STATE} == STATE
+    )
+
+
+def test_a_flipped_bit_is_an_error_wherever_it_is(checkpoint: Path) -> None:
+    assert is_right(load(checkpoint))
+    outcomes: dict[str, list[int]] = {}
+    for path in sorted(checkpoint.iterdir()):
+        content = path.read_bytes()
+        step = 64 if path.suffix != ".json" else 1
+        for bit in range(0, 8 * len(content), step):
+            flipped = bytearray(content)
+            flipped[bit // 8] ^= 1 << (bit // 64 + bit) % 8
+            path.write_bytes(flipped)
+            try:
+                result = load(checkpoint)
+            except CheckpointingException:
+                outcomes.setdefault(path.name, [0, 0])[0] += 1
+            else:
+                # Not asked for: rows and columns of the large tensor leave most of it alone.
+                assert is_right(result), f"{path.name}, byte {bit // 8}"
+                outcomes.setdefault(path.name, [0, 0])[1] += 1
+        path.write_bytes(content)
+    unread = outcomes.pop("__0_0.distcp")
+    assert all(passed == 0 for _, passed in outcomes.values()), outcomes
+    assert unread[0] > 0
+    # Rows take three grains of six, columns all of them.
+    assert unread[1] == 0
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
+@pytest.mark.parametrize("keep", [None, 0.0, 0.5, -1])
+def test_a_file_that_is_missing_or_cut_short(checkpoint: Path, name: str, keep: Any) -> None:
+    path = checkpoint / name
+    content = path.read_bytes()
+    path.unlink()
+    if keep is not None:
+        path.write_bytes(content[: int(len(content) * keep) if keep >= 0 else -1])
+    target = torch.full((3, 4), 7.0)
+    with pytest.raises(CheckpointingException) as caught:
+        room.load({"small": ShardedTensor.from_dtensor("small", target)}, checkpoint)
+    if name != ".metadata" or keep is None:
+        assert name in str(caught.value)
+    assert torch.equal(target, torch.full((3, 4), 7.0))
+
+
+def test_a_record_of_another_save_is_an_error(checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    state: dict[str, Any] = {key: ShardedTensor.from_dtensor(key, value + 1) for key, value in VALUES.items()}
+    room.save({**state, **STATE, "rng": ShardedObject("rng", OBJECT, (1,), (0,))}, other)
+    shutil.copy(other / "__0_0.distcp", checkpoint)
+    with pytest.raises(CheckpointingException, match=r"small: __0_0\.distcp: .*wrong checksum"):
+        load(checkpoint)
+
+
+class Crafted:
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [(os.system, ("true",)), (eval, ("1",)), (getattr, ("x", "upper")), (torch.load, ("x",))],
+)
+def test_metadata_that_would_run_code_is_refused(
+    checkpoint: Path, function: Callable[..., Any], args: Any
+) -> None:
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Crafted(function, *args)))
+    with pytest.raises(CheckpointingException, match="which a checkpoint's metadata has no use for"):
+        load(checkpoint)
+
+
+def test_a_file_outside_the_folder_is_refused(checkpoint: Path) -> None:
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    del metadata.torch_dcp_backport
+    for info in metadata.storage_data.values():
+        info.relative_path = "../" + info.relative_path
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointingException, match="a file outside the checkpoint's folder"):
+        load(checkpoint)
+
+
+def test_objects_that_would_run_code_are_refused_unless_trusted(tmp_path: Path) -> None:
+    state = {"rng": ShardedObject("rng", Crafted(len, "abc"), (1,), (0,)), "w": 1}
+    room.save(state, tmp_path)
+    asked = {"rng": ShardedObject("rng", None, (1,), (0,))}
+    with pytest.raises(CheckpointingException, match=r"trust=True"):
+        room.load(asked, tmp_path)
+    assert room.load(asked, tmp_path, trust=True) == {"rng": 3, "w": 1}
+    room.save({"w": Crafted(len, "abc")}, tmp_path)
+    with pytest.raises(CheckpointingException, match=r"common state .* trust=True"):
+        room.load({}, tmp_path)
+    assert room.load({}, tmp_path, trust=True) == {"w": 3}
+
+
+@pytest.mark.parametrize(
+    ("marker", "words"),
+    [
+        ('{"sharded_backend": "zarr"}', "another format: zarr 1"),
+        ('{"sharded_backend": "torch_dist", "sharded_backend_version": 2}', "another format: torch_dist 2"),
+        ("[]", "is damaged, or of another format"),
+    ],
+)
+def test_another_format_is_refused(checkpoint: Path, marker: str, words: str) -> None:
+    (checkpoint / "metadata.json").write_text(marker)
+    with pytest.raises(CheckpointingException, match=words):
+        load(checkpoint)
+
+
+def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder, words in ((tmp_path, "holds no distributed checkpoint"), (tmp_path / "no", "is no folder")):
+        with pytest.raises(CheckpointingException, match=words):
+            room.load({}, folder)
+    assert not room.check_is_distributed_checkpoint(tmp_path)

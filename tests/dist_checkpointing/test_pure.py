@@ -1,0 +1,225 @@
+"""The arithmetic of boxes, runs, records and shares, against brute force."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_dcp_backport.dist_checkpointing.engine import foreign
+from torch_dcp_backport.dist_checkpointing.engine.assign import cut, shares_of
+from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Memory
+from torch_dcp_backport.dist_checkpointing.engine.metadata import (
+    Chunk,
+    Index,
+    Place,
+    Stored,
+    from_bytes,
+    to_bytes,
+)
+from torch_dcp_backport.dist_checkpointing.engine.records import (
+    Entry,
+    Form,
+    RunningSum,
+    bytes_to_words,
+    ending,
+    form_of,
+)
+from torch_dcp_backport.dist_checkpointing.engine.runs import pieces
+from torch_dcp_backport.dist_checkpointing.engine.table import Row, Table, cells_of, fills, findings_of
+from torch_dcp_backport.dist_checkpointing.engine.unpickle import Refused
+from torch_dcp_backport.transfer import Box
+from torch_dcp_backport.transfer.layout import whole
+
+SIZES = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
+
+
+@st.composite
+def nested(draw: Any) -> tuple[Box, Box]:
+    """A stored box, and a part of it."""
+    size = draw(SIZES)
+    base = tuple(draw(st.integers(0, 3)) for _ in size)
+    starts = tuple(draw(st.integers(0, extent - 1)) for extent in size)
+    sizes = tuple(draw(st.integers(1, extent - start)) for extent, start in zip(size, starts))
+    return Box(base, size), Box(tuple(map(sum, zip(base, starts))), sizes)
+
+
+@settings(deadline=None)
+@given(nested(), st.sampled_from([1, 2, 8]), st.integers(1, 200), st.integers(0, 40))
+def test_pieces_have_every_byte_of_a_part_once(
+    boxes: tuple[Box, Box], itemsize: int, largest: int, gap: int
+) -> None:
+    stored, part = boxes
+    values = torch.arange(stored.numel).view(stored.size)
+    wanted = values[part.within(stored)].flatten().tolist()
+    got: list[int] = []
+    for piece in pieces(stored, part, itemsize, largest, gap):
+        span = piece.stop - piece.start
+        assert span <= largest or piece.box.numel == 1
+        elements = values[piece.box.within(stored)].flatten().tolist()
+        assert (min(elements) * itemsize, (max(elements) + 1) * itemsize) == (piece.start, piece.stop)
+        read = sorted(elements)
+        holes = [(after - before - 1) * itemsize for before, after in zip(read, read[1:])]
+        assert max(holes, default=0) <= gap
+        got += elements
+    assert sorted(got) == sorted(wanted)
+    assert len(got) == len(wanted)
+
+
+@settings(deadline=None, max_examples=60)
+@given(SIZES, st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.int8]))
+def test_a_record_is_what_torch_loads(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_record(size, dtype)
+
+
+DTYPES = [
+    torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.uint8, torch.complex64,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [(), (0, 3), (70, 100), (5, 1)])
+def test_records_of_other_dtypes_and_with_a_table(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_record(size, dtype)
+
+
+def record_of(form: Form, data: bytes) -> bytes:
+    total = RunningSum(form.grain)
+    total.add(memoryview(data))
+    return b"".join((form.head(total.crc), data, form.tail(total.crc, total.table)))
+
+
+def check_record(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    form = form_of(dtype, size)
+    data = bytes(number % 2 for number in range(form.nbytes))
+    record = record_of(form, data)
+    assert len(record) == form.length
+    assert form.at % 64 == 0
+    value = torch.load(io.BytesIO(record), weights_only=True)
+    assert (value.dtype, tuple(value.shape)) == (dtype, size)
+    assert value.is_contiguous()
+    assert bytes(value.reshape(-1).view(torch.uint8).tolist()) == data
+    with zipfile.ZipFile(io.BytesIO(record)) as archive:
+        assert archive.testzip() is None
+    # And as a record that somebody else has written.
+    place = Place("file", 7, len(record))
+    located = foreign.locate(Memory(bytearray(7) + bytearray(record), "file"), place, size)
+    assert located is not None
+    assert (located.dtype, located.at, located.nbytes) == (dtype, 7 + form.at, form.nbytes)
+
+
+def test_a_table_verifies_every_run_of_grains() -> None:
+    form = form_of(torch.uint8, (50000,))
+    total = RunningSum(form.grain)
+    total.add(memoryview(bytes(50000)))
+    words = bytes_to_words(total.table)
+    assert (form.grain, len(words), words[-1]) == (4096, 13, total.crc)
+    assert form_of(torch.float32, (2**31,)).table_bytes <= 2**20
+
+
+def test_sizes_beyond_four_gib_have_their_fields() -> None:
+    form = form_of(torch.uint8, (2**33,))
+    head, tail = form.head(1), form.tail(1, bytes(form.table_bytes))
+    assert form.length == len(head) + 2**33 + len(tail)
+    entry = Entry("archive/data/0", 2**33, 1, 100)
+    assert entry.sizes() in head
+    assert b"PK\6\6" in tail
+    assert b"PK\6\7" in tail
+    assert b"PK\6\6" not in ending(3, 100, 1000)
+
+
+@pytest.mark.parametrize("strides", ["transposed", "expanded", "narrowed"])
+def test_records_of_torch_that_are_not_row_major(strides: str) -> None:
+    value = {
+        "transposed": torch.arange(6.0).view(2, 3).t(),
+        "expanded": torch.arange(3.0).expand(2, 3),
+        "narrowed": torch.arange(6.0).view(3, 2)[1:],
+    }[strides]
+    file = io.BytesIO()
+    torch.save(value, file)
+    data = bytearray(file.getvalue())
+    assert foreign.locate(Memory(data, "file"), Place("file", 0, len(data)), tuple(value.shape)) is None
+    with pytest.raises(Damaged, match="has shape"):
+        foreign.locate(Memory(data, "file"), Place("file", 0, len(data)), (1, 1, 1))
+
+
+def test_metadata_comes_back_and_its_damage_is_seen() -> None:
+    index = Index()
+    chunks = [
+        Chunk(Box((start, 0), (1, 4)), Place("__0_0.distcp", 100 * start, 100, 7 + start))
+        for start in range(9)
+    ]
+    index.tensors["w"] = Stored(torch.bfloat16, (9, 4), chunks)
+    index.objects["rng/shard_0_1"] = Place("__1_0.distcp", 0, 10, 2**32 - 1)
+    index.common = (5, 6)
+    data = to_bytes(index)
+    again = from_bytes(data)
+    assert again.tensors["w"].chunks == chunks
+    assert (again.objects, again.common, again.is_ours) == (index.objects, (5, 6), True)
+    assert [chunk.place.crc for chunk, _ in again.tensors["w"].parts_of(Box((2, 1), (3, 2)))] == [9, 10, 11]
+    assert again.ends == {"__0_0.distcp": 900, "__1_0.distcp": 10}
+    for cut_short in (data[:-1], data + b"x", data[:-4]):
+        with pytest.raises(Refused):
+            from_bytes(cut_short)
+
+
+@settings(deadline=None)
+@given(SIZES, st.integers(1, 9))
+def test_a_cut_box_is_covered(size: tuple[int, ...], parts: int) -> None:
+    boxes = cut(whole(size), parts)
+    assert sum(box.numel for box in boxes) == whole(size).numel
+    assert fills(boxes, size)
+
+
+def rows_of(replicas: int, shards: int, sizes: list[int]) -> dict[int, Table]:
+    """HSDP: every tensor in shards, each held by as many ranks as there are replicas."""
+    tables = {}
+    for rank in range(replicas * shards):
+        replica, shard = divmod(rank, shards)
+        tables[rank] = Table(
+            [
+                Row(f"{number}", torch.float32, (shards * size,), (shard * size,), (size,), replica == 0)
+                for number, size in enumerate(sizes)
+            ]
+        )
+    return tables
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 4), st.integers(1, 4), st.lists(st.integers(10**5, 10**7), min_size=1, max_size=9))
+def test_replicas_are_written_once_and_by_all_alike(replicas: int, shards: int, sizes: list[int]) -> None:
+    tables = rows_of(replicas, shards, [*sizes, 2 * sum(sizes)])
+    cells = cells_of(tables)
+    assert findings_of(tables, cells) == []
+    shares = shares_of(tables, cells)
+    load = {rank: sum(item.box.numel for item in share.tensors) for rank, share in shares.items()}
+    assert sum(load.values()) == 3 * sum(sizes) * shards
+    grain = 2 * max(sum(load.values()) // len(load) // 20, 256 * 1024 // 4)
+    assert max(load.values()) <= sum(load.values()) / len(load) + grain
+    written: dict[str, list[Box]] = {}
+    for rank, share in shares.items():
+        for item in share.tensors:
+            written.setdefault(tables[rank].tensors[item.number].key, []).append(item.box)
+    for number, size in enumerate([*sizes, 2 * sum(sizes)]):
+        assert fills(written[str(number)], (shards * size,))
+
+
+def test_hsdp_with_a_large_embedding_is_balanced() -> None:
+    tables = rows_of(2, 2, [2**20] * 8 + [2**24])
+    shares = shares_of(tables, cells_of(tables))
+    load = [sum(item.box.numel for item in share.tensors) for share in shares.values()]
+    assert max(load) / (sum(load) / 4) <= 1.05
+    alone = shares_of(tables, cells_of(tables), balanced=False)
+    assert [len(share.tensors) for share in alone.values()] == [9, 9, 0, 0]
+
+
+def test_grids() -> None:
+    assert not fills([Box((0,), (2,)), Box((3,), (1,))], (4,))
+    assert not fills([Box((0, 0), (2, 1)), Box((0, 1), (1, 1))], (2, 2))
+    assert fills([Box((), ())], ())

@@ -1,0 +1,263 @@
+"""What cannot be saved or loaded: one error on every rank, before any file or tensor was touched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
+
+
+def rows(rank: int, world: int = 4, **kwargs: Any) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), (0, rank, world), **kwargs)
+
+
+def box(offset: int, size: int, key: str = "w", replica: Any = 0) -> ShardedTensor:
+    return ShardedTensor(
+        key, torch.ones(size, 3), torch.float32, (size, 3), (8, 3), (offset, 0), None, replica
+    )
+
+
+def another_dtype(rank: int) -> Any:
+    data = torch.ones(2, 3, dtype=torch.float64 if rank == 2 else torch.float32)
+    return ShardedTensor.from_rank_offsets("w", data, (0, rank, 4))
+
+
+def another_shape(rank: int) -> Any:
+    return ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), (0, rank, 5 if rank == 1 else 4))
+
+
+def unpicklable(rank: int) -> Any:
+    return ShardedObject("rng", (lambda: 0) if rank == 3 else 1, (4,), (rank,))
+
+
+#: What each rank passes -> words of the error.
+SAVES: dict[str, tuple[Callable[[int], Any], str]] = {
+    "two main replicas": (
+        lambda rank: rows(rank // 2, 2),
+        r"rank 1: 2 main replicas of \[0:2, 0:3\]: w \(expected one, got replica_id 0 on ranks \[0, 1\]\)",
+    ),
+    "no main replica": (
+        lambda rank: rows(rank, replica_id=int(rank == 1)),
+        r"rank 1: no main replica of \[2:4, 0:3\]: w",
+    ),
+    "a gap": (lambda rank: box(2 * rank, 1 if rank == 1 else 2), "expected 24 elements, got 21 elements"),
+    "an overlap": (
+        lambda rank: box(2 * rank, 3 if rank == 1 else 2),
+        r"rank 2: boxes overlap: \[4:6, 0:3\] and \[2:5, 0:3\] of rank 1: w",
+    ),
+    "dtypes": (
+        another_dtype,
+        r"rank 2: another dtype .* w \(expected torch.float32 as rank 0, got torch.float64",
+    ),
+    "shapes": (
+        another_shape,
+        r"rank 1: another global shape .* \(expected \(8, 3\) as rank 0, got \(10, 3\)\)",
+    ),
+    "no data": (
+        lambda rank: rows(rank).without_data() if rank == 1 else rows(rank),
+        "rank 1: .*without data: w",
+    ),
+    "an object that is there twice": (
+        lambda rank: ShardedObject("rng", 1, (4,), (min(rank, 2),)),
+        "rank 3: 2 main replicas of an object: rng/shard_2_4",
+    ),
+    "an object that is missing": (
+        lambda rank: ShardedObject("rng", 1, (5,), (rank,)),
+        r"objects are missing from the grid: rng \(expected 5 objects, got 4 objects\)",
+    ),
+    "a slash": (lambda rank: ShardedObject("a/b", 1, (4,), (rank,)), 'whose key has a "/": a/b'),
+    "unpicklable": (unpicklable, "rank 3: .*(pickle|lambda).*: rng/shard_3_4"),
+    "a tuple": (lambda rank: (rows(rank),), "w is in a tuple at value; put it in a list"),
+    "meta": (
+        lambda rank: ShardedTensor.from_rank_offsets("w", torch.ones(2, device="meta"), (0, rank, 4)),
+        r"without values in memory: w \(on the meta device\)",
+    ),
+    "an offset that is no multiple": (
+        lambda rank: ShardedTensor(
+            "w", torch.ones(2, 3), torch.float32, (2, 3), (8, 3), (2 * rank + (rank == 3) * -1, 0), (4, 1)
+        ),
+        "rank 3: an offset that is no multiple of the local shape",
+    ),
+    "an axis too few": (
+        lambda rank: ShardedTensor("w", torch.ones(2, 3), torch.float32, (2, 3), (8,), (0,), (4,)),
+        "wrong number of axes",
+    ),
+}
+
+
+def error_of(call: Callable[[], object]) -> str:
+    with pytest.raises(CheckpointingException) as caught:
+        call()
+    return str(caught.value)
+
+
+def refused_save(room: Any, folder: str, case: str) -> str:
+    part, _ = SAVES[case]
+    state = {"value": part(dist.get_rank())}
+    return error_of(lambda: room.save(state, folder))
+
+
+def good_save(room: Any, folder: str) -> None:
+    room.save({"value": rows(dist.get_rank()), "step": 1}, folder)
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_a_save_that_cannot_be(ranks: Any, tmp_path: Path, case: str) -> None:
+    ranks(good_save, str(tmp_path))
+    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()}
+    texts = ranks(refused_save, str(tmp_path), case)
+    assert len(set(texts)) == 1, texts
+    assert re.search(SAVES[case][1], texts[0]), texts[0]
+    assert "nothing was changed" in texts[0]
+    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()} == before
+
+
+def missing_folder(room: Any, folder: str) -> str:
+    where = folder if dist.get_rank() != 1 else f"{folder}/no"
+    return error_of(lambda: room.save({"value": rows(dist.get_rank())}, where))
+
+
+def test_a_folder_that_a_rank_does_not_see(ranks: Any, tmp_path: Path) -> None:
+    texts = ranks(missing_folder, str(tmp_path))
+    assert len(set(texts)) == 1
+    assert "rank 1: no such folder" in texts[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def failing_write(room: Any, folder: str, number: int) -> str:
+    """One rank's disk is full: before the first byte, or in the middle."""
+    import errno
+
+    from torch_dcp_backport.dist_checkpointing.engine import files
+
+    real = files.reserve, files.write_all
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if dist.get_rank() == 2:
+        setattr(files, ("reserve", "write_all")[number], full)
+    try:
+        return error_of(lambda: room.save({"value": rows(dist.get_rank())}, folder))
+    finally:
+        files.reserve, files.write_all = real
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_full_disk(ranks: Any, tmp_path: Path, number: int) -> None:
+    texts = ranks(failing_write, str(tmp_path), number)
+    assert len(set(texts)) == 1
+    assert "rank 2: OSError: [Errno 28] No space left on device: __2_0.distcp" in texts[0]
+    assert "the folder holds no checkpoint now" in texts[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def zeros(offset: int = 0, size: int = 8, **kwargs: Any) -> ShardedTensor:
+    dtype = kwargs.pop("dtype", torch.float32)
+    shape = kwargs.pop("shape", (8, 3))
+    data = torch.zeros(size, 3, dtype=dtype)
+    return ShardedTensor("w", data, dtype, (size, 3), shape, (offset, 0), None, dist.get_rank(), **kwargs)
+
+
+def expanded() -> ShardedTensor:
+    return ShardedTensor("w", torch.zeros(1, 3).expand(8, 3), torch.float32, (8, 3), (8, 3), (0, 0), None, 0)
+
+
+#: What rank 1 passes, where the others want the whole tensor -> words of the error.
+LOADS: dict[str, tuple[Callable[[], Any], str]] = {
+    "another shape": (
+        lambda: zeros(shape=(9, 3)),
+        r"rank 1: wrong global shape: w \(expected \(8, 3\) as saved, got \(9, 3\)\)",
+    ),
+    "a dtype that would lose values": (
+        lambda: zeros(dtype=torch.int32),
+        r"rank 1: a dtype that would lose values: w \(expected torch.float32 as saved, got torch.int32\)",
+    ),
+    "an unexpected tensor": (
+        lambda: ShardedTensor("v", None, torch.float32, (1,), (1,), (0,), None),
+        "rank 1: not in the checkpoint: v",
+    ),
+    "an unexpected object": (
+        lambda: ShardedObject("rng", None, (1,), (0,)),
+        "rank 1: not in the checkpoint: rng",
+    ),
+    "memory that cannot be written": (expanded, "rank 1: a tensor cannot be written: w"),
+    "another class": (lambda: {"x": (zeros(),)}, "rank 1: w is in a tuple at value.x"),
+}
+
+
+def refused_load(room: Any, folder: str, case: str) -> str:
+    rank = dist.get_rank()
+    mine = zeros()
+    text = error_of(lambda: room.load({"value": LOADS[case][0]() if rank == 1 else mine}, folder))
+    assert torch.equal(mine.data, torch.zeros(8, 3))
+    return text
+
+
+@pytest.mark.parametrize("case", LOADS)
+def test_a_load_that_cannot_be(ranks: Any, tmp_path: Path, case: str) -> None:
+    ranks(good_save, str(tmp_path))
+    texts = ranks(refused_load, str(tmp_path), case)
+    assert len(set(texts)) == 1, texts
+    assert re.search(LOADS[case][1], texts[0]), texts[0]
+    assert "nothing was changed" in texts[0]
+
+
+def shapes_may_differ(room: Any, folder: str) -> torch.Tensor:
+    size = 10 if dist.get_rank() == 0 else 5
+    data = torch.full((size, 2), 9.0)
+    part = ShardedTensor("w", data, torch.float32, (size, 2), (10, 2), (0, 0), None, 0, 0, True)
+    room.load({"value": part}, folder, validate_access_integrity=False)
+    return data
+
+
+def test_what_shapes_have_in_common_is_loaded_and_the_rest_is_zero(ranks: Any, tmp_path: Path) -> None:
+    ranks(good_save, str(tmp_path))
+    large, small = ranks(shapes_may_differ, str(tmp_path), world=2)
+    assert torch.equal(large, torch.cat([torch.ones(8, 2), torch.zeros(2, 2)]))
+    assert torch.equal(small, torch.ones(5, 2))
+
+
+def damaged_for_some(room: Any, folder: str) -> str:
+    """Only one rank needs the damaged record."""
+    rank = dist.get_rank()
+    return error_of(lambda: room.load({"value": zeros(2 * rank, 2)}, folder, validate_access_integrity=False))
+
+
+def test_a_damaged_record_is_told_on_ranks_that_do_not_need_it(ranks: Any, tmp_path: Path) -> None:
+    ranks(good_save, str(tmp_path))
+    path = tmp_path / "__2_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    texts = ranks(damaged_for_some, str(tmp_path))
+    assert len(set(texts)) == 1
+    assert "rank 2: damaged (w: __2_0.distcp" in texts[0]
+    assert "do not use what was being loaded" in texts[0]
+
+
+def in_a_part_of_the_world(room: Any, folder: str) -> Any:
+    """Save and load by a group without global rank 0."""
+    group = dist.new_group([1, 3])
+    rank = dist.get_rank()
+    if rank not in (1, 3):
+        return None
+    data = torch.full((2, 3), float(rank))
+    part = ShardedTensor.from_rank_offsets("w", data, (0, rank // 2, 2))
+    room.save({"w": part, "of": rank}, folder, process_group=group)
+    asked = {"w": ShardedTensor("w", None, torch.float32, (4, 3), (4, 3), (0, 0), None, rank // 2)}
+    result = room.load(asked, folder, process_group=group)
+    assert asked["w"].data is None
+    return result["w"][:, 0].tolist(), result["of"]
+
+
+def test_a_group_without_rank_0(ranks: Any, tmp_path: Path) -> None:
+    results = ranks(in_a_part_of_the_world, str(tmp_path))
+    assert results == [None, ([1.0, 1.0, 3.0, 3.0], 1)] * 2

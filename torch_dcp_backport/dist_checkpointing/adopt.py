@@ -1,0 +1,39 @@
+"""Megatron's own objects taken for ours: by the name of their class, never by importing Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_dcp_backport.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+
+FIELDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "ShardedTensor": (
+        ShardedTensor,
+        (
+            "key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations",
+            "replica_id", "prepend_axis_num", "allow_shape_mismatch", "flattened_range",
+        ),
+    ),
+    "ShardedObject": (ShardedObject, ("key", "data", "global_shape", "global_offset", "replica_id")),
+    "ShardedTensorFactory": (
+        ShardedTensorFactory,
+        ("key", "data", "build_fn", "merge_fn", "replica_id", "flattened_range"),
+    ),
+    "LocalNonpersistentObject": (LocalNonpersistentObject, ("obj",)),
+}  # fmt: skip
+#: The package whose classes are meant.
+PACKAGE = "megatron"
+
+
+def adopted(value: Any) -> Any:
+    """One of ours with the same fields, for an object of Megatron's classes; else the value itself."""
+    for kind in type(value).__mro__:
+        if kind.__module__.partition(".")[0] == PACKAGE and kind.__name__ in FIELDS:
+            ours, names = FIELDS[kind.__name__]
+            return ours(**{name: getattr(value, name) for name in names if hasattr(value, name)})
+    return value

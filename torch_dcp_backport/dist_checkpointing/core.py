@@ -1,0 +1,79 @@
+"""What makes a folder a checkpoint: `metadata.json`, written last. And the room's one exception.
+
+Must never read a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Optional, Union
+
+CONFIG_FNAME = "metadata.json"
+#: The only backends that are read and written: torch's records, and one file of plain values.
+SHARDED_BACKEND, COMMON_BACKEND = "torch_dist", "torch"
+
+Folder = Union[str, "os.PathLike[str]"]
+
+
+class CheckpointingException(Exception):
+    """A checkpoint cannot be saved or loaded: the same text on every rank."""
+
+    #: Whether all ranks that are there have heard of it; not where the first rank itself is gone.
+    is_agreed = False
+
+
+@dataclass
+class CheckpointingConfig:
+    """The content of `metadata.json`."""
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = COMMON_BACKEND
+    common_backend_version: int = 1
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: Folder) -> bool:
+    """Whether a folder holds a whole sharded checkpoint: its marker is there and readable."""
+    return maybe_load_config(checkpoint_dir) is not None
+
+
+def maybe_load_config(checkpoint_dir: Folder) -> Optional[CheckpointingConfig]:
+    """The marker of a checkpoint; None where there is none.
+
+    Raises:
+        CheckpointingException: it is not JSON of the known form.
+    """
+    path = Path(checkpoint_dir) / CONFIG_FNAME
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return parse_config(text, str(path))
+
+
+def parse_config(text: bytes, name: str) -> CheckpointingConfig:
+    """The marker from its bytes. Fields of later releases of Megatron are passed over.
+
+    Raises:
+        CheckpointingException: not JSON of the known form.
+    """
+    try:
+        known = json.loads(text)
+        config = CheckpointingConfig(
+            **{field.name: known[field.name] for field in fields(CheckpointingConfig) if field.name in known}
+        )
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointingException(f"{name} is damaged, or of another format: {error}") from error
+    return config
+
+
+def save_config(config: CheckpointingConfig, checkpoint_dir: Folder) -> None:
+    """Write the marker. Only after everything else is on disk: from then on the folder is a checkpoint."""
+    (Path(checkpoint_dir) / CONFIG_FNAME).write_bytes(config_bytes(config))
+
+
+def config_bytes(config: CheckpointingConfig) -> bytes:
+    return json.dumps(asdict(config)).encode()

@@ -1,0 +1,110 @@
+"""The order in which a checkpoint comes into being: the old marker away first, the new one last.
+
+Runs on the first rank alone. Between any two steps the folder is no checkpoint, or a whole one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch_dcp_backport.dist_checkpointing.core import (
+    CONFIG_FNAME,
+    SHARDED_BACKEND,
+    CheckpointingConfig,
+    config_bytes,
+)
+from torch_dcp_backport.dist_checkpointing.engine import files, metadata
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Index
+from torch_dcp_backport.dist_checkpointing.engine.writer import Output
+from torch_dcp_backport.transfer import Problem
+
+COMMON = "common.pt"
+#: The names that this room and torch give to files of records.
+RECORDS = re.compile(r"__\d+_\d+\.distcp")
+MARKER = config_bytes(CheckpointingConfig(SHARDED_BACKEND))
+#: Seconds for which another rank's file may stay unseen: network file systems remember what was not there.
+PATIENCE = 5.0
+
+
+def file_of(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def clear(folder: Path) -> None:
+    """Make a folder no checkpoint: a save that fails must not leave a mixture of two that loads."""
+    unmark(folder)
+    files.step("remove old records")
+    files.remove([path for path in folder.iterdir() if RECORDS.fullmatch(path.name)])
+
+
+def unmark(folder: Path) -> None:
+    for name in (CONFIG_FNAME, metadata.NAME):
+        files.step(f"remove {name}")
+        files.remove([folder / name])
+        files.sync_folder(folder)
+
+
+def publish(folder: Path, index: Index, common: bytes, outputs: Mapping[int, Output]) -> None:
+    """Write the small files; from the last one on the folder is a checkpoint.
+
+    Raises:
+        Refusal: a rank's file is not in this folder.
+    """
+    findings = [
+        (rank, Problem("a rank's file is not seen by the first rank", output.file, got, "a shared folder"))
+        for rank, output in outputs.items()
+        for got in [unseen(folder / output.file, output.nbytes)]
+        if got
+    ]
+    if findings:
+        raise Refusal(findings)
+    index.is_ours, index.common = True, (len(common), zlib.crc32(common))
+    try:
+        files.publish(folder / COMMON, common)
+        files.publish(folder / metadata.NAME, metadata.to_bytes(index))
+        files.step("sync folder")
+        files.sync_folder(folder)
+        files.publish(folder / CONFIG_FNAME, MARKER)
+        files.step("sync marker")
+        files.sync_folder(folder)
+        files.step("done")
+    except Exception:
+        # The ranks remove their files when they hear of it: no marker may be left by then.
+        with contextlib.suppress(OSError):
+            unmark(folder)
+        raise
+
+
+def forget(folder: Path, index: Index, is_forgotten: Callable[[str], bool]) -> None:
+    """Rewrite the index without some keys, and then remove the files that only they had records in."""
+    before = set(index.ends)
+    kept = Index()
+    kept.common = index.common
+    kept.tensors = {key: stored for key, stored in index.tensors.items() if not is_forgotten(key)}
+    kept.objects = {key: place for key, place in index.objects.items() if not is_forgotten(key)}
+    files.publish(folder / metadata.NAME, metadata.to_bytes(kept))
+    files.sync_folder(folder)
+    files.remove([folder / name for name in before - set(kept.ends)])
+
+
+def unseen(path: Path, nbytes: int) -> str:
+    """What is wrong with a file that another rank wrote; nothing where it has all its bytes."""
+    end = time.monotonic() + PATIENCE
+    while nbytes:
+        try:
+            size = path.stat().st_size
+            if size == nbytes:
+                break
+            text = f"{size} of {nbytes} bytes"
+        except OSError as error:
+            text = str(error.strerror)
+        if time.monotonic() > end:
+            return text
+        time.sleep(0.05)
+    return ""

@@ -1,0 +1,121 @@
+"""Files and folders that are on disk when a call returns, and reads that are whole or an error.
+
+Every step that a crash can fall between goes through `step`, where tests make it fall.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Optional, Union
+
+#: Called before every step of a save that a crash could come before: the seam of tests.
+on_step: Optional[Callable[[str], None]] = None
+
+
+def step(name: str) -> None:
+    if on_step is not None:
+        on_step(name)
+
+
+class Damaged(Exception):
+    """What a file holds is not what was saved."""
+
+
+def write_all(fd: int, data: Union[bytes, bytearray, memoryview], offset: int) -> None:
+    """Write all of the bytes: one call may write less."""
+    view = memoryview(data)
+    while view.nbytes:
+        done = os.pwrite(fd, view, offset)
+        view, offset = view[done:], offset + done
+
+
+class Source:
+    """A file that is read from, and how many bytes were."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        self.fd = fd
+        self.name = name
+        self.nbytes = 0
+
+    def fill(self, target: memoryview, offset: int) -> None:
+        """Fill `target` with the bytes from `offset` on.
+
+        Raises:
+            Damaged: the file ends before.
+        """
+        self.nbytes += target.nbytes
+        while target.nbytes:
+            done = os.preadv(self.fd, [target], offset)
+            if not done:
+                raise Damaged(f"{self.name} ends at byte {offset}, where {target.nbytes} more were saved")
+            target, offset = target[done:], offset + done
+
+    def bytes_at(self, offset: int, length: int) -> bytearray:
+        data = bytearray(length)
+        self.fill(memoryview(data), offset)
+        return data
+
+
+class Memory(Source):
+    """A part of a file that was read."""
+
+    def __init__(self, data: bytearray, name: str) -> None:
+        super().__init__(-1, name)
+        self.data = memoryview(data)
+
+    def fill(self, target: memoryview, offset: int) -> None:
+        part = self.data[offset : offset + target.nbytes]
+        if part.nbytes < target.nbytes:
+            raise Damaged(f"{self.name}: an entry of a record is outside of it")
+        target[:] = part
+
+
+def reserve(fd: int, length: int) -> None:
+    """Have the disk's room for a file before its first byte, where the file system can.
+
+    Raises:
+        OSError: there is no room.
+    """
+    if length and hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, length)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+
+
+#: What file systems without such a call say; the write itself tells then.
+UNSUPPORTED = frozenset((errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP))
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on disk, where the file system can."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+    finally:
+        os.close(fd)
+
+
+def publish(path: Path, data: bytes) -> None:
+    """Give a small file all of its content at once: readers see the old one, or the whole new one."""
+    draft = path.with_name(f"{path.name}.new")
+    step(f"write {path.name}")
+    with open(draft, "wb") as file:
+        file.write(data)
+        file.flush()
+        step(f"sync {path.name}")
+        os.fsync(file.fileno())
+    step(f"rename {path.name}")
+    os.replace(draft, path)
+
+
+def remove(paths: Sequence[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,227 @@
+"""One sharded load: the index from the first rank, the plan of every rank, agreement, and the reads.
+
+Collective up to the reads and after them. No tensor is written before every rank knows that all can be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from torch_dcp_backport.dist_checkpointing.core import (
+    COMMON_BACKEND,
+    CONFIG_FNAME,
+    SHARDED_BACKEND,
+    CheckpointingException,
+    parse_config,
+)
+from torch_dcp_backport.dist_checkpointing.engine import commit, metadata, values
+from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
+from torch_dcp_backport.dist_checkpointing.engine.meeting import announce
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Index, Place
+from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
+from torch_dcp_backport.dist_checkpointing.engine.table import Row, spelled
+from torch_dcp_backport.dist_checkpointing.engine.unpickle import Refused
+from torch_dcp_backport.transfer import Box, Call, Problem
+
+logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
+
+#: What Megatron from 0.19 on writes in place of common.pt.
+COMMON_STATE = "common_state/shard_0_1"
+MARKER_VERSION = 1
+
+
+class Opened(NamedTuple):
+    """What a checkpoint holds."""
+
+    folder: Path
+    holds: Index
+    #: The bytes of its common state; None where it has none.
+    common: Optional[bytes]
+
+    def common_state(self, trust: bool = False) -> Any:
+        """The common state; of Megatron from 0.19 on, from its record.
+
+        Raises:
+            CheckpointingException: it cannot be read.
+        """
+        data, is_listed = self.common, False
+        place = self.holds.objects.get(COMMON_STATE)
+        try:
+            if data is None and place is not None:
+                data, is_listed = Reader(self.folder, self.holds.is_ours).read_object(place), True
+            if data is None:
+                return {}
+            value = values.loads(data, trust)
+        except (values.Unloadable, Damaged, OSError) as error:
+            raise CheckpointingException(
+                f"the common state of {self.folder} cannot be loaded: {error}"
+            ) from error
+        return value[0] if is_listed else value
+
+
+def small_files(folder: Path) -> dict[str, bytes]:
+    """The small files of a checkpoint that are there.
+
+    Raises:
+        CheckpointingException: the folder holds none.
+    """
+    if not folder.is_dir():
+        raise CheckpointingException(f"{folder} is no folder")
+    content = {}
+    for name in (CONFIG_FNAME, metadata.NAME, commit.COMMON):
+        try:
+            content[name] = (folder / name).read_bytes()
+        except FileNotFoundError:
+            continue
+    if not content:
+        raise CheckpointingException(f"{folder} holds no distributed checkpoint: it has no {CONFIG_FNAME}")
+    return content
+
+
+def opened(folder: Path, content: Mapping[str, bytes]) -> Opened:
+    """A checkpoint from the bytes of its small files.
+
+    Raises:
+        CheckpointingException: it is damaged, incomplete, or of a format that is not read here.
+    """
+    marker = content.get(CONFIG_FNAME)
+    if marker is not None:
+        config = parse_config(marker, str(folder / CONFIG_FNAME))
+        backend, version = config.sharded_backend, config.sharded_backend_version
+        if (backend, config.common_backend) != (SHARDED_BACKEND, COMMON_BACKEND) or version != MARKER_VERSION:
+            got = f"{backend} {version} with {config.common_backend} {config.common_backend_version}"
+            raise CheckpointingException(
+                f"{folder} has another format: {got}; read is {SHARDED_BACKEND} {MARKER_VERSION} "
+                f"with {COMMON_BACKEND} 1"
+            )
+    if metadata.NAME not in content:
+        raise CheckpointingException(f"{folder} holds no whole checkpoint: it has no {metadata.NAME}")
+    try:
+        index = metadata.from_bytes(content[metadata.NAME])
+    except Refused as error:
+        raise CheckpointingException(f"{folder / metadata.NAME} cannot be read: {error}") from error
+    if marker is None and (index.is_ours or index.planner_data is None):
+        # Plain torch has no marker, and its planner's data.
+        raise CheckpointingException(
+            f"{folder} holds no whole distributed checkpoint: it has no {CONFIG_FNAME}, which is written last"
+        )
+    common = content.get(commit.COMMON)
+    if index.is_ours:
+        if marker != commit.MARKER:
+            raise CheckpointingException(f"{folder / CONFIG_FNAME} is damaged")
+        seen = None if common is None else (len(common), zlib.crc32(common))
+        if seen != index.common:
+            what = "is missing" if common is None else "is damaged, or of another save (wrong checksum)"
+            raise CheckpointingException(f"{folder / commit.COMMON} {what}")
+    return Opened(folder, index, common)
+
+
+def open_together(call: Call, folder: Path) -> Opened:
+    """The same checkpoint on every rank; only the first one reads the small files.
+
+    Raises:
+        CheckpointingException: there is none, or not a whole one; the same on every rank.
+    """
+    content = announce(call, lambda: checked_files(folder), "opening")
+    return opened(folder, content)
+
+
+def checked_files(folder: Path) -> dict[str, bytes]:
+    content = small_files(folder)
+    # Here, so that what is wrong with them is said by one rank.
+    opened(folder, content)
+    return content
+
+
+class Wanted(NamedTuple):
+    """A box of a tensor, and what it is loaded into."""
+
+    row: Row
+    #: In the shape of the box; None where it is still to be made.
+    data: Optional[torch.Tensor]
+    allow_shape_mismatch: bool = False
+
+
+def problems_of(index: Index, wanted: Sequence[Wanted]) -> Iterator[Problem]:
+    """What is asked for and cannot be loaded as it is asked for; keys that are not there do not count."""
+    for row, data, allow_shape_mismatch in wanted:
+        stored = index.tensors.get(row.key)
+        if stored is None:
+            if row.key in index.objects:
+                yield Problem("the checkpoint has an object under this key, not a tensor", row.key)
+            continue
+        if stored.shape != row.shape and not (allow_shape_mismatch and len(stored.shape) == len(row.shape)):
+            yield Problem("wrong global shape", row.key, f"{row.shape}", f"{stored.shape} as saved")
+            continue
+        if not torch.can_cast(stored.dtype, row.dtype):
+            what = "a dtype that would lose values"
+            yield Problem(what, row.key, f"{row.dtype}", f"{stored.dtype} as saved")
+        covered = sum(part.numel for _, part in stored.parts_of(row.box))
+        expected = row.box.numel
+        if allow_shape_mismatch:
+            expected = overlap(row.box, stored.shape)
+        if covered != expected:
+            what = f"the checkpoint does not have all of {spelled(row.box)}"
+            yield Problem(what, row.key, f"{covered} elements", f"{expected} elements")
+        if data is not None and data.is_meta:
+            yield Problem("a tensor on the meta device cannot be loaded into", row.key)
+
+
+def overlap(box: Box, shape: tuple[int, ...]) -> int:
+    """Elements of a box within a shape."""
+    count = 1
+    for start, extent, limit in zip(box.offset, box.size, shape):
+        count *= max(min(start + extent, limit) - start, 0)
+    return count
+
+
+def reads_of(index: Index, wanted: Iterable[Wanted]) -> Iterator[Read]:
+    """What is read of the checkpoint's records for the tensors that are there."""
+    for row, data, _ in wanted:
+        stored = index.tensors[row.key]
+        for chunk, part in stored.parts_of(row.box):
+            assert data is not None, "it was made"
+            yield Read(row.key, chunk, part, stored.dtype, data, row.box)
+
+
+def places_of(index: Index, wanted: Iterable[Wanted], objects: Iterable[str]) -> Iterator[tuple[str, Place]]:
+    """The records that are read."""
+    for row, _, _ in wanted:
+        for chunk, _ in index.tensors[row.key].parts_of(row.box):
+            yield row.key, chunk.place
+    for key in objects:
+        yield key, index.objects[key]
+
+
+def stored_object(index: Index, unique_key: str) -> Optional[str]:
+    """The key under which the checkpoint has an object; plain torch saves it without a place in a grid."""
+    if unique_key in index.objects:
+        return unique_key
+    key, _, place = unique_key.partition("/")
+    # Old releases of Megatron leave out the last extent of the grid.
+    shorter, dot, _ = place.rpartition(".")
+    for name in (f"{key}/{shorter}" if dot else "", "" if index.is_ours else key):
+        if name in index.objects:
+            return name
+    return None
+
+
+def load_object(reader: Reader, index: Index, key: str, trust: bool) -> Any:
+    """An object's value.
+
+    Raises:
+        Damaged: its record is not what was saved.
+    """
+    data = reader.read_object(index.objects[key])
+    try:
+        value = values.loads(data, trust)
+    except values.Unloadable as error:
+        raise Damaged(f"{key} cannot be loaded: {error}") from error
+    is_listed = "/shard_" in key and isinstance(value, list) and len(value) == 1
+    return value[0] if is_listed else value

@@ -1,0 +1,183 @@
+"""How the ranks of a call decide together: each says what it has, the first one decides, all hear the same.
+
+A rank's problems, those that the first rank finds, and ranks that are gone: one error, on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch.distributed as dist
+
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
+from torch_dcp_backport.transfer import Call, Problem, TransferError, problem_of
+from torch_dcp_backport.transfer.consensus import broadcast_bytes
+from torch_dcp_backport.transfer.errors import UNCHANGED, compose
+from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.rounds import answer, ask
+
+#: (global rank, what it has a problem with)
+Findings = list[tuple[int, Problem]]
+
+
+class Topic(NamedTuple):
+    """What the ranks are deciding."""
+
+    #: What is under way: a phase of the report, and words of errors.
+    doing: str
+    #: What an error says of what was written.
+    so_far: str = UNCHANGED
+    #: The same, where the first rank is gone before it told what it had done; by default as above.
+    unheard: str = ""
+
+
+class Refusal(Exception):
+    """The first rank decided that it cannot be: the findings go to every rank."""
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__(compose("refused", findings))
+        self.findings = findings
+
+
+def begin(title: str, operation: str, group: Group) -> Call:
+    """A call over a process group; of this process alone where there is none."""
+    if group is None and not dist.is_initialized():
+        return Call(title, operation, ())
+    return Call(title, operation, (group,))
+
+
+def problem_from(error: Exception, key: str = "") -> Problem:
+    """What an error of one rank says to the others; our own says it already."""
+    return Problem(str(error), key) if isinstance(error, CheckpointingException) else problem_of(error, key)
+
+
+@contextlib.contextmanager
+def guard(call: Call, key: str = "") -> Iterator[None]:
+    """Turn an exception into a problem of this rank: the others wait in the next consultation."""
+    try:
+        yield
+    except Exception as error:
+        call.fail(problem_from(error, key), error)
+
+
+def is_alone(call: Call) -> bool:
+    return not call.groups or len(call.ranks) == 1
+
+
+def ranks_of(call: Call) -> tuple[int, ...]:
+    return call.ranks if call.groups else (call.rank,)
+
+
+def consult(
+    call: Call,
+    own: object,
+    decide: Callable[[Mapping[int, Any]], Mapping[int, Any]],
+    topic: Topic,
+) -> Any:
+    """Bring every rank's `own` to the first one, and its decision back to each.
+
+    Args:
+        own: what this rank has to say; it is pickled.
+        decide: called on the first rank, where no rank has a problem, with what each rank said by global
+            rank; returns the answer for each. Refuses with `Refusal`; what else it raises is the first
+            rank's problem.
+
+    Returns:
+        This rank's answer.
+
+    Raises:
+        CheckpointingException: a rank has a problem, is gone, or `decide` refused; the same on every rank.
+    """
+    with call.tally.phase(topic.doing):
+        with guard(call):
+            own = pickle.dumps(own)
+        message = pickle.dumps((list(map(tuple, call.problems)), own if not call.problems else b""))
+        if is_alone(call):
+            reply = _decision(call, {call.rank: message}, (), decide, topic.doing)[call.rank]
+        else:
+            reply = _exchanged(call, message, decide, topic)
+    findings, result = pickle.loads(reply)
+    if findings:
+        fail(call, [(rank, Problem(*problem)) for rank, problem in findings], topic.so_far)
+    return pickle.loads(result)
+
+
+def _exchanged(call: Call, message: bytes, decide: Callable[..., Any], topic: Topic) -> bytes:
+    try:
+        heard = ask(message, call.group)
+        replies = None if heard is None else _decision(call, *heard, decide, topic.doing)
+        return answer(replies, call.group)
+    except RuntimeError as error:
+        raise CheckpointingException(
+            f"{call.title}: rank {call.ranks[0]} is gone, or too late, while {topic.doing}; "
+            f"{topic.unheard or topic.so_far}"
+        ) from error
+
+
+def _decision(
+    call: Call, messages: Mapping[int, bytes], gone: Sequence[int], decide: Callable[..., Any], doing: str
+) -> dict[int, bytes]:
+    """The first rank's answers: to everyone the findings, or to each its own."""
+    said = {rank: pickle.loads(message) for rank, message in messages.items()}
+    findings: Findings = [(rank, Problem(f"the rank is gone, or too late, while {doing}")) for rank in gone]
+    findings += [(rank, Problem(*problem)) for rank in sorted(said) for problem in said[rank][0]]
+    answers: Mapping[int, Any] = {}
+    if not findings:
+        try:
+            answers = decide({rank: pickle.loads(said[rank][1]) for rank in sorted(said)})
+        except Refusal as refusal:
+            findings = refusal.findings
+        except Exception as error:
+            call.cause = error
+            findings = [(call.rank, problem_from(error))]
+    told = [(rank, tuple(problem)) for rank, problem in findings]
+    #: Ranks often have the same answer.
+    packed: dict[int, bytes] = {}
+    replies = {}
+    for rank in messages:
+        value = answers.get(rank)
+        if id(value) not in packed:
+            packed[id(value)] = pickle.dumps((told, pickle.dumps(value)))
+        replies[rank] = packed[id(value)]
+    return replies
+
+
+def announce(call: Call, make: Callable[[], object], doing: str) -> Any:
+    """What the first rank makes, on every rank.
+
+    Raises:
+        CheckpointingException: it cannot be made, or a rank is gone; the same on every rank.
+    """
+    findings: Findings = []
+    sent = b""
+    first = ranks_of(call)[0]
+    with call.tally.phase(doing):
+        if call.rank == first:
+            value = None
+            try:
+                value = make()
+            except Refusal as refusal:
+                findings = refusal.findings
+            except Exception as error:
+                call.cause = error
+                findings = [(first, problem_from(error))]
+            sent = pickle.dumps(([(rank, tuple(problem)) for rank, problem in findings], value))
+        if not is_alone(call):
+            try:
+                sent = broadcast_bytes(sent, call.group)
+            except TransferError as error:
+                text = f"{call.title}: {UNCHANGED}; a rank is gone, or too late, while {doing}"
+                raise CheckpointingException(text) from error
+    found, value = pickle.loads(sent)
+    if found:
+        fail(call, [(rank, Problem(*problem)) for rank, problem in found])
+    return value
+
+
+def fail(call: Call, findings: Findings, so_far: str = UNCHANGED) -> NoReturn:
+    error = CheckpointingException(compose(call.title, findings, so_far))
+    error.is_agreed = True
+    raise error from call.cause

@@ -1,0 +1,242 @@
+"""`.metadata`, torch's index of a checkpoint: as an `Index` of plain values, to bytes and back.
+
+What is read is checked, whoever wrote it. Ours is torch's pickle with checksums: of every record in an
+attribute that torch passes over, and of the pickle itself behind its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import pickle
+import zlib
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+
+from torch_dcp_backport.dist_checkpointing.engine.records import bytes_to_words, words_to_bytes
+from torch_dcp_backport.dist_checkpointing.engine.unpickle import METADATA, STUBBED, Reader, Refused
+from torch_dcp_backport.transfer import Box
+from torch_dcp_backport.transfer.spread import common
+
+NAME = ".metadata"
+#: The attribute of torch's `Metadata` with what only we know.
+OURS = "torch_dcp_backport"
+#: Of what stands in it; a higher one is of a later release.
+FORMAT = 1
+TRAILER = b"torch_dcp_backport crc32 "
+
+
+class Place(NamedTuple):
+    """Where a record lies."""
+
+    file: str
+    offset: int
+    length: int
+    #: Of a tensor's values, or of all bytes of another record; None where nobody counted it.
+    crc: Optional[int] = None
+
+
+class Chunk(NamedTuple):
+    """A stored box of a tensor."""
+
+    box: Box
+    place: Place
+
+
+class Stored:
+    """A tensor in a checkpoint."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.chunks = chunks
+        #: The axis along which there are most chunks, by which they are looked up.
+        self._axis = 0
+        if len(chunks) > 8:
+            starts = [len({chunk.box.offset[axis] for chunk in chunks}) for axis in range(len(shape))]
+            self._axis = starts.index(max(starts))
+            axis = self._axis
+            self.chunks = sorted(chunks, key=lambda chunk: chunk.box.offset[axis])
+            self._starts = [chunk.box.offset[axis] for chunk in self.chunks]
+            self._longest = max(chunk.box.size[axis] for chunk in self.chunks)
+
+    def parts_of(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
+        """The chunks that have elements of a box, each with the part that it has."""
+        chunks = self.chunks
+        if len(chunks) > 8:
+            start, stop = box.offset[self._axis], box.offset[self._axis] + box.size[self._axis]
+            first = bisect_left(self._starts, start - self._longest + 1)
+            chunks = chunks[first : bisect_left(self._starts, stop)]
+        for chunk in chunks:
+            part = common(chunk.box, box)
+            if part is not None:
+                yield chunk, part
+
+
+class Index:
+    """What a checkpoint holds, and where."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Stored] = {}
+        #: Records that are no tensors.
+        self.objects: dict[str, Place] = {}
+        #: Whether the records have our form and checksums.
+        self.is_ours = False
+        #: The planner's data of plain torch; None in Megatron's.
+        self.planner_data: Any = None
+        #: (bytes, checksum) of `common.pt`, in ours.
+        self.common: Optional[tuple[int, int]] = None
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        """(key, place) of every record."""
+        for key, stored in self.tensors.items():
+            for chunk in stored.chunks:
+                yield key, chunk.place
+        yield from self.objects.items()
+
+    @functools.cached_property
+    def ends(self) -> dict[str, int]:
+        """File -> where its last record ends."""
+        ends: dict[str, int] = {}
+        for _, place in self.places():
+            ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
+        return ends
+
+
+@contextlib.contextmanager
+def paused_gc() -> Iterator[None]:
+    """No garbage collection: it would look at every one of a million new objects again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def to_bytes(index: Index) -> bytes:
+    """The content of `.metadata`."""
+    with paused_gc():
+        entries: dict[str, Any] = {}
+        places: dict[Any, Any] = {}
+        sums = array("I")
+        for key, stored in index.tensors.items():
+            chunks = []
+            for chunk in stored.chunks:
+                offset = torch.Size(chunk.box.offset)
+                chunks.append(metadata.ChunkStorageMetadata(offset, torch.Size(chunk.box.size)))
+                places[metadata.MetadataIndex(key, offset)] = info_of(chunk.place)
+                sums.append(chunk.place.crc or 0)
+            properties = metadata.TensorProperties(dtype=stored.dtype)
+            entries[key] = metadata.TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
+        for key, place in index.objects.items():
+            entries[key] = metadata.BytesStorageMetadata()
+            places[metadata.MetadataIndex(key)] = info_of(place)
+            sums.append(place.crc or 0)
+        # Planner data of None breaks torch's own dcp_to_torch_save.
+        whole: Any = metadata.Metadata(entries, planner_data={}, storage_data=places)
+        whole.storage_meta = metadata.StorageMeta()
+        setattr(whole, OURS, {"format": FORMAT, "crc32": words_to_bytes(sums), "common": index.common})
+        data = pickle.dumps(whole)
+    return data + TRAILER + zlib.crc32(data).to_bytes(4, "big")
+
+
+def info_of(place: Place) -> Any:
+    return filesystem._StorageInfo(place.file, place.offset, place.length)
+
+
+def from_bytes(data: bytes) -> Index:
+    """The index in the content of a `.metadata`.
+
+    Raises:
+        Refused: it is damaged, names classes that it has no use for, or is of a later format.
+    """
+    with paused_gc():
+        whole, length = Reader(data, METADATA, STUBBED).read()
+        trailer = data[length:]
+        expected = TRAILER + zlib.crc32(data[:length]).to_bytes(4, "big")
+        ours = getattr(whole, OURS, None)
+        if (trailer or ours is not None) and trailer != expected:
+            raise Refused("its checksum is wrong")
+        try:
+            return _index_of(whole, ours)
+        except Refused:
+            raise
+        except Exception as error:  # an attribute that is not there, a value of another type
+            raise Refused(f"it is not torch's metadata: {type(error).__name__}: {error}") from error
+
+
+def _index_of(whole: Any, ours: Any) -> Index:
+    index = Index()
+    index.planner_data = getattr(whole, "planner_data", None)
+    sums: Sequence[Optional[int]] = [None] * len(whole.storage_data)
+    if ours is not None:
+        if ours["format"] > FORMAT:
+            raise Refused(f"it has format {ours['format']} of a later release; this one knows {FORMAT}")
+        sums = bytes_to_words(ours["crc32"])
+        index.is_ours, index.common = True, ours["common"]
+    if len(sums) != len(whole.storage_data):
+        raise Refused("it has not as many checksums as records")
+    places: dict[tuple[str, Optional[tuple[int, ...]]], Place] = {}
+    for (where, info), crc in zip(whole.storage_data.items(), sums):
+        offset = None if where.offset is None else _numbers(where.offset)
+        if getattr(info, "transform_descriptors", None):
+            raise Refused(f"the record of {where.fqn} is transformed ({info.transform_descriptors})")
+        name, at, length = info.relative_path, *_numbers((info.offset, info.length))
+        places[_text(where.fqn), offset] = Place(_file_name(name), at, length, crc)
+    for key, entry in whole.state_dict_metadata.items():
+        if isinstance(entry, metadata.TensorStorageMetadata):
+            index.tensors[_text(key)] = _stored_of(key, entry, places)
+        else:
+            index.objects[_text(key)] = _place_in(places, key, None)
+    return index
+
+
+def _stored_of(key: str, entry: Any, places: dict[Any, Place]) -> Stored:
+    shape, dtype = _numbers(entry.size), entry.properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise Refused(f"{key} has no dtype")
+    chunks = []
+    for chunk in entry.chunks:
+        box = Box(_numbers(chunk.offsets), _numbers(chunk.sizes))
+        ends = (start + extent for start, extent in zip(box.offset, box.size))
+        if not len(box.offset) == len(box.size) == len(shape) or any(map(int.__gt__, ends, shape)):
+            raise Refused(f"{key} of shape {shape} has a chunk outside of it: {box}")
+        chunks.append(Chunk(box, _place_in(places, key, box.offset)))
+    return Stored(dtype, shape, chunks)
+
+
+def _place_in(places: dict[Any, Place], key: str, offset: Optional[tuple[int, ...]]) -> Place:
+    place = places.get((key, offset))
+    if place is None:
+        raise Refused(f"it does not say where {key} is stored (offset {offset})")
+    return place
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    numbers = tuple(values)
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise Refused(f"not sizes: {numbers}")
+    return numbers
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise Refused(f"not a key: {value!r}")
+    return value
+
+
+def _file_name(value: Any) -> str:
+    """A path within the checkpoint's folder."""
+    path = PurePosixPath(_text(value))
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in value:
+        raise Refused(f"a file outside the checkpoint's folder: {value!r}")
+    return str(value)

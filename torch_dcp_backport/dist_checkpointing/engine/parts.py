@@ -1,0 +1,56 @@
+"""Which part of a tensor this rank has: of a DTensor on any mesh, or of a plain tensor.
+
+Reads layouts only; moves nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional, Union
+
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
+from torch_dcp_backport.transfer import Box, Layout, layout_of, misfit
+
+
+class Part(NamedTuple):
+    """This rank's part of a tensor."""
+
+    #: In the shape of the box.
+    local: torch.Tensor
+    box: Box
+    #: Zeros for the main copy.
+    replica: Union[int, tuple[int, ...]]
+    #: The lowest rank of the mesh; None for a plain tensor.
+    mesh: Optional[int] = None
+
+
+def part_of_this_rank(key: str, tensor: torch.Tensor) -> Part:
+    """This rank's part. A plain tensor is the same on every rank.
+
+    Raises:
+        NotImplementedError: a placement that does not say where elements live (Partial).
+        CheckpointingException: a local tensor that is not the shard that its placements say.
+    """
+    layout, rank = layout_of(tensor), dist.get_rank() if dist.is_initialized() else 0
+    local = compat.arrived(compat.local_part(tensor)) if isinstance(tensor, compat.DTensor) else tensor
+    problem = misfit(key, local, layout)
+    if problem is not None:
+        raise CheckpointingException(str(problem))
+    local, box = local.detach(), layout.own_box(rank)
+    if tuple(local.shape) != box.size:
+        # It has no elements, and another shape than the empty box.
+        local = local.new_empty(box.size)
+    return Part(local, box, replica_of(layout, rank), min(layout.mesh.ranks) if layout.mesh else None)
+
+
+def replica_of(layout: Layout, rank: int) -> Union[int, tuple[int, ...]]:
+    """The number of a rank's copy: where it stands along the mesh dimensions of replicas."""
+    if layout.mesh is None:
+        return rank
+    coordinate = layout.mesh.coordinates.get(rank)
+    if coordinate is None:
+        return 1  # outside the mesh the box is empty
+    return tuple(coordinate[dim] for dim in layout.replica_dims) or 0

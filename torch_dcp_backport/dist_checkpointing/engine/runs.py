@@ -1,0 +1,69 @@
+"""The bytes of a box within a stored, row-major tensor: in pieces of bounded length.
+
+Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch_dcp_backport.dist_checkpointing.engine.records import strides_of
+from torch_dcp_backport.transfer import Box
+
+#: Bytes of the largest piece that is read at once into a buffer.
+LARGEST = 4 * 2**20
+#: What lies between two runs is read along up to so many bytes: another request costs more than these.
+GAP = 16 * 1024
+
+
+class Piece(NamedTuple):
+    """A part of a box, and where its bytes begin and end in the stored tensor, with what lies between."""
+
+    box: Box
+    start: int
+    stop: int
+
+
+def extent_of(stored: Box, part: Box, itemsize: int) -> tuple[int, int]:
+    """The first byte of a part and the one behind its last, within the stored box that contains it."""
+    first = last = 0
+    for stride, base, start, size in zip(strides_of(stored.size), stored.offset, part.offset, part.size):
+        first += (start - base) * stride
+        last += (start - base + size - 1) * stride
+    return first * itemsize, (last + 1) * itemsize
+
+
+def is_one_run(stored: Box, part: Box, itemsize: int) -> bool:
+    """Whether a part's bytes lie one behind the other."""
+    start, stop = extent_of(stored, part, itemsize)
+    return stop - start == part.numel * itemsize
+
+
+def pieces(stored: Box, part: Box, itemsize: int, largest: int = LARGEST, gap: int = GAP) -> Iterator[Piece]:
+    """Cut a part into pieces that are read with one request each.
+
+    A piece spans at most `largest` bytes (or has one element), and its rows are at most `gap` bytes apart. Of
+    the pieces every byte of the part is in one.
+    """
+    if not part.numel:
+        return
+    strides = strides_of(stored.size)
+    left = [part]
+    while left:
+        box = left.pop()
+        start, stop = extent_of(stored, box, itemsize)
+        dim = next((dim for dim, size in enumerate(box.size) if size > 1), None)
+        if dim is None:
+            yield Piece(box, start, stop)
+            continue
+        pitch = strides[dim] * itemsize
+        row = stop - start - (box.size[dim] - 1) * pitch
+        is_near = pitch - row <= gap
+        if is_near and stop - start <= largest:
+            yield Piece(box, start, stop)
+        elif is_near and row <= largest:
+            rows = (largest - row) // pitch + 1
+            left += [box.tail(dim, rows), box.head(dim, rows)]
+        else:
+            left += [box.tail(dim, 1), box.head(dim, 1)]

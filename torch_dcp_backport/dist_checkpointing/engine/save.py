@@ -1,0 +1,150 @@
+"""One sharded save: rows to the first rank, shares back, files, and the commit.
+
+Collective; the caller's tensors are only read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.engine import commit, files, values, writer
+from torch_dcp_backport.dist_checkpointing.engine.assign import Item, Share, shares_of
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, consult, guard, ranks_of
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place, Stored
+from torch_dcp_backport.dist_checkpointing.engine.table import Table, cells_of, findings_of
+from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
+from torch_dcp_backport.transfer import Call, Problem
+from torch_dcp_backport.transfer.memory import has_slices
+
+PLANNING = Topic("planning")
+CLEARING = Topic("removing the old marker", "an older checkpoint in the folder may be gone")
+COMMITTING = Topic(
+    "committing", "the folder holds no checkpoint now", "whether the folder holds a checkpoint shows a load"
+)
+
+
+class Saving(NamedTuple):
+    """What one rank brings to a save."""
+
+    folder: Path
+    table: Table
+    #: By row of the table; in the shape of its box.
+    data: Sequence[torch.Tensor]
+    objects: Sequence[Any]
+    #: Of the first rank.
+    common: Any
+    #: Whether the tables as a whole are checked.
+    is_checked: bool = True
+    #: Whether any holder of a box may write it.
+    is_balanced: bool = True
+
+
+def problems_of(saving: Saving) -> list[Problem]:
+    """What this rank knows to be wrong before any rank has done anything."""
+    problems = []
+    if not saving.folder.is_dir():
+        problems.append(Problem("no such folder (make it first)", str(saving.folder)))
+    for row, data in zip(saving.table.tensors, saving.data):
+        if not has_slices(data) or data.is_meta:
+            kind = "on the meta device" if data.is_meta else f"{type(data).__name__} of layout {data.layout}"
+            problems.append(Problem("a tensor without values in memory", row.key, kind))
+    return problems
+
+
+def save(call: Call, saving: Saving) -> Output:
+    """Save what the ranks bring together.
+
+    Returns:
+        What this rank wrote.
+
+    Raises:
+        CheckpointingException: the same on every rank. Until the first rank has removed the old marker
+            nothing was touched; from then on the folder holds no checkpoint.
+    """
+    call.problems += problems_of(saving)
+    objects: dict[int, bytes] = {}
+    for number, value in enumerate(saving.objects):
+        entry = saving.table.objects[number]
+        if entry.is_main:
+            with guard(call, entry.unique_key):
+                # A list, as Megatron has it: of the values that a rank has under this key.
+                objects[number] = values.dumps([value])
+    common = b""
+    if call.rank == ranks_of(call)[0]:
+        with guard(call, "common state"):
+            common = values.dumps(saving.common)
+    planned: dict[str, Any] = {}
+
+    def plan(tables: Mapping[int, Table]) -> Mapping[int, Share]:
+        cells = cells_of(tables)
+        findings = findings_of(tables, cells) if saving.is_checked else []
+        if findings:
+            raise Refusal(findings)
+        planned["tables"], planned["shares"] = tables, shares_of(tables, cells, saving.is_balanced)
+        return planned["shares"]  # type: ignore[no-any-return]
+
+    share: Share = consult(call, saving.table, plan, PLANNING)
+
+    def clear(ranks: Mapping[int, Any]) -> Mapping[int, Any]:
+        commit.clear(saving.folder)
+        return {}
+
+    consult(call, None, clear, CLEARING)
+    path = saving.folder / commit.file_of(call.rank)
+    output = Output(path.name, 0, [], [])
+    works = [work_of(saving, item) for item in share.tensors]
+    call.tally.meter.expect(lambda: sum(work.form.nbytes for work in works))
+    with call.tally.phase("writing"), guard(call, path.name), torch.no_grad():
+        output = writer.write(
+            path, works, [objects[number] for number in share.objects], call.tally.meter.add
+        )
+
+    def publish(outputs: Mapping[int, Output]) -> Mapping[int, Any]:
+        index = index_of(planned["tables"], planned["shares"], outputs)
+        commit.publish(saving.folder, index, common, outputs)
+        return {}
+
+    try:
+        consult(call, output, publish, COMMITTING)
+    except CheckpointingException as error:
+        # Where the first rank is gone, its last step may have made this file a part of a checkpoint.
+        if error.is_agreed:
+            with contextlib.suppress(OSError):
+                files.remove([path])
+        raise
+    return output
+
+
+def work_of(saving: Saving, item: Item) -> Work:
+    data, holds = saving.data[item.number], saving.table.tensors[item.number].box
+    if not item.box.numel:
+        # A tensor without elements is written whole, whatever part of nothing this rank has.
+        data, holds = data.new_empty(item.box.size), item.box
+    return Work(data, holds, item.box)
+
+
+def index_of(
+    tables: Mapping[int, Table], shares: Mapping[int, Share], outputs: Mapping[int, Output]
+) -> Index:
+    """Where every box of every tensor came to lie."""
+    index = Index()
+    chunks: dict[str, list[Chunk]] = {}
+    for table in tables.values():
+        for row in table.tensors:
+            if row.key not in chunks:
+                chunks[row.key] = []
+                index.tensors[row.key] = Stored(row.dtype, row.shape, chunks[row.key])
+    for rank, share in shares.items():
+        output = outputs[rank]
+        for item, written in zip(share.tensors, output.tensors):
+            key = tables[rank].tensors[item.number].key
+            chunks[key].append(Chunk(item.box, Place(output.file, *written)))
+        for number, written in zip(share.objects, output.objects):
+            index.objects[tables[rank].objects[number].unique_key] = Place(output.file, *written)
+    return index

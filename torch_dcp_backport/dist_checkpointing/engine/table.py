@@ -1,0 +1,220 @@
+"""What the ranks have of a sharded state dict, as rows; and what is wrong with them as a whole.
+
+Pure functions of all ranks' rows. Must never see a value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Optional
+
+import torch
+
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Findings
+from torch_dcp_backport.transfer import Box, Problem
+from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.spread import common, overlaps
+
+
+class Row(NamedTuple):
+    """One box of a global tensor on one rank."""
+
+    key: str
+    dtype: torch.dtype
+    #: Of the global tensor.
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    is_main: bool = True
+    #: The lowest rank of the mesh, of a DTensor's box.
+    mesh: Optional[int] = None
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, self.size)
+
+
+class ObjectRow(NamedTuple):
+    """One of a grid of objects on one rank."""
+
+    key: str
+    #: With the place in the grid.
+    unique_key: str
+    shape: tuple[int, ...]
+    is_main: bool = True
+
+
+class Table(NamedTuple):
+    """One rank's rows."""
+
+    tensors: Sequence[Row]
+    objects: Sequence[ObjectRow] = ()
+
+
+class Held(NamedTuple):
+    """One row, and whose it is."""
+
+    rank: int
+    #: The number of the row in that rank's table.
+    number: int
+    row: Row
+
+
+#: key -> box -> the rows with this box that have elements, the main one first.
+Cells = dict[str, dict[Box, list[Held]]]
+
+
+def cells_of(tables: Mapping[int, Table]) -> Cells:
+    """The distinct boxes of every tensor, each with its holders."""
+    cells: Cells = {}
+    for rank, table in tables.items():
+        for number, row in enumerate(table.tensors):
+            boxes = cells.setdefault(row.key, {})
+            # A tensor without elements has one box, so that its key is known.
+            if 0 not in row.size or 0 in row.shape:
+                box = whole(row.shape) if 0 in row.shape else row.box
+                boxes.setdefault(box, []).append(Held(rank, number, row))
+    for boxes in cells.values():
+        for box, holders in boxes.items():
+            boxes[box] = sorted(without_twins(holders), key=lambda held: not held.row.is_main)
+    return cells
+
+
+def without_twins(holders: list[Held]) -> list[Held]:
+    """The same holders, of which those on other meshes than the first one are no main replicas.
+
+    A DTensor that is not parallelised along all dimensions of the job's mesh, such as a norm's weight beside
+    tensor parallelism, is on several meshes that know nothing of each other, and is one tensor.
+    """
+    mains = [held.row.mesh for held in holders if held.row.is_main]
+    if len(mains) < 2 or None in mains or len(set(mains)) < len(mains):
+        return holders
+    first = min(mesh for mesh in mains if mesh is not None)
+    return [
+        held if held.row.mesh == first else held._replace(row=held.row._replace(is_main=False))
+        for held in holders
+    ]
+
+
+def findings_of(tables: Mapping[int, Table], cells: Cells) -> Findings:
+    """What is wrong with the tables as a whole: every element has to have one main copy."""
+    findings = disagreements(tables)
+    if findings:
+        return findings
+    shapes = {row.key: row.shape for table in tables.values() for row in table.tensors}
+    for key, boxes in cells.items():
+        findings += _findings_of_tensor(key, shapes[key], boxes)
+    return [*findings, *_findings_of_objects(tables)]
+
+
+def disagreements(tables: Mapping[int, Table]) -> Findings:
+    """Tensors that have another dtype or global shape on another rank."""
+    findings: Findings = []
+    known: dict[str, tuple[int, Row]] = {}
+    for rank, table in tables.items():
+        for row in table.tensors:
+            first, other = known.setdefault(row.key, (rank, row))
+            for what, got, expected in (
+                ("another dtype than on another rank", row.dtype, other.dtype),
+                ("another global shape than on another rank", row.shape, other.shape),
+            ):
+                if got != expected:
+                    findings.append((rank, Problem(what, row.key, f"{got}", f"{expected} as rank {first}")))
+    return findings
+
+
+def _findings_of_tensor(key: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[Held]]) -> Findings:
+    findings: Findings = []
+    mains: dict[Box, int] = {}
+    for box, holders in boxes.items():
+        main = [held for held in holders if held.row.is_main]
+        ranks = [held.rank for held in main]
+        if len(main) > 1 and 0 not in shape:
+            what = f"{len(main)} main replicas of {spelled(box)}"
+            findings.append((ranks[-1], Problem(what, key, f"replica_id 0 on ranks {ranks}", "one")))
+        if main:
+            mains[box] = ranks[0]
+    if findings or (mains and fills(list(mains), shape)):
+        return findings
+    limits = whole(shape)
+    outside = [box for box in mains if common(box, limits) != box and box.numel]
+    if outside:
+        what = f"{spelled(outside[0])} is outside the global tensor"
+        return [(mains[outside[0]], Problem(what, key, spelled(outside[0]), f"shape {shape}"))]
+    pairs = overlaps(mains)
+    if pairs:
+        box, other = pairs[0]
+        what = f"boxes overlap: {spelled(other)} and {spelled(box)} of rank {mains[box]}"
+        return [(mains[other], Problem(what, key))]
+    covered = sum(box.numel for box in mains)
+    if covered == limits.numel and mains:
+        return []
+    lonely = [holders[0] for box, holders in boxes.items() if box not in mains]
+    if lonely:
+        held = lonely[0]
+        got = "no rank has replica_id 0"
+        return [(held.rank, Problem(f"no main replica of {spelled(held.row.box)}", key, got, "one"))]
+    rank = next(iter(mains.values()), 0)
+    what = f"no rank has all of shape {shape}"
+    return [(rank, Problem(what, key, f"{covered} elements", f"{limits.numel} elements"))]
+
+
+def fills(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether different boxes are a grid that covers a shape: no two overlap and nothing is left out.
+
+    False where that takes more than a look at each box along each axis.
+    """
+    cells = 1
+    for axis, extent in enumerate(shape):
+        cuts = sorted({(box.offset[axis], box.size[axis]) for box in boxes})
+        end = 0
+        for start, size in cuts:
+            if start != end or (not size and extent):
+                return False
+            end += size
+        if end != extent:
+            return False
+        cells *= len(cuts)
+    return cells == len(boxes)
+
+
+def _findings_of_objects(tables: Mapping[int, Table]) -> Findings:
+    findings: Findings = []
+    mains: dict[str, list[int]] = {}
+    grids: dict[str, tuple[int, tuple[int, ...], set[str]]] = {}
+    for rank, table in tables.items():
+        for row in table.objects:
+            mains.setdefault(row.unique_key, []).extend([rank] if row.is_main else [])
+            first, shape, places = grids.setdefault(row.key, (rank, row.shape, set()))
+            places.add(row.unique_key)
+            if shape != row.shape:
+                what = "another grid of objects than on another rank"
+                findings.append((rank, Problem(what, row.key, f"{row.shape}", f"{shape} as rank {first}")))
+    for unique_key, ranks in mains.items():
+        if len(ranks) > 1:
+            what = f"{len(ranks)} main replicas of an object"
+            findings.append((ranks[-1], Problem(what, unique_key, f"on ranks {ranks}", "one")))
+        elif not ranks:
+            rank = grids[unique_key.partition("/")[0]][0]
+            findings.append((rank, Problem("no main replica of an object", unique_key, "none", "one")))
+    for key, (rank, shape, places) in grids.items():
+        if not findings and len(places) != math.prod(shape):
+            got, expected = f"{len(places)} objects", f"{math.prod(shape)} objects"
+            findings.append((rank, Problem("objects are missing from the grid", key, got, expected)))
+    return findings
+
+
+def spelled(box: Box) -> str:
+    """[0:4, 8:16], as in an index."""
+    spans = (f"{start}:{start + extent}" for start, extent in zip(box.offset, box.size))
+    return f"[{', '.join(spans)}]"
+
+
+def keys_of(tables: Mapping[int, Table]) -> Iterator[str]:
+    """The keys that some rank has, tensors' and objects'."""
+    for table in tables.values():
+        for row in table.tensors:
+            yield row.key
+        for entry in table.objects:
+            yield entry.unique_key

@@ -1,0 +1,71 @@
+"""Values that are no sharded tensors, as `torch.save` writes them. Reading runs no code from the file."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import io
+import re
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from torch_dcp_backport import compat
+
+
+class Unloadable(Exception):
+    """A value cannot be made from its bytes."""
+
+
+@functools.lru_cache(maxsize=1)
+def safe_classes() -> tuple[Any, ...]:
+    """Harmless classes of the values in checkpoints, beyond tensors and Python's own."""
+    kinds: list[Any] = [argparse.Namespace, OrderedDict]
+    try:
+        import numpy
+    except ImportError:
+        return tuple(kinds)
+    try:
+        multiarray: Any = importlib.import_module("numpy._core.multiarray")
+    except ImportError:  # numpy 1
+        multiarray = importlib.import_module("numpy.core.multiarray")
+    dtypes = getattr(numpy, "dtypes", None)
+    kinds += [numpy.ndarray, numpy.dtype, multiarray._reconstruct, multiarray.scalar]
+    if dtypes is not None:
+        kinds += [value for value in vars(dtypes).values() if isinstance(value, type)]
+    return tuple(kinds)
+
+
+def dumps(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def loads(data: bytes, trust: bool = False) -> Any:
+    """The value in `data`; tensors on the CPU.
+
+    Args:
+        trust: make objects of any class, which runs what the file says.
+
+    Raises:
+        Unloadable: it is damaged, or has an object of a class that is not known to be harmless.
+    """
+    file, safe = io.BytesIO(data), safe_classes()
+    try:
+        if trust:
+            return torch.load(file, map_location="cpu", weights_only=False)
+        with compat.allowed_globals(safe):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # torch's text has a page of advice, and escape sequences.
+        name = re.search(r"(?:GLOBAL|class|global) ([\w.]+) was not", str(error))
+        if trust or name is None:
+            reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            raise Unloadable(f"it is damaged, or cannot be made here: {reason[0]}") from error
+        raise Unloadable(
+            f"it has {name[1]}, which is not known to be harmless; trust=True makes objects of any class, "
+            "and runs what the file says"
+        ) from error

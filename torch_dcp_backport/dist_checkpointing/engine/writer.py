@@ -1,0 +1,199 @@
+"""Writes one rank's share of a checkpoint into its file: every record at its place, checksummed, on disk.
+
+Runs in one thread without a collective. Holds at most one block beside the caller's tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.dist_checkpointing.engine.records import Form, RunningSum, form_of
+from torch_dcp_backport.dist_checkpointing.engine.runs import pieces
+from torch_dcp_backport.transfer import Box
+from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.staging import part_of
+
+#: Bytes that are copied and checksummed at once.
+BLOCK = 4 * 2**20
+#: Records of fewer bytes are put together in memory.
+LITTLE = 64 * 1024
+
+
+class Work(NamedTuple):
+    """A box to be written, and the tensor that holds it."""
+
+    data: torch.Tensor
+    #: What `data` holds.
+    holds: Box
+    box: Box
+
+    @property
+    def form(self) -> Form:
+        return form_of(self.data.dtype, self.box.size)
+
+
+class Written(NamedTuple):
+    """Where a record came to lie."""
+
+    offset: int
+    length: int
+    crc: int
+
+
+class Output(NamedTuple):
+    """What one rank wrote."""
+
+    file: str
+    nbytes: int
+    tensors: list[Written]
+    objects: list[Written]
+
+
+def write(
+    path: Path, tensors: Sequence[Work], objects: Sequence[bytes], moved: Callable[[int], None]
+) -> Output:
+    """Write records one after the other into a new file, and have it on disk.
+
+    Args:
+        moved: called with the bytes of values that were written since the last time.
+
+    Raises:
+        OSError: no room, known before the first byte where the file system can tell, or a failed write.
+    """
+    total = sum(work.form.length for work in tensors) + sum(map(len, objects))
+    output = Output(path.name, total, [], [])
+    if not tensors and not objects:
+        return output
+    files.step(f"create {path.name}")
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        files.reserve(fd, total)
+        sink = Sink(fd)
+        block: Optional[torch.Tensor] = None
+        for work in tensors:
+            files.step("write record")
+            if block is None and not is_flat(work):
+                block = compat.host_buffer(BLOCK)
+            output.tensors.append(write_tensor(sink, work, block, moved))
+        for data in objects:
+            at = sink.end
+            sink.put(data)
+            output.objects.append(Written(at, len(data), zlib.crc32(data)))
+        sink.flush()
+        files.step(f"sync {path.name}")
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return output
+
+
+class Sink:
+    """A file that is written from its start on; what is little waits until it is worth a call."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._waiting = bytearray()
+        self._flushed = 0
+
+    @property
+    def end(self) -> int:
+        return self._flushed + len(self._waiting)
+
+    def put(self, data: bytes) -> None:
+        self._waiting += data
+        if len(self._waiting) > LITTLE:
+            self.flush()
+
+    def put_large(self, data: memoryview) -> None:
+        self.flush()
+        files.write_all(self.fd, data, self._flushed)
+        self._flushed += data.nbytes
+
+    def skip(self, nbytes: int) -> int:
+        """Leave room that `fill` will fill; returns where."""
+        self.flush()
+        self._flushed += nbytes
+        return self._flushed - nbytes
+
+    def fill(self, data: bytes, at: int) -> None:
+        files.write_all(self.fd, data, at)
+
+    def flush(self) -> None:
+        files.write_all(self.fd, self._waiting, self._flushed)
+        self._flushed += len(self._waiting)
+        self._waiting = bytearray()
+
+
+def write_tensor(
+    sink: Sink, work: Work, block: Optional[torch.Tensor], moved: Callable[[int], None]
+) -> Written:
+    form, at, total = work.form, sink.end, RunningSum(work.form.grain)
+    if form.length <= LITTLE:
+        data = bytes(values_of(work, block))
+        total.add(memoryview(data))
+        sink.put(b"".join((form.head(total.crc), data, form.tail(total.crc, total.table))))
+        moved(form.nbytes)
+    else:
+        # The head has the checksum of what comes behind it.
+        at = sink.skip(form.at)
+        for part in blocks_of(work, block):
+            total.add(part)
+            sink.put_large(part)
+            moved(part.nbytes)
+        sink.fill(form.head(total.crc), at)
+        sink.put(form.tail(total.crc, total.table))
+    return Written(at, form.length, total.crc)
+
+
+def is_flat(work: Work) -> bool:
+    """Whether the box lies in host memory as it will lie in the file."""
+    part = part_of(work.data, work.holds, work.box)
+    return part.device.type == "cpu" and part.is_contiguous() and not part.is_conj() and not part.is_neg()
+
+
+def values_of(work: Work, block: Optional[torch.Tensor]) -> memoryview:
+    parts = list(blocks_of(work, block))
+    return parts[0] if parts else memoryview(b"")
+
+
+def blocks_of(work: Work, block: Optional[torch.Tensor]) -> Iterator[memoryview]:
+    """The values in row-major order, in blocks that are multiples of every grain, but for the last."""
+    if is_flat(work):
+        data = bytes_of(part_of(work.data, work.holds, work.box))
+        for start in range(0, len(data), BLOCK):
+            yield data[start : start + BLOCK]
+        return
+    assert block is not None, "one was made for what is not flat"
+    everything, grain = whole(work.box.size), work.form.grain or 1
+    filled = 0
+    for piece in pieces(everything, everything, work.data.dtype.itemsize, BLOCK // 2, 0):
+        size = piece.stop - piece.start
+        if filled + size > BLOCK:
+            # What is behind the last whole grain goes to the front of the next block.
+            left = filled % grain
+            yield bytes_of(block[: filled - left])
+            block[:left].copy_(block[filled - left : filled].clone())
+            filled = left
+        target = block[filled : filled + size].view(work.data.dtype).view(piece.box.size)
+        target.copy_(part_of(work.data, work.holds, shifted(piece.box, work.box)))
+        filled += size
+    if filled:
+        yield bytes_of(block[:filled])
+
+
+def shifted(box: Box, by: Box) -> Box:
+    return Box(tuple(start + base for start, base in zip(box.offset, by.offset)), box.size)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)

@@ -1,0 +1,224 @@
+"""What a checkpoint holds, and whether every byte of it is what was saved. One process; no process group.
+
+Must never write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
+from torch_dcp_backport.dist_checkpointing.engine import foreign
+from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Source
+from torch_dcp_backport.dist_checkpointing.engine.load import Opened, opened, small_files
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Place, Stored
+from torch_dcp_backport.dist_checkpointing.engine.reader import BLOCK, Read, Reader, wrong_files
+from torch_dcp_backport.dist_checkpointing.engine.table import fills
+from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.spread import overlaps
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor or an object in a checkpoint."""
+
+    key: str
+    #: "tensor" or "object".
+    kind: str
+    dtype: str
+    shape: Sequence[int]
+    #: Of how many boxes, and in which files.
+    records: int
+    files: Sequence[str]
+    #: On disk.
+    nbytes: int
+
+
+def contents(checkpoint_dir: Folder) -> list[Entry]:
+    """What a checkpoint holds, by key.
+
+    Raises:
+        CheckpointingException: no checkpoint.
+    """
+    checkpoint = opened_alone(checkpoint_dir)
+    entries = [
+        Entry(
+            key,
+            "tensor",
+            str(stored.dtype).replace("torch.", ""),
+            stored.shape,
+            len(stored.chunks),
+            sorted({chunk.place.file for chunk in stored.chunks}),
+            sum(chunk.place.length for chunk in stored.chunks),
+        )
+        for key, stored in checkpoint.holds.tensors.items()
+    ]
+    entries += [
+        Entry(key, "object", "", (), 1, [place.file], place.length)
+        for key, place in checkpoint.holds.objects.items()
+    ]
+    return sorted(entries, key=lambda entry: entry.key)
+
+
+def opened_alone(checkpoint_dir: Folder) -> Opened:
+    folder = Path(checkpoint_dir)
+    return opened(folder, small_files(folder))
+
+
+def verify(checkpoint_dir: Folder) -> list[str]:
+    """What is wrong with a checkpoint: every file, every record, every byte. Nothing, where it is whole.
+
+    Reads all of it, in blocks.
+    """
+    try:
+        checkpoint = opened_alone(checkpoint_dir)
+    except CheckpointingException as error:
+        return [str(error)]
+    return list(problems_of(checkpoint))
+
+
+def problems_of(checkpoint: Opened) -> Iterator[str]:
+    index, folder = checkpoint.holds, checkpoint.folder
+    gone = list(wrong_files(folder, index.places(), index))
+    yield from map(str, gone)
+    missing = {problem.what.split(" ")[0] for problem in gone}
+    for key, stored in index.tensors.items():
+        boxes = [chunk.box for chunk in stored.chunks]
+        covered = sum(box.numel for box in boxes)
+        if not fills(boxes, stored.shape) and (covered != math.prod(stored.shape) or overlaps(boxes)):
+            yield f"{key}: its boxes do not cover shape {tuple(stored.shape)} once"
+    reader = Reader(folder, index.is_ours)
+    for name, chunks in sorted(chunks_by_file(checkpoint).items()):
+        if name in missing:
+            continue
+        try:
+            with reader.open(name) as source:
+                for key, stored, chunk in chunks:
+                    yield from problem_of_record(reader, source, key, stored, chunk)
+        except OSError as error:
+            yield f"{name}: {error.strerror}"
+    for key, place in index.objects.items():
+        if place.file not in missing:
+            try:
+                reader.read_object(place)
+            except (Damaged, OSError) as error:
+                yield f"{key}: {error}"
+    try:
+        checkpoint.common_state(trust=False)
+    except CheckpointingException as error:
+        if "known to be harmless" not in str(error):
+            yield str(error)
+
+
+def chunks_by_file(checkpoint: Opened) -> dict[str, list[tuple[str, Stored, Chunk]]]:
+    """The stored boxes of each file, with their keys."""
+    chunks: dict[str, list[tuple[str, Stored, Chunk]]] = {}
+    for key, stored in checkpoint.holds.tensors.items():
+        for chunk in stored.chunks:
+            chunks.setdefault(chunk.place.file, []).append((key, stored, chunk))
+    return chunks
+
+
+def problem_of_record(
+    reader: Reader, source: Source, key: str, stored: Stored, chunk: Chunk
+) -> Iterator[str]:
+    """What is wrong with a tensor's record, after all of it was read."""
+    read = Read(key, chunk, chunk.box, stored.dtype, torch.empty(0), whole(chunk.box.size))
+    try:
+        if reader.is_ours:
+            values = reader.own_values(source, read)
+        else:
+            located = reader.foreign_values(source, read)
+            if located is None:
+                verify_in_blocks(source, chunk.place)
+                return
+            values = located
+        block = memoryview(bytearray(BLOCK))
+        for start in range(0, values.nbytes, BLOCK):
+            values.read(start, block[: min(BLOCK, values.nbytes - start)])
+    except Damaged as error:
+        yield f"{key}: {error}"
+
+
+def verify_in_blocks(source: Source, place: Place) -> None:
+    """The entries of a record of torch's that is not row-major."""
+    for entry in foreign.directory(source, place).values():
+        foreign.content(source, place, entry)
+
+
+HELP = """\
+Say what a sharded checkpoint holds (inspect), or read all of it and say whether it is what was saved
+(verify). Reads torch's and Megatron's checkpoints, too. Runs no code that a checkpoint names.
+"""
+CODES = "exit codes: 0 fine; 1 no checkpoint, or a damaged one; 2 wrong usage"
+
+
+def main(argv: list[str], prog: str) -> int:
+    """The command `checkpoint`."""
+    parser = argparse.ArgumentParser(prog=prog, description=HELP, epilog=CODES)
+    parser.add_argument("action", choices=("inspect", "verify"))
+    parser.add_argument("folder", metavar="DIR")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    args = parser.parse_args(argv)
+    try:
+        entries = contents(args.folder)
+    except CheckpointingException as error:
+        report = {"folder": args.folder, "problems": [str(error)]}
+        print(json.dumps(report) if args.json else f"{prog}: {error}", file=None if args.json else sys.stderr)
+        return 1
+    problems = verify(args.folder) if args.action == "verify" else None
+    if args.json:
+        print(json.dumps(as_dict(args.folder, entries, problems), indent=2))
+    else:
+        print(as_table(entries) if problems is None else verdict(entries, problems))
+    return 1 if problems else 0
+
+
+def as_dict(folder: str, entries: Sequence[Entry], problems: Optional[Sequence[str]]) -> dict[str, Any]:
+    facts: dict[str, Any] = {"folder": folder}
+    if problems is None:
+        facts["entries"] = [asdict(entry) for entry in entries]
+    else:
+        facts["problems"] = list(problems)
+    facts["bytes"] = sum(entry.nbytes for entry in entries)
+    return facts
+
+
+def as_table(entries: Sequence[Entry]) -> str:
+    rows = [("key", "dtype", "shape", "records", "files", "bytes")]
+    rows += [
+        (
+            entry.key,
+            entry.dtype or entry.kind,
+            "x".join(map(str, entry.shape)) or "-",
+            str(entry.records),
+            str(len(entry.files)),
+            f"{entry.nbytes:,}",
+        )
+        for entry in entries
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, summary(entries)])
+
+
+def summary(entries: Sequence[Entry]) -> str:
+    files = {name for entry in entries for name in entry.files}
+    nbytes = sum(entry.nbytes for entry in entries)
+    tensors = sum(entry.kind == "tensor" for entry in entries)
+    return f"{tensors} tensors, {len(entries) - tensors} objects, {nbytes:,} bytes in {len(files)} files"
+
+
+def verdict(entries: Sequence[Entry], problems: Sequence[str]) -> str:
+    if not problems:
+        return f"whole: {summary(entries)}"
+    return "\n".join([f"damaged: {len(problems)} problem(s)", *(f"  {problem}" for problem in problems)])

@@ -1,0 +1,168 @@
+"""One load of one rank: what it wants of a checkpoint, what is wrong with that, and what it got.
+
+Between the state dict and the engine: knows parts and keys, and leaves bytes to the reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torch_dcp_backport.dist_checkpointing.engine import load as engine
+from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
+from torch_dcp_backport.dist_checkpointing.engine.load import Opened, Wanted
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, consult, guard, ranks_of
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Place
+from torch_dcp_backport.dist_checkpointing.engine.reader import Reader, wrong_files
+from torch_dcp_backport.dist_checkpointing.engine.table import Table, cells_of, findings_of, keys_of
+from torch_dcp_backport.dist_checkpointing.mapping import ShardedTensor, StateDict, apply_factory_merges
+from torch_dcp_backport.dist_checkpointing.state_dict_utils import NOTHING, Split, assembled, factories_of
+from torch_dcp_backport.dist_checkpointing.validation import (
+    StrictHandling,
+    logger,
+    mismatch_text,
+    table_of,
+    unexpected_problems,
+)
+from torch_dcp_backport.transfer import Call, Problem
+from torch_dcp_backport.transfer.errors import DOUBTFUL
+from torch_dcp_backport.transfer.memory import why_not_writable
+
+
+class Loading:
+    """One load of this rank: what it wants of a checkpoint, and what it got."""
+
+    def __init__(
+        self, call: Call, checkpoint: Opened, parts: Split, mode: StrictHandling, trust: bool
+    ) -> None:
+        self.call = call
+        self.checkpoint = checkpoint
+        self.index = checkpoint.holds
+        self.parts = parts
+        self.mode = mode
+        self.trust = trust
+        self.reader = Reader(checkpoint.folder, self.index.is_ours, call.tally.meter.add)
+        self.tensors = [part for part in parts.tensors if part.key in self.index.tensors]
+        #: What each is loaded into; None where it is still to be made.
+        self.data = [part.data for part in self.tensors]
+        #: The part -> the key under which the checkpoint has it.
+        self.objects: dict[str, str] = {}
+        for part in parts.objects:
+            key = engine.stored_object(self.index, part.unique_key)
+            if key is not None:
+                self.objects[part.unique_key] = key
+        self.unexpected = {part.key for part in parts.tensors if part.key not in self.index.tensors}
+        self.unexpected |= {part.key for part in parts.objects if part.unique_key not in self.objects}
+        #: By id of the part.
+        self.loaded: dict[int, Any] = {}
+        self.common: Any = {}
+
+    def wanted(self) -> list[Wanted]:
+        rows = table_of(self.tensors, ()).tensors
+        return [
+            Wanted(row, None if data is None else boxed(part, data), part.allow_shape_mismatch)
+            for row, part, data in zip(rows, self.tensors, self.data)
+        ]
+
+    def places(self) -> list[tuple[str, Place]]:
+        return list(engine.places_of(self.index, self.wanted(), self.objects.values()))
+
+    def agree(self, is_checked: bool) -> set[str]:
+        """Raise every rank's problems on every rank; return the missing keys.
+
+        Raises:
+            CheckpointingException: something cannot be loaded as it is asked for.
+        """
+        call = self.call
+        with guard(call):
+            if self.mode.raises:
+                call.problems += unexpected_problems(self.unexpected)
+            call.problems += engine.problems_of(self.index, self.wanted())
+            call.problems += wrong_files(self.checkpoint.folder, self.places(), self.index)
+            call.problems += unwritable(self.tensors)
+            self.common = self.checkpoint.common_state(self.trust)
+        table = table_of(self.parts.tensors, self.parts.objects)
+
+        def decide(tables: Mapping[int, Table]) -> Mapping[int, set[str]]:
+            findings = findings_of(tables, cells_of(tables)) if is_checked else []
+            missing: set[str] = set()
+            if StrictHandling.requires_global_app_metadata(self.mode):
+                missing = self.missing_of(tables)
+                if missing and self.mode is StrictHandling.RAISE_ALL:
+                    first = ranks_of(call)[0]
+                    what = "in the checkpoint, and loaded by no rank"
+                    findings = [*findings, *((first, Problem(what, key)) for key in sorted(missing))]
+            if findings:
+                raise Refusal(findings)
+            return dict.fromkeys(tables, missing)
+
+        missing: set[str] = consult(call, table, decide, Topic("planning"))
+        if self.mode.logs and (missing or self.unexpected):
+            logger.warning("%s: %s", self.checkpoint.folder, mismatch_text(missing, self.unexpected))
+        return missing
+
+    def missing_of(self, tables: Mapping[int, Table]) -> set[str]:
+        """The keys of the checkpoint that no rank asks for; of objects without their places."""
+        known = set(self.index.tensors) | {key.partition("/shard_")[0] for key in self.index.objects}
+        known.discard(engine.COMMON_STATE.partition("/")[0])
+        return known - {key.partition("/shard_")[0] for key in keys_of(tables)}
+
+    def read(self) -> None:
+        """Read what is wanted, and hear of every rank's reads.
+
+        Raises:
+            CheckpointingException: a record is damaged, a disk fails, or memory runs out.
+        """
+        call = self.call
+        with call.room_for("the tensors that are loaded"):
+            for number, part in enumerate(self.tensors):
+                # A copy: the caller's part stays without data.
+                made = replace(part)
+                made.init_data("cpu")
+                self.data[number] = self.loaded[id(part)] = made.data
+        for data, part in zip(self.data, self.tensors):
+            if data is not None and part.allow_shape_mismatch and not call.problems:
+                data.detach().zero_()
+        wanted = self.wanted() if not call.problems else []
+        call.tally.meter.expect(
+            lambda: sum(read.part.numel * read.dtype.itemsize for read in engine.reads_of(self.index, wanted))
+        )
+        with call.tally.phase("reading"), guard(call), torch.no_grad():
+            try:
+                self.reader.read(engine.reads_of(self.index, wanted))
+                for entry in self.parts.objects:
+                    key = self.objects.get(entry.unique_key)
+                    if key is not None:
+                        value = engine.load_object(self.reader, self.index, key, self.trust)
+                        self.loaded[id(entry)] = value
+            except Damaged as error:
+                call.fail(Problem("damaged", got=str(error)), error)
+        consult(call, None, lambda _: {}, Topic("settling", DOUBTFUL))
+
+    def result(self) -> StateDict:
+        """The common state, what was loaded, and what is not saved, as one state dict."""
+
+        def value_of(part: Any) -> Any:
+            return self.loaded.get(id(part), NOTHING)
+
+        merged = assembled(self.parts.built, self.common, value_of)
+        factories = factories_of(self.parts.original)
+        return apply_factory_merges(merged, factories)  # type: ignore[no-any-return]
+
+
+def unwritable(parts: list[ShardedTensor]) -> list[Problem]:
+    """Tensors into which nothing can be loaded."""
+    problems = []
+    for part in parts:
+        why = "" if part.data is None else why_not_writable(part.data)
+        if why:
+            problems.append(Problem("a tensor cannot be written", part.key, why))
+    return problems
+
+
+def boxed(part: ShardedTensor, data: torch.Tensor) -> torch.Tensor:
+    """The data of a part in the shape of its box: with the prepended axes."""
+    return data.detach()[(None,) * part.prepend_axis_num]

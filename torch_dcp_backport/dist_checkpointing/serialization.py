@@ -1,0 +1,255 @@
+"""Save and load of sharded state dicts.
+
+Signatures, positional order and what is returned are those of megatron.core.dist_checkpointing.serialization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Optional, Union
+
+from torch_dcp_backport.dist_checkpointing import report
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
+from torch_dcp_backport.dist_checkpointing.engine import commit
+from torch_dcp_backport.dist_checkpointing.engine import load as engine
+from torch_dcp_backport.dist_checkpointing.engine.load import Opened
+from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
+from torch_dcp_backport.dist_checkpointing.engine.save import Saving
+from torch_dcp_backport.dist_checkpointing.engine.save import save as save_together
+from torch_dcp_backport.dist_checkpointing.loading import Loading, boxed
+from torch_dcp_backport.dist_checkpointing.mapping import (
+    CommonStateDict,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+)
+from torch_dcp_backport.dist_checkpointing.state_dict_utils import split
+from torch_dcp_backport.dist_checkpointing.validation import StrictHandling, parse_strict_flag, table_of
+from torch_dcp_backport.transfer.groups import Group
+
+CANNOT_SAVE, CANNOT_LOAD = "cannot save the checkpoint", "cannot load the checkpoint"
+CONTENT_METADATA = "content_metadata"
+
+
+def save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: Folder,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Optional[Callable[[CommonStateDict], StateDict]] = None,
+    content_metadata: Optional[dict[str, Any]] = None,
+    *,
+    balanced: bool = True,
+    process_group: Group = None,
+) -> None:
+    """Save a sharded state dict. Collective.
+
+    Every rank writes one file; what several ranks hold is written once. An older checkpoint in the folder is
+    unmade first, so that a save that fails leaves none.
+
+    Args:
+        sharded_state_dict: nested dicts and lists of ShardedTensors, ShardedObjects and factories; of other
+            values (the common state) those of the first rank are saved.
+        checkpoint_dir: a folder that every rank sees; it has to be there.
+        sharded_strategy, common_strategy: there is one format; only None, or its name, is taken.
+        validate_access_integrity: check that every element has one main replica among the ranks.
+        async_sharded_save: not there yet.
+        preprocess_common_before_consistancy_check: not needed: the common state of the ranks is not compared.
+        content_metadata: saved with the common state, for `load_content_metadata`.
+        balanced: let any rank that holds a replica write it, by bytes; else the main replica's.
+        process_group: the ranks that save together; None is the default group.
+
+    Raises:
+        CheckpointingException: the same on every rank. It says whether an older checkpoint was touched.
+    """
+    with begin(CANNOT_SAVE, "save", process_group) as call:
+        parts, common = None, {}
+        with guard(call):
+            refuse_strategies(sharded_strategy, common_strategy)
+            if async_sharded_save:
+                raise CheckpointingException("async_sharded_save is not supported yet")
+            parts = split(sharded_state_dict)
+            absent = [part.key for part in parts.tensors if part.data is None]
+            if absent:
+                raise CheckpointingException(f"tensors without data: {', '.join(absent)}")
+            common = dict(parts.common)
+            if content_metadata is not None:
+                common[CONTENT_METADATA] = content_metadata
+        tensors, objects = (parts.tensors, parts.objects) if parts else ([], [])
+        saving = Saving(
+            Path(checkpoint_dir),
+            table_of(tensors, objects),
+            [boxed(part, part.data) for part in tensors if part.data is not None],
+            [part.data for part in objects],
+            common,
+            validate_access_integrity,
+            balanced,
+        )
+        output = save_together(call, saving)
+        records = [*output.tensors, *output.objects]
+        report.close(call.tally, len(records), sum(entry.length for entry in records), 1 if records else 0)
+
+
+def refuse_strategies(*strategies: Any) -> None:
+    """There is one format, which Megatron names so.
+
+    Raises:
+        CheckpointingException: a strategy for another one.
+    """
+    for strategy in strategies:
+        name = strategy[0] if isinstance(strategy, tuple) else getattr(strategy, "backend", strategy)
+        if name not in (None, "torch_dist", "torch"):
+            raise CheckpointingException(f"no such format: {name!r} (there is torch_dist alone)")
+
+
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: Folder,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: Union[str, StrictHandling] = StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    trust: bool = False,
+    process_group: Group = None,
+) -> Any:
+    """Load what a sharded state dict describes, saved by any number of ranks. Collective.
+
+    Args:
+        sharded_state_dict: as for `save`; `data` that is there is written in place, cast to its dtype, and
+            None becomes a tensor on the CPU. Other values do not count.
+        checkpoint_dir: a checkpoint of `save`, of Megatron ("torch_dist"), or of torch's own `dcp.save`.
+        sharded_strategy, common_strategy: there is one format; only None, or its name, is taken.
+        validate_access_integrity: check that the ranks together load every element of every tensor.
+        strict: what to do about missing and unexpected keys.
+        trust: make objects of any class, which runs what the file says.
+        process_group: the ranks that load together; None is the default group.
+
+    Returns:
+        The common state merged with what was loaded; with `return_*` (it, missing keys, unexpected keys).
+
+    Raises:
+        CheckpointingException: the same on every rank. It says whether something may have been written: only
+            where a checksum turned out to be wrong, or a disk failed.
+        ValueError: no such `strict` mode.
+    """
+    mode = parse_strict_flag(strict)
+    with begin(CANNOT_LOAD, "load", process_group) as call:
+        parts = None
+        with guard(call):
+            refuse_strategies(sharded_strategy, common_strategy)
+            parts = split(sharded_state_dict)
+        checkpoint = engine.open_together(call, Path(checkpoint_dir))
+        loading = Loading(call, checkpoint, parts or split({}), mode, trust)
+        missing = loading.agree(validate_access_integrity)
+        loading.read()
+        result = loading.result()
+        places = [place for _, place in loading.places()]
+        report.close(call.tally, len(places), loading.reader.bytes_read, loading.reader.files)
+    if StrictHandling.requires_returning_mismatch_keys(mode):
+        return result, missing, loading.unexpected
+    return result
+
+
+def load_common_state_dict(checkpoint_dir: Folder, *, trust: bool = False) -> StateDict:
+    """The common state of a checkpoint. Not collective.
+
+    Raises:
+        CheckpointingException: no checkpoint, or its common state cannot be read.
+    """
+    return open_alone(checkpoint_dir).common_state(trust)  # type: ignore[no-any-return]
+
+
+def open_alone(checkpoint_dir: Folder) -> Opened:
+    folder = Path(checkpoint_dir)
+    return engine.opened(folder, engine.small_files(folder))
+
+
+def load_tensors_metadata(checkpoint_dir: Folder, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
+    """Key -> the whole global tensor of a checkpoint, without data. Not collective.
+
+    Raises:
+        CheckpointingException: no checkpoint.
+    """
+    refuse_strategies(sharded_strategy)
+    return tensors_in(open_alone(checkpoint_dir))
+
+
+def tensors_in(checkpoint: Opened) -> dict[str, ShardedTensor]:
+    return {
+        key: ShardedTensor(
+            key,
+            None,
+            stored.dtype,
+            stored.shape,
+            stored.shape,
+            (0,) * len(stored.shape),
+            (1,) * len(stored.shape),
+        )
+        for key, stored in checkpoint.holds.tensors.items()
+    }
+
+
+def load_sharded_metadata(
+    checkpoint_dir: Folder, sharded_strategy: Any = None, common_strategy: Any = None
+) -> dict[str, ShardedBase]:
+    """As `load_tensors_metadata`, and the objects by their unique keys.
+
+    Raises:
+        CheckpointingException: no checkpoint.
+    """
+    refuse_strategies(sharded_strategy, common_strategy)
+    checkpoint = open_alone(checkpoint_dir)
+    parts: dict[str, ShardedBase] = dict(tensors_in(checkpoint))
+    for key in checkpoint.holds.objects:
+        if "/shard_" in key and key != engine.COMMON_STATE:
+            parts[key] = ShardedObject.empty_from_unique_key(key)
+    return parts
+
+
+def load_plain_tensors(checkpoint_dir: Folder, *, process_group: Group = None) -> StateDict:
+    """All tensors of a checkpoint, whole, on every rank; with the common state, as Megatron's returns it.
+
+    Raises:
+        CheckpointingException: as `load`.
+    """
+    whole = load_tensors_metadata(checkpoint_dir)
+    return load(  # type: ignore[no-any-return]
+        dict(whole), checkpoint_dir, validate_access_integrity=False, process_group=process_group
+    )
+
+
+def load_content_metadata(
+    checkpoint_dir: Optional[Folder] = None, *, preloaded_state_dict: Optional[StateDict] = None
+) -> Optional[dict[str, Any]]:
+    """What was passed to `save` as `content_metadata`; None where nothing was.
+
+    Raises:
+        ValueError: neither a folder nor a state dict.
+        CheckpointingException: no checkpoint.
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("pass checkpoint_dir or preloaded_state_dict")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    content: Optional[dict[str, Any]] = preloaded_state_dict.get(CONTENT_METADATA)
+    return content
+
+
+def remove_sharded_tensors(checkpoint_dir: Folder, key_prefix: str) -> None:
+    """Remove the tensors and objects whose keys begin so, and files that nothing else is in. Not collective.
+
+    Files that hold other records keep their size.
+
+    Raises:
+        CheckpointingException: no checkpoint of this room; others are not rewritten.
+    """
+    checkpoint = open_alone(checkpoint_dir)
+    if not checkpoint.holds.is_ours:
+        raise CheckpointingException(f"{checkpoint_dir} was not saved by this package, and is not rewritten")
+    commit.forget(checkpoint.folder, checkpoint.holds, lambda key: key.startswith(key_prefix))

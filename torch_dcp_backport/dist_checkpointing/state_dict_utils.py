@@ -1,0 +1,177 @@
+"""State dicts split into what is sharded, what is common and what is not saved; and put together again.
+
+Works on copies of the structure: the caller's dicts and lists stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Optional
+
+from torch_dcp_backport.dist_checkpointing.adopt import adopted
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.dict_utils import (
+    Path,
+    dict_list_map_outplace,
+    extract_matching_values,
+)
+from torch_dcp_backport.dist_checkpointing.mapping import (
+    CommonStateDict,
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+    apply_factories,
+)
+
+
+class Split(NamedTuple):
+    """A sharded state dict, taken apart. No part shares a dict or a list with it."""
+
+    #: The whole structure, with factories built.
+    built: ShardedStateDict
+    tensors: list[ShardedTensor]
+    objects: list[ShardedObject]
+    #: The structure as it was passed, with factories.
+    original: ShardedStateDict
+
+    @property
+    def parts(self) -> list[ShardedBase]:
+        return [*self.tensors, *self.objects]
+
+    @property
+    def common(self) -> CommonStateDict:
+        """What is neither sharded nor local, in its structure."""
+        kept = kept_of(
+            self.built, lambda value: not isinstance(value, (ShardedBase, LocalNonpersistentObject))
+        )
+        return {} if kept is NOTHING else kept
+
+
+#: Stands for what is not there.
+NOTHING: Any = object()
+
+
+def split(sharded_state_dict: Mapping[Any, Any]) -> Split:
+    """Take a sharded state dict apart, and check each of its parts.
+
+    Raises:
+        CheckpointingException: a part contradicts itself, or hides where it is not looked for.
+    """
+    if not isinstance(sharded_state_dict, dict):
+        raise CheckpointingException(f"expected a dict, got {type(sharded_state_dict).__name__}")
+    original = dict_list_map_outplace(adopted, sharded_state_dict)
+    built = dict_list_map_outplace(lambda value: value, original)
+    apply_factories(built)
+    # What a factory of Megatron's builds is Megatron's.
+    built = dict_list_map_outplace(adopted, built)
+    result = Split(built, [], [], original)
+    for path, value in leaves_of(built):
+        if isinstance(value, ShardedTensor):
+            value.validate_metadata_integrity()
+            result.tensors.append(value)
+        elif isinstance(value, ShardedObject):
+            value.validate_metadata_integrity()
+            result.objects.append(value)
+        elif isinstance(value, ShardedBase):
+            raise CheckpointingException(f"a {type(value).__name__} built by another: {value.key}")
+        elif isinstance(value, (tuple, set, frozenset)):
+            hidden = [part for part in value if isinstance(adopted(part), ShardedBase)]
+            if hidden:
+                kind, name = type(value).__name__, ".".join(map(str, path))
+                raise CheckpointingException(f"{hidden[0].key} is in a {kind} at {name}; put it in a list")
+    return result
+
+
+def leaves_of(x: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+    """(path, value) of what is in nested dicts and lists."""
+    if isinstance(x, (dict, list)):
+        items = x.items() if isinstance(x, dict) else enumerate(x)
+        return [leaf for key, value in items for leaf in leaves_of(value, (*path, key))]
+    return [(path, x)]
+
+
+def kept_of(x: Any, keeps: Callable[[Any], bool]) -> Any:
+    """The structure with some leaves only; NOTHING where none is left of one that had some.
+
+    A list of which only a part is left is a dict from place to value.
+    """
+    if not isinstance(x, (dict, list)):
+        return x if keeps(x) else NOTHING
+    items = x.items() if isinstance(x, dict) else enumerate(x)
+    kept = {key: part for key, value in items for part in [kept_of(value, keeps)] if part is not NOTHING}
+    if x and not kept:
+        return NOTHING
+    return list(kept.values()) if isinstance(x, list) and len(kept) == len(x) else kept
+
+
+def assembled(asked: Any, common: Any, loaded: Callable[[Any], Any]) -> Any:
+    """What a load returns: the common values of the checkpoint, and `loaded` of what was asked for.
+
+    Args:
+        asked: a structure; its leaves that are neither sharded nor local do not count.
+        common: that of the checkpoint; NOTHING where there is none.
+        loaded: a sharded part -> its value; NOTHING where it is left out.
+    """
+    if isinstance(asked, dict):
+        result = dict(common) if isinstance(common, dict) else {}
+        for key, value in asked.items():
+            part = assembled(value, result.get(key, NOTHING), loaded)
+            if part is not NOTHING:
+                result[key] = part
+        return result if result or not asked or isinstance(common, dict) else NOTHING
+    if isinstance(asked, list):
+        known = dict(enumerate(common)) if isinstance(common, list) else common
+        known = known if isinstance(known, dict) else {}
+        places = [*range(len(asked)), *(place for place in known if place not in range(len(asked)))]
+        parts = [
+            assembled(asked[place] if place < len(asked) else None, known.get(place, NOTHING), loaded)
+            for place in places
+        ]
+        kept = [part for part in parts if part is not NOTHING]
+        return kept if kept or not asked or isinstance(common, list) else NOTHING
+    if isinstance(asked, LocalNonpersistentObject):
+        return asked.unwrap()
+    return loaded(asked) if isinstance(asked, ShardedBase) else common
+
+
+def factories_of(x: Any) -> Any:
+    """The structure with its factories only; a list keeps its places as a dict."""
+    kept = kept_of(x, lambda value: isinstance(value, ShardedTensorFactory))
+    return {} if kept is NOTHING else kept
+
+
+def save_preprocess(
+    sharded_state_dict: ShardedStateDict,
+    validate_access_integrity: bool = True,
+    preprocess_common_before_consistancy_check: Optional[Callable[[CommonStateDict], StateDict]] = None,
+) -> tuple[ShardedStateDict, CommonStateDict]:
+    """(the sharded parts, the common part) of a state dict, as `save` would write them.
+
+    Args:
+        validate_access_integrity: check each part by itself in any case; what all ranks have together is
+            checked by `save`.
+        preprocess_common_before_consistancy_check: applied to a copy by `save`'s comparison of ranks.
+    """
+    parts = split(sharded_state_dict)
+    sharded, _ = extract_matching_values(parts.built, lambda value: isinstance(value, ShardedBase))
+    return sharded, parts.common  # type: ignore[return-value]
+
+
+def load_preprocess(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict, ShardedStateDict]:
+    """(the sharded parts with factories built, the values that are not saved, the factories)."""
+    parts = split(sharded_state_dict)
+    sharded, rest = extract_matching_values(parts.built, lambda value: isinstance(value, ShardedBase))
+    local, _ = extract_matching_values(rest, lambda value: isinstance(value, LocalNonpersistentObject))
+    unwrapped = dict_list_map_outplace(lambda value: value.unwrap(), local)
+    return sharded, unwrapped, factories_of(parts.original)  # type: ignore[return-value]
+
+
+def filter_out_empty_flatten_tensor(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    """The state dict itself: flattened ranges are not supported, and so none is empty."""
+    return sharded_state_dict

@@ -1,0 +1,125 @@
+"""Prefixes of keys, and parts of sharded state dicts. Changes parts where that is said, and nothing else.
+
+Names are those of megatron.core.dist_checkpointing.utils.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Optional
+
+from torch_dcp_backport.dist_checkpointing.adopt import adopted
+from torch_dcp_backport.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from torch_dcp_backport.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+)
+
+logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
+
+Halves = tuple[ShardedStateDict, StateDict]
+
+
+def zip_strict(*args: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """As `zip`, of iterables of one length.
+
+    Raises:
+        ValueError: their lengths differ.
+    """
+    lists = [list(values) for values in args]
+    lengths = {len(values) for values in lists}
+    if len(lengths) > 1:
+        raise ValueError(f"lengths differ: {sorted(lengths)}")
+    return list(zip(*lists))
+
+
+def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> Halves:
+    """(the ShardedTensors, the rest)."""
+    return _extract(sharded_state_dict, ShardedTensor)
+
+
+def extract_sharded_tensors_and_factories(sharded_state_dict: ShardedStateDict) -> Halves:
+    """(the ShardedTensors and factories, the rest)."""
+    return _extract(sharded_state_dict, ShardedTensor, ShardedTensorFactory)
+
+
+def extract_sharded_tensors_or_nonpersistent(sharded_state_dict: ShardedStateDict) -> Halves:
+    """(ShardedTensors, factories and what is not saved; the rest)."""
+    return _extract(sharded_state_dict, ShardedTensor, LocalNonpersistentObject, ShardedTensorFactory)
+
+
+def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> Halves:
+    """(everything sharded, the rest)."""
+    return _extract(sharded_state_dict, ShardedBase)
+
+
+def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> Halves:
+    """(what is not saved, the rest)."""
+    return _extract(sharded_state_dict, LocalNonpersistentObject)
+
+
+def _extract(sharded_state_dict: ShardedStateDict, *kinds: type) -> Halves:
+    halves: Any = extract_matching_values(sharded_state_dict, lambda value: isinstance(adopted(value), kinds))
+    return halves  # type: ignore[no-any-return]
+
+
+def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
+    """Put `prefix` before the keys of all parts, in place; names in the state dict stay."""
+    _rename(sharded_state_dict, lambda key: f"{prefix}{key}")
+
+
+def replace_prefix_for_sharding(
+    sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
+) -> None:
+    """Replace the beginning of the keys of all parts, in place.
+
+    Raises:
+        ValueError: a key begins otherwise; nothing was changed.
+    """
+    for part in _parts(sharded_state_dict):
+        if not part.key.startswith(old_prefix):
+            raise ValueError(f"{part.key} does not begin with {old_prefix}")
+    _rename(sharded_state_dict, lambda key: f"{new_prefix}{key[len(old_prefix) :]}")
+
+
+def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[str, str]) -> None:
+    """Replace the beginning of keys by the first entry that fits, in place; other keys stay."""
+
+    def renamed(key: str) -> str:
+        for old, new in prefix_map.items():
+            if key.startswith(old):
+                return f"{new}{key[len(old) :]}"
+        return key
+
+    _rename(sharded_state_dict, renamed)
+
+
+def _parts(sharded_state_dict: ShardedStateDict) -> list[Any]:
+    # Megatron's own objects, too.
+    return [part for part in nested_values(sharded_state_dict) if isinstance(adopted(part), ShardedBase)]
+
+
+def _rename(sharded_state_dict: ShardedStateDict, renamed: Callable[[str], str]) -> None:
+    for part in _parts(sharded_state_dict):
+        part.key = renamed(part.key)
+
+
+@contextlib.contextmanager
+def debug_time(
+    name: str, logger: Optional[logging.Logger] = logger, threshold: float = 0.0, level: Optional[int] = None
+) -> Iterator[None]:
+    """Log the seconds of what is inside, where there are more than `threshold`."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        spent = time.perf_counter() - start
+        if logger is not None and spent >= threshold:
+            logger.log(logging.DEBUG if level is None else level, "%s took %.4f s", name, spent)

@@ -1,0 +1,260 @@
+"""What a load does about keys that are missing or unexpected, and what the ranks have together.
+
+Names are those of megatron.core.dist_checkpointing.validation. An error is raised on every rank, in the same
+words, before anything was touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any, Optional, Union
+
+from torch_dcp_backport.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    Folder,
+    maybe_load_config,
+)
+from torch_dcp_backport.dist_checkpointing.dict_utils import extract_matching_values
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, begin, consult
+from torch_dcp_backport.dist_checkpointing.engine.table import ObjectRow, Row, Table, cells_of, findings_of
+from torch_dcp_backport.dist_checkpointing.mapping import (
+    CommonStateDict,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    is_main_replica,
+)
+from torch_dcp_backport.dist_checkpointing.state_dict_utils import split
+from torch_dcp_backport.transfer import Problem
+from torch_dcp_backport.transfer.groups import Group
+
+logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
+
+
+class StrictHandling(Enum):
+    """What a load does where its keys are not those of the checkpoint.
+
+    Unexpected keys are asked for on this rank and not in the checkpoint; missing ones are in the checkpoint
+    and asked for on no rank.
+    """
+
+    #: An unexpected key is an error; missing ones are not looked for.
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    LOG_UNEXPECTED = "log_unexpected"
+    LOG_ALL = "log_all"
+    RAISE_UNEXPECTED = "raise_unexpected"
+    RAISE_ALL = "raise_all"
+    RETURN_UNEXPECTED = "return_unexpected"
+    RETURN_ALL = "return_all"
+    IGNORE_ALL = "ignore_all"
+
+    @staticmethod
+    def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
+        """Whether the keys are compared with those of the checkpoint."""
+        return val != StrictHandling.ASSUME_OK_UNEXPECTED
+
+    @staticmethod
+    def requires_global_app_metadata(val: StrictHandling) -> bool:
+        """Whether the keys of all ranks are needed."""
+        return val in (StrictHandling.LOG_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL)
+
+    @staticmethod
+    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
+        """Whether a load returns (state dict, missing keys, unexpected keys)."""
+        return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
+
+    @property
+    def raises(self) -> bool:
+        return self in (
+            StrictHandling.ASSUME_OK_UNEXPECTED,
+            StrictHandling.RAISE_UNEXPECTED,
+            StrictHandling.RAISE_ALL,
+        )
+
+    @property
+    def logs(self) -> bool:
+        return self in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL)
+
+
+def parse_strict_flag(strict: Union[str, StrictHandling]) -> StrictHandling:
+    """The mode of a name.
+
+    Raises:
+        ValueError: no such mode.
+    """
+    if isinstance(strict, StrictHandling):
+        return strict
+    # Megatron's own enum has the same values.
+    value = getattr(strict, "value", strict)
+    try:
+        return StrictHandling(value)
+    except ValueError:
+        names = ", ".join(mode.value for mode in StrictHandling)
+        raise ValueError(f"strict={strict!r}: expected one of {names}") from None
+
+
+def table_of(tensors: Iterable[ShardedTensor], objects: Iterable[ShardedObject]) -> Table:
+    """This rank's rows: what the others need to know of its parts."""
+    return Table(
+        [
+            Row(
+                part.key,
+                part.dtype,
+                tuple(part.global_shape),
+                tuple(part.global_offset),
+                part.box_size,
+                is_main_replica(part.replica_id),
+                part.mesh,
+            )
+            for part in tensors
+        ],
+        [
+            ObjectRow(part.key, part.unique_key, tuple(part.global_shape), is_main_replica(part.replica_id))
+            for part in objects
+        ],
+    )
+
+
+def verify_checkpoint_and_load_strategy(checkpoint_dir: Folder, *_: Any) -> tuple[Any, Any]:
+    """Check that a folder is a checkpoint of the one format that there is; no strategy is needed to read it.
+
+    Raises:
+        CheckpointingException: it is none.
+    """
+    if not os.path.isdir(checkpoint_dir):
+        raise CheckpointingException(f"{checkpoint_dir} is no folder")
+    config: Optional[CheckpointingConfig] = maybe_load_config(checkpoint_dir)
+    if config is None:
+        raise CheckpointingException(f"{checkpoint_dir} is not a distributed checkpoint")
+    return None, None
+
+
+def validate_integrity_and_strict_load(
+    sharded_state_dict: ShardedStateDict,
+    strict: Union[str, StrictHandling],
+    validate_access_integrity: bool,
+    local_metadata: Optional[Iterable[ShardedBase]] = None,
+    global_metadata: Optional[Iterable[Iterable[ShardedBase]]] = None,
+    ckpt_sharded_metadata: Optional[Mapping[str, ShardedBase]] = None,
+) -> tuple[ShardedStateDict, set[str], set[str]]:
+    """Compare a sharded state dict with what a checkpoint holds.
+
+    Args:
+        local_metadata: the parts of this rank; by default those of the state dict.
+        global_metadata: those of each rank.
+        ckpt_sharded_metadata: what the checkpoint holds.
+
+    Returns:
+        (the state dict without what is unexpected, missing keys, unexpected keys).
+
+    Raises:
+        CheckpointingException: as `strict` says, or the ranks together do not cover a tensor.
+    """
+    mode = parse_strict_flag(strict)
+    everyone = None if global_metadata is None else [list(parts) for parts in global_metadata]
+    missing: set[str] = set()
+    unexpected: set[str] = set()
+    if StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
+        if ckpt_sharded_metadata is None:
+            raise CheckpointingException(f"strict={mode.value} needs the checkpoint's metadata")
+        known = {part.key for part in ckpt_sharded_metadata.values()}
+        own = local_metadata if local_metadata is not None else split(sharded_state_dict).parts
+        unexpected = {part.key for part in own} - known
+        if StrictHandling.requires_global_app_metadata(mode):
+            if everyone is None:
+                raise CheckpointingException(f"strict={mode.value} needs the metadata of all ranks")
+            missing = known - {part.key for parts in everyone for part in parts}
+        sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected)
+        maybe_report_missing_and_unexpected_keys(missing, unexpected, mode.raises or mode.logs, mode.raises)
+    if validate_access_integrity:
+        if everyone is None:
+            raise CheckpointingException("validate_access_integrity needs the metadata of all ranks")
+        validate_sharding_integrity(everyone)
+    return sharded_state_dict, missing, unexpected
+
+
+def adjust_non_strict_load(
+    sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]
+) -> ShardedStateDict:
+    """The state dict without parts of these keys."""
+
+    def is_removed(value: Any) -> bool:
+        return isinstance(value, ShardedBase) and value.key in sharded_keys_to_remove
+
+    _, kept = extract_matching_values(sharded_state_dict, is_removed)
+    return kept  # type: ignore[return-value]
+
+
+def maybe_report_missing_and_unexpected_keys(
+    missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True, is_error: bool = True
+) -> None:
+    """Raise or log what keys are missing or unexpected, where any is and something is to be said.
+
+    Args:
+        raise_error: whether to say it.
+        is_error: whether to raise; else it is logged as a warning.
+
+    Raises:
+        CheckpointingException: with both lists.
+    """
+    if not (missing_keys or unexpected_keys) or not raise_error:
+        return
+    text = mismatch_text(missing_keys, unexpected_keys)
+    if is_error:
+        raise CheckpointingException(text)
+    logger.warning("%s", text)
+
+
+def mismatch_text(missing_keys: set[str], unexpected_keys: set[str]) -> str:
+    parts = []
+    if unexpected_keys:
+        parts.append(f"not in the checkpoint: {', '.join(sorted(unexpected_keys))}")
+    if missing_keys:
+        parts.append(f"in the checkpoint, and loaded by no rank: {', '.join(sorted(missing_keys))}")
+    return "; ".join(parts)
+
+
+def validate_sharding_integrity(
+    global_metadata: Iterable[Iterable[ShardedBase]], common_state_dict: Optional[CommonStateDict] = None
+) -> None:
+    """Check that every element of every tensor, and every object, has one main copy.
+
+    Args:
+        global_metadata: the parts of each rank.
+
+    Raises:
+        CheckpointingException: naming keys, cells and ranks.
+    """
+    tables = {}
+    for rank, parts in enumerate(global_metadata):
+        known = list(parts)
+        tables[rank] = table_of(
+            [part for part in known if isinstance(part, ShardedTensor)],
+            [part for part in known if isinstance(part, ShardedObject)],
+        )
+    findings = findings_of(tables, cells_of(tables))
+    if findings:
+        raise CheckpointingException(str(Refusal(findings)))
+
+
+def determine_global_metadata(
+    sharded_state_dict: ShardedStateDict, process_group: Group = None
+) -> tuple[list[ShardedBase], list[list[ShardedBase]]]:
+    """(this rank's parts, those of each rank), without their values. Collective."""
+    local = [part.without_data() for part in split(sharded_state_dict).parts]
+    with begin("cannot gather what is sharded", "save", process_group) as call:
+
+        def decide(said: Mapping[int, Any]) -> Mapping[int, Any]:
+            everyone = [said[rank] for rank in sorted(said)]
+            return dict.fromkeys(said, everyone)
+
+        return local, consult(call, local, decide, Topic("gathering"))
+
+
+def unexpected_problems(keys: Iterable[str]) -> list[Problem]:
+    return [Problem("not in the checkpoint", key) for key in sorted(set(keys))]

@@ -1,0 +1,110 @@
+"""One message from every rank to the first one, and one back to each: bytes of any length.
+
+A rank that is gone costs the others no hang: the first rank hears of it and can still answer the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport.transfer import roll_call
+from torch_dcp_backport.transfer.consensus import LENGTH, MOST, device_for
+from torch_dcp_backport.transfer.groups import Group, group_ranks
+from torch_dcp_backport.transfer.post import finish, post
+
+
+class Heard(NamedTuple):
+    """What the first rank heard: bytes by global rank, and the ranks that are gone."""
+
+    messages: dict[int, bytes]
+    gone: tuple[int, ...] = ()
+
+
+def ask(data: bytes, group: Group) -> Optional[Heard]:
+    """Send this rank's bytes to the first rank of the group, which gets everyone's; None on the others.
+
+    Raises:
+        RuntimeError: the first rank is gone.
+    """
+    ranks, rank = group_ranks(group), dist.get_rank()
+    roll_call.come(group)
+    if rank != ranks[0]:
+        _send(data, ranks[0], group)
+        return None
+    others = ranks[1:]
+    sizes = _receive(dict.fromkeys(others, LENGTH), group)
+    lengths = {other: _length(message) for other, message in sizes.items()}
+    messages = _receive(lengths, group)
+    messages[rank] = data
+    return Heard(messages, tuple(other for other in others if other not in messages))
+
+
+def answer(answers: Optional[dict[int, bytes]], group: Group) -> bytes:
+    """Send each rank its bytes from the first rank, which passes all of them; the others pass None.
+
+    Raises:
+        RuntimeError: the first rank is gone.
+    """
+    ranks, rank = group_ranks(group), dist.get_rank()
+    if rank != ranks[0]:
+        size = _receive({ranks[0]: LENGTH}, group).get(ranks[0])
+        message = None if size is None else _receive({ranks[0]: _length(size)}, group).get(ranks[0])
+        if message is None:
+            raise RuntimeError(f"no answer from rank {ranks[0]}")
+        roll_call.agreed(group)
+        return message
+    assert answers is not None, "the first rank answers"
+    for other in ranks[1:]:
+        if other in answers:
+            try:
+                _send(answers[other], other, group)
+            except RuntimeError:
+                # It is gone; the next question tells. The other ranks wait for their answers.
+                continue
+    roll_call.agreed(group)
+    return answers[rank]
+
+
+def _length(message: bytes) -> int:
+    length = int.from_bytes(message, "big")
+    if length > MOST:
+        raise ValueError(f"a message of {length} bytes, where {MOST} are the most")
+    return length
+
+
+def _send(data: bytes, peer: int, group: Group) -> None:
+    device = device_for(group)
+    for part in (len(data).to_bytes(LENGTH, "big"), data):
+        if part:
+            buffer = torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device)
+            finish(post([(dist.isend, buffer, peer)], group))
+
+
+def _receive(lengths: dict[int, int], group: Group) -> dict[int, bytes]:
+    """So many bytes from each of some ranks; without those that are gone."""
+    device = device_for(group)
+    buffers = {
+        peer: torch.empty(length, dtype=torch.uint8, device=device) for peer, length in lengths.items()
+    }
+    awaited = [(dist.irecv, buffer, peer) for peer, buffer in buffers.items() if buffer.numel()]
+    gone: set[int] = set()
+    works: list[tuple[int, Any]] = []
+    for message in awaited:
+        # One by one: where a peer is gone, some backends raise here, for it alone.
+        try:
+            works += [(message[2], work) for work in post([message], group)]
+        except RuntimeError:
+            gone.add(message[2])
+    for peer, work in works:
+        try:
+            work.wait()
+        except RuntimeError:
+            gone.add(peer)
+    return {peer: _bytes(buffer) for peer, buffer in buffers.items() if peer not in gone}
+
+
+def _bytes(buffer: torch.Tensor) -> bytes:
+    return buffer.cpu().numpy().tobytes()
