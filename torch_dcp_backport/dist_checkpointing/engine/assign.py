@@ -6,7 +6,7 @@ Pure functions of what all ranks have. Must never see a value.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch_dcp_backport.dist_checkpointing.engine.table import Cells, Held, Table
 from torch_dcp_backport.transfer import Box
@@ -30,6 +30,14 @@ class Share(NamedTuple):
     tensors: list[Item]
     #: Numbers of rows of its table.
     objects: list[int]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rows = [(item.number, item.box.offset, item.box.size) for item in self.tensors]
+        return _share_of, (rows, self.objects)
+
+
+def _share_of(rows: list[Any], objects: list[int]) -> Share:
+    return Share([Item(number, Box(offset, size)) for number, offset, size in rows], objects)
 
 
 def shares_of(tables: Mapping[int, Table], cells: Cells, balanced: bool = True) -> dict[int, Share]:

@@ -128,15 +128,22 @@ def to_bytes(index: Index) -> bytes:
         entries: dict[str, Any] = {}
         places: dict[Any, Any] = {}
         sums = array("I")
+        # Layers have the same boxes: each is made and pickled once.
+        boxes: dict[Box, Any] = {}
+        properties = functools.lru_cache(maxsize=None)(lambda dtype: metadata.TensorProperties(dtype=dtype))
         for key, stored in index.tensors.items():
             chunks = []
             for chunk in stored.chunks:
-                offset = torch.Size(chunk.box.offset)
-                chunks.append(metadata.ChunkStorageMetadata(offset, torch.Size(chunk.box.size)))
+                known = boxes.get(chunk.box)
+                if known is None:
+                    sizes = torch.Size(chunk.box.offset), torch.Size(chunk.box.size)
+                    known = boxes[chunk.box] = metadata.ChunkStorageMetadata(*sizes)
+                offset = known.offsets
+                chunks.append(known)
                 places[metadata.MetadataIndex(key, offset)] = info_of(chunk.place)
                 sums.append(chunk.place.crc or 0)
-            properties = metadata.TensorProperties(dtype=stored.dtype)
-            entries[key] = metadata.TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
+            shape = torch.Size(stored.shape)
+            entries[key] = metadata.TensorStorageMetadata(properties(stored.dtype), shape, chunks)
         for key, place in index.objects.items():
             entries[key] = metadata.BytesStorageMetadata()
             places[metadata.MetadataIndex(key)] = info_of(place)
@@ -186,27 +193,39 @@ def _index_of(whole: Any, ours: Any) -> Index:
     if len(sums) != len(whole.storage_data):
         raise Refused("it has not as many checksums as records")
     places: dict[tuple[str, Optional[tuple[int, ...]]], Place] = {}
+    # Many records have the same offsets in their tensors, and lie in a few files.
+    numbers, file_name = (
+        functools.lru_cache(maxsize=None)(_numbers),
+        functools.lru_cache(maxsize=None)(_file_name),
+    )
     for (where, info), crc in zip(whole.storage_data.items(), sums):
-        offset = None if where.offset is None else _numbers(where.offset)
+        offset = None if where.offset is None else numbers(where.offset)
         if getattr(info, "transform_descriptors", None):
             raise Refused(f"the record of {where.fqn} is transformed ({info.transform_descriptors})")
-        name, at, length = info.relative_path, *_numbers((info.offset, info.length))
-        places[_text(where.fqn), offset] = Place(_file_name(name), at, length, crc)
+        at, length = info.offset, info.length
+        if not (isinstance(at, int) and isinstance(length, int) and at >= 0 and length >= 0):
+            raise Refused(f"not a place: {at}, {length}")
+        places[_text(where.fqn), offset] = Place(file_name(info.relative_path), at, length, crc)
+    #: id of a chunk -> it, and its box: many tensors share theirs.
+    boxes: dict[int, tuple[Any, Box]] = {}
     for key, entry in whole.state_dict_metadata.items():
         if isinstance(entry, metadata.TensorStorageMetadata):
-            index.tensors[_text(key)] = _stored_of(key, entry, places)
+            index.tensors[_text(key)] = _stored_of(key, entry, places, boxes)
         else:
             index.objects[_text(key)] = _place_in(places, key, None)
     return index
 
 
-def _stored_of(key: str, entry: Any, places: dict[Any, Place]) -> Stored:
+def _stored_of(key: str, entry: Any, places: dict[Any, Place], boxes: dict[int, tuple[Any, Box]]) -> Stored:
     shape, dtype = _numbers(entry.size), entry.properties.dtype
     if not isinstance(dtype, torch.dtype):
         raise Refused(f"{key} has no dtype")
     chunks = []
     for chunk in entry.chunks:
-        box = Box(_numbers(chunk.offsets), _numbers(chunk.sizes))
+        known = boxes.get(id(chunk))
+        if known is None:
+            known = boxes[id(chunk)] = chunk, Box(_numbers(chunk.offsets), _numbers(chunk.sizes))
+        box = known[1]
         ends = (start + extent for start, extent in zip(box.offset, box.size))
         if not len(box.offset) == len(box.size) == len(shape) or any(map(int.__gt__, ends, shape)):
             raise Refused(f"{key} of shape {shape} has a chunk outside of it: {box}")

@@ -6,6 +6,7 @@ Collective; the caller's tensors are only read.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from torch_dcp_backport.dist_checkpointing.engine.table import Table, cells_of, 
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
 from torch_dcp_backport.transfer import Call, Problem
 from torch_dcp_backport.transfer.memory import has_slices
+
+logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
 PLANNING = Topic("planning")
 CLEARING = Topic("removing the old marker", "an older checkpoint in the folder may be gone")
@@ -79,6 +82,7 @@ def save(call: Call, saving: Saving) -> Output:
     if call.rank == ranks_of(call)[0]:
         with guard(call, "common state"):
             common = values.dumps(saving.common)
+            warn_of_distrust(common)
     planned: dict[str, Any] = {}
 
     def plan(tables: Mapping[int, Table]) -> Mapping[int, Share]:
@@ -119,6 +123,14 @@ def save(call: Call, saving: Saving) -> Output:
                 files.remove([path])
         raise
     return output
+
+
+def warn_of_distrust(common: bytes) -> None:
+    """Say at the save what a load would refuse."""
+    try:
+        values.loads(common)
+    except values.Unloadable as error:
+        logger.warning("the common state will not load as it is: %s", error)
 
 
 def work_of(saving: Saving, item: Item) -> Work:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -55,6 +56,15 @@ class Output(NamedTuple):
     nbytes: int
     tensors: list[Written]
     objects: list[Written]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        columns = [[array("Q", column) for column in zip(*part)] for part in (self.tensors, self.objects)]
+        return _output_of, (self.file, self.nbytes, *columns)
+
+
+def _output_of(file: str, nbytes: int, *columns: Any) -> Output:
+    tensors, objects = ([Written(*row) for row in zip(*part)] for part in columns)
+    return Output(file, nbytes, tensors, objects)
 
 
 def write(
