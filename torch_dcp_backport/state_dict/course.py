@@ -31,7 +31,8 @@ from torch_dcp_backport.transfer import (
 from torch_dcp_backport.transfer.errors import DOUBTFUL, spell_broken_off, told
 from torch_dcp_backport.transfer.groups import device_types
 from torch_dcp_backport.transfer.layout import Mesh, mesh_of
-from torch_dcp_backport.transfer.scatter import Reader
+from torch_dcp_backport.transfer.plan import Terms
+from torch_dcp_backport.transfer.scatter import Offer, Reader
 from torch_dcp_backport.transfer.staging import copy_to
 
 
@@ -205,11 +206,13 @@ class Broadcast(Course):
             stages, user_code = list(load.stages), self.fails_alone()
         self.agreement = call.agree(
             wants,
-            device=kinds.pop() if len(kinds) == 1 else "",
-            condition=repr(stages),
-            user_code=user_code,
-            relays=self.relays is not None,
-            note=stages,
+            Terms(
+                device=kinds.pop() if len(kinds) == 1 else "",
+                condition=repr(stages),
+                user_code=user_code,
+                relays=self.relays is not None,
+                note=stages,
+            ),
         )
 
     def relay_groups(self) -> Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]]:
@@ -244,13 +247,8 @@ class Broadcast(Course):
         self.call.is_settled = True
         wants = wants_of(self.destinations_of(stage))
         device = self.agreement.device
-        self.agreement = self.call.agree(
-            wants,
-            device=device,
-            user_code=True,
-            relays=self.relays is not None,
-            so_far=self.so_far(),
-        )
+        terms = Terms(device=device, user_code=True, relays=self.relays is not None)
+        self.agreement = self.call.agree(wants, terms, so_far=self.so_far())
         self.move(stage)
         self.call.is_settled = False
 
@@ -264,15 +262,12 @@ class Broadcast(Course):
         if self.values is not None:
             self.move_values(self.values, targets)
             return
-        scatter(
-            self.call,
-            self.source if self.is_source else None,
+        offer = Offer(
             {key: offered for key, offered in self.inventory.items() if key in wanted},
-            targets,
-            self.agreement,
-            relays=self.relays,
-            by_window=self.by_window,
+            self.source if self.is_source else None,
+            self.by_window,
         )
+        scatter(self.call, offer, targets, self.agreement, self.relays)
         self.settle(targets)
 
     def move_values(self, values: inline.Values, targets: Mapping[Key, Target]) -> None:
