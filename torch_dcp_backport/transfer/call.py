@@ -109,7 +109,7 @@ class Call:
 
     @contextlib.contextmanager
     def room_for(self, what: str) -> Iterator[None]:
-        """Turn a want of memory into a problem: the other ranks wait where all have theirs."""
+        """Turn a lack of memory into a problem: the other ranks wait where all have theirs."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -177,7 +177,7 @@ class Call:
         return Agreement(tables, common.staging_bytes, device)
 
     def compare(self, mark: Mark, findings: Sequence[Finding], so_far: str = UNCHANGED) -> Mark:
-        """What all ranks' marks come to.
+        """The common mark of all ranks.
 
         Raises:
             RuntimeError: some rank has findings; on every rank.

@@ -1,4 +1,4 @@
-"""What all ranks' marks and problems come to, on every rank."""
+"""Agreements: the common mark of all ranks, or the problems of all ranks, on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_DIGEST = bytes(16)
 
 
 class Mark(NamedTuple):
-    """A rank's part in an agreement, or what the marks of all ranks come to."""
+    """A rank's part in an agreement; or the common mark of all ranks."""
 
     #: Of the wants, 16 bytes; of all ranks: `NO_DIGEST` where they differ.
     digest: bytes
@@ -108,7 +108,7 @@ def empty_mark(device: torch.device) -> torch.Tensor:
 def agree_on_mesh(
     findings: Sequence[Finding], groups: Sequence[Group], user_code: bool = False, so_far: str = UNCHANGED
 ) -> tuple[Sequence[Finding], bool]:
-    """(every rank's findings, whether `user_code` is so on any rank), on every rank of a mesh.
+    """(every rank's findings, whether user code takes part on any rank), on every rank of a mesh.
 
     The groups are those of its dimensions. None may span the mesh as a whole; passing the findings on along
     one dimension after the other reaches every rank.

@@ -54,17 +54,18 @@ class Engine:
         self.ranks = call.ranks
         self.group = call.group
         self.tally = call.tally
-        #: What is going on, and the pieces.
+        #: The step under way, for an error: a verb with its peer, and pieces.
         self.doing: tuple[str, Sequence[Piece]] = ("starting", ())
         self.written: dict[Key, None] = {}
         self.ring = Ring()
         self.staging: Staging
 
     def staging_bytes(self, budget: int) -> int:
-        """Bytes of this rank's buffers."""
+        """Bytes of this rank's buffers, within a budget."""
         raise NotImplementedError
 
     def move(self, budget: int) -> None:
+        """Send and receive everything, through buffers of `staging_bytes(budget)`."""
         raise NotImplementedError
 
     def run(self, nbytes: int) -> None:

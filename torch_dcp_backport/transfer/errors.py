@@ -1,4 +1,4 @@
-"""What is wrong with a transfer, said once and in the same words on every rank."""
+"""Errors as data, and as the same text on every rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHOWN = 20
 class Problem(NamedTuple):
     """An error as data. Plain text only: it travels between ranks."""
 
-    #: What is wrong, in a few words: "wrong shape".
+    #: In a few words: "wrong shape".
     what: str
     key: str = ""
     got: str = ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch_dcp_backport.transfer.chunks import (
     Key,
     KeyedBox,
     Piece,
+    box_bytes,
     capacity_of,
     chunk_bytes,
     chunks,
@@ -30,7 +31,7 @@ from torch_dcp_backport.transfer.engine import Engine, Local
 from torch_dcp_backport.transfer.errors import Problem, spell_key
 from torch_dcp_backport.transfer.layout import Box
 from torch_dcp_backport.transfer.plan import Agreement
-from torch_dcp_backport.transfer.spread import Spread, Ways, faults_of, ways_of
+from torch_dcp_backport.transfer.spread import Spread, Ways, problems_of_spreads, ways_of
 from torch_dcp_backport.transfer.wire import Message, post
 
 #: A chunk to send and one to receive, of two steps.
@@ -71,9 +72,6 @@ class Alike(NamedTuple):
     route: Route
     ways: Ways
     keys: list[Key]
-
-    def nbytes(self, boxes: Iterable[Box]) -> int:
-        return sum(box.numel for box in boxes) * self.route.dtype.itemsize * len(self.keys)
 
     def keyed(self, boxes: Sequence[Box]) -> Iterator[KeyedBox]:
         if boxes:
@@ -120,11 +118,7 @@ class Plan:
     @property
     def traffic(self) -> int:
         """Bytes that this rank sends and receives."""
-        return sum(
-            alike.nbytes(boxes)
-            for alike in self.alike
-            for boxes in (*alike.ways.sends.values(), *alike.ways.receives.values())
-        )
+        return sum(box_bytes(self.sends(peer)) + box_bytes(self.receives(peer)) for peer in self.peers)
 
     def largest(self, limit: int) -> int:
         """Bytes that no chunk of this rank exceeds; not more than `limit`."""
@@ -147,24 +141,17 @@ def until(boxes: Iterator[KeyedBox], nbytes: int) -> Iterator[KeyedBox]:
 
 def problems_of(routes: Mapping[Key, Route], call: Call) -> list[Problem]:
     """The problems of the spreads, as this rank sees them."""
-    faults = {
-        route: faults_of(route.have, route.want, call.ranks, call.rank) for route in set(routes.values())
+    problems = {
+        route: problems_of_spreads(route.have, route.want, call.ranks, call.rank)
+        for route in set(routes.values())
     }
     return [
-        Problem(fault.what, spell_key(key), fault.got, fault.expected)
-        for key, route in routes.items()
-        for fault in faults[route]
+        problem._replace(key=spell_key(key)) for key, route in routes.items() for problem in problems[route]
     ]
 
 
 class Exchange(Engine):
-    """One exchange under way.
-
-    Raises (`run`):
-        RuntimeError: some rank has no room for its buffers; before anything was written, on every rank (if
-            1 MiB or more moves).
-        TransferError: a rank is gone, or the group's timeout is over.
-    """
+    """One exchange under way."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class Terms(NamedTuple):
 
     #: The device type of this rank's tensors; nothing where it has none or of several types.
     device: str = ""
-    #: Of what else must be the same on the ranks of one table.
+    #: Everything else that must be the same on the ranks of one table.
     condition: str = ""
     #: Whether code outside torch takes part on this rank: it can fail later.
     user_code: bool = False
@@ -163,7 +163,7 @@ def share_tables(own: Table, digest: bytes, title: str, group: Group, so_far: st
     except Exception as error:
         problem = problem_of(error)
     rows: list[Any] = [None] * len(ranks)
-    # Whichever of the messages breaks off, the wants are not known everywhere.
+    # One story: with any of the messages missing, the wants are not known everywhere.
     with told(lambda: f"{so_far}; what the ranks want did not arrive everywhere"):
         dist.all_gather_object(rows, (digest, len(data), problem), group=group)
         findings = [(rank, Problem(*fields)) for rank, (*_, fields) in zip(ranks, rows) if fields]

@@ -86,7 +86,8 @@ def reshard(
         with call.guard():
             dtypes = (f" of {tensor.dtype}" for tensor in sources.values())
             rows = [row + dtype for row, dtype in zip(rows_of(routes), dtypes)]
-        agreement = agree_on(rows, call, staging_bytes, device_of(have))
+        device = common_device(end.local.device.type for end in have.values() if end.local is not None)
+        agreement = agree_on(rows, call, staging_bytes, device)
         new: dict[Hashable, torch.Tensor] = {}
         with call.room_for("the new shards"):
             for key, end in want.items():
@@ -214,10 +215,6 @@ def differences(expected: Sequence[str], rows: Sequence[str], first: int) -> lis
     if len(rows) != len(expected):
         problems.append(Problem(what, got=f"{len(rows)} tensors", expected=f"{len(expected)}"))
     return problems
-
-
-def device_of(have: Mapping[Hashable, End]) -> str:
-    return common_device(end.local.device.type for end in have.values() if end.local is not None)
 
 
 def local_of(end: End, tensor: torch.Tensor, to: Destination) -> torch.Tensor:

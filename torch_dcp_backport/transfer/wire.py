@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -128,19 +129,18 @@ def device_for(group: Group) -> torch.device:
 # --- the roll call: an entry in the store that no rank waits for. It never raises; errors' texts have it. ---
 
 
+@dataclass
 class Roll:
-    """The agreements of the groups with these ranks."""
+    """The agreements of the groups with the same ranks."""
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
-        #: Agreements that have come about; the same number on ranks that are in step.
-        self.count = 0
-        #: The count in this rank's entry.
-        self.checked_in = -1
-        self.name = f"torch_dcp_backport/{hash(ranks)}"
+    ranks: tuple[int, ...]
+    #: Agreements that have come about; the same number on ranks that are in step.
+    count: int = 0
+    #: The count in this rank's entry.
+    checked_in: int = -1
 
     def entry(self, rank: int) -> str:
-        return f"{self.name}/{rank}"
+        return f"torch_dcp_backport/{hash(self.ranks)}/{rank}"
 
 
 #: By the store, too: a process group that was made anew begins anew.
