@@ -87,8 +87,7 @@ def measure_scatter() -> None:
         tables.append(Table(wants, ranks, True))
     sent = [len(packed(table)) for table in tables]
     for rank in (stage_ranks(3)[21], 0):
-        agreement = Agreement({}, tables, 2**26, "cpu", False)
-        agreement = agreement._replace(mine=agreement.of(rank))
+        agreement = Agreement(tables, 2**26, "cpu")
         tracemalloc.start()
         delivery = Delivery(WORLD, rank, inventory, agreement, False)
         memory = tracemalloc.get_traced_memory()[0]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from models import Model, build, check_values, full_state
 from test_optimizer import full_optimizer_state, optimizer_of, snapshot
 
-from torch_dcp_backport.transfer import TensorInfo, consensus, plan
+from torch_dcp_backport.transfer import TensorInfo, plan, wire
 
 
 def no_longer_there(state: dict[str, Any]) -> None:
@@ -195,16 +195,16 @@ def spoiled_optimizer(api: Any, spoiler: str, how: str) -> tuple[str, str]:
 def odd_inventory(api: Any, sent: object, most: int) -> tuple[str, str]:
     """What a peer sends is not what it should be."""
     model = build()
-    real, limit = plan.pickled, consensus.MOST
+    real, limit = plan.pickled, wire.MOST
     if sent is not None:
         plan.pickled = lambda *_: pickle.dumps(sent)
-    consensus.MOST = most or limit
+    wire.MOST = most or limit
     options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     mine = full_state() if dist.get_rank() == 0 else {}
     try:
         error = error_of(lambda: api.set_model_state_dict(model, mine, options=options))
     finally:
-        plan.pickled, consensus.MOST = real, limit
+        plan.pickled, wire.MOST = real, limit
     same_everywhere(error)
     assert not any(param.full_tensor().any() for param in model.parameters())
     return error

@@ -19,7 +19,7 @@ from test_optimizer import full_optimizer_state, optimizer_of
 from torch import nn
 
 from torch_dcp_backport.state_dict import destination
-from torch_dcp_backport.transfer import plan
+from torch_dcp_backport.transfer import engine
 
 
 class Custom(nn.Linear):
@@ -167,7 +167,7 @@ def no_room(api: Any, how: str) -> tuple[str, str]:
     gc.collect()
     gc.disable()
     # Else a transfer as small as this one is not worth the question, and rank 2 raises alone.
-    plan.SMALL, small = 0, plan.SMALL
+    engine.SMALL, small = 0, engine.SMALL
     try:
         if dist.get_rank() == 2:
             destination.torch = failing_torch(made, 2)
@@ -179,7 +179,7 @@ def no_room(api: Any, how: str) -> tuple[str, str]:
         assert [one for one in made if one() is not None] == [], "the error holds on to what was made"
     finally:
         gc.enable()
-        destination.torch, plan.SMALL = torch, small
+        destination.torch, engine.SMALL = torch, small
     dist.barrier()
     return error
 

@@ -21,6 +21,7 @@ from torch_dcp_backport import transfer
 from torch_dcp_backport.compat import Replicate, Shard
 from torch_dcp_backport.state_dict.source import Source
 from torch_dcp_backport.transfer import Box, Held, Layout, Mesh, Target, TensorInfo, Want, groups
+from torch_dcp_backport.transfer.scatter import Offer
 
 SHAPES = {"a": (7, 5), "b": (64, 3), "one": (1,), "scalar": (), "none": (0, 4), "deep": (3, 5, 2, 4)}
 DTYPES = {
@@ -82,7 +83,7 @@ def scatter_to(api: Any, kinds: list[str], staging: int, by_window: bool = False
     with transfer.Call("test", "scatter") as call:
         inventory = call.publish(infos if rank == 0 else None)
         agreement = call.agree(wants, staging_bytes=staging)
-        transfer.scatter(call, reader, inventory, targets, agreement, by_window=by_window)
+        transfer.scatter(call, Offer(inventory, reader, by_window), targets, agreement)
     whole = {key: Box((0,) * v.dim(), tuple(v.shape)) for key, v in values.items()}
     for key, target in targets.items():
         assert torch.equal(target.tensor, values[key][target.box.within(whole[key])]), key

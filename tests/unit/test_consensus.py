@@ -23,7 +23,7 @@ def test_a_mark_survives_its_journey(mark: Mark) -> None:
 def test_what_marks_come_to_is_what_each_says_alone(found: list[Mark], random) -> None:
     common = common_mark(found)
     assert common.troubled == any(mark.troubled for mark in found)
-    assert common.custom == any(mark.custom for mark in found)
+    assert common.user_code == any(mark.user_code for mark in found)
     assert all(common.staging_bytes <= mark.staging_bytes for mark in found)
     assert common.staging_bytes in [mark.staging_bytes for mark in found]
     if common.digest != bytes(16):

@@ -1,4 +1,4 @@
-"""Who gets what of a scatter, derived without any rank."""
+"""The boxes of a scatter and their ways, derived without any rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ def wants_of(stage: int, names: tuple[str, ...] = ("a", "b")) -> dict[str, Want]
 
 def delivery(rank: int, *tables: Table) -> Delivery:
     inventory = {key: TensorInfo(SHAPE, torch.float32) for table in tables for key in table.wants}
-    agreement = Agreement({}, tables, 2**20, "cpu", False)
-    mine = agreement.table_of(rank).wants
-    return Delivery(RANKS, rank, inventory, agreement._replace(mine=mine), False)
+    return Delivery(RANKS, rank, inventory, Agreement(tables, 2**20, "cpu"), False)
 
 
 def stages(relays: tuple[bool, bool] = (True, True)) -> list[Table]:

@@ -90,7 +90,7 @@ def test_a_split_factor_that_cannot_be_is_refused() -> None:
 boxes = st.lists(
     st.tuples(
         st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple).map(whole),
-        st.sampled_from([1, 2, 4, 8, 16]),
+        st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]),
     ),
     max_size=6,
 )
@@ -98,15 +98,15 @@ boxes = st.lists(
 
 @settings(deadline=None)
 @given(boxes, st.integers(1, 20).map(lambda n: n * 64))
-def test_chunks_carry_every_element_once_and_fit(items: list[tuple[Box, int]], capacity: int) -> None:
+def test_chunks_carry_every_element_once_and_fit(items: list[tuple[Box, torch.dtype]], capacity: int) -> None:
     seen = [torch.zeros(box.size, dtype=torch.int64) for box, _ in items]
-    for pieces in chunks(((key, box, size) for key, (box, size) in enumerate(items)), capacity):
+    for pieces in chunks(((key, box, dtype) for key, (box, dtype) in enumerate(items)), capacity):
         assert pieces
         end = 0
         for piece in pieces:
             assert piece.start >= end
             assert piece.start % ALIGNMENT == 0
-            assert piece.nbytes == piece.box.numel * items[piece.key][1]
+            assert piece.nbytes == piece.box.numel * items[piece.key][1].itemsize
             end = piece.start + piece.nbytes
             seen[piece.key][piece.box.within(items[piece.key][0])] += 1
         assert end <= capacity
@@ -115,7 +115,7 @@ def test_chunks_carry_every_element_once_and_fit(items: list[tuple[Box, int]], c
 
 
 def test_rounds_grow_with_bytes_not_with_tensors() -> None:
-    small = [(key, whole((4, 4)), 4) for key in range(4000)]
+    small = [(key, whole((4, 4)), torch.float32) for key in range(4000)]
     total = 4000 * 64
     assert len(list(chunks(small, 2**16))) == -(-total // 2**16)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch_dcp_backport.transfer import Box, Layout, Mesh
 from torch_dcp_backport.transfer.exchange import Plan, Route
 from torch_dcp_backport.transfer.layout import whole
-from torch_dcp_backport.transfer.spread import Boxes, Spread, faults_of, holders_of, ways_of
+from torch_dcp_backport.transfer.spread import Boxes, Spread, holders_of, problems_of_spreads, ways_of
 
 RANKS = tuple(range(6))
 
@@ -56,7 +56,7 @@ def test_every_rank_gets_what_it_wants_once_and_nothing_else(pair: tuple[Spread,
     held, wanted = holders_of(have, RANKS), holders_of(want, RANKS)
     ways = {rank: ways_of(have, want, RANKS, rank) for rank in RANKS}
     for rank in RANKS:
-        assert faults_of(have, want, RANKS, rank) == []
+        assert problems_of_spreads(have, want, RANKS, rank) == []
         mine = torch.zeros(have.shape, dtype=torch.bool)
         for box, holders in held.items():
             if rank in holders:
@@ -132,9 +132,9 @@ def boxes(*by_rank: tuple[int, int]) -> Boxes:
     ],
 )
 def test_what_is_wrong_with_a_spread_is_said(have: Spread, want: Spread, what: str) -> None:
-    assert what in "\n".join(map(str, faults_of(have, want, RANKS, 0)))
+    assert what in "\n".join(map(str, problems_of_spreads(have, want, RANKS, 0)))
 
 
 def test_a_gap_that_nobody_wants_is_none() -> None:
     have, want = boxes((0, 4), (4, 7)), boxes((2, 6))
-    assert faults_of(have, want, RANKS, 0) == []
+    assert problems_of_spreads(have, want, RANKS, 0) == []

@@ -26,7 +26,8 @@ from torch_dcp_backport.transfer import (
 from torch_dcp_backport.transfer.errors import DOUBTFUL, spell_broken_off, told
 from torch_dcp_backport.transfer.groups import device_types
 from torch_dcp_backport.transfer.layout import Mesh, mesh_of
-from torch_dcp_backport.transfer.scatter import Reader
+from torch_dcp_backport.transfer.plan import Terms
+from torch_dcp_backport.transfer.scatter import Offer, Reader
 from torch_dcp_backport.transfer.staging import copy_to
 
 
@@ -191,11 +192,13 @@ class Broadcast(Course):
             wants, note = wants_of(plan.destinations), list(plan.stages)
         self.agreement = call.agree(
             wants,
-            device=kinds.pop() if len(kinds) == 1 else "",
-            condition=repr(note),
-            user_code=plan.user_code,
-            relays=self.relays is not None,
-            note=note,
+            Terms(
+                device=kinds.pop() if len(kinds) == 1 else "",
+                condition=repr(note),
+                user_code=plan.user_code,
+                relays=self.relays is not None,
+                note=note,
+            ),
         )
 
     def relay_groups(self) -> Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]]:
@@ -222,13 +225,9 @@ class Broadcast(Course):
         """Fetch the next stage. Every rank comes to it, or tells the others here why it does not."""
         stage = self.pending.pop(0)
         self.call.is_settled = True
-        self.agreement = self.call.agree(
-            wants_of(self.destinations_of(stage)),
-            device=self.agreement.device,
-            user_code=True,
-            relays=self.relays is not None,
-            so_far=self.so_far(),
-        )
+        terms = Terms(device=self.agreement.device, user_code=True, relays=self.relays is not None)
+        wants = wants_of(self.destinations_of(stage))
+        self.agreement = self.call.agree(wants, terms, so_far=self.so_far())
         self.move(stage)
 
     def move(self, stage: str) -> None:
@@ -244,15 +243,12 @@ class Broadcast(Course):
             self.call.is_settled = False
             self.move_values(self.values, targets)
         else:
-            scatter(
-                self.call,
+            offer = Offer(
+                {key: offered for key, offered in self.inventory.items() if key in wanted},
                 self.source if self.is_source else None,
-                {key: offer for key, offer in self.inventory.items() if key in wanted},
-                targets,
-                self.agreement,
-                relays=self.relays,
-                by_window=self.by_window,
+                self.by_window,
             )
+            scatter(self.call, offer, targets, self.agreement, self.relays)
             self.settle(targets)
         self.call.is_settled = False
 

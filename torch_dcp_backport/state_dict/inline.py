@@ -16,7 +16,7 @@ from torch_dcp_backport.transfer import TensorInfo
 from torch_dcp_backport.transfer.chunks import Key, Piece, chunk_bytes, chunks, moved
 from torch_dcp_backport.transfer.layout import Box, whole
 from torch_dcp_backport.transfer.memory import span_bytes
-from torch_dcp_backport.transfer.staging import Move, Staging, Views, part_of
+from torch_dcp_backport.transfer.staging import Staging, Views, part_of
 
 #: Bytes of tensors that travel with an inventory: together they fit into the message that is sent anyway.
 MOST = 24 * 1024
@@ -38,10 +38,7 @@ def pack(source: Source, inventory: Mapping[Key, object]) -> Optional[bytes]:
     if not all(map(can_travel, values.values())):
         return None
     staging = Staging(torch.device("cpu"), chunk_bytes(pieces))
-    staging.pack(
-        staging.store,
-        (Move(piece, values[piece.key].dtype, values[piece.key].detach()) for piece in pieces),
-    )
+    staging.pack(staging.store, ((piece, values[piece.key].detach()) for piece in pieces))
     return staging.store.numpy().tobytes()
 
 
@@ -62,7 +59,7 @@ def pieces_of(inventory: Mapping[Key, object]) -> Optional[list[Piece]]:
             room -= box.numel * info.dtype.itemsize
             if room < 0:
                 return None
-            boxes.append((key, box, info.dtype.itemsize))
+            boxes.append((key, box, info.dtype))
     # Empty where no tensor has an element.
     pieces = list(chunks(boxes, MOST)) or [[]]
     return pieces[0] if len(pieces) == 1 else None
@@ -82,7 +79,7 @@ class Values:
     def piece(self, key: Key, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
         info: Any = self.inventory[key]
         assert info.shape == shape, "the plan is of this inventory"
-        return part_of(self.views(self.pieces[key], info.dtype), whole(shape), box)
+        return part_of(self.views(self.pieces[key]), whole(shape), box)
 
     def release(self) -> None:
         """Nothing is read on access."""

@@ -1,4 +1,4 @@
-"""One collective call: what it is about, which ranks take part, and what is wrong with it so far.
+"""One collective call: its title, its ranks, and the problems so far.
 
 A rank that fails inside it still comes to the call's agreement, and every rank hears of it there.
 """
@@ -14,14 +14,19 @@ from typing import Any, Optional
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.transfer import settings
 from torch_dcp_backport.transfer.chunks import Key
-from torch_dcp_backport.transfer.errors import UNCHANGED, Problem, problem_of, raise_together
+from torch_dcp_backport.transfer.consensus import Mark, agree_on_mark, agree_on_mesh, share_findings
+from torch_dcp_backport.transfer.errors import UNCHANGED, Finding, Problem, problem_of, raise_together
 from torch_dcp_backport.transfer.exclusive import exclusive
-from torch_dcp_backport.transfer.groups import Group, group_ranks
-from torch_dcp_backport.transfer.plan import Agreement, Want, agree, agree_on_mesh, no_room, publish
+from torch_dcp_backport.transfer.groups import Group, comm_device_type, group_ranks
+from torch_dcp_backport.transfer.plan import Agreement, Table, Terms, Want, publish, share_tables
 from torch_dcp_backport.transfer.report import Tally
 
 logger = logging.getLogger("torch_dcp_backport.transfer")
+
+BAD_BUDGET = "not a staging budget"
+NO_TERMS = Terms()
 
 
 class Call:
@@ -34,14 +39,14 @@ class Call:
         groups: Sequence[Group] = (None,),
         problems: Optional[list[Problem]] = None,
     ) -> None:
-        """Begin a call that nothing was agreed on yet.
+        """Begin a call without any agreement.
 
         Args:
             title: first words of every error.
             operation: the report's.
             groups: one process group, or those of a mesh's dimensions where only agreements are needed; none
                 where no other rank takes part.
-            problems: what is known to be wrong on this rank; the list is used as it is.
+            problems: of this rank, so far; the list is used as it is.
         """
         outside: Any = dist.GroupMember.NON_GROUP_MEMBER
         if any(group is outside for group in groups):
@@ -68,12 +73,17 @@ class Call:
         """Global ranks of the group."""
         return group_ranks(self.group)
 
+    @property
+    def findings(self) -> list[Finding]:
+        """This rank's problems, as the other ranks need them."""
+        return [(self.rank, problem) for problem in self.problems]
+
     def __enter__(self) -> Call:
-        with contextlib.ExitStack() as taken:
+        with contextlib.ExitStack() as stack:
             for group in self.groups:
-                taken.enter_context(exclusive(group, self.title))
+                stack.enter_context(exclusive(group, self.title))
             # All of them, or none.
-            self._held = taken.pop_all()
+            self._held = stack.pop_all()
         return self
 
     def __exit__(
@@ -94,19 +104,17 @@ class Call:
         try:
             yield
         except Exception as error:
-            self.fail(problem_of(error, key), error)
+            self.problems.append(problem_of(error, key))
+            self.cause = error
 
     @contextlib.contextmanager
     def room_for(self, what: str) -> Iterator[None]:
-        """Turn a want of memory into a problem: the other ranks wait where all have theirs."""
+        """Turn a lack of memory into a problem: the other ranks wait where all have theirs."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            self.fail(no_room(what, error), error)
-
-    def fail(self, problem: Problem, cause: BaseException) -> None:
-        self.problems.append(problem)
-        self.cause = cause
+            self.problems.append(Problem("could not allocate", what, got=str(error).partition("\n")[0]))
+            self.cause = error
 
     def raise_alone(self) -> None:
         """Raise this rank's problems here, where no message follows in which all could hear of them.
@@ -114,12 +122,14 @@ class Call:
         Raises:
             RuntimeError: this rank has problems.
         """
-        raise_together(self.title, [(self.rank, problem) for problem in self.problems], self.cause)
+        raise_together(self.title, self.findings, self.cause)
 
     # --- what the ranks tell each other ---
 
     def publish(self, inventory: Optional[Mapping[Key, object]]) -> dict[Key, Any]:
-        """As `plan.publish`: the first rank's inventory, on every rank.
+        """The first rank's inventory (key -> TensorInfo, or a small value itself), on every rank.
+
+        The problems of other ranks are raised by `agree`, which every rank must call next.
 
         Raises:
             RuntimeError: the first rank has problems; on every rank.
@@ -130,38 +140,57 @@ class Call:
     def agree(
         self,
         wants: Mapping[Key, Want],
+        terms: Terms = NO_TERMS,
         *,
         staging_bytes: Optional[int] = None,
-        device: str = "",
-        condition: str = "",
-        user_code: bool = False,
-        relays: bool = False,
-        note: object = None,
         so_far: str = UNCHANGED,
     ) -> Agreement:
-        """As `plan.agree`: raise every rank's problems on every rank, or learn what everyone wants.
+        """Raise every rank's problems on every rank, or learn what every rank wants.
+
+        One small message from and to each rank where nothing is wrong and all want the same.
+
+        Args:
+            staging_bytes: this rank's budget; None is that of the settings.
+            so_far: what an error says of what was written.
 
         Raises:
-            RuntimeError: some rank has problems.
-            ValueError: nothing is wrong but some rank's staging budget.
+            RuntimeError: some rank has problems; the same message on every rank.
+            ValueError: nothing is wrong but some rank's budget; on every rank too.
         """
         with self.tally.phase("agree"):
-            agreement = agree(
-                wants,
-                self.problems,
-                self.title,
-                self.group,
-                self.cause,
-                staging_bytes=staging_bytes,
-                device=device,
-                condition=condition,
-                custom=user_code,
-                relays=relays,
-                note=note,
-                so_far=so_far,
+            budget, findings = settings.DEFAULT, self.findings
+            try:
+                budget = (
+                    settings.staging_bytes() if staging_bytes is None else settings.checked(staging_bytes)
+                )
+            except ValueError as error:
+                # The other ranks wait in the collective below.
+                findings.append((self.rank, Problem(BAD_BUDGET, got=str(error))))
+            digest = terms.digest(wants)
+            mark = Mark(digest, bool(findings), terms.user_code, budget, terms.device)
+            common = self.compare(mark, findings, so_far)
+            tables = [Table(wants, self.ranks, terms.relays, terms.note)]
+            if common.digest != digest:
+                tables = share_tables(tables[0], digest, self.title, self.group, so_far)
+        self.user_code = common.user_code
+        device = comm_device_type(self.group, common.device or "cpu")
+        return Agreement(tables, common.staging_bytes, device)
+
+    def compare(self, mark: Mark, findings: Sequence[Finding], so_far: str = UNCHANGED) -> Mark:
+        """The common mark of all ranks.
+
+        Raises:
+            RuntimeError: some rank has findings; on every rank.
+            ValueError: all findings are of budgets.
+        """
+        common = agree_on_mark(mark, self.group, so_far)
+        if common.troubled:
+            findings = share_findings(findings, self.group)
+            is_budget = all(problem.what == BAD_BUDGET for _, problem in findings)
+            raise_together(
+                self.title, findings, self.cause, ValueError if is_budget else RuntimeError, so_far
             )
-        self.user_code = agreement.custom
-        return agreement
+        return common
 
     def agree_on_problems(self, user_code: bool = False) -> None:
         """Raise the problems of all ranks of all groups, where nothing travels.
@@ -169,28 +198,26 @@ class Call:
         Raises:
             RuntimeError: some rank has problems.
         """
-        found = [(self.rank, problem) for problem in self.problems]
-        self.user_code = user_code
-        if self.groups:
-            found, self.user_code = agree_on_mesh(self.problems, self.groups, user_code)
-        raise_together(self.title, found, self.cause)
+        findings, self.user_code = agree_on_mesh(self.findings, self.groups, user_code)
+        raise_together(self.title, findings, self.cause)
 
     def tell(self, error: Exception, so_far: Callable[[], str]) -> None:
-        """Tell the other ranks, in the last agreement, that user's code failed on this one."""
+        """Tell the other ranks, in the last agreement, that user code failed on this one."""
         if not self.user_code or not self.groups or self.is_settled:
             return
+        problem = problem_of(error)
         # Now, in case that the others never come to the agreement.
-        logger.error("%s: %s", self.title, problem_of(error))
+        logger.error("%s: %s", self.title, problem)
         with contextlib.suppress(Exception):
-            agree_on_mesh([problem_of(error)], self.groups, so_far=so_far())
+            agree_on_mesh([(self.rank, problem)], self.groups, so_far=so_far())
         compat.add_note(error, so_far())
 
     def settle(self, so_far: Callable[[], str]) -> None:
-        """The last agreement, where user's code took part on any rank.
+        """The last agreement, where user code took part on any rank.
 
         Raises:
             RuntimeError: it failed on another rank; says what was written on this one.
         """
         if self.user_code and self.groups:
-            found, _ = agree_on_mesh([], self.groups, so_far=so_far())
-            raise_together(self.title, found, so_far=so_far())
+            findings, _ = agree_on_mesh([], self.groups, so_far=so_far())
+            raise_together(self.title, findings, so_far=so_far())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+import torch
 
 from torch_dcp_backport.transfer.layout import Box, row_of
 
 Key = Hashable
+#: A box of a key's tensor, and the dtype that travels.
+KeyedBox = tuple[Key, Box, torch.dtype]
 
 #: Every piece of a chunk starts at a multiple of this, so that it can be viewed as any dtype.
 ALIGNMENT = 16
@@ -17,30 +21,32 @@ LARGEST_CHUNK = 4 * 2**20
 
 
 class Piece(NamedTuple):
-    """A part of one tensor in one chunk."""
+    """A part of a tensor in a chunk."""
 
     key: Key
     box: Box
+    dtype: torch.dtype
+    #: In bytes, from the start of the chunk.
     start: int
     nbytes: int
 
 
-def chunks(boxes: Iterable[tuple[Key, Box, int]], capacity: int) -> Iterator[list[Piece]]:
-    """Pack boxes of (key, box, bytes per element) into chunks of at most `capacity` bytes.
+def chunks(boxes: Iterable[KeyedBox], capacity: int) -> Iterator[list[Piece]]:
+    """Pack boxes into chunks of at most `capacity` bytes.
 
-    Small boxes share a chunk, whatever their dtypes; large ones are cut along their outermost
-    dimensions. Every rank derives the same chunks from the same boxes.
+    Small boxes share a chunk, whatever their dtypes; large ones are cut along their outermost dimensions.
     """
     pieces: list[Piece] = []
     used = 0
-    for key, box, itemsize in boxes:
+    for key, box, dtype in boxes:
+        itemsize = dtype.itemsize
         left = [box] if box.numel else []
         while left:
             part = left.pop()
             nbytes = part.numel * itemsize
             room = capacity - used
             if nbytes <= room:
-                pieces.append(Piece(key, part, used, nbytes))
+                pieces.append(Piece(key, part, dtype, used, nbytes))
                 used += aligned(nbytes)
                 continue
             dim, row = row_of(part, itemsize)
@@ -64,15 +70,19 @@ def moved(pieces: Sequence[Piece]) -> int:
     return sum(piece.nbytes for piece in pieces)
 
 
-def total_bytes(boxes: Iterable[tuple[Key, Box, int]]) -> int:
-    """No chunk of these boxes is larger."""
-    return sum(aligned(box.numel * itemsize) for _, box, itemsize in boxes)
+def box_bytes(boxes: Iterable[KeyedBox]) -> int:
+    return sum(box.numel * dtype.itemsize for _, box, dtype in boxes)
 
 
-def round_sizes(streams: Iterable[Iterable[tuple[Key, Box, int]]], capacity: int) -> list[int]:
+def total_bytes(boxes: Iterable[KeyedBox]) -> int:
+    """Bytes of boxes, each padded: no chunk of them is larger."""
+    return sum(aligned(box.numel * dtype.itemsize) for _, box, dtype in boxes)
+
+
+def round_sizes(boxes_by_rank: Iterable[Iterable[KeyedBox]], capacity: int) -> list[int]:
     """Bytes per rank of each round: that of the rank that needs most in it."""
     sizes: list[int] = []
-    for boxes in streams:
+    for boxes in boxes_by_rank:
         for number, pieces in enumerate(chunks(boxes, capacity)):
             if number == len(sizes):
                 sizes.append(0)
@@ -80,14 +90,27 @@ def round_sizes(streams: Iterable[Iterable[tuple[Key, Box, int]]], capacity: int
     return sizes
 
 
+def in_turn(streams: Mapping[int, Iterator[list[Piece]]]) -> Iterator[tuple[int, int, list[Piece]]]:
+    """(round from 1 on, rank, chunk): in every round a chunk of each rank that has one left."""
+    waiting, number = dict(streams), 1
+    while waiting:
+        for rank in list(waiting):
+            pieces = next(waiting[rank], None)
+            if pieces is None:
+                del waiting[rank]
+            else:
+                yield number, rank, pieces
+        number += 1
+
+
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def slots_of(ranks: Sequence[int]) -> int:
-    """Chunks that the one rank which sends to all, or receives from all, has under way at most.
+    """Chunks under way at most, on the rank that sends to all or receives from all.
 
-    The others have two: one that travels, and one that is filled or emptied meanwhile.
+    The other ranks have two: one that travels, and one that is filled or emptied meanwhile.
     """
     return max(2, min(2 * (len(ranks) - 1), MOST_SLOTS))
 

@@ -1,116 +1,46 @@
-"""Small metadata between ranks: one rank's bytes for all, and what all ranks' marks come to.
-
-Knows no tensors but the bytes that it sends.
-"""
+"""Agreements: the common mark of all ranks, or the problems of all ranks, on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport import compat
-from torch_dcp_backport.transfer import roll_call
-from torch_dcp_backport.transfer.errors import UNCHANGED, spell, told
-from torch_dcp_backport.transfer.groups import Group, comm_device_type, group_ranks
-from torch_dcp_backport.transfer.post import finish, post
+from torch_dcp_backport.transfer.errors import UNCHANGED, Finding, Problem, spell, told
+from torch_dcp_backport.transfer.groups import Group, group_ranks
+from torch_dcp_backport.transfer.wire import (
+    absent,
+    bytes_of,
+    check_in,
+    count_agreement,
+    device_for,
+    finish,
+    post,
+    tensor_of,
+)
 
-#: What has up to so many bytes takes one message: a collective's cost is its start.
-BLOCK = 32 * 1024
-LENGTH = 8
-#: What a source may announce: nobody allocates more on its word. A key takes about 100 bytes.
-MOST = 2 * 2**30
-
-
-def broadcast_bytes(data: bytes, group: Group) -> bytes:
-    """The first rank's bytes, on every rank of the group."""
-    source = group_ranks(group)[0]
-
-    def story() -> str:
-        missing = roll_call.absent(group) if dist.get_rank() == source else []
-        who = f"; {spell(missing)} did not come" if missing else ""
-        return f"{UNCHANGED}; the inventory of rank {source} did not arrive everywhere{who}"
-
-    roll_call.come(group)
-    with told(story):
-        return _broadcast_bytes(data, source, group)
-
-
-def _broadcast_bytes(data: bytes, source: int, group: Group) -> bytes:
-    device = device_for(group)
-    is_source = dist.get_rank() == source
-    block = torch.zeros(BLOCK, dtype=torch.uint8, device=device)
-    if is_source:
-        head = (len(data).to_bytes(LENGTH, "big") + data)[:BLOCK]
-        block[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-    dist.broadcast(block, src=source, group=group)
-    if not is_source:
-        head = block.cpu().numpy().tobytes()
-    length = int.from_bytes(head[:LENGTH], "big")
-    if length > MOST:
-        raise ValueError(f"an inventory of {length} bytes, where {MOST} are the most")
-    left = length - (BLOCK - LENGTH)
-    if left > 0:
-        rest = torch.empty(left, dtype=torch.uint8, device=device)
-        if is_source:
-            rest.copy_(torch.frombuffer(bytearray(data[-left:]), dtype=torch.uint8))
-        dist.broadcast(rest, src=source, group=group)
-        if not is_source:
-            head += rest.cpu().numpy().tobytes()
-    return data if is_source else head[LENGTH : LENGTH + length]
-
-
-def share_bytes(data: bytes, sizes: Mapping[int, int], group: Group) -> dict[int, bytes]:
-    """The bytes of some ranks, on every rank of the group.
-
-    To the first rank, and from there to all at once: the number of messages in a row is the same for any
-    number of ranks.
-
-    Args:
-        data: this rank's, where it is one of them.
-        sizes: the ranks, and how many bytes each has; the same on every rank.
-    """
-    first, rank, device = group_ranks(group)[0], dist.get_rank(), device_for(group)
-    every = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=device)
-    parts = dict(zip(sizes, torch.split(every, list(sizes.values()))))
-    if rank in parts:
-        parts[rank].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    if rank == first:
-        finish(post([(dist.irecv, part, sender) for sender, part in parts.items() if sender != first], group))
-    elif rank in parts:
-        finish(post([(dist.isend, parts[rank], first)], group))
-    dist.broadcast(every, src=first, group=group)
-    return {sender: part.cpu().numpy().tobytes() for sender, part in parts.items()}
-
-
-def open_lane(device: torch.device, group: Group) -> None:
-    """Every rank's first use of the backend of `device`, where the messages so far went through another one.
-
-    Some backends connect in the first call, which has to be everyone's; point-to-point messages are not.
-    """
-    if device.type != device_for(group).type:
-        dist.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), group_ranks(group)[0], group)
+NO_DIGEST = bytes(16)
 
 
 class Mark(NamedTuple):
-    """What every rank brings to an agreement, and what comes of it."""
+    """A rank's part in an agreement; or the common mark of all ranks."""
 
-    #: Of what is wanted, 16 bytes; of all ranks: not any rank's, unless it is every rank's.
+    #: Of the wants, 16 bytes; of all ranks: `NO_DIGEST` where they differ.
     digest: bytes
-    #: Whether something is wrong; of all ranks: with anyone.
+    #: Whether the rank has problems; of all ranks: any rank.
     troubled: bool
-    #: Whether code outside torch has a part in it that can fail later; of all ranks: anyone's.
-    custom: bool = False
+    #: Whether code outside torch takes part; of all ranks: on any rank.
+    user_code: bool = False
     #: The budget; of all ranks: the smallest.
     staging_bytes: int = 0
-    #: A device type of up to 15 letters; of all ranks: nothing if it is not the same for all that have one.
+    #: A device type of up to 15 letters; of all ranks: nothing where those that have one differ.
     device: str = ""
 
     def to_bytes(self) -> bytes:
         budget, device = self.staging_bytes.to_bytes(8, "big"), self.device.encode()[:15].ljust(15, b"\0")
-        return b"".join((self.digest, bytes([self.troubled, self.custom]), budget, device))
+        return b"".join((self.digest, bytes([self.troubled, self.user_code]), budget, device))
 
     @classmethod
     def from_bytes(cls, row: bytes) -> Mark:
@@ -118,23 +48,28 @@ class Mark(NamedTuple):
         return cls(row[:16], bool(row[16]), bool(row[17]), budget, device)
 
 
-MARK_BYTES = len(Mark(bytes(16), False).to_bytes())
+MARK_BYTES = len(Mark(NO_DIGEST, False).to_bytes())
 
 
 def common_mark(marks: Sequence[Mark]) -> Mark:
     digests = {mark.digest for mark in marks}
-    devices = {mark.device for mark in marks if mark.device}
     return Mark(
-        digests.pop() if len(digests) == 1 else bytes(16),
+        digests.pop() if len(digests) == 1 else NO_DIGEST,
         any(mark.troubled for mark in marks),
-        any(mark.custom for mark in marks),
+        any(mark.user_code for mark in marks),
         min(mark.staging_bytes for mark in marks),
-        devices.pop() if len(devices) == 1 else "",
+        common_device(mark.device for mark in marks if mark.device),
     )
 
 
+def common_device(types: Iterable[str]) -> str:
+    """The one device type; nothing where there are none or several."""
+    distinct = set(types)
+    return distinct.pop() if len(distinct) == 1 else ""
+
+
 def agree_on_mark(mark: Mark, group: Group, so_far: str = UNCHANGED) -> Mark:
-    """What all ranks' marks come to, on every rank; `so_far` is said where no agreement comes about.
+    """The common mark of all ranks, on every rank; `so_far` is part of the error where none comes about.
 
     To the first rank and back: an all-gather takes as many steps as there are ranks on some backends.
     """
@@ -142,37 +77,55 @@ def agree_on_mark(mark: Mark, group: Group, so_far: str = UNCHANGED) -> Mark:
 
     def story() -> str:
         if dist.get_rank() == ranks[0]:
-            return f"{so_far}; no agreement with {spell(roll_call.absent(group) or ranks[1:])}"
+            return f"{so_far}; no agreement with {spell(absent(group) or ranks[1:])}"
         return f"{so_far}; no agreement with {spell(ranks[:1])}, which may be waiting for another rank itself"
 
-    roll_call.come(group)
+    check_in(group)
     with told(story):
         common = _agree_on_mark(mark, ranks, group)
-    roll_call.agreed(group)
+    count_agreement(group)
     return common
 
 
 def _agree_on_mark(mark: Mark, ranks: Sequence[int], group: Group) -> Mark:
-    rank, first, device = dist.get_rank(), ranks[0], device_for(group)
-    if rank != first:
-        own, common = tensor_of(mark, device), torch.empty(MARK_BYTES, dtype=torch.uint8, device=device)
+    first, others, device = ranks[0], ranks[1:], device_for(group)
+    if dist.get_rank() != first:
+        own, common = tensor_of(mark.to_bytes()).to(device), empty_mark(device)
         finish(post([(dist.isend, own, first), (dist.irecv, common, first)], group))
-        return mark_of(common)
-    others = [torch.empty(MARK_BYTES, dtype=torch.uint8, device=device) for _ in ranks[1:]]
-    finish(post([(dist.irecv, buffer, other) for buffer, other in zip(others, ranks[1:])], group))
-    result = common_mark([mark, *map(mark_of, others)])
-    buffer = tensor_of(result, device)
-    finish(post([(dist.isend, buffer, other) for other in ranks[1:]], group))
+        return Mark.from_bytes(bytes_of(common))
+    received = [empty_mark(device) for _ in others]
+    finish(post([(dist.irecv, buffer, rank) for buffer, rank in zip(received, others)], group))
+    result = common_mark([mark, *(Mark.from_bytes(bytes_of(buffer)) for buffer in received)])
+    common = tensor_of(result.to_bytes()).to(device)
+    finish(post([(dist.isend, common, rank) for rank in others], group))
     return result
 
 
-def tensor_of(mark: Mark, device: torch.device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(mark.to_bytes()), dtype=torch.uint8).to(device)
+def empty_mark(device: torch.device) -> torch.Tensor:
+    return torch.empty(MARK_BYTES, dtype=torch.uint8, device=device)
 
 
-def mark_of(buffer: torch.Tensor) -> Mark:
-    return Mark.from_bytes(bytes(buffer.tolist()))
+def agree_on_mesh(
+    findings: Sequence[Finding], groups: Sequence[Group], user_code: bool = False, so_far: str = UNCHANGED
+) -> tuple[Sequence[Finding], bool]:
+    """(every rank's findings, whether user code takes part on any rank), on every rank of a mesh.
+
+    The groups are those of its dimensions. None may span the mesh as a whole; passing the findings on along
+    one dimension after the other reaches every rank.
+    """
+    for group in groups:
+        common = agree_on_mark(Mark(NO_DIGEST, bool(findings), user_code), group, so_far)
+        user_code = common.user_code
+        if common.troubled:
+            findings = share_findings(findings, group)
+    return findings, user_code
 
 
-def device_for(group: Group) -> torch.device:
-    return compat.current_device(comm_device_type(group, "cpu"))
+def share_findings(findings: Sequence[Finding], group: Group) -> list[Finding]:
+    """The findings that the ranks of a group know of.
+
+    One message for every kind of agreement: a rank that failed takes part in whichever the others are in.
+    """
+    by_rank: list[Any] = [None] * len(group_ranks(group))
+    dist.all_gather_object(by_rank, list(findings), group=group)
+    return [(rank, Problem(*problem)) for received in by_rank for rank, problem in received]

@@ -1,4 +1,4 @@
-"""Who gets what of a scatter, and by which way; every rank derives the same, and nothing moves."""
+"""The boxes of a scatter and their ways: every rank derives the same, and nothing moves."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from torch_dcp_backport.transfer.chunks import LARGEST_CHUNK, Key, total_bytes
-from torch_dcp_backport.transfer.layout import Box, Mesh, whole
+from torch_dcp_backport.transfer.chunks import LARGEST_CHUNK, Key, KeyedBox, box_bytes, total_bytes
+from torch_dcp_backport.transfer.layout import Mesh, whole
 from torch_dcp_backport.transfer.plan import Agreement, Table, TensorInfo
 
 
@@ -39,9 +39,9 @@ class Relay(NamedTuple):
 class Window(NamedTuple):
     """Keys whose tensors the source holds at the same time."""
 
-    #: What every rank wants whole.
+    #: Those that every rank wants whole.
     common: list[Key]
-    #: Everything else, by the way that it takes; in the same order on every rank that takes part.
+    #: The others, by the way that they take; in the same order on every rank that takes part.
     ways: dict[Optional[Relay], list[Key]]
 
 
@@ -61,6 +61,7 @@ class Delivery:
         self.source = ranks[0]
         self.agreement = agreement
         self._wanted: dict[tuple[int, tuple[int, ...]], tuple[Sequence[Key], list[Key]]] = {}
+        self.own_wants = agreement.table_of(rank).wants
         self.tensors = {key: info for key, info in inventory.items() if isinstance(info, TensorInfo)}
         self.windows = [self.window_of(keys) for keys in self.key_windows(by_window)]
         self.all = self.windows[0] if len(self.windows) == 1 else self.window_of(self.tensors)
@@ -89,9 +90,8 @@ class Delivery:
         common: list[Key] = []
         ways: dict[Optional[Relay], list[Key]] = {}
         if self.rank != self.source:
-            # What this rank does not want goes past it.
-            own = self.agreement.of(self.rank)
-            keys = [key for key in keys if key in own]
+            # Other keys go past this rank.
+            keys = [key for key in keys if key in self.own_wants]
         for key in keys:
             tables = [table for table in self.agreement.tables if key in table.wants]
             if self.is_wanted_whole_by_all(key, tables):
@@ -109,45 +109,44 @@ class Delivery:
         )
 
     def relay_of(self, key: Key, tables: list[Table]) -> Optional[Relay]:
-        """None where the source sends to everyone itself."""
+        """The relay of a key; None where the source sends to every rank itself."""
         if len(tables) != 1:
             return None
         (table,) = tables
         layout = table.wants[key].layout
         if layout.mesh is None or not layout.replica_dims:
             return None
-        # Of those that want it the ranks outside the mesh have no box.
+        # Ranks outside the mesh have no box, even if they want the key.
         relayed = table.relays and set(layout.mesh.ranks) <= set(table.ranks)
         return Relay(layout.mesh, layout.replica_dims) if relayed else None
 
     def dtype_for(self, key: Key, wanted: torch.dtype) -> torch.dtype:
-        """What travels: the destination's dtype where that is smaller, or the source's."""
+        """The dtype that travels: the destination's where that is smaller, or the source's."""
         offered = self.tensors[key].dtype
         return wanted if wanted.itemsize < offered.itemsize else offered
 
-    def boxes_of(self, rank: int, keys: Sequence[Key]) -> Iterator[tuple[Key, Box, int]]:
+    def boxes_of(self, rank: int, keys: Sequence[Key]) -> Iterator[KeyedBox]:
         table = self.agreement.table_of(rank)
         for key in self.wanted_of(keys, table):
             want = table.wants[key]
             box = want.layout.box(rank)
             if box is not None:
-                yield key, box, self.dtype_for(key, want.dtype).itemsize
+                yield key, box, self.dtype_for(key, want.dtype)
 
     def wanted_of(self, keys: Sequence[Key], table: Table) -> Sequence[Key]:
-        """Those of the keys that are in a table; found once for all of its ranks."""
+        """The keys that are in a table; looked up once for all of its ranks."""
         name = id(keys), table.ranks
         if name not in self._wanted:
             # With the keys, so that no other list gets their id.
             self._wanted[name] = keys, [key for key in keys if key in table.wants]
         return self._wanted[name][1]
 
-    def boxes_for_all(self, common: Iterable[Key]) -> Iterator[tuple[Key, Box, int]]:
+    def boxes_for_all(self, common: Iterable[Key]) -> Iterator[KeyedBox]:
         for key in common:
-            dtype = self.dtype_for(key, self.agreement.mine[key].dtype)
-            yield key, whole(self.tensors[key].shape), dtype.itemsize
+            yield key, whole(self.tensors[key].shape), self.dtype_for(key, self.own_wants[key].dtype)
 
     def receivers(self, relay: Optional[Relay]) -> list[int]:
-        """Whom the source sends to."""
+        """The ranks that receive directly from the source."""
         return [
             rank for rank in self.ranks if rank != self.source and (relay is None or relay.starts_at(rank))
         ]
@@ -160,28 +159,25 @@ class Delivery:
 
     def expected(self) -> int:
         """Bytes that this rank sends and receives."""
-        found = self.bytes_for(self.rank, self.all.common)
+        nbytes = self.bytes_for(self.rank, self.all.common)
         for relay, keys in self.all.ways.items():
             if self.rank == self.source:
-                found += sum(self.bytes_for(rank, keys) for rank in self.receivers(relay))
+                nbytes += sum(self.bytes_for(rank, keys) for rank in self.receivers(relay))
             if self.takes_part(relay):
                 _, behind = relay.neighbours(self.rank) if relay is not None else (None, [])
-                found += self.bytes_for(self.rank, keys) * (len(behind) + (self.rank != self.source))
-        return found
+                nbytes += self.bytes_for(self.rank, keys) * (len(behind) + (self.rank != self.source))
+        return nbytes
 
     def bytes_for(self, rank: int, keys: Sequence[Key]) -> int:
-        return sum(box.numel * itemsize for _, box, itemsize in self.boxes_of(rank, keys))
+        return box_bytes(self.boxes_of(rank, keys))
 
     @functools.cached_property
     def largest(self) -> tuple[int, int]:
-        """No chunk that this rank sends or receives on its own is larger, and no common one."""
-        found = 0
+        """(bytes that no chunk of a single rank exceeds, bytes that no common chunk exceeds)."""
+        largest = 0
         for keys in self.all.ways.values():
+            boxes = self.boxes_of(self.rank, keys)
             if self.rank == self.source:
-                boxes = (
-                    (key, whole(self.tensors[key].shape), self.tensors[key].dtype.itemsize) for key in keys
-                )
-                found = max(found, total_bytes(boxes))
-            else:
-                found = max(found, total_bytes(self.boxes_of(self.rank, keys)))
-        return found, total_bytes(self.boxes_for_all(self.all.common))
+                boxes = ((key, whole(self.tensors[key].shape), self.tensors[key].dtype) for key in keys)
+            largest = max(largest, total_bytes(boxes))
+        return largest, total_bytes(self.boxes_for_all(self.all.common))

@@ -1,4 +1,4 @@
-"""What is wrong with a transfer, said once and in the same words on every rank."""
+"""Errors as data, and as the same text on every rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ SHOWN = 20
 
 
 class Problem(NamedTuple):
-    """One finding of one rank. Plain text and numbers only: it travels between ranks."""
+    """An error as data. Plain text only: it travels between ranks."""
 
-    #: What is wrong, in a few words: "wrong shape".
+    #: In a few words: "wrong shape".
     what: str
     key: str = ""
     got: str = ""
@@ -27,11 +27,15 @@ class Problem(NamedTuple):
         return text
 
 
+#: A problem, and the rank that has it.
+Finding = tuple[int, Problem]
+
+
 def problem_of(error: Exception, key: Hashable = "") -> Problem:
-    """What an exception of one rank says to the others."""
+    """An exception as a problem, of a key."""
     try:
         text = str(error)
-    except Exception:  # the other ranks wait for whatever there is to say
+    except Exception:  # the other ranks wait for any text at all
         text = "it has no text"
     return Problem(f"{type(error).__name__}: {text}", spell_key(key))
 
@@ -40,16 +44,16 @@ UNCHANGED = "nothing was changed"
 DOUBTFUL = "do not use what was being loaded"
 
 
-def compose(title: str, found: Iterable[tuple[int, Problem]], so_far: str = UNCHANGED) -> str:
-    """One message of many ranks' findings; the same finding of several ranks stands once."""
-    by_problem: dict[Problem, list[int]] = {}
-    for rank, problem in found:
-        by_problem.setdefault(problem, []).append(rank)
-    lines = [f"{title}: {len(by_problem)} problem(s), {so_far}."]
-    for problem, ranks in list(by_problem.items())[:SHOWN]:
+def compose(title: str, findings: Iterable[Finding], so_far: str = UNCHANGED) -> str:
+    """The message of all ranks' problems; the same problem of several ranks stands once."""
+    ranks_by_problem: dict[Problem, list[int]] = {}
+    for rank, problem in findings:
+        ranks_by_problem.setdefault(problem, []).append(rank)
+    lines = [f"{title}: {len(ranks_by_problem)} problem(s), {so_far}."]
+    for problem, ranks in list(ranks_by_problem.items())[:SHOWN]:
         lines.append(f"  {spell(ranks)}: {problem}")
-    if len(by_problem) > SHOWN:
-        lines.append(f"  ... and {len(by_problem) - SHOWN} more")
+    if len(ranks_by_problem) > SHOWN:
+        lines.append(f"  ... and {len(ranks_by_problem) - SHOWN} more")
     return "\n".join(lines)
 
 
@@ -70,16 +74,31 @@ def spell_key(key: Hashable) -> str:
     return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
+def spell_doing(verb: str, keys: Iterable[Hashable]) -> str:
+    """("sending", ["a", "b", "c"]) -> "sending a ... c (3 tensors)"."""
+    names = [spell_key(key) for key in dict.fromkeys(keys)]
+    if len(names) > 2:
+        names = [f"{names[0]} ... {names[-1]} ({len(names)} tensors)"]
+    return " ".join([verb, ", ".join(names)]).rstrip()
+
+
+def spell_broken_off(rank: int, doing: tuple[str, Iterable[Hashable]], written: Iterable[Hashable]) -> str:
+    """A step that was under way when a transfer of this rank broke off, and the keys that it had written."""
+    keys = list(written)
+    wrote = spell_doing(f"{DOUBTFUL}: rank {rank} wrote", keys) if keys else f"rank {rank} wrote nothing"
+    return f"broken off while {spell_doing(*doing)}; {wrote}"
+
+
 def raise_together(
     title: str,
-    found: Sequence[tuple[int, Problem]],
+    findings: Sequence[Finding],
     cause: Optional[BaseException] = None,
     kind: type[Exception] = RuntimeError,
     so_far: str = UNCHANGED,
 ) -> None:
     """Raise one error for all findings; return where there are none."""
-    if found:
-        raise kind(compose(title, found, so_far)) from cause
+    if findings:
+        raise kind(compose(title, findings, so_far)) from cause
 
 
 class TransferError(RuntimeError):
@@ -87,7 +106,7 @@ class TransferError(RuntimeError):
 
 
 class told:
-    """A context that says what was being done when something failed; `story()` is asked only then."""
+    """A context that turns an error into a `TransferError` that begins with `story()`."""
 
     def __init__(self, story: Callable[[], str]) -> None:
         self.story = story
@@ -98,20 +117,3 @@ class told:
     def __exit__(self, _: object, error: Optional[BaseException], __: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, TransferError):
             raise TransferError(f"{self.story()}: {error}") from error
-
-
-def spell_doing(verb: str, keys: Sequence[Hashable]) -> str:
-    """What was under way: the first and the last of the keys, each named once."""
-    names = [spell_key(key) for key in dict.fromkeys(keys)]
-    if len(names) > 2:
-        names = [f"{names[0]} ... {names[-1]} ({len(names)} tensors)"]
-    return " ".join([verb, ", ".join(names)]).rstrip()
-
-
-def spell_broken_off(rank: int, doing: tuple[str, Iterable[Hashable]], written: Sequence[Hashable]) -> str:
-    """What was under way when a transfer of this rank broke off, and what it had written."""
-    verb, keys = doing
-    wrote = (
-        spell_doing(f"{DOUBTFUL}: rank {rank} wrote", written) if written else f"rank {rank} wrote nothing"
-    )
-    return f"broken off while {spell_doing(verb, list(keys))}; {wrote}"

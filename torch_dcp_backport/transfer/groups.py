@@ -1,4 +1,4 @@
-"""What is asked of a process group many times in a call, and does not change while the group is there.
+"""Facts about process groups: asked for many times in a call, and constant while the group is there.
 
 The one registry by group; must not keep a group alive.
 """
@@ -15,30 +15,29 @@ from torch_dcp_backport import compat
 Group = Optional[dist.ProcessGroup]
 
 
-class About:
-    """One process group."""
+class GroupInfo:
+    """The facts about one process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         #: Global ranks, in group order.
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        self._device_types: Optional[list[str]] = None
-        #: Of the roll call.
+        #: Of messages; looked up when first asked for.
+        self.device_types: Optional[list[str]] = None
+        #: Thread and title of the transfer under way.
+        self.claim: Optional[tuple[int, str]] = None
+        #: Of `wire`.
         self.roll: Any = None
 
-    def device_types(self, group: dist.ProcessGroup) -> list[str]:
-        if self._device_types is None:
-            self._device_types = compat.backend_device_types(group)
-        return self._device_types
+
+_infos: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupInfo] = weakref.WeakKeyDictionary()
 
 
-_about: weakref.WeakKeyDictionary[dist.ProcessGroup, About] = weakref.WeakKeyDictionary()
-
-
-def about(group: dist.ProcessGroup) -> About:
-    found = _about.get(group)
-    if found is None:
-        found = _about[group] = About(group)
-    return found
+def info_of(group: Group) -> GroupInfo:
+    group = members(group)
+    info = _infos.get(group)
+    if info is None:
+        info = _infos[group] = GroupInfo(group)
+    return info
 
 
 def members(group: Group) -> dist.ProcessGroup:
@@ -48,21 +47,23 @@ def members(group: Group) -> dist.ProcessGroup:
 
 def group_ranks(group: Group = None) -> tuple[int, ...]:
     """Global ranks of a group, in group order."""
-    asked = members(group)
-    if not isinstance(asked, dist.ProcessGroup):  # a number, on a rank outside the group
-        return tuple(dist.get_process_group_ranks(asked))
-    return about(asked).ranks
+    group = members(group)
+    if not isinstance(group, dist.ProcessGroup):  # a number, on a rank outside the group
+        return tuple(dist.get_process_group_ranks(group))
+    return info_of(group).ranks
 
 
 def device_types(group: Group) -> list[str]:
     """The device types that messages of `group` can be on."""
-    asked = members(group)
-    return about(asked).device_types(asked)
+    info = info_of(group)
+    if info.device_types is None:
+        info.device_types = compat.backend_device_types(members(group))
+    return info.device_types
 
 
-def comm_device_type(group: Group, prefer: str) -> str:
-    """The device type collectives of `group` run on: `prefer` if it can, else one that it has."""
-    kinds = device_types(group)
-    if prefer in kinds or not kinds:
-        return prefer if kinds else "cpu"
-    return "cpu" if "cpu" in kinds else kinds[0]
+def comm_device_type(group: Group, preferred: str) -> str:
+    """The device type that collectives of `group` run on: the preferred one if they can."""
+    types = device_types(group)
+    if preferred in types or not types:
+        return preferred if types else "cpu"
+    return "cpu" if "cpu" in types else types[0]

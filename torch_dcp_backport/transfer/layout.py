@@ -46,7 +46,7 @@ class Box:
         return Box(self.offset, (*self.size[:dim], length, *self.size[dim + 1 :]))
 
     def tail(self, dim: int, length: int) -> Box:
-        """What `head(dim, length)` leaves over."""
+        """The rest of this box, behind `head(dim, length)`."""
         return Box(
             (*self.offset[:dim], self.offset[dim] + length, *self.offset[dim + 1 :]),
             (*self.size[:dim], self.size[dim] - length, *self.size[dim + 1 :]),
@@ -75,20 +75,20 @@ class Mesh:
 
     @functools.cached_property
     def _hash(self) -> int:
-        # Of thousands of tensors on the same thousand ranks each one is looked up.
+        # Looked up for each of thousands of tensors, on a thousand ranks.
         return hash((self.shape, self.ranks))
 
     @functools.cached_property
     def coordinates(self) -> dict[int, tuple[int, ...]]:
-        """Where each rank stands."""
-        found = {}
+        """Each rank's position in the grid."""
+        coordinates = {}
         for position, rank in enumerate(self.ranks):
             coordinate = []
             for extent in reversed(self.shape):
                 position, index = divmod(position, extent)
                 coordinate.append(index)
-            found[rank] = tuple(reversed(coordinate))
-        return found
+            coordinates[rank] = tuple(reversed(coordinate))
+        return coordinates
 
     @functools.cached_property
     def signature(self) -> str:
@@ -97,7 +97,7 @@ class Mesh:
         return text if len(self.ranks) <= 8 else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def first_along(self, dim: int, rank: int) -> int:
-        """The rank that stands at 0 on this dimension, and where `rank` stands on the others."""
+        """The rank at 0 on this dimension, and at the position of `rank` on the others."""
         step = math.prod(self.shape[dim + 1 :])
         return self.ranks[self.ranks.index(rank) - step * self.coordinates[rank][dim]]
 
@@ -153,7 +153,7 @@ class Layout:
         return coordinate is not None and all(coordinate[dim] == 0 for dim in self.replica_dims)
 
     def held_whole_by(self, ranks: tuple[int, ...]) -> bool:
-        """Whether every one of `ranks` holds the whole tensor."""
+        """Whether each of `ranks` holds the whole tensor."""
         return self.mesh is None or (not self.is_sharded and set(ranks) <= set(self.mesh.ranks))
 
     @functools.cached_property
@@ -228,7 +228,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 def layout_at(
     shape: tuple[int, ...], mesh: Optional[Mesh] = None, placements: tuple[Placement, ...] = ()
 ) -> Layout:
-    """One object for all tensors that lie alike: a model has few shapes. What is derived is kept in it."""
+    """A layout, one object for all tensors that lie alike: it keeps derived values, and shapes are few."""
     return Layout(shape, mesh, placements)
 
 
@@ -255,7 +255,7 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def row_of(box: Box, itemsize: int) -> tuple[int, int]:
-    """(dim, bytes): the outermost dimension along which `box` can be cut, and what one row of it weighs."""
+    """The outermost dimension along which `box` can be cut, and bytes of a row of it."""
     for dim, extent in enumerate(box.size):
         if extent > 1:
             return dim, box.numel // extent * itemsize

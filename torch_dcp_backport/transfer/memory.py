@@ -23,18 +23,17 @@ def span_bytes(tensor: torch.Tensor) -> int:
     return int(last + 1) * tensor.element_size()
 
 
-def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same elements in the same memory, read in the same way."""
     return (
-        one.data_ptr() == other.data_ptr()
-        and one.device == other.device
-        and (one.dtype, one.shape) == (other.dtype, other.shape)
-        # That of a dimension of size 1 says nothing.
+        a.data_ptr() == b.data_ptr()
+        and a.device == b.device
+        and (a.dtype, a.shape) == (b.dtype, b.shape)
+        # The stride of a dimension of size 1 says nothing.
         and all(
-            extent == 1 or steps[0] == steps[1]
-            for extent, *steps in zip(one.shape, one.stride(), other.stride())
+            extent == 1 or stride == other for extent, stride, other in zip(a.shape, a.stride(), b.stride())
         )
-        and (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
+        and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
     )
 
 

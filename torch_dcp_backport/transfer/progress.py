@@ -1,4 +1,4 @@
-"""Tells whoever asked how far a transfer is. Must never change its course: a callback's errors are logged."""
+"""How far a transfer is, for a callback. Must never change its course: a callback's errors are logged."""
 
 from __future__ import annotations
 

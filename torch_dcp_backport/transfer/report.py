@@ -1,4 +1,4 @@
-"""What the last transfer of this process moved, and how long each part of it took.
+"""Bytes, chunks and seconds of the last transfer of this process.
 
 Only counts: must never decide anything, and never talk to other ranks.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Optional
 
 from torch_dcp_backport.transfer import settings
@@ -48,25 +48,15 @@ class Report:
         )
 
 
-REPORTED = tuple(one.name for one in fields(Report))
-
-
-@dataclass
 class Tally:
     """A report while it grows."""
 
-    operation: str
-    tensors: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    chunks: int = 0
-    rounds: int = 0
-    staging_bytes: int = 0
-    staging_budget: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.meter = Meter(self.operation, settings.progress())
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        self.tensors = self.bytes_sent = self.bytes_received = self.chunks = self.rounds = 0
+        self.staging_bytes = self.staging_budget = 0
+        self.seconds: dict[str, float] = {}
+        self.meter = Meter(operation, settings.progress())
 
     def sent(self, nbytes: int) -> None:
         self.bytes_sent += nbytes
@@ -84,7 +74,7 @@ class Tally:
     def close(self) -> None:
         """The transfer ended well: this is the last report now."""
         global _last
-        _last = Report(*[getattr(self, name) for name in REPORTED])
+        _last = Report(**{field.name: getattr(self, field.name) for field in fields(Report)})
         logger.info("%s", _last)
 
 

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.call import Call
+from torch_dcp_backport.transfer.consensus import common_device
 from torch_dcp_backport.transfer.errors import Problem, spell_key
-from torch_dcp_backport.transfer.exchange import Plan, Route, exchange, problems_of, rows_of
+from torch_dcp_backport.transfer.exchange import Exchange, Plan, Route, problems_of, rows_of
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.layout import Box, Layout, layout_of, mesh_of, splits_of
 from torch_dcp_backport.transfer.memory import has_slices, is_same_view, span_of, why_not_writable
-from torch_dcp_backport.transfer.plan import Agreement, misfit
-from torch_dcp_backport.transfer.staging import part_of
+from torch_dcp_backport.transfer.plan import Agreement, Terms, misfit
 
 TITLE = "cannot reshard"
 
@@ -30,6 +30,7 @@ class End(NamedTuple):
     """One end of a tensor's way: its layout, and this rank's local tensor with the box that it holds."""
 
     layout: Layout
+    #: None where it is yet to be made.
     local: Optional[torch.Tensor]
     box: Box
 
@@ -80,38 +81,24 @@ def reshard(
                     have[key] = end_of(tensor, call)
                     want[key] = wanted_end(tensor, destinations[key], call)
                     routes[key] = route_of(tensor, have[key], want[key])
-            call.problems += [
-                found
-                for ends in (have, want)
-                for key, end in ends.items()
-                if end.local is not None
-                for found in [misfit(key, end.local, end.layout)]
-                if found
-            ]
-            call.problems += [*problems_of(routes, call), *shared_memory(have, want)]
+            call.problems += misfits(have) + misfits(want) + problems_of(routes, call) + overlaps(have, want)
         rows: list[str] = []
         with call.guard():
             dtypes = (f" of {tensor.dtype}" for tensor in sources.values())
             rows = [row + dtype for row, dtype in zip(rows_of(routes), dtypes)]
-        agreement = agree_on(rows, call, staging_bytes, device_of(have))
-        locals_of: dict[Hashable, torch.Tensor] = {}
+        device = common_device(end.local.device.type for end in have.values() if end.local is not None)
+        agreement = agree_on(rows, call, staging_bytes, device)
+        new: dict[Hashable, torch.Tensor] = {}
         with call.room_for("the new shards"):
             for key, end in want.items():
-                locals_of[key] = local_of(end, sources[key], destinations[key])
+                new[key] = local_of(end, sources[key], destinations[key])
         plan = Plan(routes, call.ranks, call.rank)
-
-        def read(key: Hashable, box: Box) -> torch.Tensor:
-            end = have[key]
-            assert end.local is not None
-            return part_of(end.local, end.box, box)
-
-        def write(key: Hashable, box: Box) -> torch.Tensor:
-            return part_of(locals_of[key], want[key].box, box)
-
-        exchange(call, plan, agreement, read, write)
+        read_from = {key: (end.local, end.box) for key, end in have.items() if end.local is not None}
+        write_to = {key: (local, want[key].box) for key, local in new.items()}
+        Exchange(call, agreement, plan, read_from, write_to).run(plan.nbytes)
         call.tally.tensors = len(routes)
         call.tally.close()
-        return {key: finished(destinations[key], sources[key], locals_of[key]) for key in routes}
+        return {key: finished(destinations[key], sources[key], new[key]) for key in routes}
 
 
 def destinations_of(
@@ -157,24 +144,29 @@ def wanted_end(tensor: torch.Tensor, to: Destination, call: Call) -> End:
 
 def checked(placements: tuple[object, ...], shape: tuple[int, ...]) -> tuple[object, ...]:
     """Placements with dimensions that count from the front, as DTensor normalises them."""
-    found = []
+    normalised = []
     for placement in placements:
         dim = getattr(placement, "dim", None)
         lowest = -len(shape) if type(placement) is compat.Shard else 0
         if dim is not None and not lowest <= dim < len(shape):
             raise ValueError(f"Shard(dim={dim}) of a tensor of {len(shape)} dimensions")
-        found.append(compat.Shard(dim + len(shape)) if dim is not None and dim < 0 else placement)
-    return tuple(found)
+        normalised.append(compat.Shard(dim + len(shape)) if dim is not None and dim < 0 else placement)
+    return tuple(normalised)
 
 
 def route_of(tensor: torch.Tensor, have: End, want: End) -> Route:
-    """What travels is the smaller dtype: a cast costs the same on both ends."""
+    """A tensor's route, on which the smaller dtype travels: a cast costs the same on both ends."""
     wanted = want.local.dtype if want.local is not None else tensor.dtype
     shrinks = wanted.itemsize < tensor.dtype.itemsize
     return Route(have.layout, want.layout, wanted if shrinks else tensor.dtype)
 
 
-def shared_memory(have: Mapping[Hashable, End], want: Mapping[Hashable, End]) -> list[Problem]:
+def misfits(ends: Mapping[Hashable, End]) -> list[Problem]:
+    problems = [misfit(key, end.local, end.layout) for key, end in ends.items() if end.local is not None]
+    return [problem for problem in problems if problem]
+
+
+def overlaps(have: Mapping[Hashable, End], want: Mapping[Hashable, End]) -> list[Problem]:
     """Destinations that would be written while they are read. A tensor may be its own, where it stays."""
     spans: list[tuple[str, int, int, bool, Hashable]] = []
     for ends, is_written in ((have, False), (want, True)):
@@ -185,29 +177,26 @@ def shared_memory(have: Mapping[Hashable, End], want: Mapping[Hashable, End]) ->
             if is_written and source is not None and is_same_view(end.local, source):
                 continue
             spans.append((end.local.device.type, *span_of(end.local), is_written, key))
-    found = []
-    #: (device, the address behind it, key) of what reaches furthest, of what is read and of what is written.
+    problems = []
+    #: Whether it is written -> (device, address behind the end, key) of the span that reaches furthest.
     furthest: dict[bool, tuple[str, int, Hashable]] = {}
     for device, start, stop, is_written, key in sorted(spans, key=lambda span: span[:3]):
-        for other_is_written, (where, end_of_other, other) in furthest.items():
-            if where == device and start < end_of_other and (is_written or other_is_written):
-                written, read = (key, other) if is_written else (other, key)
-                what = (
-                    "shares memory with another destination"
-                    if is_written == other_is_written
-                    else ("shares memory with what is read")
-                )
-                found.append(Problem(what, spell_key(written), spell_key(read), "memory of its own"))
-        known = furthest.get(is_written)
-        if known is None or known[0] != device or stop > known[1]:
+        for other_is_written, (other_device, other_stop, other_key) in furthest.items():
+            if other_device == device and start < other_stop and (is_written or other_is_written):
+                written, read = (key, other_key) if is_written else (other_key, key)
+                other = "another destination" if is_written == other_is_written else "what is read"
+                what = f"shares memory with {other}"
+                problems.append(Problem(what, spell_key(written), spell_key(read), "memory of its own"))
+        longest = furthest.get(is_written)
+        if longest is None or longest[0] != device or stop > longest[1]:
             furthest[is_written] = device, stop, key
-    return found
+    return problems
 
 
 def agree_on(rows: Sequence[str], call: Call, staging_bytes: Optional[int], device: str) -> Agreement:
     """Raise every rank's problems, and the differences between what the ranks pass."""
     condition = hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
-    agreement = call.agree({}, staging_bytes=staging_bytes, device=device, condition=condition, note=rows)
+    agreement = call.agree({}, Terms(device, condition, note=rows), staging_bytes=staging_bytes)
     if not agreement.is_common:
         first = call.ranks[0]
         call.problems += differences(agreement.table_of(first).note, rows, first)
@@ -215,20 +204,17 @@ def agree_on(rows: Sequence[str], call: Call, staging_bytes: Optional[int], devi
     return agreement
 
 
-def differences(theirs: Sequence[str], mine: Sequence[str], first: int) -> list[Problem]:
-    found = [
-        Problem("passed differently", got=own, expected=f"{other} as rank {first}")
-        for own, other in zip(mine, theirs)
-        if own != other
+def differences(expected: Sequence[str], rows: Sequence[str], first: int) -> list[Problem]:
+    """Problems of this rank's rows, where they are not those of the first rank."""
+    what = "passed differently"
+    problems = [
+        Problem(what, got=row, expected=f"{expected_row} as rank {first}")
+        for row, expected_row in zip(rows, expected)
+        if row != expected_row
     ]
-    if len(mine) != len(theirs):
-        found.append(Problem("passed differently", got=f"{len(mine)} tensors", expected=f"{len(theirs)}"))
-    return found
-
-
-def device_of(have: Mapping[Hashable, End]) -> str:
-    kinds = {end.local.device.type for end in have.values() if end.local is not None}
-    return kinds.pop() if len(kinds) == 1 else ""
+    if len(rows) != len(expected):
+        problems.append(Problem(what, got=f"{len(rows)} tensors", expected=f"{len(expected)}"))
+    return problems
 
 
 def local_of(end: End, tensor: torch.Tensor, to: Destination) -> torch.Tensor:

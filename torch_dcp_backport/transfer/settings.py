@@ -1,4 +1,4 @@
-"""What a process sets once for all its transfers. Must never talk to other ranks."""
+"""The settings of a process for all its transfers. Must never talk to other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks hold, or want, which boxes of a tensor; and the way of every box from a holder to a taker.
+"""The boxes of a tensor by the ranks that hold or want them, and the way of each from a holder to a taker.
 
 Pure functions of what all ranks know: both ends of a message derive it alone, and nothing is asked.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional, Union
 
+from torch_dcp_backport.transfer.errors import Problem
 from torch_dcp_backport.transfer.layout import Box, Layout, whole
 
 #: box -> the ranks that hold it, in the order of the group.
@@ -47,23 +48,15 @@ def holders_of(spread: Spread, ranks: tuple[int, ...]) -> Holders:
         pairs = ((rank, box) for rank in ranks for box in listed.get(rank, ()))
     else:
         pairs = ((rank, box) for rank in ranks for box in (spread.box(rank),) if box is not None)
-    found: dict[Box, list[int]] = {}
+    ranks_by_box: dict[Box, list[int]] = {}
     for rank, box in pairs:
         if box.numel:
-            found.setdefault(box, []).append(rank)
-    return {box: tuple(holders) for box, holders in found.items()}
-
-
-class Fault(NamedTuple):
-    """What is wrong with a spread, as a `Problem` says it."""
-
-    what: str
-    got: str
-    expected: str
+            ranks_by_box.setdefault(box, []).append(rank)
+    return {box: tuple(holders) for box, holders in ranks_by_box.items()}
 
 
 class Ways(NamedTuple):
-    """What one rank sends, receives and keeps of a tensor that goes from one spread to another."""
+    """The boxes of a tensor that one rank sends, receives and keeps, from one spread to another."""
 
     #: peer -> boxes, in the same order on both sides.
     sends: dict[int, tuple[Box, ...]]
@@ -84,7 +77,7 @@ def ways_of(have: Spread, want: Spread, ranks: tuple[int, ...], rank: int) -> Wa
     own: list[Box] = []
     for held in boxes_of(sources, rank):
         for wanted, wanting in takers.items():
-            part = common(held, wanted)
+            part = intersection(held, wanted)
             if part is None:
                 continue
             for taker in wanting:
@@ -92,7 +85,7 @@ def ways_of(have: Spread, want: Spread, ranks: tuple[int, ...], rank: int) -> Wa
                     sends.setdefault(taker, []).append(part)
     for wanted in boxes_of(takers, rank):
         for held, holders in sources.items():
-            part = common(held, wanted)
+            part = intersection(held, wanted)
             if part is None:
                 continue
             if rank in holders:
@@ -120,36 +113,37 @@ def nearest(holders: Sequence[int], taker: int, position: dict[int, int]) -> int
     return min(holders, key=lambda holder: position[holder] ^ position[taker])
 
 
-def common(one: Box, other: Box) -> Optional[Box]:
-    """What two boxes have in common; None where that is nothing."""
-    offset = tuple(map(max, one.offset, other.offset))
-    ends = (min(a + m, b + n) for a, m, b, n in zip(one.offset, one.size, other.offset, other.size))
+def intersection(a: Box, b: Box) -> Optional[Box]:
+    """The elements that two boxes have in common; None where they have none."""
+    offset = tuple(map(max, a.offset, b.offset))
+    ends = (min(i + m, j + n) for i, m, j, n in zip(a.offset, a.size, b.offset, b.size))
     size = tuple(end - start for end, start in zip(ends, offset))
     return Box(offset, size) if all(extent > 0 for extent in size) else None
 
 
-def faults_of(have: Spread, want: Spread, ranks: tuple[int, ...], rank: int) -> list[Fault]:
-    """What is wrong with the way between two spreads; coverage only of what `rank` wants."""
+def problems_of_spreads(have: Spread, want: Spread, ranks: tuple[int, ...], rank: int) -> list[Problem]:
+    """The problems of the way between two spreads; of coverage only those of the boxes that `rank` wants."""
     if have.shape != want.shape:
-        return [Fault("wrong shape", f"{want.shape}", f"{have.shape}")]
-    faults = []
+        return [Problem("wrong shape", got=f"{want.shape}", expected=f"{have.shape}")]
+    problems = []
     for name, spread in (("held", have), ("wanted", want)):
         strangers = sorted(set(members_of(spread)) - set(ranks))
         if strangers:
-            faults.append(Fault(f"{name} by ranks outside the process group", f"{strangers}", "none"))
+            what = f"{name} by ranks outside the process group"
+            problems.append(Problem(what, got=f"{strangers}", expected="none"))
         if isinstance(spread, Boxes):
-            faults += faults_of_boxes(name, spread)
+            problems += problems_of_boxes(name, spread)
     # A mesh holds every element.
-    if not faults and isinstance(have, Boxes):
+    if not problems and isinstance(have, Boxes):
         sources = holders_of(have, ranks)
         for wanted in boxes_of(holders_of(want, ranks), rank):
-            parts = (common(held, wanted) for held in sources)
+            parts = (intersection(held, wanted) for held in sources)
             covered = sum(part.numel for part in parts if part is not None)
             if covered != wanted.numel:
-                faults.append(
-                    Fault(f"no rank holds all of {wanted}", f"{covered} elements", f"{wanted.numel} elements")
-                )
-    return faults
+                what = f"no rank holds all of {wanted}"
+                expected = f"{wanted.numel} elements"
+                problems.append(Problem(what, got=f"{covered} elements", expected=expected))
+    return problems
 
 
 def members_of(spread: Spread) -> Sequence[int]:
@@ -159,27 +153,30 @@ def members_of(spread: Spread) -> Sequence[int]:
     return spread.mesh.ranks if spread.mesh is not None else ()
 
 
-def faults_of_boxes(name: str, spread: Boxes) -> list[Fault]:
+def problems_of_boxes(name: str, spread: Boxes) -> list[Problem]:
     limits = whole(spread.shape)
     distinct = list(dict.fromkeys(box for _, boxes in spread.by_rank for box in boxes if box.numel))
-    outside = [box for box in distinct if len(box.size) != len(limits.size) or common(box, limits) != box]
-    if outside:
-        return [Fault(f"{box} is {name} outside the tensor", f"{box}", f"{spread.shape}") for box in outside]
-    return [
-        Fault(f"boxes that are {name} overlap", f"{one} and {other}", "equal boxes, or nothing in common")
-        for one, other in overlaps(distinct)
+    outside = [
+        box for box in distinct if len(box.size) != len(limits.size) or intersection(box, limits) != box
     ]
+    if outside:
+        shape = f"{spread.shape}"
+        return [
+            Problem(f"{box} is {name} outside the tensor", got=f"{box}", expected=shape) for box in outside
+        ]
+    what, expected = f"boxes that are {name} overlap", "equal boxes, or nothing in common"
+    return [Problem(what, got=f"{a} and {b}", expected=expected) for a, b in overlaps(distinct)]
 
 
 def overlaps(boxes: Iterable[Box]) -> list[tuple[Box, Box]]:
-    """Pairs of different boxes with elements in common; for each box at most the first one."""
+    """Pairs of different boxes with elements in common; at most one pair for each box."""
     reaching: list[Box] = []
-    found = []
+    pairs = []
     for box in sorted(boxes, key=lambda box: (box.offset, box.size)):
         if box.size:
             reaching = [other for other in reaching if other.offset[0] + other.size[0] > box.offset[0]]
-        hit = next((other for other in reaching if common(other, box) is not None), None)
+        hit = next((other for other in reaching if intersection(other, box) is not None), None)
         if hit is not None:
-            found.append((hit, box))
+            pairs.append((hit, box))
         reaching.append(box)
-    return found
+    return pairs

@@ -6,8 +6,7 @@ Knows nothing of ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, Optional
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -16,14 +15,8 @@ from torch_dcp_backport.transfer.chunks import Piece
 from torch_dcp_backport.transfer.layout import Box
 from torch_dcp_backport.transfer.memory import is_same_view
 
-
-class Move(NamedTuple):
-    """One piece of a chunk, and the part of a tensor that it is copied from or to."""
-
-    piece: Piece
-    #: What travels; a copy between two dtypes casts.
-    dtype: torch.dtype
-    part: torch.Tensor
+#: A piece of a chunk, and the part of a tensor that it is copied from or to; between two dtypes that casts.
+Move = tuple[Piece, torch.Tensor]
 
 
 class Views:
@@ -33,7 +26,8 @@ class Views:
         self.buffer = buffer
         self.typed: dict[torch.dtype, torch.Tensor] = {}
 
-    def __call__(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+    def __call__(self, piece: Piece) -> torch.Tensor:
+        dtype = piece.dtype
         typed = self.typed.get(dtype)
         if typed is None:
             # A buffer is as long as its last piece, rounded up: a multiple of every element's size.
@@ -55,9 +49,9 @@ def part_of(tensor: torch.Tensor, holds: Box, box: Box) -> torch.Tensor:
 
 def copy_to(target: torch.Tensor, part: torch.Tensor) -> None:
     """Copy, unless the target is the source's own tensor, whose memory may be read-only."""
+    if is_same_view(part, target):
+        return
     if part.data_ptr() == target.data_ptr() and part.device == target.device:
-        if is_same_view(part, target):
-            return
         # A view of the target itself: transposed, conjugated.
         part = part.clone()
     target.copy_(part)
@@ -71,7 +65,7 @@ class Staging:
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.store = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._mirror: Optional[torch.Tensor] = None
+        self._mirror = self.store[:0]
 
     @property
     def nbytes(self) -> int:
@@ -82,47 +76,41 @@ class Staging:
         return self.store.device
 
     def pack(self, buffer: torch.Tensor, moves: Iterable[Move]) -> None:
-        """Fill a chunk. What comes from the host to an accelerator goes there in one copy."""
+        """Fill a chunk. Parts on the host go to an accelerator in one copy."""
         views = Views(buffer)
-        if not self.may_cross:
-            for piece, dtype, part in moves:
-                views(piece, dtype).copy_(part)
-            return
-        direct, crossing = self.sorted(moves)
+        direct, crossing = self.by_side(moves)
         if crossing:
             mirror = self.mirror(buffer)
-            in_mirror = Views(mirror)
-            for piece, dtype, part in crossing:
-                in_mirror(piece, dtype).copy_(part)
+            mirror_views = Views(mirror)
+            for piece, part in crossing:
+                mirror_views(piece).copy_(part)
             # Blocking, so that the mirror is free for the next chunk.
             buffer.copy_(mirror)
-        for piece, dtype, part in direct:
-            views(piece, dtype).copy_(part)
+        for piece, part in direct:
+            views(piece).copy_(part)
 
     def unpack(self, buffer: torch.Tensor, moves: Iterable[Move]) -> None:
-        """Empty a chunk. What goes to the host from an accelerator goes there in one copy."""
+        """Empty a chunk. Parts on the host come from an accelerator in one copy."""
         views = Views(buffer)
-        if not self.may_cross:
-            for piece, dtype, part in moves:
-                part.copy_(views(piece, dtype))
-            return
-        direct, crossing = self.sorted(moves)
+        direct, crossing = self.by_side(moves)
         if crossing:
-            in_mirror = Views(self.mirror(buffer).copy_(buffer))
-            for piece, dtype, part in crossing:
-                part.copy_(in_mirror(piece, dtype))
-        for piece, dtype, part in direct:
-            part.copy_(views(piece, dtype))
+            mirror_views = Views(self.mirror(buffer).copy_(buffer))
+            for piece, part in crossing:
+                part.copy_(mirror_views(piece))
+        for piece, part in direct:
+            part.copy_(views(piece))
 
     @property
     def may_cross(self) -> bool:
         return self.store.device.type != "cpu"
 
-    def sorted(self, moves: Iterable[Move]) -> tuple[list[Move], list[Move]]:
-        """(those on the buffers' side, those between host and accelerator)."""
+    def by_side(self, moves: Iterable[Move]) -> tuple[Iterable[Move], Sequence[Move]]:
+        """(moves on the buffers' side, moves between host and accelerator)."""
+        if not self.may_cross:
+            return moves, ()
         sides: tuple[list[Move], list[Move]] = ([], [])
         for move in moves:
-            sides[self.crosses(move.part)].append(move)
+            sides[self.crosses(move[1])].append(move)
         return sides
 
     def crosses(self, part: torch.Tensor) -> bool:
@@ -131,7 +119,7 @@ class Staging:
 
     def mirror(self, buffer: torch.Tensor) -> torch.Tensor:
         """Host memory of a chunk's size, pinned where that is possible."""
-        if self._mirror is None or self._mirror.numel() < buffer.numel():
+        if self._mirror.numel() < buffer.numel():
             self._mirror = compat.host_buffer(buffer.numel())
         return self._mirror[: buffer.numel()]
 
@@ -143,33 +131,34 @@ class Staging:
 class Ring:
     """Buffers that are used in turn, each again only when its last use is done.
 
-    What is copied into one buffer or out of it overlaps with what travels in the others.
+    Copying into or out of one buffer overlaps with what travels in the others.
     """
 
-    def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
+    def __init__(self, buffers: Iterable[torch.Tensor] = ()) -> None:
         self.fresh = iter(buffers)
         self.free: deque[torch.Tensor] = deque()
-        self.used: deque[tuple[torch.Tensor, Callable[[], object]]] = deque()
+        self.taken: list[torch.Tensor] = []
+        self.used: deque[tuple[list[torch.Tensor], Callable[[], object]]] = deque()
 
-    def take(self) -> torch.Tensor:
-        """A free buffer; where there is none, finishes the oldest use first."""
-        if self.free:
-            return self.free.popleft()
-        buffer = next(self.fresh, None)
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Bytes of a free buffer; where there is none, finishes the oldest use first."""
+        buffer = self.free.popleft() if self.free else next(self.fresh, None)
         if buffer is None:
             self.finish_oldest()
-            return self.free.popleft()
-        return buffer
+            buffer = self.free.popleft()
+        self.taken.append(buffer)
+        return buffer[:nbytes]
 
-    def use(self, buffer: torch.Tensor, finish: Callable[[], object]) -> None:
-        """`buffer`, which was taken, is in use until `finish()` returns."""
-        self.used.append((buffer, finish))
+    def use(self, finish: Callable[[], object]) -> None:
+        """The buffers taken since the last `use` are in use until `finish()` returns."""
+        self.used.append((self.taken, finish))
+        self.taken = []
 
     def drain(self) -> None:
         while self.used:
             self.finish_oldest()
 
     def finish_oldest(self) -> None:
-        buffer, finish = self.used.popleft()
+        buffers, finish = self.used.popleft()
         finish()
-        self.free.append(buffer)
+        self.free += buffers

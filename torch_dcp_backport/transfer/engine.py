@@ -1,0 +1,201 @@
+"""Chunks through buffers in turn, their counts, and the story of an error: what every transfer shares.
+
+Knows no plan: scatter, gather and exchange say which pieces go where.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.call import Call
+from torch_dcp_backport.transfer.chunks import Key, KeyedBox, Piece, chunk_bytes, moved
+from torch_dcp_backport.transfer.consensus import NO_DIGEST, Mark
+from torch_dcp_backport.transfer.errors import spell_broken_off, told
+from torch_dcp_backport.transfer.layout import Box
+from torch_dcp_backport.transfer.memory import is_same_view
+from torch_dcp_backport.transfer.plan import Agreement
+from torch_dcp_backport.transfer.staging import Move, Ring, Staging, copy_to, part_of
+from torch_dcp_backport.transfer.wire import finish, open_lane, post
+
+logger = logging.getLogger("torch_dcp_backport.transfer")
+
+#: Transfers of fewer bytes are not worth a question whether every rank has the memory.
+SMALL = 2**20
+#: The smallest budget that a rank without room for its staging buffers falls back to.
+FLOOR = 2**20
+
+#: A local tensor, and the box of the global tensor that it holds.
+Local = tuple[torch.Tensor, Box]
+
+
+class Engine:
+    """One transfer under way on this rank; a subclass chooses the messages."""
+
+    def __init__(
+        self,
+        call: Call,
+        agreement: Agreement,
+        sources: Mapping[Key, Local],
+        targets: Mapping[Key, Local],
+    ) -> None:
+        self.call = call
+        self.agreement = agreement
+        self.sources = sources
+        self.targets = targets
+        self.rank = call.rank
+        self.ranks = call.ranks
+        self.group = call.group
+        self.tally = call.tally
+        #: The step under way, for an error: a verb with its peer, and pieces.
+        self.doing: tuple[str, Sequence[Piece]] = ("starting", ())
+        self.written: dict[Key, None] = {}
+        self.ring = Ring()
+        self.staging: Staging
+
+    def staging_bytes(self, budget: int) -> int:
+        """Bytes of this rank's buffers, within a budget."""
+        raise NotImplementedError
+
+    def move(self, budget: int) -> None:
+        """Send and receive everything, through buffers of `staging_bytes(budget)`."""
+        raise NotImplementedError
+
+    def run(self, nbytes: int) -> None:
+        """Move everything, `nbytes` of all tensors; that number is the same on every rank.
+
+        Raises:
+            RuntimeError: some rank has problems, or no room for its buffers; before anything is written, and
+                on every rank if 1 MiB or more moves.
+            TransferError: a rank is gone, or the group's timeout is over; says what was under way and what
+                was already written.
+        """
+        with self.tally.phase("prepare"):
+            self.staging, self.tally.staging_budget = self.prepare(nbytes)
+        with self.tally.phase("move"), told(self.story):
+            try:
+                if len(self.ranks) > 1:
+                    open_lane(self.staging.device, self.group)
+                self.move(self.tally.staging_budget)
+            finally:
+                # The uses of a ring refer to this engine: such a cycle keeps alive what was touched.
+                self.ring = Ring()
+
+    def prepare(self, nbytes: int) -> tuple[Staging, int]:
+        """(buffers, the budget that they are of): every rank has its memory, or every rank raises.
+
+        Without this, a rank that is out of memory leaves the others to the group's timeout. One small message
+        from and to each rank, but none where less than SMALL moves: there a rank raises alone. A rank without
+        room for its buffers tries half of the budget, and so on down to FLOOR; the smallest counts for all.
+        """
+        call, budget = self.call, self.agreement.staging_bytes
+        staging: Optional[Staging] = None
+        with call.room_for("staging buffers"):
+            while staging is None and not call.problems:
+                try:
+                    staging = self.allocate(budget)
+                except (RuntimeError, MemoryError):
+                    if nbytes < SMALL or budget <= FLOOR:
+                        raise
+                    budget = max(budget // 2, FLOOR)
+        common = budget
+        if nbytes >= SMALL:
+            mark = Mark(NO_DIGEST, bool(call.problems), staging_bytes=budget)
+            common = call.compare(mark, call.findings).staging_bytes
+        call.raise_alone()
+        if common < budget:
+            # Never both at once.
+            staging = None
+            staging = self.allocate(common)
+        if common < self.agreement.staging_bytes:
+            logger.warning(
+                "the staging budget is %d bytes instead of %d: a rank has no room for more",
+                common,
+                self.agreement.staging_bytes,
+            )
+        assert staging is not None, "there are buffers, or problems were raised"
+        return staging, common
+
+    def allocate(self, budget: int) -> Staging:
+        nbytes = self.tally.staging_bytes = self.staging_bytes(budget)
+        return Staging(compat.current_device(self.agreement.device), nbytes)
+
+    def story(self) -> str:
+        verb, pieces = self.doing
+        doing = verb, (piece.key for piece in pieces)
+        return f"{self.call.title}: {spell_broken_off(self.rank, doing, self.written)}"
+
+    # --- tensors ---
+
+    def read(self, key: Key, box: Box) -> torch.Tensor:
+        """The part of a tensor that this rank holds."""
+        return part_of(*self.sources[key], box)
+
+    def write(self, key: Key, box: Box) -> torch.Tensor:
+        """The part of a tensor that is written in place."""
+        return part_of(*self.targets[key], box)
+
+    def pack(self, buffer: torch.Tensor, pieces: Iterable[Piece]) -> None:
+        self.staging.pack(buffer, ((piece, self.read(piece.key, piece.box)) for piece in pieces))
+
+    def unpack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        self.staging.unpack(buffer, self.to_targets(pieces))
+        self.tally.received(moved(pieces))
+
+    def to_targets(self, pieces: Iterable[Piece]) -> Iterator[Move]:
+        for piece in pieces:
+            self.written[piece.key] = None
+            yield piece, self.write(piece.key, piece.box)
+
+    def copy_own(self, boxes: Iterable[KeyedBox], nbytes: float = math.inf) -> None:
+        """Copy boxes that this rank holds and wants, up to that with which they come to `nbytes`."""
+        for key, box, _ in boxes:
+            source, target = self.read(key, box), self.write(key, box)
+            # A tensor may stay where it is.
+            if not is_same_view(source, target):
+                self.written[key] = None
+                copy_to(target, source)
+            nbytes -= target.nbytes
+            if nbytes <= 0:
+                return
+
+    # --- messages ---
+
+    def send(self, peer: int, pieces: Sequence[Piece]) -> None:
+        buffer = self.ring.take(chunk_bytes(pieces))
+        self.pack(buffer, pieces)
+        verb = f"sending to rank {peer}"
+        self.doing = verb, pieces
+        works = post([(dist.isend, buffer, peer)], self.group)
+        self.tally.sent(moved(pieces))
+        self.ring.use(functools.partial(self.wait, verb, pieces, works))
+
+    def wait(self, verb: str, pieces: Sequence[Piece], works: Sequence[Any]) -> None:
+        self.doing = verb, pieces
+        finish(works)
+
+    def arrive(
+        self,
+        buffer: torch.Tensor,
+        pieces: Sequence[Piece],
+        works: Sequence[Any],
+        peer: int,
+        behind: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
+        """Wait for a chunk of `peer`, pass it on along the groups of the replicas behind, and empty it."""
+        self.wait(f"receiving from rank {peer}", pieces, works)
+        onward = []
+        for group in behind:
+            onward.append(dist.broadcast(buffer, src=self.rank, group=group, async_op=True))
+            self.tally.sent(moved(pieces))
+        if pieces:
+            self.unpack(buffer, pieces)
+        if onward:
+            self.wait("passing on to replicas", pieces, onward)
