@@ -14,7 +14,14 @@ import torch
 from torch_dcp_backport.dist_checkpointing.engine import load as engine
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened, Wanted
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, consult, guard, ranks_of
+from torch_dcp_backport.dist_checkpointing.engine.meeting import (
+    Refusal,
+    Topic,
+    consult,
+    guard,
+    ranks_of,
+    record,
+)
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Place
 from torch_dcp_backport.dist_checkpointing.engine.reader import Reader, wrong_files
 from torch_dcp_backport.dist_checkpointing.engine.table import Table, cells_of, findings_of, keys_of
@@ -139,7 +146,7 @@ class Loading:
                         value = engine.load_object(self.reader, self.index, key, self.trust)
                         self.loaded[id(entry)] = value
             except Damaged as error:
-                call.fail(Problem("damaged", got=str(error)), error)
+                record(call, Problem("damaged", got=str(error)), error)
         consult(call, None, lambda _: {}, Topic("settling", DOUBTFUL))
 
     def result(self) -> StateDict:

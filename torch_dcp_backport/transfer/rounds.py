@@ -10,10 +10,18 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport.transfer import roll_call
-from torch_dcp_backport.transfer.consensus import LENGTH, MOST, device_for
 from torch_dcp_backport.transfer.groups import Group, group_ranks
-from torch_dcp_backport.transfer.post import finish, post
+from torch_dcp_backport.transfer.wire import (
+    LENGTH,
+    MOST,
+    bytes_of,
+    check_in,
+    count_agreement,
+    device_for,
+    finish,
+    post,
+    tensor_of,
+)
 
 
 class Heard(NamedTuple):
@@ -30,7 +38,7 @@ def ask(data: bytes, group: Group) -> Optional[Heard]:
         RuntimeError: the first rank is gone.
     """
     ranks, rank = group_ranks(group), dist.get_rank()
-    roll_call.come(group)
+    check_in(group)
     if rank != ranks[0]:
         _send(data, ranks[0], group)
         return None
@@ -54,7 +62,7 @@ def answer(answers: Optional[dict[int, bytes]], group: Group) -> bytes:
         message = None if size is None else _receive({ranks[0]: _length(size)}, group).get(ranks[0])
         if message is None:
             raise RuntimeError(f"no answer from rank {ranks[0]}")
-        roll_call.agreed(group)
+        count_agreement(group)
         return message
     assert answers is not None, "the first rank answers"
     for other in ranks[1:]:
@@ -64,7 +72,7 @@ def answer(answers: Optional[dict[int, bytes]], group: Group) -> bytes:
             except RuntimeError:
                 # It is gone; the next question tells. The other ranks wait for their answers.
                 continue
-    roll_call.agreed(group)
+    count_agreement(group)
     return answers[rank]
 
 
@@ -79,7 +87,7 @@ def _send(data: bytes, peer: int, group: Group) -> None:
     device = device_for(group)
     for part in (len(data).to_bytes(LENGTH, "big"), data):
         if part:
-            buffer = torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device)
+            buffer = tensor_of(part).to(device)
             finish(post([(dist.isend, buffer, peer)], group))
 
 
@@ -103,8 +111,4 @@ def _receive(lengths: dict[int, int], group: Group) -> dict[int, bytes]:
             work.wait()
         except RuntimeError:
             gone.add(peer)
-    return {peer: _bytes(buffer) for peer, buffer in buffers.items() if peer not in gone}
-
-
-def _bytes(buffer: torch.Tensor) -> bytes:
-    return buffer.cpu().numpy().tobytes()
+    return {peer: bytes_of(buffer) for peer, buffer in buffers.items() if peer not in gone}

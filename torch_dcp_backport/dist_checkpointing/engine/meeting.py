@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.transfer import Call, Problem, TransferError, problem_of
-from torch_dcp_backport.transfer.consensus import broadcast_bytes
 from torch_dcp_backport.transfer.errors import UNCHANGED, compose
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.rounds import answer, ask
+from torch_dcp_backport.transfer.wire import broadcast_bytes
 
 #: (global rank, what it has a problem with)
 Findings = list[tuple[int, Problem]]
@@ -60,7 +60,13 @@ def guard(call: Call, key: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        call.fail(problem_from(error, key), error)
+        record(call, problem_from(error, key), error)
+
+
+def record(call: Call, problem: Problem, cause: Exception) -> None:
+    """Add a problem of this rank, and the exception behind it."""
+    call.problems.append(problem)
+    call.cause = cause
 
 
 def is_alone(call: Call) -> bool:

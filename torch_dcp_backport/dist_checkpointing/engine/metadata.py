@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch_dcp_backport.dist_checkpointing.engine.records import bytes_to_words, words_to_bytes
 from torch_dcp_backport.dist_checkpointing.engine.unpickle import METADATA, STUBBED, Reader, Refused
 from torch_dcp_backport.transfer import Box
-from torch_dcp_backport.transfer.spread import common
+from torch_dcp_backport.transfer.spread import intersection
 
 NAME = ".metadata"
 #: The attribute of torch's `Metadata` with what only we know.
@@ -75,7 +75,7 @@ class Stored:
             first = bisect_left(self._starts, start - self._longest + 1)
             chunks = chunks[first : bisect_left(self._starts, stop)]
         for chunk in chunks:
-            part = common(chunk.box, box)
+            part = intersection(chunk.box, box)
             if part is not None:
                 yield chunk, part
 

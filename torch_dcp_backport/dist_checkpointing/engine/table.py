@@ -14,7 +14,7 @@ import torch
 from torch_dcp_backport.dist_checkpointing.engine.meeting import Findings
 from torch_dcp_backport.transfer import Box, Problem
 from torch_dcp_backport.transfer.layout import whole
-from torch_dcp_backport.transfer.spread import common, overlaps
+from torch_dcp_backport.transfer.spread import intersection, overlaps
 
 
 class Row(NamedTuple):
@@ -146,7 +146,7 @@ def _findings_of_tensor(key: str, shape: tuple[int, ...], boxes: Mapping[Box, Se
     if findings or (mains and fills(list(mains), shape)):
         return findings
     limits = whole(shape)
-    outside = [box for box in mains if common(box, limits) != box and box.numel]
+    outside = [box for box in mains if intersection(box, limits) != box and box.numel]
     if outside:
         what = f"{spelled(outside[0])} is outside the global tensor"
         return [(mains[outside[0]], Problem(what, key, spelled(outside[0]), f"shape {shape}"))]
