@@ -120,8 +120,8 @@ def test_a_rank_that_is_killed_is_told_of_by_the_others(tmp_path: Path, victim: 
             pool.run(killed, str(tmp_path), victim, limit)
         text = str(caught.value)
         assert f"the process of rank {victim} died" in text
-        told = [line for line in text.splitlines() if "AssertionError: TOLD" in line]
-        assert len(told) == world - 1, text
-        assert len(set(told)) == 1, text
+        errors = [line for line in text.splitlines() if "AssertionError: TOLD" in line]
+        assert len(errors) == world - 1, text
+        assert len(set(errors)) == 1, text
         assert f"rank {victim} is gone" in text or f"rank {victim}: the rank is gone" in text, text
     pool.close()

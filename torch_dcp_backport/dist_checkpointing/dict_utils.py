@@ -58,10 +58,10 @@ def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Path], list[Path], l
         return [], [], [] if _equal(x1, x2) else [(prefix, type(x1), type(x2))]
     mismatch: list[tuple[Any, ...]] = []
     for key in shared:
-        found = diff(x1[key], x2[key], (*prefix, key))
-        left += found[0]
-        right += found[1]
-        mismatch += found[2]
+        inner = diff(x1[key], x2[key], (*prefix, key))
+        left += inner[0]
+        right += inner[1]
+        mismatch += inner[2]
     return left, right, mismatch
 
 

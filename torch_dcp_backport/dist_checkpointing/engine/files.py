@@ -21,7 +21,7 @@ def step(name: str) -> None:
 
 
 class Damaged(Exception):
-    """What a file holds is not what was saved."""
+    """A file does not hold what was saved."""
 
 
 def write_all(fd: int, data: Union[bytes, bytearray, memoryview], offset: int) -> None:

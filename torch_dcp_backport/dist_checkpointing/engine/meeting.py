@@ -24,7 +24,7 @@ Findings = list[tuple[int, Problem]]
 
 
 class Topic(NamedTuple):
-    """What the ranks are deciding."""
+    """The matter of a consultation."""
 
     #: What is under way: a phase of the report, and words of errors.
     doing: str
@@ -139,14 +139,14 @@ def _decision(
         except Exception as error:
             call.cause = error
             findings = [(call.rank, problem_from(error))]
-    told = [(rank, tuple(problem)) for rank, problem in findings]
+    plain = [(rank, tuple(problem)) for rank, problem in findings]
     #: Ranks often have the same answer.
     packed: dict[int, bytes] = {}
     replies = {}
     for rank in messages:
         value = answers.get(rank)
         if id(value) not in packed:
-            packed[id(value)] = pickle.dumps((told, pickle.dumps(value)))
+            packed[id(value)] = pickle.dumps((plain, pickle.dumps(value)))
         replies[rank] = packed[id(value)]
     return replies
 
@@ -177,9 +177,9 @@ def announce(call: Call, make: Callable[[], object], doing: str) -> Any:
             except TransferError as error:
                 text = f"{call.title}: {UNCHANGED}; a rank is gone, or too late, while {doing}"
                 raise CheckpointingException(text) from error
-    found, value = pickle.loads(sent)
-    if found:
-        fail(call, [(rank, Problem(*problem)) for rank, problem in found])
+    findings, value = pickle.loads(sent)
+    if findings:
+        fail(call, [(rank, Problem(*problem)) for rank, problem in findings])
     return value
 
 

@@ -1,7 +1,7 @@
 """`.metadata`, torch's index of a checkpoint: as an `Index` of plain values, to bytes and back.
 
-What is read is checked, whoever wrote it. Ours is torch's pickle with checksums: of every record in an
-attribute that torch passes over, and of the pickle itself behind its end.
+Checks all that it reads. Ours is torch's pickle with checksums: of every record in an attribute that torch
+passes over, and of the pickle itself behind its end.
 """
 
 from __future__ import annotations
