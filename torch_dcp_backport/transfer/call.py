@@ -18,8 +18,7 @@ from torch_dcp_backport.transfer import settings
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.consensus import Mark, agree_on_mark, agree_on_mesh, share_findings
 from torch_dcp_backport.transfer.errors import UNCHANGED, Finding, Problem, problem_of, raise_together
-from torch_dcp_backport.transfer.exclusive import exclusive
-from torch_dcp_backport.transfer.groups import Group, comm_device_type, group_ranks
+from torch_dcp_backport.transfer.groups import Group, comm_device_type, exclusive, group_ranks
 from torch_dcp_backport.transfer.plan import Agreement, Table, Terms, Want, publish, share_tables
 from torch_dcp_backport.transfer.report import Tally
 

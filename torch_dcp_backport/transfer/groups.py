@@ -5,12 +5,16 @@ The one registry by group; must not keep a group alive.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any, Optional, cast
 
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.errors import UNCHANGED
 
 Group = Optional[dist.ProcessGroup]
 
@@ -29,6 +33,7 @@ class GroupInfo:
         self.roll: Any = None
 
 
+_LOCK = threading.Lock()
 _infos: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupInfo] = weakref.WeakKeyDictionary()
 
 
@@ -67,3 +72,34 @@ def comm_device_type(group: Group, preferred: str) -> str:
     if preferred in types or not types:
         return preferred if types else "cpu"
     return "cpu" if "cpu" in types else types[0]
+
+
+@contextlib.contextmanager
+def exclusive(group: Group, title: str) -> Iterator[None]:
+    """A context: the calling thread alone transfers in this group, and may do so again inside.
+
+    Ranks tell transfers apart by their order alone.
+    Waiting for the other thread would not help: another rank may have begun with the other transfer.
+
+    Raises:
+        RuntimeError: another thread of this process is in the middle of a transfer in the group.
+    """
+    if dist.get_world_size(group) == 1:
+        yield
+        return
+    info = info_of(group)
+    claim = threading.get_ident(), title
+    try:
+        with _LOCK:
+            holder = info.claim = info.claim or claim
+        if holder[0] == claim[0]:
+            yield
+            return
+    finally:
+        if info.claim is claim:
+            info.claim = None
+    raise RuntimeError(
+        f"{title}: {UNCHANGED}; another thread of this process is in the middle of a transfer in the same "
+        f"process group ({holder[1]}), and ranks tell transfers apart by their order alone. Make all such "
+        "calls from one thread, or one after the other in the same order on every rank"
+    )
