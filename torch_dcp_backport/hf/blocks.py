@@ -33,7 +33,7 @@ class Part(NamedTuple):
 class Share:
     """HF tensors that are spread over ranks, as one of them sees it.
 
-    All but `parts` and `device` is the same on every rank.
+    All but `parts` is the same on every rank.
     """
 
     #: HF key -> shape and dtype (of the files, or of an export), in the order in which tensors move.
@@ -42,8 +42,6 @@ class Share:
     spreads: Mapping[str, Boxes]
     #: HF key -> this rank's parts. Two of them may be the same block.
     parts: Mapping[str, Sequence[Part]]
-    #: The device type of this rank's parameters; nothing where they are on several, or nowhere.
-    device: str = ""
 
     def view(self, key: str, box: Box) -> torch.Tensor:
         """This rank's memory of a box that lies in one of its blocks."""
