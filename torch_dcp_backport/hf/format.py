@@ -110,7 +110,10 @@ def entry_of(name: str, value: Any, begin: int) -> Entry:
 
 
 def make_header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, Entry]]:
-    """(the first bytes of a file, where its tensors are): the tensors lie in the order of the mapping.
+    """(the first bytes of a file, where its tensors are).
+
+    Tensors lie in the order of the mapping, but for those of larger elements, which come first: so that each
+    begins where it can be read without a copy.
 
     Raises:
         ValueError: a dtype that the format does not have.
@@ -118,7 +121,7 @@ def make_header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, Ent
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     places: dict[str, tuple[int, int]] = {}
     end = 0
-    for name, info in tensors.items():
+    for name, info in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
         if info.dtype not in CODES:
             raise ValueError(f"{name}: safetensors has no {info.dtype}")
         start, end = end, end + nbytes_of(info)

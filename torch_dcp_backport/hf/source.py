@@ -76,11 +76,13 @@ class Folder:
         shape, dtype = entry.info
         data = self._map(name)[entry.start : entry.stop]
         holds = whole(shape)
-        if entry.start % dtype.itemsize and shape:
-            # torch has no tensors at such addresses. Old writers did not align: only the rows of the box.
-            row = data.numel() // shape[0] if shape[0] else 0
-            data = data.narrow(0, box.offset[0] * row, box.size[0] * row).clone()
-            holds = Box((box.offset[0], *holds.offset[1:]), (box.size[0], *shape[1:]))
+        if entry.start % dtype.itemsize:
+            # torch has no tensors at such addresses, and some writers do not align: a copy of the box's rows.
+            if shape and shape[0]:
+                row = data.numel() // shape[0]
+                data = data.narrow(0, box.offset[0] * row, box.size[0] * row)
+                holds = Box((box.offset[0], *holds.offset[1:]), (box.size[0], *shape[1:]))
+            data = data.clone()
         return part_of(data.view(dtype).view(holds.size), holds, box)
 
     def digest(self) -> str:

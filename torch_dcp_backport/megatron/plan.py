@@ -44,8 +44,8 @@ class Spreading:
         #: HF key -> who holds it: the ranks of equal stands, and the parameter.
         self.holders: dict[str, list[Holder]] = {}
         self.stands: list[tuple[tuple[int, ...], Stand]] = [(table.ranks, table.note) for table in tables]
-        for size in sorted({stand.place.tp_size for _, stand in self.stands}):
-            self.problems += misfits(shape, size)
+        for size, style in sorted({(stand.place.tp_size, stand.place.style) for _, stand in self.stands}):
+            self.problems += misfits(shape, size, style)
         self.problems += stage_faults(self.stands)
         #: HF key -> the blocks of every rank, in the order of an export.
         self.spreads: dict[str, Boxes] = {}

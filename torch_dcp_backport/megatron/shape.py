@@ -90,8 +90,8 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     )
 
 
-def misfits(shape: Shape, tp_size: int) -> list[Problem]:
-    """Numbers that a TP size does not divide."""
+def misfits(shape: Shape, tp_size: int, style: str) -> list[Problem]:
+    """Numbers that a TP size does not divide; `style` is "verl" or "mcore"."""
     found = []
     for name, value in (("num_attention_heads", shape.heads), ("intermediate_size", shape.intermediate)):
         if value % tp_size:
@@ -99,4 +99,8 @@ def misfits(shape: Shape, tp_size: int) -> list[Problem]:
     if shape.kv_heads % tp_size and tp_size % shape.kv_heads:
         expected = f"a multiple or a divisor of TP {tp_size}"
         found.append(Problem("num_key_value_heads cannot be cut", "", f"{shape.kv_heads}", expected))
+    rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    if style == "mcore" and rows % tp_size:
+        # It deals out the rows of all groups, not the groups.
+        found.append(Problem("linear_qkv cannot be cut", "", f"{rows} rows", f"a multiple of TP {tp_size}"))
     return found

@@ -9,9 +9,9 @@ from typing import Any, Optional
 import torch
 
 from torch_dcp_backport.hf import Given
+from torch_dcp_backport.hf.companions import as_config
 from torch_dcp_backport.megatron.bridge import gather_hf, load_hf
 from torch_dcp_backport.megatron.model import PARALLEL_STATE, Layers, Models
-from torch_dcp_backport.hf.companions import as_config
 from torch_dcp_backport.megatron.stages import stages
 
 
