@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""megatron.load_hf and save_hf on the shape of Qwen2.5-0.5B, tp 2 x pp 2: seconds, memory and bytes of the worst rank.
+"""load_hf and save_hf on the shape of Qwen2.5-0.5B, tp 2 x pp 2: seconds, memory and bytes of the worst rank.
 
     python3 tools/lanes.py run 2.6 -- python benchmarks/megatron.py
 
-Beside them what they replace: a whole state dict on every rank, of which each keeps its part, and one whole dict
-on rank 0 that is then written. The ways take turns in the same four processes: gloo, one thread each, bf16, files in
-the page cache. Memory is private (anonymous and shared) above what it was before the call.
+Beside them what they replace: a whole state dict on every rank, of which each keeps its part, and one whole
+dict on rank 0 that is then written. The ways take turns in the same four processes: gloo, one thread each,
+bf16, files in the page cache. Memory is private (anonymous and shared) above what it was before the call.
 """
 
 from __future__ import annotations
@@ -65,13 +65,18 @@ class Watch(threading.Thread):
         return max(self.peak, private() - self.base)
 
 
-def whole_dict(models: list[Any], folder: str, decoder: Decoder, spot: Any) -> int:
-    """Every rank reads all files, makes the fused parameters of all that it holds, and copies them."""
+def read(folder: str) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     state: dict[str, torch.Tensor] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         state.update(load_file(path))
+    return state
+
+
+def whole_dict(models: list[Any], folder: str, decoder: Decoder, spot: Any) -> int:
+    """Every rank reads all files, makes the fused parameters of all that it holds, and copies them."""
+    state = read(folder)
     for model, params in zip(models, expected(decoder, spot, state)):
         actual = dict(model.module.module.named_parameters())
         for name, value in params.items():
@@ -131,32 +136,22 @@ def run(rank: int, folder: str, decoder: Decoder, repeats: int) -> None:
             shares = max(share for *_, share in figures)
             taken[name].append((max(row[0] for row in figures), figures[0][1], others, shares))
             if name.startswith("load"):
-                hf = {key: value for key, value in read(source).items()}
+                hf = read(source)
                 assert not differences(models, expected(decoder, spot, hf)), name
                 del hf
     if rank == 0:
-        print(
-            f"torch {torch.__version__}; a rank holds {own / MIB:.0f} MiB; staging {transfer.settings.staging_bytes() // MIB} MiB"
-        )
+        staging = transfer.settings.staging_bytes() // MIB
+        print(f"torch {torch.__version__}; a rank holds {own / MIB:.0f} MiB; staging {staging} MiB")
         print("| way | seconds | MiB, rank 0 | MiB, others | bytes read / own |")
         print("|---|---|---|---|---|")
         for name, rows in taken.items():
             seconds = ", ".join(f"{row[0]:.2f}" for row in rows)
             peaks = [max(row[place] for row in rows) / MIB for place in (1, 2)]
             share = statistics.median(row[3] for row in rows)
-            print(
-                f"| {name} | {seconds} | {peaks[0]:.0f} | {peaks[1]:.0f} | {f'{share:.2f}' if share else ''} |"
-            )
+            ratio = f"{share:.2f}" if share else ""
+            print(f"| {name} | {seconds} | {peaks[0]:.0f} | {peaks[1]:.0f} | {ratio} |")
+    dist.barrier()
     dist.destroy_process_group()
-
-
-def read(folder: str) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    state: dict[str, torch.Tensor] = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        state.update(load_file(path))
-    return state
 
 
 def write_model(folder: Path, decoder: Decoder) -> None:

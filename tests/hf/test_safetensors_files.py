@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 from pathlib import Path
 
@@ -147,8 +148,6 @@ def test_several_files_are_one_model(tmp_path):
     ],
 )
 def test_an_index_that_lies_is_a_problem(tmp_path, index, says):
-    import re
-
     text = "\n".join(map(str, hf.Folder(sharded(tmp_path / "m", index)).problems))
     assert re.search(says, text), text
 
@@ -256,7 +255,7 @@ def test_two_exports_at_once_are_refused_and_a_dead_one_is_cleared_away(tmp_path
         exported(target, TENSORS, 10)
     first = Draft(target, True)
     first.reserve(infos(NEW), 10)
-    with pytest.raises(BlockingIOError, match="another export into .* is under way"):
+    with pytest.raises(BlockingIOError, match=r"another export into .* is under way"):
         Draft(target, True)
     # As the kernel does when its process dies.
     os.close(first._lock)
@@ -270,7 +269,7 @@ def test_no_room_is_an_error_before_anything_moves(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
     try:
-        with pytest.raises(OSError, match="too large|space"):
+        with pytest.raises(OSError, match=r"too large|space"):
             draft.reserve({"a": TensorInfo((2**22,), torch.uint8)}, 10**9)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

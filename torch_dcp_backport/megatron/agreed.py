@@ -71,7 +71,7 @@ def agree_on_save(call: Call, given: Given, config: Mapping[str, Any], how: Expo
     """Fit the ranks' modules to one another.
 
     Raises:
-        RuntimeError: some rank has problems: layers that no rank holds, another shape than the configuration's;
+        RuntimeError: some rank has problems: layers that no rank holds, another shape than config.json says;
             on every rank.
     """
     local, shape, agreement = _tell(call, given, config)

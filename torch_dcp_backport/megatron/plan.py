@@ -161,7 +161,6 @@ def head_of(shape: Shape, tensors: Mapping[str, TensorInfo], is_value: bool) -> 
 def left_alone(tensors: Mapping[str, TensorInfo], plan: Spreading) -> dict[str, str]:
     """Tensors of the files that no parameter wants, and why that is right; all others become problems."""
     left: dict[str, str] = {}
-    unheld: dict[str, list[str]] = {}
     for key in tensors:
         if key in plan.blocks:
             continue
@@ -171,31 +170,45 @@ def left_alone(tensors: Mapping[str, TensorInfo], plan: Spreading) -> dict[str, 
             left[key] = "no value head of one row"
         elif key == HEAD and plan.shape.tied:
             left[key] = "equal to the embedding"
-        else:
-            layer = ".".join(key.split(".")[:3]) if key.startswith("model.layers.") else key
-            unheld.setdefault(layer, []).append(key)
-    for layer, keys in unheld.items():
-        is_layer = any(key.startswith(f"{layer}.") for key in plan.blocks) or layer in tensors
-        for key in keys if is_layer else [f"{layer}.* ({len(keys)} tensors)"]:
-            shape = f"{tensors[key].shape}" if key in tensors else ""
-            plan.problems.append(Problem("in the files, and held by no rank", key, shape))
+    unheld = [key for key in tensors if key not in plan.blocks and key not in left]
+    for name, keys in by_layer(unheld, plan.blocks).items():
+        got = f"{tensors[name].shape}" if name in tensors else f"{len(keys)} tensors"
+        plan.problems.append(Problem("in the files, and held by no rank", name, got))
     return left
 
 
 def check_files(tensors: Mapping[str, TensorInfo], plan: Spreading) -> None:
     """Make problems of what the parameters need and the files have not, or have otherwise."""
-    for key in sorted(plan.blocks, key=hf_order):
+    needed = sorted(plan.blocks, key=hf_order)
+    missing = [key for key in needed if key not in tensors]
+    for name, keys in by_layer(missing, tensors).items():
+        why = "config.json says tie_word_embeddings=false" if name == HEAD else ""
+        whose = plan.named(keys[0]) if name == keys[0] else f"{name} (such as {plan.named(keys[0])})"
+        plan.problems.append(Problem("not in the files", whose, why))
+    for key in needed:
         info = tensors.get(key)
         if info is None:
-            why = "config.json says tie_word_embeddings=false" if key == HEAD else ""
-            plan.problems.append(Problem("not in the files", plan.named(key), why))
-        elif info.shape != plan.size_of(key):
+            continue
+        if info.shape != plan.size_of(key):
             expected = f"{plan.size_of(key)} by config.json"
             plan.problems.append(
                 Problem("wrong shape in the files", plan.named(key), f"{info.shape}", expected)
             )
         elif not is_plain(info.dtype):
-            got = f"{info.dtype}"
-            plan.problems.append(
-                Problem("quantised in the files", plan.named(key), got, "floating-point weights")
-            )
+            got, expected = f"{info.dtype}", "floating-point weights"
+            plan.problems.append(Problem("quantised in the files", plan.named(key), got, expected))
+
+
+def by_layer(keys: Iterable[str], others: Iterable[str]) -> dict[str, list[str]]:
+    """What a message calls keys -> the keys: those of a layer that none of the others is in are one line."""
+    known = set(map(layer_of, others))
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        layer = layer_of(key)
+        found.setdefault(f"{layer}.*" if layer and layer not in known else key, []).append(key)
+    return found
+
+
+def layer_of(key: str) -> str:
+    """`model.layers.7` of a key in a layer; nothing of another one."""
+    return ".".join(key.split(".")[:3]) if key.startswith("model.layers.") else ""
