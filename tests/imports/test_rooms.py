@@ -47,6 +47,32 @@ def test_asking_for_what_is_not_there_imports_nothing(fresh: Fresh) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("room", ["state_dict", "transfer"])
+def test_the_shim_loads_none_of_the_rooms_beside_it(fresh: Fresh, room: str) -> None:
+    facts = fresh(
+        f"""
+        import torch_dcp_backport
+        torch_dcp_backport.{room}.__name__
+        rooms = ("hf", "megatron")
+        tell(loaded=[name for name in rooms if f"torch_dcp_backport.{{name}}" in sys.modules])
+        """
+    ).facts
+    assert facts == {"loaded": []}
+
+
+def test_megatron_and_hf_load_no_client(fresh: Fresh) -> None:
+    facts = fresh(
+        """
+        import torch_dcp_backport
+        torch_dcp_backport.megatron.load_hf
+        torch_dcp_backport.hf.Folder
+        clients = ("megatron", "safetensors", "transformers", "verl")
+        tell(loaded=[name for name in clients if name in sys.modules])
+        """
+    ).facts
+    assert facts == {"loaded": []}
+
+
 def test_every_room_is_listed() -> None:
     packages = {path.parent.name for path in (ROOT / "torch_dcp_backport").glob("*/__init__.py")}
     assert set(torch_dcp_backport._ROOMS) == packages - {"activation", "regression"}
