@@ -121,7 +121,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "tp of another size": (
         None,
         {"models": Decoder(intermediate=12)},
-        r"wrong shape: decoder.layers.0.mlp.linear_fc1.weight of rank 0, for model.layers.0.mlp.gate_proj.w\S+ "
+        r"wrong shape: decoder.layers.0.mlp.linear_fc1.weight of rank 0, for model.layers.0.mlp.gate\S+ "
         r"\(expected \(24, 16\), got \(12, 16\)\)",
     ),
     "vocabulary": (
