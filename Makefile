@@ -2,8 +2,8 @@
 PYTHON ?= python3
 LANES = $(PYTHON) tools/lanes.py
 
-.PHONY: help demo test test-ends test-pythons test-matrix examples clients conformance reliability patched-page \
-	lint wheel
+.PHONY: help demo test test-ends test-pythons test-matrix examples clients megatron conformance reliability \
+	patched-page lint wheel
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
@@ -46,6 +46,10 @@ examples:
 # first, last and not at all.
 clients:
 	$(LANES) test clients-2.5 clients -- tests/clients --timeout 900
+
+# megatron-core's own models on the CPU, and every test of the two rooms.
+megatron:
+	$(LANES) test megatron -- tests/hf tests/megatron
 
 # Records what native torch, ours and stock torch give in every scenario, and writes docs/conformance.md.
 conformance:

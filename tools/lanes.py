@@ -66,8 +66,11 @@ LANES: dict[str, tuple[str, ...]] = {
     "2.6-py3.13": ("torch==2.6.0", *TOOLS, *VERIFY),
     "clients": ("torch==2.6.0", *OLD, *TOOLS, *CLIENTS),
     "clients-2.5": ("torch==2.5.1", *OLD, *TOOLS, *CLIENTS),
+    "megatron": ("torch==2.6.0", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
     "lint": ("ruff==0.14.5", "mypy==1.18.2", "packaging>=23", "build==1.3.0", "hatchling>=1.26", "twine>=6"),
 }
+# Installed without what they depend on: megatron-core asks for wandb, zarr and more, and its models use none.
+BARE = {"megatron": ("megatron-core==0.12.3",)}
 # Lanes that are made with another Python than the one that runs this.
 PYTHONS = {"2.6-py3.9": "3.9", "2.6-py3.13": "3.13"}
 UV = "uv>=0.9,<1"
@@ -89,7 +92,14 @@ REGRESSION = tuple(f"torch_dcp_backport/regression/test_{name}.py" for name in (
 
 
 SAME_EVERYWHERE = _files("imports", (*COMMANDS, *STATE))
-BETWEEN = ("tests/conformance", "tests/unit", *SAME_EVERYWHERE, *_files("ranks", ENGINE))
+BETWEEN = (
+    "tests/conformance",
+    "tests/unit",
+    "tests/hf",
+    "tests/megatron",
+    *SAME_EVERYWHERE,
+    *_files("ranks", ENGINE),
+)
 LEAVES_OUT = {
     "2.4": (*SAME_EVERYWHERE, *_files("ranks", ("round_trip", "together"))),
     "2.5": (*BETWEEN, *REGRESSION),
@@ -176,7 +186,8 @@ def make(name: str) -> Path:
         [sys.executable, "-m", "venv", str(tool)],
         [[str(bin_of(tool, "pip")), "install", "--quiet", UV]],
     )
-    env = cache_dir() / key(name, LANES[name], version)
+    bare = BARE.get(name, ())
+    env = cache_dir() / key(name, (*LANES[name], *bare), version)
     uv = str(bin_of(tool, "uv"))
     install = [uv, "pip", "install", "--python", str(bin_of(env, "python"))]
     # uv does not read pip's variable.
@@ -184,8 +195,9 @@ def make(name: str) -> Path:
         install += ["--find-links", place]
     # Byte code once, at install: without it every process compiles torch anew where
     # PYTHONDONTWRITEBYTECODE is set (20 s instead of 3 s).
-    install += ["--compile-bytecode", *LANES[name]]
-    fresh(env, [uv, "venv", "--quiet", "--python", python, str(env)], [install])
+    install += ["--compile-bytecode"]
+    installs = [[*install, *LANES[name]]] + ([[*install, "--no-deps", *bare]] if bare else [])
+    fresh(env, [uv, "venv", "--quiet", "--python", python, str(env)], installs)
     return bin_of(env, "python")
 
 
@@ -280,7 +292,7 @@ def main() -> int:
     args = parser.parse_args(argv)
     if args.verb == "list":
         for name, requirements in LANES.items():
-            print(f"{name:12s} {' '.join(requirements)}")
+            print(f"{name:12s} {' '.join((*requirements, *BARE.get(name, ())))}")
         return 0
     if args.verb == "make":
         for name in args.lane:

@@ -26,10 +26,12 @@ __all__ = [
 ]
 
 # The libraries beside the shim. They import torch, so whoever names one first loads it.
-_ROOMS = ("dist_checkpointing", "state_dict", "transfer")
+_ROOMS = ("dist_checkpointing", "hf", "megatron", "state_dict", "transfer")
 
 if TYPE_CHECKING:
     from torch_dcp_backport import dist_checkpointing as dist_checkpointing
+    from torch_dcp_backport import hf as hf
+    from torch_dcp_backport import megatron as megatron
     from torch_dcp_backport import state_dict as state_dict
     from torch_dcp_backport import transfer as transfer
 else:  # a type checker that saw this function would take every name for one of ours

@@ -32,12 +32,37 @@ else:
 #: Tensors with no behaviour of their own. torch 2.4 has no `Buffer`.
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter))
 HAS_STRIDED = hasattr(placement_types, "_StridedShard")
+#: What safetensors calls a dtype -> that dtype, of those that this torch has.
+STORED_DTYPES: dict[str, torch.dtype] = {
+    code: getattr(torch, name)
+    for code, name in {
+        "F64": "float64",
+        "F32": "float32",
+        "F16": "float16",
+        "BF16": "bfloat16",
+        "C64": "complex64",
+        "I64": "int64",
+        "I32": "int32",
+        "I16": "int16",
+        "I8": "int8",
+        "U64": "uint64",
+        "U32": "uint32",
+        "U16": "uint16",
+        "U8": "uint8",
+        "BOOL": "bool",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E5M2": "float8_e5m2",
+        "F8_E8M0": "float8_e8m0fnu",
+    }.items()
+    if hasattr(torch, name)
+}
 #: Device type -> the package that brings it to torch. torch >= 2.5 imports such packages itself.
 PLUGINS = {"npu": "torch_npu", "hpu": "habana_frameworks.torch"}
 
 __all__ = [
     "AmbiguousLayout",
     "DTensor",
+    "STORED_DTYPES",
     "Shard",
     "add_note",
     "allowed_globals",

@@ -47,19 +47,33 @@ def test_asking_for_what_is_not_there_imports_nothing(fresh: Fresh) -> None:
     }  # fmt: skip
 
 
-def test_what_the_shim_needs_loads_no_room_beside_it(fresh: Fresh) -> None:
+@pytest.mark.parametrize("room", ["state_dict", "transfer"])
+def test_the_shim_loads_none_of_the_rooms_beside_it(fresh: Fresh, room: str) -> None:
+    facts = fresh(
+        f"""
+        import torch_dcp_backport
+        torch_dcp_backport.{room}.__name__
+        import torch.distributed.checkpoint.state_dict
+        rooms = ("dist_checkpointing", "hf", "megatron")
+        loaded = [name for name in rooms if f"torch_dcp_backport.{{name}}" in sys.modules]
+        tell(loaded=loaded, lazily=[getattr(torch_dcp_backport, name).__name__ for name in rooms])
+        """
+    ).facts
+    names = ["torch_dcp_backport.dist_checkpointing", "torch_dcp_backport.hf", "torch_dcp_backport.megatron"]
+    assert facts == {"loaded": [], "lazily": names}
+
+
+def test_megatron_and_hf_load_no_client(fresh: Fresh) -> None:
     facts = fresh(
         """
         import torch_dcp_backport
-        import torch_dcp_backport.state_dict
-        import torch_dcp_backport.transfer
-        import torch.distributed.checkpoint.state_dict
-        before = sorted(name for name in sys.modules if "dist_checkpointing" in name)
-        lazily = torch_dcp_backport.dist_checkpointing.__name__
-        tell(before=before, lazily=lazily)
+        torch_dcp_backport.megatron.load_hf
+        torch_dcp_backport.hf.Folder
+        clients = ("megatron", "safetensors", "transformers", "verl")
+        tell(loaded=[name for name in clients if name in sys.modules])
         """
     ).facts
-    assert facts == {"before": [], "lazily": "torch_dcp_backport.dist_checkpointing"}
+    assert facts == {"loaded": []}
 
 
 def test_every_room_is_listed() -> None:

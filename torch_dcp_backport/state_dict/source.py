@@ -29,21 +29,6 @@ logger = logging.getLogger(__name__)
 
 #: Values made on access that are kept between the inventory and the transfer, in bytes altogether.
 KEPT_BYTES = 4 * 2**20
-#: The dtypes of a slice by safetensors' names.
-DTYPE_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
 
 
 class About(enum.Enum):
@@ -261,7 +246,7 @@ def dtype_of(value: Any) -> torch.dtype:
     name = value.get_dtype()
     if isinstance(name, torch.dtype):
         return name
-    dtype = getattr(torch, DTYPE_NAMES.get(str(name), str(name)), None)
+    dtype = compat.STORED_DTYPES.get(str(name), getattr(torch, str(name), None))
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"a slice of the dtype {name!r}, which torch does not have")
     return dtype

@@ -21,7 +21,8 @@ logger = logging.getLogger("torch_dcp_backport.transfer")
 class Report:
     """One transfer, as this rank saw it."""
 
-    #: "scatter" (load from rank 0), "gather" (save), "slice" (load of a dict on every rank) or "reshard".
+    #: "scatter" (load from rank 0), "gather" (save), "slice" (load of a dict on every rank), "reshard",
+    #: "fill" (from files) or "collect" (to files).
     operation: str
     #: Tensors that this rank received, or gave.
     tensors: int

@@ -1,0 +1,72 @@
+"""verl's two functions, by their old names and arguments, on verl's layout."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from decoders import Decoder, differences, expected, models_of, spot_of
+
+QWEN, TIED = Decoder(), Decoder(tied=True, vocab=30)
+
+
+class Config:
+    """As a configuration of transformers gives itself."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.decoder.config
+
+
+def parallel_state(tp_rank: int, tp: int, pp_rank: int, pp: int) -> types.ModuleType:
+    """What megatron-core's module of this name answers."""
+    module = types.ModuleType("megatron.core.parallel_state")
+    answers = {
+        "model_parallel_is_initialized": True,
+        "get_tensor_model_parallel_rank": tp_rank,
+        "get_tensor_model_parallel_world_size": tp,
+        "get_pipeline_model_parallel_rank": pp_rank,
+        "get_pipeline_model_parallel_world_size": pp,
+    }
+    for name, answer in answers.items():
+        setattr(module, name, lambda answer=answer: answer)
+    return module
+
+
+def old_calls(api: Any, decoder: Decoder, vpp: int, who: str) -> None:
+    rank = dist.get_rank()
+    spot = spot_of(decoder, "verl", rank, 2, 2, vpp)
+    sys.modules["megatron.core.parallel_state"] = parallel_state(rank % 2, 2, rank // 2, 2)
+    try:
+        hf = decoder.tensors()
+        models = models_of(decoder, spot, hf)
+        given = hf if who == "every rank" or rank == 0 else ({} if rank == 1 else None)
+        api.load_state_dict_to_megatron_qwen2(
+            given, models if vpp > 1 else models[0], Config(decoder), torch.bfloat16, False, decoder.tied
+        )
+        assert not differences(models, expected(decoder, spot, hf))
+        got = api.merge_megatron_ckpt_qwen2(
+            models, Config(decoder), torch.float32, tie_word_embeddings=decoder.tied
+        )
+        assert set(got) == (set(hf) if rank == 0 else set())
+        assert all(torch.equal(value, hf[key].float()) for key, value in got.items())
+        partial = {key: value for key, value in hf.items() if "layers.3.mlp.up" not in key}
+        with pytest.raises(RuntimeError, match=r"not in the files: model.layers.3.mlp.up_proj.weight"):
+            api.load_state_dict_to_megatron_qwen2(
+                partial, models, Config(decoder), torch.bfloat16, tie_word_embeddings=decoder.tied
+            )
+    finally:
+        del sys.modules["megatron.core.parallel_state"]
+
+
+@pytest.mark.parametrize("who", ["every rank", "rank 0"])
+@pytest.mark.parametrize("vpp", [1, 2])
+@pytest.mark.parametrize("decoder", [QWEN, TIED], ids=["untied", "tied"])
+def test_the_old_calls_do_what_their_names_say(ranks, decoder, vpp, who):
+    ranks(old_calls, decoder, vpp, who)

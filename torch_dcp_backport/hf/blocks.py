@@ -1,0 +1,109 @@
+"""Which ranks hold which rectangles ("blocks") of HF tensors, and this rank's views of its own.
+
+Two blocks of a tensor are equal (then they are replicas) or have nothing in common. Knows neither files nor
+models; never moves data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from torch_dcp_backport.transfer import Box, Problem, TensorInfo
+from torch_dcp_backport.transfer.chunks import Piece, chunks
+from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.spread import Boxes, common, overlaps
+from torch_dcp_backport.transfer.staging import part_of
+
+
+class Part(NamedTuple):
+    """A block that this rank holds, and the memory where it does."""
+
+    #: In the HF tensor's own coordinates.
+    box: Box
+    #: A view of a parameter, of the block's shape; any strides, any dtype.
+    into: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Share:
+    """HF tensors that are spread over ranks, as one of them sees it.
+
+    All but `parts` is the same on every rank.
+    """
+
+    #: HF key -> shape and dtype (of the files, or of an export), in the order in which tensors move.
+    tensors: Mapping[str, TensorInfo]
+    #: HF key -> the blocks of every rank.
+    spreads: Mapping[str, Boxes]
+    #: HF key -> this rank's parts. Two of them may be the same block.
+    parts: Mapping[str, Sequence[Part]]
+
+    def view(self, key: str, box: Box) -> torch.Tensor:
+        """This rank's memory of a box that lies in one of its blocks."""
+        part = next(part for part in self.parts[key] if common(part.box, box) == box)
+        return part_of(part.into, part.box, box)
+
+    def copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(to, from): blocks that this rank has a second time, and their first."""
+        for parts in self.parts.values():
+            first: dict[Box, torch.Tensor] = {}
+            for box, into in parts:
+                if box in first:
+                    yield into, first[box]
+                first.setdefault(box, into)
+
+
+def spread_of(shape: tuple[int, ...], blocks: Mapping[int, Iterable[Box]]) -> Boxes:
+    """A tensor's blocks by rank, each block once."""
+    return Boxes(shape, tuple((rank, tuple(dict.fromkeys(boxes))) for rank, boxes in sorted(blocks.items())))
+
+
+def gaps(key: str, spread: Boxes) -> list[Problem]:
+    """What is wrong with the blocks of a tensor: some overlap, or no rank holds an element."""
+    distinct = list(dict.fromkeys(box for _, boxes in spread.by_rank for box in boxes if box.numel))
+    for box, other in overlaps(distinct):
+        ranks = [[rank for rank, boxes in spread.by_rank if block in boxes] for block in (box, other)]
+        what = f"ranks {ranks[0]} and {ranks[1]} hold different blocks with elements in common"
+        return [Problem(what, key, f"{box} and {other}", "equal blocks, or nothing in common")]
+    held, numel = sum(box.numel for box in distinct), math.prod(spread.shape)
+    if held < numel:
+        return [Problem("no rank holds all of it", key, f"{held} elements", f"{numel} of {spread.shape}")]
+    return []
+
+
+#: What moves between two agreements.
+Window = dict[str, list[Piece]]
+
+
+def windows(tensors: Mapping[str, TensorInfo], nbytes: int) -> Iterator[Window]:
+    """All tensors in runs of at most `nbytes`: large ones are cut along their outermost dimensions.
+
+    The pieces of a window lie in a buffer of `nbytes` without touching one another.
+    """
+    boxes = ((key, whole(info.shape), info.dtype.itemsize) for key, info in tensors.items())
+    for pieces in chunks(boxes, nbytes):
+        window: Window = {}
+        for piece in pieces:
+            window.setdefault(str(piece.key), []).append(piece)
+        yield window
+
+
+def clipped(spread: Boxes, pieces: Sequence[Piece]) -> Boxes:
+    """What of a spread lies in some pieces of the tensor."""
+    rows = []
+    for rank, boxes in spread.by_rank:
+        parts = (common(box, piece.box) for box in boxes for piece in pieces)
+        kept = tuple(part for part in parts if part is not None)
+        if kept:
+            rows.append((rank, kept))
+    return Boxes(spread.shape, tuple(rows))
+
+
+def within(pieces: Sequence[Piece], box: Box) -> Piece:
+    """The piece that a box lies in."""
+    return next(piece for piece in pieces if common(piece.box, box) == box)

@@ -1,0 +1,190 @@
+"""What ranks hold, as safetensors files or as a dict of whole tensors on the first rank.
+
+Must never hold more than two buffers of the model at once (but for the dict).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+import torch
+
+from torch_dcp_backport.hf.blocks import Share, Window, windows, within
+from torch_dcp_backport.hf.files import Draft, discarding
+from torch_dcp_backport.hf.moving import bring_window, first_rank, settle
+from torch_dcp_backport.transfer import Box, Call, TensorInfo
+from torch_dcp_backport.transfer.chunks import Piece
+from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.plan import Agreement
+from torch_dcp_backport.transfer.staging import part_of
+
+#: Of a tensor in a window: one of two buffers on the first rank.
+BUFFER_BYTES = 32 * 2**20
+BUFFERS = 2
+HALF = "the folder holds what was renamed before"
+
+
+@dataclass(frozen=True)
+class Export:
+    """How an export is written."""
+
+    #: What floating-point parameters are cast to; None keeps their dtypes.
+    dtype: Optional[torch.dtype] = None
+    #: Files have at most so many bytes of tensors, unless one tensor has more.
+    file_bytes: int = 5 * 10**9
+    #: Whether a model that the folder holds already is replaced.
+    overwrite: bool = False
+
+
+class Buffer:
+    """Bytes on the host that hold a window, and their way to the files."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.store = torch.empty(nbytes, dtype=torch.uint8)
+
+    def view(self, window: Window, tensors: Mapping[str, TensorInfo], key: str, box: Box) -> torch.Tensor:
+        piece = within(window[key], box)
+        data = self.store[piece.start : piece.start + piece.nbytes]
+        return part_of(data.view(tensors[key].dtype).view(piece.box.size), piece.box, box)
+
+    def write(self, window: Window, draft: Draft) -> None:
+        data = memoryview(self.store.numpy().data)
+        for key, pieces in window.items():
+            for piece in pieces:
+                entry = draft.places[key][1]
+                offset = offset_of(piece, entry.info)
+                draft.write(key, offset, data[piece.start : piece.start + piece.nbytes])
+
+
+def offset_of(piece: Piece, info: TensorInfo) -> int:
+    """Bytes of a tensor before a piece. Cut along the outermost dimensions, it is one run of them."""
+    offset = 0
+    for start, extent in zip(piece.box.offset, info.shape):
+        offset = offset * extent + start
+    return offset * info.dtype.itemsize
+
+
+@torch.no_grad()
+def export(
+    call: Call, agreement: Agreement, share: Share, folder: Path, how: Export, extras: Mapping[str, bytes]
+) -> list[str]:
+    """Write what the ranks hold into a folder, from the first rank.
+
+    Disk and network work at the same time: while one buffer is written the next one is filled.
+
+    Args:
+        extras: small files that go with it (config.json, a tokenizer's); the first rank's count.
+
+    Returns:
+        On the first rank the older weight files that were removed.
+
+    Raises:
+        RuntimeError: the folder holds a model, there is no room, a write failed, ...; on every rank. The
+            folder is as it was.
+        TransferError: a rank is gone, or the group's timeout is over. The folder is as it was.
+    """
+    draft: Optional[Draft] = None
+    is_first = call.rank == first_rank(call)
+    if is_first:
+        with call.guard(str(folder)):
+            draft = Draft(folder, how.overwrite)
+            draft.reserve(share.tensors, how.file_bytes)
+            for name, content in extras.items():
+                draft.add(name, content)
+    removed: list[str] = []
+    with discarding(draft):
+        settle(call)
+        with ThreadPoolExecutor(1) as disk:
+            _stream(call, agreement, share, draft, disk)
+        if draft is not None:
+            with call.guard(str(folder)):
+                draft.sync()
+        settle(call)
+        if draft is not None:
+            with call.guard(str(folder)):
+                removed = draft.publish()
+        settle(call, HALF)
+    call.tally.tensors = len(share.parts)
+    call.tally.close()
+    return removed
+
+
+def _stream(
+    call: Call, agreement: Agreement, share: Share, draft: Optional[Draft], disk: ThreadPoolExecutor
+) -> None:
+    """Bring all windows to the first rank and write them there."""
+    free: deque[Buffer] = deque()
+    writing: deque[tuple[Buffer, Future[None]]] = deque()
+    if draft is not None:
+        with call.room_for("buffers of the files"):
+            free.extend(Buffer(BUFFER_BYTES) for _ in range(BUFFERS))
+    for window in windows(share.tensors, BUFFER_BYTES):
+        if draft is not None and not call.problems:
+            with call.guard("the files"):
+                if not free:
+                    _take_back(free, writing)
+        settle(call)
+        # The one that is filled: no other rank has any.
+        buffer = free.popleft() if draft is not None else None
+        write = functools.partial(buffer.view, window, share.tensors) if buffer is not None else _nowhere
+        bring_window(call, agreement, share, window, write)
+        if buffer is not None and draft is not None:
+            writing.append((buffer, disk.submit(buffer.write, window, draft)))
+    with call.guard("the files"):
+        while writing:
+            _take_back(free, writing)
+
+
+def _take_back(free: deque[Buffer], writing: deque[tuple[Buffer, Future[None]]]) -> None:
+    buffer, written = writing.popleft()
+    free.append(buffer)
+    written.result()
+
+
+def _nowhere(key: str, box: Box) -> torch.Tensor:
+    raise AssertionError(f"{key}: no rank but the first receives")
+
+
+@torch.no_grad()
+def collect(call: Call, agreement: Agreement, share: Share) -> dict[str, torch.Tensor]:
+    """Whole tensors on the host of the first rank; an empty dict on every other one.
+
+    Raises:
+        RuntimeError: the first rank has no room for them; on every rank.
+        TransferError: a rank is gone, or the group's timeout is over.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    if call.rank == first_rank(call):
+        with call.room_for("whole tensors"):
+            tensors = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in share.tensors.items()}
+    settle(call)
+
+    def write(key: str, box: Box) -> torch.Tensor:
+        return part_of(tensors[key], whole(share.tensors[key].shape), box)
+
+    for window in windows(share.tensors, BUFFER_BYTES * BUFFERS):
+        bring_window(call, agreement, share, window, write)
+    call.tally.tensors = len(share.parts)
+    call.tally.close()
+    return tensors
+
+
+def exported(tensors: Mapping[str, Sequence[TensorInfo]], how: Export) -> dict[str, TensorInfo]:
+    """What an export writes of tensors that holders have in these dtypes.
+
+    Raises:
+        ValueError: the holders of one tensor have different dtypes, and none was asked for.
+    """
+    found = {}
+    for key, infos in tensors.items():
+        dtypes = sorted({str(info.dtype) for info in infos})
+        if len(dtypes) > 1 and how.dtype is None:
+            raise ValueError(f"{key} is held as {' and '.join(dtypes)}: pass a dtype")
+        found[key] = TensorInfo(infos[0].shape, how.dtype or infos[0].dtype)
+    return found

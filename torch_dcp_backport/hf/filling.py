@@ -1,0 +1,101 @@
+"""Parameters from HF tensors: each rank copies its own slices, or the first rank reads for all.
+
+Must never allocate a whole tensor, nor anything that grows with the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+import torch
+
+from torch_dcp_backport.hf.blocks import Share, Window, windows, within
+from torch_dcp_backport.hf.moving import send_window, settle
+from torch_dcp_backport.hf.source import Source
+from torch_dcp_backport.transfer import Box, Call
+from torch_dcp_backport.transfer.chunks import chunks
+from torch_dcp_backport.transfer.errors import DOUBTFUL, UNCHANGED
+from torch_dcp_backport.transfer.plan import Agreement
+from torch_dcp_backport.transfer.staging import copy_to, part_of
+
+#: What one copy reads of a file: on its way to another device or dtype it may be in memory as a whole.
+STEP_BYTES = 16 * 2**20
+#: What moves from the first rank between two agreements.
+WINDOW_BYTES = 64 * 2**20
+
+
+@torch.no_grad()
+def fill_here(call: Call, source: Source, share: Share) -> int:
+    """Copy this rank's own slices out of a source that every rank sees; bytes read.
+
+    No message travels, but the one at the end that tells of failures.
+
+    Raises:
+        TransferError: a rank could not read; on every rank, after others have written.
+    """
+    wrote = 0
+    call.tally.meter.expect(lambda: sum(nbytes for *_, nbytes in _own(share)))
+    with call.tally.phase("move"):
+        for key, box, into, nbytes in _own(share):
+            with call.guard(key):
+                for pieces in chunks([(key, box, share.tensors[key].dtype.itemsize)], STEP_BYTES):
+                    for piece in pieces:
+                        copy_to(part_of(into, box, piece.box), source.part(key, piece.box))
+                wrote += nbytes
+                call.tally.meter.add(nbytes)
+                call.tally.tensors += 1
+            if call.problems:
+                break
+        _copy_doubles(share)
+    settle(call, DOUBTFUL)
+    call.tally.close()
+    return wrote
+
+
+def _own(share: Share) -> list[tuple[str, Box, torch.Tensor, int]]:
+    """(key, box, memory, bytes in the source) of this rank's blocks, each once, in the source's order."""
+    found = []
+    for key, info in share.tensors.items():
+        parts = {part.box: part.into for part in reversed(share.parts.get(key, ()))}
+        for box, into in reversed(parts.items()):
+            found.append((key, box, into, box.numel * info.dtype.itemsize))
+    return found
+
+
+def _copy_doubles(share: Share) -> None:
+    for into, first in share.copies():
+        into.copy_(first)
+
+
+@torch.no_grad()
+def fill_from_first(call: Call, agreement: Agreement, source: Optional[Source], share: Share) -> int:
+    """Fill every rank's parts from the first rank, which alone has the source; bytes that it read.
+
+    Raises:
+        TransferError: a read failed, a rank is gone, or the group's timeout is over.
+    """
+    read_bytes, so_far = 0, UNCHANGED
+    for window in windows(share.tensors, WINDOW_BYTES):
+        opened: dict[str, list[torch.Tensor]] = {}
+        if source is not None:
+            with call.guard(next(iter(window))):
+                # Here, where a failure still reaches the other ranks: in the exchange they would wait for it.
+                for key, pieces in window.items():
+                    opened[key] = [source.part(key, piece.box) for piece in pieces]
+        settle(call, so_far)
+        send_window(call, agreement, share, window, functools.partial(_opened, window, opened))
+        so_far = DOUBTFUL
+        if source is not None:
+            read_bytes += sum(piece.nbytes for pieces in window.values() for piece in pieces)
+    _copy_doubles(share)
+    call.tally.tensors = len(share.parts)
+    call.tally.close()
+    return read_bytes
+
+
+def _opened(window: Window, opened: Mapping[str, Sequence[torch.Tensor]], key: str, box: Box) -> torch.Tensor:
+    """A box of what is open of a tensor."""
+    piece = within(window[key], box)
+    return part_of(opened[key][window[key].index(piece)], piece.box, box)

@@ -1,0 +1,109 @@
+"""A window of HF tensors between the first rank and the ranks that hold its blocks.
+
+Knows shares and the call; must never allocate a whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport.hf.blocks import Share, Window, clipped
+from torch_dcp_backport.transfer import Box, Call, TransferError, raise_together
+from torch_dcp_backport.transfer.chunks import Key
+from torch_dcp_backport.transfer.errors import UNCHANGED
+from torch_dcp_backport.transfer.exchange import Plan, Route, exchange
+from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.plan import Agreement, Table, agree_on_mesh
+from torch_dcp_backport.transfer.spread import Boxes
+from torch_dcp_backport.transfer.staging import copy_to
+
+
+def groups_of(group: Group = None) -> tuple[Group, ...]:
+    """The groups of a call: none in a process that was never one of several."""
+    return (group,) if dist.is_initialized() else ()
+
+
+def first_rank(call: Call) -> int:
+    return call.ranks[0] if call.groups else call.rank
+
+
+def agree(call: Call, condition: str = "", note: object = None, device: str = "") -> Agreement:
+    """As `Call.agree`, where nothing is wanted of a transfer; alone, too."""
+    if call.groups:
+        return call.agree({}, condition=condition, note=note, device=device)
+    call.raise_alone()
+    return Agreement({}, [Table({}, (call.rank,), note=note)], 0, device or "cpu", False)
+
+
+def publish(call: Call, inventory: Optional[Mapping[Any, object]]) -> dict[Any, Any]:
+    """As `Call.publish`; alone, too."""
+    if call.groups:
+        return call.publish(inventory)
+    call.raise_alone()
+    return dict(inventory or {})
+
+
+def settle(call: Call, so_far: str = UNCHANGED) -> None:
+    """Raise the problems that came up on any rank while data moved, on every rank.
+
+    Args:
+        so_far: what was written on some rank; the same on every rank.
+
+    Raises:
+        RuntimeError: some rank has problems, and nothing was changed.
+        TransferError: some rank has problems after something was written.
+    """
+    known = [(call.rank, problem) for problem in call.problems]
+    if call.groups:
+        known, _ = agree_on_mesh(call.problems, call.groups, so_far=so_far)
+    kind = RuntimeError if so_far == UNCHANGED else TransferError
+    raise_together(call.title, known, call.cause, kind, so_far)
+
+
+#: Gives the memory of a box of an HF tensor.
+Memory = Callable[[str, Box], torch.Tensor]
+
+
+def send_window(call: Call, agreement: Agreement, share: Share, window: Window, read: Memory) -> None:
+    """Bring a window from the first rank, which reads it, to every rank's parts."""
+    have = {key: at_first(call, share, window, key) for key in window}
+    want = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
+    _move(call, agreement, _routes(share, have, want), read, share.view)
+
+
+def bring_window(call: Call, agreement: Agreement, share: Share, window: Window, write: Memory) -> None:
+    """Bring a window to the first rank, into the memory that it gives; cast before it travels.
+
+    Every element comes from the nearest of its holders.
+    """
+    have = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
+    want = {key: at_first(call, share, window, key) for key in window}
+    _move(call, agreement, _routes(share, have, want), share.view, write)
+
+
+def at_first(call: Call, share: Share, window: Window, key: str) -> Boxes:
+    """The window's pieces of a tensor, whole on the first rank."""
+    boxes = tuple(piece.box for piece in window[key])
+    return Boxes(share.tensors[key].shape, ((first_rank(call), boxes),))
+
+
+def _routes(share: Share, have: Mapping[str, Boxes], want: Mapping[str, Boxes]) -> dict[Key, Route]:
+    return {key: Route(have[key], want[key], share.tensors[key].dtype) for key in have}
+
+
+def _move(call: Call, agreement: Agreement, routes: Mapping[Key, Route], read: Memory, write: Memory) -> None:
+    def reading(key: Key, box: Box) -> torch.Tensor:
+        return read(str(key), box)
+
+    def writing(key: Key, box: Box) -> torch.Tensor:
+        return write(str(key), box)
+
+    if call.groups:
+        exchange(call, Plan(routes, call.ranks, call.rank), agreement, reading, writing)
+        return
+    for key, box, _ in Plan(routes, (call.rank,), call.rank).own():
+        copy_to(writing(key, box), reading(key, box))

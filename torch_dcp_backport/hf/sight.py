@@ -1,0 +1,71 @@
+"""Which ranks see the files, and whether they see the same ones.
+
+Decides how a load goes; must never read a tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional
+
+from torch_dcp_backport.hf.moving import agree, first_rank, publish, settle
+from torch_dcp_backport.hf.source import Source
+from torch_dcp_backport.transfer import Call, Problem, TensorInfo
+from torch_dcp_backport.transfer.errors import spell
+
+WAYS = ("auto", "shared", "rank0")
+CONFIG = ("config.json",)
+
+
+class Sight(NamedTuple):
+    """What is to be loaded; `tensors` and `config` are the same on every rank."""
+
+    #: Where this rank reads; None where the first rank reads for it.
+    source: Optional[Source]
+    #: Whether every rank reads for itself.
+    is_shared: bool
+    tensors: dict[str, TensorInfo]
+    config: dict[str, Any]
+
+
+def look(call: Call, source: Optional[Source], files: str = "auto") -> Sight:
+    """Find out which ranks see the source, and tell the others what the first one sees.
+
+    Args:
+        source: what this rank sees; None after a failure, which is among the call's problems.
+        files: "shared": every rank has to see it; "rank0": only the first is asked; "auto": every rank that
+            the first one is not alone with it.
+
+    Raises:
+        RuntimeError: a file is torn, ranks see different files, ...; on every rank.
+    """
+    with call.guard():
+        if files not in WAYS:
+            raise ValueError(f"files={files!r}: expected one of {', '.join(map(repr, WAYS))}")
+    is_first, only_first = call.rank == first_rank(call), files == "rank0"
+    digest = absent = ""
+    if source is not None and (is_first or not only_first):
+        call.problems += source.problems
+        absent = source.absent
+        with call.guard():
+            digest = "" if absent or source.problems else source.digest()
+    elif not call.problems:
+        absent = "not asked"
+    agreement = agree(call, condition=f"{files} {digest} {absent}", note=(digest, absent))
+    seen = [(table.ranks, *table.note) for table in agreement.tables]
+    digests = {digest for _, digest, _ in seen}
+    is_shared = len(digests) == 1 and "" not in digests and not only_first
+    by_first = next(digest for ranks, digest, _ in seen if first_rank(call) in ranks)
+    alone = all(not digest or first_rank(call) in ranks for ranks, digest, _ in seen)
+    if not is_shared and not (by_first and files != "shared" and (alone or only_first)):
+        got = "; ".join(f"{spell(ranks)}: {digest[:8] or absent}" for ranks, digest, absent in seen)
+        expected = "the same everywhere" + ("" if files == "shared" else ", or files on the first rank alone")
+        what = "no model here" if digests == {""} else "the ranks see different files"
+        call.problems.append(Problem(what, got=got, expected=expected))
+    settle(call)
+    if is_shared:
+        assert source is not None, "it has a digest"
+        return Sight(source, True, source.tensors, source.config)
+    mine = source if is_first else None
+    inventory = publish(call, {**mine.tensors, CONFIG: mine.config} if mine is not None else None)
+    config = inventory.pop(CONFIG)
+    return Sight(mine, False, inventory, config)

@@ -1,0 +1,202 @@
+"""What a folder of safetensors files, or a dict of tensors, holds: described at once, read slice by slice.
+
+One rank's view; must never talk to other ranks, and never read a tensor as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, Union
+
+import torch
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.hf.format import Entry, FormatError, read_header
+from torch_dcp_backport.transfer import Box, Problem, TensorInfo
+from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.memory import has_slices
+from torch_dcp_backport.transfer.staging import part_of
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+#: So many places of a file, and so many bytes at each, tell it from another revision of the same model.
+SAMPLES, SAMPLE_BYTES = 16, 64
+
+
+class Source(Protocol):
+    """HF tensors that a rank can read parts of."""
+
+    #: HF key -> shape and dtype, in the order in which they are best read.
+    tensors: dict[str, TensorInfo]
+    #: The model's config.json.
+    config: dict[str, Any]
+    #: Why there is nothing here, where this rank does not see the model; else nothing.
+    absent: str
+    #: What is wrong with what is here.
+    problems: list[Problem]
+
+    def part(self, key: str, box: Box) -> torch.Tensor:
+        """The part of a tensor in a box, as a view where that can be. It is only to be read."""
+
+    def digest(self) -> str:
+        """The same text on every rank that sees the same model."""
+
+
+class Folder:
+    """A folder as `from_pretrained` reads it: config.json, and one safetensors file or several with an index.
+
+    Files are mapped when they are first read. A file that another program cuts short after that ends the
+    process (SIGBUS): write a new model into a new folder.
+    """
+
+    def __init__(self, path: Union[str, Path]) -> None:
+        """Read the index and all headers. Whatever is wrong with them is in `problems`."""
+        self.path = Path(path)
+        self.tensors: dict[str, TensorInfo] = {}
+        self.config: dict[str, Any] = {}
+        self.problems: list[Problem] = []
+        self.absent = ""
+        self._entries: dict[str, tuple[str, Entry]] = {}
+        self._files: dict[str, int] = {}
+        self._mapped: dict[str, torch.Tensor] = {}
+        if not self.path.is_dir():
+            self.absent = f"{self.path} is no folder"
+        elif not (self.path / CONFIG).is_file():
+            self.absent = f"{self.path} has no {CONFIG}"
+        else:
+            self.config = self._json(CONFIG)
+            self._read(self._index())
+
+    def part(self, key: str, box: Box) -> torch.Tensor:
+        name, entry = self._entries[key]
+        shape, dtype = entry.info
+        data = self._map(name)[entry.start : entry.stop]
+        holds = whole(shape)
+        if entry.start % dtype.itemsize:
+            # torch has no tensors at such addresses, and some writers do not align: a copy of the box's rows.
+            if shape and shape[0]:
+                row = data.numel() // shape[0]
+                data = data.narrow(0, box.offset[0] * row, box.size[0] * row)
+                holds = Box((box.offset[0], *holds.offset[1:]), (box.size[0], *shape[1:]))
+            data = data.clone()
+        return part_of(data.view(dtype).view(holds.size), holds, box)
+
+    def digest(self) -> str:
+        """Of headers, config and some bytes of each file: another revision has the same shapes."""
+        rows = [f"{key} {info} {self._entries[key][0]}" for key, info in self.tensors.items()]
+        rows.append(json.dumps(self.config, sort_keys=True))
+        digest = hashlib.blake2b("\n".join(rows).encode(), digest_size=16)
+        for name, size in self._files.items():
+            digest.update(f"{name} {size}".encode())
+            with open(self.path / name, "rb") as file:
+                for number in range(SAMPLES):
+                    # The last ones end with the file: a header of the same length has the same first bytes.
+                    file.seek(max(0, size * (number + 1) // SAMPLES - SAMPLE_BYTES))
+                    digest.update(file.read(SAMPLE_BYTES))
+        return digest.hexdigest()
+
+    # --- reading headers ---
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            value = json.loads((self.path / name).read_bytes())
+        except (OSError, ValueError) as error:
+            self.problems.append(Problem("cannot be read", str(self.path / name), got=str(error)))
+            return {}
+        if not isinstance(value, dict):
+            self.problems.append(Problem("no JSON object", str(self.path / name)))
+            return {}
+        return value
+
+    def _index(self) -> dict[str, str]:
+        """HF key -> the file that the index has it in; empty without an index, with the file to be read."""
+        has_index, has_single = (self.path / INDEX).is_file(), (self.path / SINGLE).is_file()
+        if not has_index:
+            if has_single:
+                self._files[SINGLE] = 0
+            else:
+                self.absent = f"{self.path} has neither {SINGLE} nor {INDEX}"
+            return {}
+        index = self._json(INDEX).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+            self.problems.append(Problem("no weight_map", str(self.path / INDEX)))
+            return {}
+        self._files.update(dict.fromkeys(sorted(set(index.values())), 0))
+        if has_single and SINGLE not in self._files:
+            # transformers would take the single file, and others the index.
+            what = f"two models in one folder: {SINGLE}, and the files of {INDEX}"
+            self.problems.append(Problem(what, str(self.path)))
+        return index
+
+    def _read(self, index: Mapping[str, str]) -> None:
+        for name in self._files:
+            path = self.path / name
+            try:
+                entries = read_header(path)
+                self._files[name] = path.stat().st_size
+            except (FormatError, OSError) as error:
+                self.problems.append(Problem("no whole safetensors file", str(path), got=str(error)))
+                continue
+            for key, entry in entries.items():
+                if key in self._entries:
+                    files = f"{self._entries[key][0]} and {name}"
+                    self.problems.append(Problem("in two files", key, got=files, expected="one"))
+                self._entries[key] = name, entry
+                self.tensors[key] = entry.info
+        if self.problems:
+            return
+        for key, name in index.items():
+            real = self._entries[key][0] if key in self._entries else "none"
+            if real != name:
+                self.problems.append(Problem("not in the file that the index says", key, real, name))
+
+    def _map(self, name: str) -> torch.Tensor:
+        """A file's bytes. Their pages are the system's cache, which all processes of a machine share."""
+        if name not in self._mapped:
+            self._mapped[name] = torch.from_file(
+                str(self.path / name), shared=False, size=self._files[name], dtype=torch.uint8
+            )
+        return self._mapped[name]
+
+
+class Given:
+    """A dict of whole tensors, or of slices of files as safetensors' `get_slice` gives them."""
+
+    def __init__(self, tensors: Mapping[str, Any], config: Mapping[str, Any], absent: str = "") -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        self.config = dict(config)
+        self.problems: list[Problem] = []
+        self.absent = absent
+        self._values: dict[str, Any] = {}
+        for key, value in tensors.items():
+            if hasattr(value, "get_shape"):
+                dtype = compat.STORED_DTYPES.get(str(value.get_dtype()))
+                usable, shape = dtype is not None, tuple(value.get_shape())
+            else:
+                usable = torch.is_tensor(value) and not isinstance(value, compat.DTensor)
+                usable = usable and not value.is_meta and has_slices(value)
+                shape, dtype = tuple(getattr(value, "shape", ())), getattr(value, "dtype", None)
+            if not usable or dtype is None:
+                self.problems.append(Problem("not a tensor with values", key, f"{type(value).__name__}"))
+                continue
+            self.tensors[key] = TensorInfo(shape, dtype)
+            self._values[key] = value
+
+    def part(self, key: str, box: Box) -> torch.Tensor:
+        value, limits = self._values[key], whole(self.tensors[key].shape)
+        if torch.is_tensor(value):
+            return part_of(value.detach(), limits, box)
+        part: torch.Tensor = value[box.within(limits)]
+        return part
+
+    def digest(self) -> str:
+        """Of keys, shapes and dtypes: the values are the caller's."""
+        return digest_of(f"{key} {info}" for key, info in sorted(self.tensors.items()))
+
+
+def digest_of(rows: Iterable[str]) -> str:
+    return hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()

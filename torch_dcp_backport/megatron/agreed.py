@@ -1,0 +1,136 @@
+"""What the ranks agree on before anything moves: who holds what, and everything that does not fit.
+
+Reads values only where two tensors of the files have to be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from torch_dcp_backport.hf import Export, Part, Share, Sight, Source
+from torch_dcp_backport.hf.blocks import windows
+from torch_dcp_backport.hf.export import exported
+from torch_dcp_backport.hf.filling import STEP_BYTES
+from torch_dcp_backport.hf.moving import agree, first_rank, settle
+from torch_dcp_backport.hf.source import CONFIG
+from torch_dcp_backport.megatron.model import Layers, Local, Models, Parallel, Stand, describe
+from torch_dcp_backport.megatron.names import EMBED, HEAD, VALUE_HEADS
+from torch_dcp_backport.megatron.plan import Head, Spreading, check_files, head_of, left_alone
+from torch_dcp_backport.megatron.shape import Shape, shape_of
+from torch_dcp_backport.transfer import Call, Problem, TensorInfo
+from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.plan import Agreement
+from torch_dcp_backport.transfer.staging import part_of
+
+
+class Given(NamedTuple):
+    """What the caller says of this rank's modules."""
+
+    models: Models
+    parallel: Optional[Parallel] = None
+    layers: Optional[Layers] = None
+
+
+class Agreed(NamedTuple):
+    """A load or a save that can begin."""
+
+    agreement: Agreement
+    local: Local
+    spreading: Spreading
+    share: Share
+    #: HF tensors of the files that no parameter wants -> why.
+    left: Mapping[str, str]
+
+
+def agree_on_load(call: Call, given: Given, sight: Sight, value_head: bool) -> Agreed:
+    """Fit this rank's modules to the files.
+
+    Raises:
+        RuntimeError: some rank has problems; on every rank, before anything was written.
+    """
+    local, shape, agreement = _tell(call, given, sight.config)
+    spreading = Spreading(agreement.tables, shape, head_of(shape, sight.tensors, value_head))
+    left: dict[str, str] = {}
+    if not spreading.problems:
+        check_files(sight.tensors, spreading)
+        left = left_alone(sight.tensors, spreading)
+        is_reader = sight.source is not None and call.rank == first_rank(call)
+        if is_reader and HEAD in left and shape.tied and not spreading.head.is_value:
+            with call.guard(HEAD):
+                call.problems += other_head(sight.source)
+    call.problems += spreading.problems
+    settle(call)
+    tensors = {key: info for key, info in sight.tensors.items() if key in spreading.spreads}
+    return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), left)
+
+
+def agree_on_save(call: Call, given: Given, config: Mapping[str, Any], how: Export) -> Agreed:
+    """Fit the ranks' modules to one another.
+
+    Raises:
+        RuntimeError: some rank has problems: layers that no rank holds, another shape than config.json says;
+            on every rank.
+    """
+    local, shape, agreement = _tell(call, given, config)
+    head = head_held(shape, [table.note for table in agreement.tables])
+    spreading = Spreading(agreement.tables, shape, head)
+    tensors: dict[str, TensorInfo] = {}
+    if not spreading.problems:
+        spreading.problems += spreading.absent()
+        with call.guard():
+            tensors = exported({key: spreading.infos(key) for key in spreading.spreads}, how)
+    call.problems += spreading.problems
+    settle(call)
+    return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), {})
+
+
+def _tell(call: Call, given: Given, config: Mapping[str, Any]) -> tuple[Local, Shape, Agreement]:
+    """Tell all ranks what this one holds."""
+    shape: Optional[Shape] = None
+    local: Optional[Local] = None
+    with call.guard(CONFIG):
+        shape = shape_of(config)
+    with call.guard():
+        local = describe(call, given.models, given.parallel, given.layers)
+    stand, device = (local.stand, local.device) if local is not None else (None, "")
+    agreement = agree(call, f"{stand} {shape}", stand, device)
+    assert local is not None, "else there was a problem"
+    assert shape is not None, "else there was a problem"
+    return local, shape, agreement
+
+
+def share_of(local: Local, spreading: Spreading, tensors: Mapping[str, TensorInfo]) -> Share:
+    """What the ranks hold, and this rank's memory of it."""
+    parts: dict[str, list[Part]] = {}
+    for param in local.stand.params:
+        holding = spreading.holding(local.stand, param)
+        for cut in holding.cuts if holding is not None else ():
+            memory = part_of(local.memory[param.name], whole(param.shape), cut.at)
+            parts.setdefault(cut.key, []).append(Part(cut.box, memory))
+    return Share(tensors, spreading.spreads, parts)
+
+
+def head_held(shape: Shape, stands: list[Stand]) -> Head:
+    """What a save takes the head for."""
+    rows = {param.shape[0] for stand in stands for param in stand.params if param.role.cut == "head"}
+    if rows == {1} and shape.vocab > 1:
+        return Head(VALUE_HEADS[0], True)
+    # A tied head is a copy of the embedding, which is what files have.
+    return Head(None if shape.tied else HEAD)
+
+
+def other_head(source: Optional[Source]) -> list[Problem]:
+    """A problem where the files hold a head of their own, and config.json says that there is none."""
+    assert source is not None, "it is a reader's"
+    head, embedding = source.tensors[HEAD], source.tensors[EMBED]
+    same = head.shape == embedding.shape
+    for window in windows({EMBED: embedding}, STEP_BYTES) if same else ():
+        for piece in window[EMBED]:
+            same = same and torch.equal(source.part(HEAD, piece.box), source.part(EMBED, piece.box))
+    if same:
+        return []
+    expected = f"the values of {EMBED}, since config.json says tie_word_embeddings=true"
+    return [Problem("a head of its own", HEAD, "other values", expected)]

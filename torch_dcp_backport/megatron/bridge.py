@@ -1,0 +1,187 @@
+"""`load_hf` and `save_hf`: a Megatron model from Hugging Face files, and back.
+
+Must never write into a parameter, or into the target of an export, before all ranks agreed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import torch
+
+from torch_dcp_backport.hf import Export, Folder, Source, collect, export, fill_from_first, fill_here, look
+from torch_dcp_backport.hf.companions import as_config, companions_of, with_dtype
+from torch_dcp_backport.hf.format import nbytes_of
+from torch_dcp_backport.hf.moving import first_rank, groups_of, publish
+from torch_dcp_backport.hf.source import CONFIG
+from torch_dcp_backport.megatron.agreed import Agreed, Given, agree_on_load, agree_on_save
+from torch_dcp_backport.megatron.model import Layers, Models, Parallel
+from torch_dcp_backport.transfer import Call
+from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.staging import part_of
+
+LOAD = "cannot load Hugging Face weights"
+SAVE = "cannot save as Hugging Face weights"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load did on this rank."""
+
+    #: HF tensors that this rank's parameters hold parts of.
+    keys: tuple[str, ...]
+    #: HF tensors of the files that no parameter of any rank wants -> why.
+    left: Mapping[str, str]
+    #: Parameters of this rank that the files hold nothing for: a value head.
+    kept: tuple[str, ...]
+    #: Parameter -> its last rows that are beyond the vocabulary, now zero.
+    padded: Mapping[str, int]
+    #: Parameter -> the dtype that it was cast from.
+    cast: Mapping[str, torch.dtype]
+    #: Bytes of tensors that this rank read of the files.
+    bytes_read: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What an export wrote; the same on every rank but for `removed`."""
+
+    keys: tuple[str, ...]
+    #: Bytes of tensors.
+    nbytes: int
+    #: On the first rank: files of an older model that are gone.
+    removed: tuple[str, ...] = ()
+
+
+def load_hf(
+    models: Models,
+    folder: Union[str, Path, Source],
+    *,
+    parallel: Optional[Parallel] = None,
+    layers: Optional[Layers] = None,
+    value_head: bool = False,
+    files: str = "auto",
+) -> Loaded:
+    """Fill a Megatron model (Qwen2, Qwen2.5, Qwen3, Llama) from Hugging Face files, in place.
+
+    Collective over the default process group; without one, for this process alone. Where every rank sees the
+    files each reads the slices that it holds, and nothing else. An optimizer that keeps its own copy of the
+    parameters has to read them again: Megatron's `optimizer.reload_model_params()`.
+
+    Args:
+        models: this rank's chunk, or its chunks in the order of the virtual pipeline; megatron-core's
+            GPTModel or verl's modules, wrapped or not, on any device.
+        folder: a folder with config.json and safetensors files, or an `hf.Source`.
+        parallel: this rank's place in its TP group; None asks megatron-core.
+        layers: for each chunk the numbers of its layers, from 0, where the modules do not carry them
+            (verl's); see `stages`.
+        value_head: whether the last stage has a head of one row; the files need not.
+        files: "shared" (every rank reads), "rank0" (the first reads for all), or "auto": as they are seen.
+
+    Raises:
+        RuntimeError: the files and the model do not fit, a file is torn, ...; the same text on every rank,
+            before anything was written.
+        TransferError: a read failed, a rank is gone, or the group's timeout is over; parameters were written.
+    """
+    with Call(LOAD, "fill", groups_of()) as call:
+        source: Optional[Source] = None
+        with call.guard():
+            source = Folder(folder) if isinstance(folder, (str, Path)) else folder
+        sight = look(call, source, files)
+        agreed = agree_on_load(call, Given(models, parallel, layers), sight, value_head)
+        if sight.is_shared:
+            assert sight.source is not None, "every rank reads"
+            bytes_read = fill_here(call, sight.source, agreed.share)
+        else:
+            bytes_read = fill_from_first(call, agreed.agreement, sight.source, agreed.share)
+        return finished(agreed, bytes_read)
+
+
+@torch.no_grad()
+def finished(agreed: Agreed, bytes_read: int) -> Loaded:
+    """Zero the padding, and say what was done."""
+    local, share = agreed.local, agreed.share
+    padded: dict[str, int] = {}
+    cast: dict[str, torch.dtype] = {}
+    kept: list[str] = []
+    for param in local.stand.params:
+        holding = agreed.spreading.holding(local.stand, param)
+        if holding is None:
+            kept.append(param.name)
+            continue
+        for box in holding.padding:
+            part_of(local.memory[param.name], whole(param.shape), box).zero_()
+            padded[param.name] = box.size[0]
+        for cut in holding.cuts:
+            if share.tensors[cut.key].dtype != param.dtype:
+                cast[param.name] = share.tensors[cut.key].dtype
+    return Loaded(tuple(share.parts), agreed.left, tuple(kept), padded, cast, bytes_read)
+
+
+def save_hf(
+    models: Models,
+    folder: Union[str, Path],
+    *,
+    like: Any,
+    parallel: Optional[Parallel] = None,
+    layers: Optional[Layers] = None,
+    how: Optional[Export] = None,
+) -> Saved:
+    """Write a Megatron model as a folder that `from_pretrained` opens.
+
+    Collective over the default process group; the first rank writes. Until everything is on the disk the
+    folder is as it was.
+
+    Args:
+        models, parallel, layers: as of `load_hf`.
+        folder: where the model goes.
+        like: the folder of the model that this one was made from (config.json, a tokenizer's files and the
+            like are copied from there), or its configuration. The first rank's counts.
+        how: dtype, size of files, whether an older model is replaced; None is `Export()`.
+
+    Raises:
+        RuntimeError: the model does not fit its configuration, no rank holds some of it, the folder holds
+            a model, the disk is full, ...; the same text on every rank. The folder is as it was.
+        TransferError: a rank is gone, or the group's timeout is over. The folder is as it was.
+    """
+    with Call(SAVE, "collect", groups_of()) as call:
+        how = how or Export()
+        companions: dict[str, bytes] = {}
+        config: dict[str, Any] = {}
+        if call.rank == first_rank(call):
+            with call.guard("like"):
+                companions = companions_of(like)
+                config = as_config(json.loads(companions[CONFIG]))
+        config = publish(call, {CONFIG: config})[CONFIG]
+        agreed = agree_on_save(call, Given(models, parallel, layers), config, how)
+        tensors = agreed.share.tensors
+        if companions:
+            companions[CONFIG] = with_dtype(companions[CONFIG], (info.dtype for info in tensors.values()))
+        removed = export(call, agreed.agreement, agreed.share, Path(folder), how, companions)
+        return Saved(tuple(tensors), sum(map(nbytes_of, tensors.values())), tuple(removed))
+
+
+def gather_hf(
+    models: Models,
+    *,
+    config: Any,
+    parallel: Optional[Parallel] = None,
+    layers: Optional[Layers] = None,
+    dtype: Optional[torch.dtype] = None,
+) -> dict[str, torch.Tensor]:
+    """The whole model as HF tensors on the host of the first rank; an empty dict on every other one.
+
+    Raises:
+        RuntimeError: as of `save_hf`, or the first rank has no room; on every rank.
+        TransferError: a rank is gone, or the group's timeout is over.
+    """
+    with Call(SAVE, "collect", groups_of()) as call:
+        numbers: dict[str, Any] = {}
+        with call.guard("config"):
+            numbers = as_config(config)
+        agreed = agree_on_save(call, Given(models, parallel, layers), numbers, Export(dtype))
+        return collect(call, agreed.agreement, agreed.share)

@@ -1,0 +1,140 @@
+"""Which rectangles of HF tensors make up a parameter on one TP rank. Arithmetic alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch_dcp_backport.megatron.names import Role
+from torch_dcp_backport.megatron.shape import Shape
+from torch_dcp_backport.transfer import Box
+from torch_dcp_backport.transfer.layout import whole
+
+
+class Cut(NamedTuple):
+    """A block of an HF tensor, and where in the parameter it lies."""
+
+    key: str
+    #: In the HF tensor.
+    box: Box
+    #: In the parameter; of the same size.
+    at: Box
+
+
+class Holding(NamedTuple):
+    """A parameter: its cuts and the padding tile it."""
+
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+    padding: tuple[Box, ...] = ()
+
+
+class Rows(NamedTuple):
+    """Some rows of an HF tensor."""
+
+    key: str
+    start: int
+    height: int
+
+
+class Place(NamedTuple):
+    """Where in the TP group a parameter is."""
+
+    #: "verl" or "mcore".
+    style: str
+    tp_rank: int
+    tp_size: int
+
+
+def holding_of(
+    role: Role, keys: Sequence[str], shape: Shape, place: Place, local: tuple[int, ...]
+) -> Holding:
+    """What a parameter holds.
+
+    Args:
+        keys: the HF keys of the role, in its order.
+        local: the parameter's own shape: of the vocabulary it alone tells the padding.
+
+    Raises:
+        ValueError: the rows of all TP ranks are fewer than the vocabulary has.
+    """
+    full = shape.hf_shape(keys[0])
+    if role.cut == "vocab":
+        return _vocab(keys[0], full, place, local)
+    if role.cut == "columns":
+        width = full[1] // place.tp_size
+        size = (full[0], width)
+        return Holding(size, (Cut(keys[0], Box((0, place.tp_rank * width), size), whole(size)),))
+    if role.cut == "qkv":
+        return _stacked(_qkv(keys, shape, place), full[1:])
+    if role.cut == "rows":
+        count = full[0] // place.tp_size
+        return _stacked((Rows(key, place.tp_rank * count, count) for key in keys), full[1:])
+    return Holding(full, (Cut(keys[0], whole(full), whole(full)),))
+
+
+def value_head(key: str, shape: Shape) -> Holding:
+    """A head of one row, which every TP rank holds whole."""
+    size = (1, shape.hidden)
+    return Holding(size, (Cut(key, whole(size), whole(size)),))
+
+
+def _vocab(key: str, full: tuple[int, ...], place: Place, local: tuple[int, ...]) -> Holding:
+    vocab, hidden = full
+    rows = local[0] if local else 0
+    if rows * place.tp_size < vocab:
+        raise ValueError(f"{rows} rows on each of {place.tp_size} TP ranks, where the vocabulary has {vocab}")
+    start = min(place.tp_rank * rows, vocab)
+    count = min(rows, vocab - start)
+    cuts = (Cut(key, Box((start, 0), (count, hidden)), Box((0, 0), (count, hidden))),) if count else ()
+    padding = (Box((count, 0), (rows - count, hidden)),) if count < rows else ()
+    return Holding((rows, hidden), cuts, padding)
+
+
+def _qkv(keys: Sequence[str], shape: Shape, place: Place) -> list[Rows]:
+    """The rows of a rank's fused projection, from top to bottom."""
+    dim, heads, groups = shape.head_dim, shape.heads, shape.kv_heads
+    q, k, v = keys
+    rank, size = place.tp_rank, place.tp_size
+    if place.style == "verl":
+        # Fewer KV heads than ranks: neighbours hold the same one.
+        first, count = rank * groups // size, max(1, groups // size)
+        own = heads // size * dim
+        return [
+            Rows(q, rank * own, own),
+            Rows(k, first * dim, count * dim),
+            Rows(v, first * dim, count * dim),
+        ]
+    # megatron-core: all groups behind one another, each with its query heads, its key and its value, and of
+    # these rows an equal share for each rank, wherever in a group that ends.
+    per_group = heads // groups * dim
+    every: list[Rows] = []
+    for group in range(groups):
+        every += [
+            Rows(q, group * per_group, per_group),
+            Rows(k, group * dim, dim),
+            Rows(v, group * dim, dim),
+        ]
+    share = (heads + 2 * groups) * dim // size
+    return list(_window(every, rank * share, share))
+
+
+def _window(every: Iterable[Rows], start: int, count: int) -> Iterable[Rows]:
+    """`count` rows of a stack, from row `start` of it on."""
+    position = 0
+    for key, first, rows in every:
+        low, high = max(start, position), min(start + count, position + rows)
+        if low < high:
+            yield Rows(key, first + low - position, high - low)
+        position += rows
+
+
+def _stacked(rows: Iterable[Rows], rest: tuple[int, ...]) -> Holding:
+    """Rows on top of one another; `rest` is the shape of one."""
+    cuts, height = [], 0
+    zeros = (0,) * len(rest)
+    for key, start, count in rows:
+        size = (count, *rest)
+        cuts.append(Cut(key, Box((start, *zeros), size), Box((height, *zeros), size)))
+        height += count
+    return Holding((height, *rest), tuple(cuts))

@@ -1,0 +1,165 @@
+"""What this rank's modules hold: their parameters, by duck type. Megatron is never imported.
+
+Must never talk to other ranks, and never write into a parameter.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+from torch import nn
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.megatron.cuts import Place
+from torch_dcp_backport.megatron.names import STYLES, Role, Style, role_of
+from torch_dcp_backport.transfer import Call, Problem
+from torch_dcp_backport.transfer.memory import has_slices, why_not_writable
+
+Models = Union[nn.Module, Sequence[nn.Module]]
+#: [chunk] -> numbers of its layers, from 0.
+Layers = Sequence[Sequence[int]]
+PARALLEL_STATE = "megatron.core.parallel_state"
+
+
+class Parallel(NamedTuple):
+    """Where this rank is in its tensor parallel group."""
+
+    tp_rank: int
+    tp_size: int
+
+    @staticmethod
+    def of_megatron() -> Optional[Parallel]:
+        """What megatron-core says, where the program has it loaded and initialised."""
+        state = sys.modules.get(PARALLEL_STATE)
+        if state is None or not state.model_parallel_is_initialized():
+            return None
+        return Parallel(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size())
+
+
+class Param(NamedTuple):
+    """A parameter, as the other ranks hear of it. Plain data: it travels between ranks."""
+
+    name: str
+    role: Role
+    #: Of the whole model, from 0; None outside the layers.
+    layer: Optional[int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Stand(NamedTuple):
+    """What a rank holds, and where it is. Replicas are ranks with equal ones."""
+
+    place: Place
+    params: tuple[Param, ...]
+
+
+class Local(NamedTuple):
+    """This rank's stand, and the memory behind it."""
+
+    stand: Stand
+    #: Parameter name -> the tensor, detached.
+    memory: dict[str, torch.Tensor]
+
+    @property
+    def device(self) -> str:
+        kinds = {tensor.device.type for tensor in self.memory.values()}
+        return kinds.pop() if len(kinds) == 1 else ""
+
+
+def describe(call: Call, models: Models, parallel: Optional[Parallel], layers: Optional[Layers]) -> Local:
+    """What this rank's chunks hold; whatever is wrong with them becomes a problem of the call.
+
+    Args:
+        layers: for each chunk the numbers of its layers, from 0; None is what the modules say.
+
+    Raises:
+        ValueError: no model of a known kind, or no way to tell where this rank is.
+    """
+    chunks = [unwrapped(model) for model in ([models] if isinstance(models, nn.Module) else models)]
+    styles = {style.name: style for _, style in chunks}
+    if len(styles) != 1:
+        raise ValueError(f"the chunks are of {len(styles)} kinds ({', '.join(styles) or 'there are none'})")
+    (style,) = styles.values()
+    if layers is not None and len(layers) != len(chunks):
+        raise ValueError(f"layers= has {len(layers)} chunks, and the model has {len(chunks)}")
+    params: list[Param] = []
+    memory: dict[str, torch.Tensor] = {}
+    for number, (module, _) in enumerate(chunks):
+        prefix = f"[{number}]." if len(chunks) > 1 else ""
+        numbers = numbers_of(module, style, None if layers is None else layers[number])
+        for name, param in module.named_parameters():
+            known = role_of(style, name)
+            problem = unfit(param)
+            if known is None:
+                problem = "a parameter that no Hugging Face model of this kind has"
+            if known is None or problem:
+                call.problems.append(Problem(problem, prefix + name, got=f"{tuple(param.shape)}"))
+                continue
+            role, index = known
+            layer = None if index is None else numbers[index]
+            params.append(Param(prefix + name, role, layer, tuple(param.shape), param.dtype))
+            memory[prefix + name] = param.detach()
+    where = parallel or Parallel.of_megatron() or alone(call)
+    if not 0 <= where.tp_rank < where.tp_size:
+        raise ValueError(f"a TP rank of {where.tp_rank} of {where.tp_size}")
+    return Local(Stand(Place(style.name, *where), tuple(params)), memory)
+
+
+def alone(call: Call) -> Parallel:
+    if not call.groups or len(call.ranks) == 1:
+        return Parallel(0, 1)
+    raise ValueError("pass parallel=Parallel(tp_rank, tp_size): megatron-core is not initialised")
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, Style]:
+    """A chunk without the wrappers around it (Float16Module, DistributedDataParallel), and its kind."""
+    inner: Any = model
+    while True:
+        for style in STYLES.values():
+            if layer_list(inner, style) is not None:
+                return inner, style
+        if not isinstance(getattr(inner, "module", None), nn.Module):
+            raise ValueError(
+                f"{type(model).__name__} has neither decoder.layers (megatron-core) nor model.layers (verl)"
+            )
+        inner = inner.module
+
+
+def layer_list(module: Any, style: Style) -> Optional[Sequence[nn.Module]]:
+    for name in style.layers.rstrip(".").split("."):
+        module = getattr(module, name, None)
+    return list(module) if isinstance(module, nn.ModuleList) else None
+
+
+def numbers_of(module: nn.Module, style: Style, given: Optional[Sequence[int]]) -> Sequence[int]:
+    """The number in the whole model of each layer of a chunk, from 0.
+
+    Raises:
+        ValueError: the modules do not say, or say something else than `layers=`.
+    """
+    found = layer_list(module, style) or ()
+    said = [number - 1 for layer in found for number in [getattr(layer, "layer_number", None)] if number]
+    if len(said) == len(found):
+        if given is not None and list(given) != said:
+            raise ValueError(f"layers= says {list(given)}, and the modules' layer_number {said} (from 0)")
+        return said
+    if given is None:
+        raise ValueError("the modules have no layer_number: pass layers=[[...], ...], see megatron.stages")
+    if len(given) != len(found):
+        raise ValueError(f"layers= says {list(given)}, and the chunk has {len(found)} layers")
+    return given
+
+
+def unfit(param: torch.Tensor) -> str:
+    """Why a parameter cannot be read or written in place; nothing where it can."""
+    if param.is_meta:
+        return "on the meta device, which holds no values"
+    if isinstance(param, compat.DTensor) or not has_slices(param):
+        return f"a {type(param).__name__}, which has no slices in memory"
+    if not param.is_floating_point() or param.element_size() < 2:
+        return f"a parameter of {param.dtype}"
+    return why_not_writable(param)

@@ -1,0 +1,214 @@
+"""From what every rank holds to blocks of HF tensors with their holders, and everything that does not fit.
+
+Every rank computes the same from the same, so that all find the same problems. Reads and writes no values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Optional
+
+from torch_dcp_backport.hf import gaps, spread_of
+from torch_dcp_backport.hf.format import is_plain
+from torch_dcp_backport.megatron.cuts import Holding, holding_of, value_head
+from torch_dcp_backport.megatron.model import Param, Stand
+from torch_dcp_backport.megatron.names import COMPUTED, EMBED, HEAD, NORM, VALUE_HEADS, hf_keys, hf_order
+from torch_dcp_backport.megatron.shape import Shape, misfits
+from torch_dcp_backport.transfer import Box, Problem, TensorInfo
+from torch_dcp_backport.transfer.errors import spell
+from torch_dcp_backport.transfer.plan import Table
+from torch_dcp_backport.transfer.spread import Boxes
+
+#: Makes a key of a message: the HF tensor, and the parameter that holds it.
+Holder = tuple[int, Param]
+
+
+class Head(NamedTuple):
+    """What the last stage's head is."""
+
+    #: The HF tensor that it holds; None where it is left as it is.
+    key: Optional[str]
+    is_value: bool = False
+
+
+class Spreading:
+    """A model's HF tensors on all ranks. What does not fit is in `problems`."""
+
+    def __init__(self, tables: Iterable[Table], shape: Shape, head: Head) -> None:
+        """`tables`: the ranks' stands, as notes of an agreement."""
+        self.shape = shape
+        self.head = head
+        self.problems: list[Problem] = []
+        #: HF key -> rank -> blocks.
+        self.blocks: dict[str, dict[int, list[Box]]] = {}
+        #: HF key -> who holds it: the ranks of equal stands, and the parameter.
+        self.holders: dict[str, list[Holder]] = {}
+        self.stands: list[tuple[tuple[int, ...], Stand]] = [(table.ranks, table.note) for table in tables]
+        for size, style in sorted({(stand.place.tp_size, stand.place.style) for _, stand in self.stands}):
+            self.problems += misfits(shape, size, style)
+        self.problems += stage_faults(self.stands)
+        #: HF key -> the blocks of every rank, in the order of an export.
+        self.spreads: dict[str, Boxes] = {}
+        if not self.problems:
+            for ranks, stand in self.stands:
+                for param in stand.params:
+                    self._add(ranks, stand, param)
+        if not self.problems:
+            for key in sorted(self.blocks, key=hf_order):
+                self.spreads[key] = spread_of(self.size_of(key), self.blocks[key])
+                gap = gaps(key, self.spreads[key])
+                self.problems += [problem._replace(key=self.named(key)) for problem in gap]
+
+    def holding(self, stand: Stand, param: Param) -> Optional[Holding]:
+        """What a parameter holds; None for a head that is left as it is.
+
+        Raises:
+            ValueError: the rows of all TP ranks are fewer than the vocabulary has.
+        """
+        role, keys = param.role, hf_keys(param.role, param.layer)
+        if role.cut == "head":
+            if self.head.key is None:
+                return None
+            if self.head.is_value:
+                return value_head(self.head.key, self.shape)
+            role, keys = role._replace(cut="vocab"), (self.head.key,)
+        return holding_of(role, keys, self.shape, stand.place, param.shape)
+
+    def _add(self, ranks: tuple[int, ...], stand: Stand, param: Param) -> None:
+        try:
+            holding = self.holding(stand, param)
+        except ValueError as error:
+            self.problems.append(Problem(str(error), f"{param.name} of {spell(ranks)}"))
+            return
+        if holding is None:
+            return
+        if holding.shape != param.shape:
+            target = holding.cuts[0].key if holding.cuts else EMBED
+            key = f"{param.name} of {spell(ranks)}, for {target}"
+            self.problems.append(Problem("wrong shape", key, f"{param.shape}", f"{holding.shape}"))
+            return
+        for cut in holding.cuts:
+            self.holders.setdefault(cut.key, []).append((ranks[0], param))
+            for rank in ranks:
+                self.blocks.setdefault(cut.key, {}).setdefault(rank, []).append(cut.box)
+
+    # --- what the ranks hold ---
+
+    def size_of(self, key: str) -> tuple[int, ...]:
+        return (1, self.shape.hidden) if self.head == Head(key, True) else self.shape.hf_shape(key)
+
+    def named(self, key: str) -> str:
+        """A key, and one parameter that holds it."""
+        rank, param = self.holders[key][0]
+        return f"{key} (in {param.name} of rank {rank})"
+
+    def infos(self, key: str) -> list[TensorInfo]:
+        """A tensor, in each dtype that it is held in."""
+        dtypes = dict.fromkeys(param.dtype for _, param in self.holders[key])
+        return [TensorInfo(self.size_of(key), dtype) for dtype in dtypes]
+
+    def absent(self) -> list[Problem]:
+        """What a whole model has and no rank holds."""
+        needed = [EMBED, NORM, *([] if self.shape.tied or self.head.is_value else [HEAD])]
+        found = [Problem("held by no rank", key) for key in needed if key not in self.spreads]
+        layers = {param.layer for _, stand in self.stands for param in stand.params}
+        missing = [layer for layer in range(self.shape.layers) if layer not in layers]
+        beyond = sorted(layer for layer in layers if layer is not None and layer >= self.shape.layers)
+        found += [Problem("held by no rank", f"layer {layer}") for layer in missing]
+        return found + [
+            Problem(f"more layers than the {self.shape.layers} of config.json", f"layer {layer}")
+            for layer in beyond
+        ]
+
+
+def stage_faults(stands: Sequence[tuple[tuple[int, ...], Stand]]) -> list[Problem]:
+    """Layers that are twice in a rank, or in two stages."""
+    found = []
+    stages: dict[frozenset[int], tuple[int, ...]] = {}
+    for ranks, stand in stands:
+        names: dict[tuple[object, Optional[int]], str] = {}
+        for param in stand.params:
+            key = param.role, param.layer
+            if key in names:
+                got = f"{names[key]} and {param.name}"
+                found.append(
+                    Problem("held twice", f"{hf_keys(*key)[0]} on {spell(ranks)}", got, "one parameter")
+                )
+            names[key] = param.name
+        layers = frozenset(param.layer for param in stand.params if param.layer is not None)
+        stages[layers] = tuple(sorted({*stages.get(layers, ()), *ranks}))
+    known = list(stages.items())
+    for number, (layers, ranks) in enumerate(known):
+        for other, others in known[:number]:
+            both = sorted(layers & other)
+            if both:
+                got = f"{spell(others)} with {sorted(other)}, {spell(ranks)} with {sorted(layers)}"
+                found.append(Problem("in two stages", f"layers {both}", got, "each layer in one stage"))
+    return found
+
+
+# --- against what the files hold ---
+
+
+def head_of(shape: Shape, tensors: Mapping[str, TensorInfo], is_value: bool) -> Head:
+    """What a load puts into the head."""
+    if not is_value:
+        return Head(EMBED if shape.tied else HEAD)
+    fits = [key for key in VALUE_HEADS if key in tensors and tensors[key].shape == (1, shape.hidden)]
+    return Head(fits[0] if fits else None, True)
+
+
+def left_alone(tensors: Mapping[str, TensorInfo], plan: Spreading) -> dict[str, str]:
+    """Tensors of the files that no parameter wants, and why that is right; all others become problems."""
+    left: dict[str, str] = {}
+    for key in tensors:
+        if key in plan.blocks:
+            continue
+        if COMPUTED.fullmatch(key):
+            left[key] = "computed by the model"
+        elif key in VALUE_HEADS and plan.head.is_value:
+            left[key] = "no value head of one row"
+        elif key == HEAD and plan.shape.tied:
+            left[key] = "equal to the embedding"
+    unheld = [key for key in tensors if key not in plan.blocks and key not in left]
+    for name, keys in by_layer(unheld, plan.blocks).items():
+        got = f"{tensors[name].shape}" if name in tensors else f"{len(keys)} tensors"
+        plan.problems.append(Problem("in the files, and held by no rank", name, got))
+    return left
+
+
+def check_files(tensors: Mapping[str, TensorInfo], plan: Spreading) -> None:
+    """Make problems of what the parameters need and the files have not, or have otherwise."""
+    needed = sorted(plan.blocks, key=hf_order)
+    missing = [key for key in needed if key not in tensors]
+    for name, keys in by_layer(missing, tensors).items():
+        why = "config.json says tie_word_embeddings=false" if name == HEAD else ""
+        whose = plan.named(keys[0]) if name == keys[0] else f"{name} (such as {plan.named(keys[0])})"
+        plan.problems.append(Problem("not in the files", whose, why))
+    for key in needed:
+        info = tensors.get(key)
+        if info is None:
+            continue
+        if info.shape != plan.size_of(key):
+            expected = f"{plan.size_of(key)} by config.json"
+            plan.problems.append(
+                Problem("wrong shape in the files", plan.named(key), f"{info.shape}", expected)
+            )
+        elif not is_plain(info.dtype):
+            got, expected = f"{info.dtype}", "floating-point weights"
+            plan.problems.append(Problem("quantised in the files", plan.named(key), got, expected))
+
+
+def by_layer(keys: Iterable[str], others: Iterable[str]) -> dict[str, list[str]]:
+    """What a message calls keys -> the keys: those of a layer that none of the others is in are one line."""
+    known = set(map(layer_of, others))
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        layer = layer_of(key)
+        found.setdefault(f"{layer}.*" if layer and layer not in known else key, []).append(key)
+    return found
+
+
+def layer_of(key: str) -> str:
+    """`model.layers.7` of a key in a layer; nothing of another one."""
+    return ".".join(key.split(".")[:3]) if key.startswith("model.layers.") else ""

@@ -1,0 +1,86 @@
+"""The loader and the saver of verl 0.5 to 0.7 for its Megatron Qwen2 modules: same names and arguments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import torch
+
+from torch_dcp_backport.hf import Given
+from torch_dcp_backport.hf.companions import as_config
+from torch_dcp_backport.megatron.bridge import gather_hf, load_hf
+from torch_dcp_backport.megatron.model import PARALLEL_STATE, Layers, Models
+from torch_dcp_backport.megatron.stages import stages
+
+
+def load_state_dict_to_megatron_qwen2(
+    state_dict: Optional[Mapping[str, Any]],
+    wrapped_models: Models,
+    config: Any,
+    params_dtype: torch.dtype,
+    is_value_model: bool = False,
+    tie_word_embeddings: bool = False,
+) -> None:
+    """Fill verl's Megatron modules from an HF state dict that every rank has, or rank 0 alone.
+
+    Args:
+        state_dict: whole tensors, or slices of files; empty or None on a rank that has none.
+        wrapped_models: this rank's chunks.
+        config: the HF configuration.
+        params_dtype: not used: values are cast to the dtype of the parameter that they go to.
+        is_value_model: whether the head has one row; without one in the dict it stays as it is.
+        tie_word_embeddings: whether the head is the embedding; the last stage's copy is filled, too.
+
+    Raises:
+        RuntimeError: the dict and the model do not fit; on every rank, before anything was written.
+        TransferError: a rank is gone, or the group's timeout is over.
+    """
+    numbers = {**as_config(config), "tie_word_embeddings": tie_word_embeddings}
+    absent = "" if state_dict else "no state dict"
+    load_hf(
+        wrapped_models,
+        Given(state_dict or {}, numbers, absent),
+        layers=layers_of_megatron(numbers, wrapped_models),
+        value_head=is_value_model,
+    )
+
+
+def merge_megatron_ckpt_qwen2(
+    wrapped_models: Models,
+    config: Any,
+    dtype: torch.dtype,
+    is_value_model: bool = False,
+    tie_word_embeddings: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The whole model as an HF state dict on the host of rank 0; an empty dict on every other rank.
+
+    Args:
+        wrapped_models: this rank's chunks.
+        config: the HF configuration.
+        dtype: of the dict's tensors.
+        is_value_model: not used: a head of one row is one. It is under `score.weight`.
+        tie_word_embeddings: whether the head is the embedding, which is in the dict once.
+
+    Raises:
+        RuntimeError: the model does not fit its configuration, or rank 0 has no room; on every rank.
+        TransferError: a rank is gone, or the group's timeout is over.
+    """
+    numbers = {**as_config(config), "tie_word_embeddings": tie_word_embeddings}
+    return gather_hf(
+        wrapped_models, config=numbers, layers=layers_of_megatron(numbers, wrapped_models), dtype=dtype
+    )
+
+
+def layers_of_megatron(config: Mapping[str, Any], models: Models) -> Optional[Layers]:
+    """This rank's layers, as verl deals them out; None where nothing here says it."""
+    state = sys.modules.get(PARALLEL_STATE)
+    count = config.get("num_hidden_layers")
+    chunks = 1 if isinstance(models, torch.nn.Module) else len(models)
+    if not isinstance(count, int):
+        return None
+    if state is None or not state.model_parallel_is_initialized():
+        return [list(range(count))] if chunks == 1 else None
+    rank, size = state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
+    return stages(count, size, chunks)[rank]
