@@ -16,7 +16,7 @@ import torch
 from torch_dcp_backport.transfer import Box, Problem, TensorInfo
 from torch_dcp_backport.transfer.chunks import Piece, chunks
 from torch_dcp_backport.transfer.layout import whole
-from torch_dcp_backport.transfer.spread import Boxes, common, overlaps
+from torch_dcp_backport.transfer.spread import Boxes, intersection, overlaps
 from torch_dcp_backport.transfer.staging import part_of
 
 
@@ -45,7 +45,7 @@ class Share:
 
     def view(self, key: str, box: Box) -> torch.Tensor:
         """This rank's memory of a box that lies in one of its blocks."""
-        part = next(part for part in self.parts[key] if common(part.box, box) == box)
+        part = next(part for part in self.parts[key] if intersection(part.box, box) == box)
         return part_of(part.into, part.box, box)
 
     def copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -85,7 +85,7 @@ def windows(tensors: Mapping[str, TensorInfo], nbytes: int) -> Iterator[Window]:
 
     The pieces of a window lie in a buffer of `nbytes` without touching one another.
     """
-    boxes = ((key, whole(info.shape), info.dtype.itemsize) for key, info in tensors.items())
+    boxes = ((key, whole(info.shape), info.dtype) for key, info in tensors.items())
     for pieces in chunks(boxes, nbytes):
         window: Window = {}
         for piece in pieces:
@@ -97,7 +97,7 @@ def clipped(spread: Boxes, pieces: Sequence[Piece]) -> Boxes:
     """What of a spread lies in some pieces of the tensor."""
     rows = []
     for rank, boxes in spread.by_rank:
-        parts = (common(box, piece.box) for box in boxes for piece in pieces)
+        parts = (intersection(box, piece.box) for box in boxes for piece in pieces)
         kept = tuple(part for part in parts if part is not None)
         if kept:
             rows.append((rank, kept))
@@ -106,4 +106,4 @@ def clipped(spread: Boxes, pieces: Sequence[Piece]) -> Boxes:
 
 def within(pieces: Sequence[Piece], box: Box) -> Piece:
     """The piece that a box lies in."""
-    return next(piece for piece in pieces if common(piece.box, box) == box)
+    return next(piece for piece in pieces if intersection(piece.box, box) == box)

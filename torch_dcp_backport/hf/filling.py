@@ -40,7 +40,7 @@ def fill_here(call: Call, source: Source, share: Share) -> int:
     with call.tally.phase("move"):
         for key, box, into, nbytes in _own(share):
             with call.guard(key):
-                for pieces in chunks([(key, box, share.tensors[key].dtype.itemsize)], STEP_BYTES):
+                for pieces in chunks([(key, box, share.tensors[key].dtype)], STEP_BYTES):
                     for piece in pieces:
                         copy_to(part_of(into, box, piece.box), source.part(key, piece.box))
                 wrote += nbytes

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch_dcp_backport.hf.blocks import Share, Window, clipped
 from torch_dcp_backport.transfer import Box, Call, TransferError, raise_together
 from torch_dcp_backport.transfer.chunks import Key
+from torch_dcp_backport.transfer.consensus import agree_on_mesh
 from torch_dcp_backport.transfer.errors import UNCHANGED
-from torch_dcp_backport.transfer.exchange import Plan, Route, exchange
+from torch_dcp_backport.transfer.exchange import Exchange, Plan, Route
 from torch_dcp_backport.transfer.groups import Group
-from torch_dcp_backport.transfer.plan import Agreement, Table, agree_on_mesh
+from torch_dcp_backport.transfer.plan import Agreement, Table, Terms
 from torch_dcp_backport.transfer.spread import Boxes
 from torch_dcp_backport.transfer.staging import copy_to
 
@@ -34,9 +35,9 @@ def first_rank(call: Call) -> int:
 def agree(call: Call, condition: str = "", note: object = None, device: str = "") -> Agreement:
     """As `Call.agree`, where nothing is wanted of a transfer; alone, too."""
     if call.groups:
-        return call.agree({}, condition=condition, note=note, device=device)
+        return call.agree({}, Terms(device=device, condition=condition, note=note))
     call.raise_alone()
-    return Agreement({}, [Table({}, (call.rank,), note=note)], 0, device or "cpu", False)
+    return Agreement([Table({}, (call.rank,), note=note)], 0, device or "cpu")
 
 
 def publish(call: Call, inventory: Optional[Mapping[Any, object]]) -> dict[Any, Any]:
@@ -57,11 +58,9 @@ def settle(call: Call, so_far: str = UNCHANGED) -> None:
         RuntimeError: some rank has problems, and nothing was changed.
         TransferError: some rank has problems after something was written.
     """
-    known = [(call.rank, problem) for problem in call.problems]
-    if call.groups:
-        known, _ = agree_on_mesh(call.problems, call.groups, so_far=so_far)
+    findings, _ = agree_on_mesh(call.findings, call.groups, so_far=so_far)
     kind = RuntimeError if so_far == UNCHANGED else TransferError
-    raise_together(call.title, known, call.cause, kind, so_far)
+    raise_together(call.title, findings, call.cause, kind, so_far)
 
 
 #: Gives the memory of a box of an HF tensor.
@@ -95,15 +94,26 @@ def _routes(share: Share, have: Mapping[str, Boxes], want: Mapping[str, Boxes]) 
     return {key: Route(have[key], want[key], share.tensors[key].dtype) for key in have}
 
 
+class Blocks(Exchange):
+    """An exchange of boxes in memory that callables give."""
+
+    def __init__(self, call: Call, agreement: Agreement, plan: Plan, source: Memory, target: Memory) -> None:
+        super().__init__(call, agreement, plan, {}, {})
+        self.source = source
+        self.target = target
+
+    def read(self, key: Key, box: Box) -> torch.Tensor:
+        return self.source(str(key), box)
+
+    def write(self, key: Key, box: Box) -> torch.Tensor:
+        return self.target(str(key), box)
+
+
+@torch.no_grad()
 def _move(call: Call, agreement: Agreement, routes: Mapping[Key, Route], read: Memory, write: Memory) -> None:
-    def reading(key: Key, box: Box) -> torch.Tensor:
-        return read(str(key), box)
-
-    def writing(key: Key, box: Box) -> torch.Tensor:
-        return write(str(key), box)
-
     if call.groups:
-        exchange(call, Plan(routes, call.ranks, call.rank), agreement, reading, writing)
+        plan = Plan(routes, call.ranks, call.rank)
+        Blocks(call, agreement, plan, read, write).run(plan.nbytes)
         return
     for key, box, _ in Plan(routes, (call.rank,), call.rank).own():
-        copy_to(writing(key, box), reading(key, box))
+        copy_to(write(str(key), box), read(str(key), box))
