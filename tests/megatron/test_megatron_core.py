@@ -1,6 +1,6 @@
-"""megatron-core's GPTModel on the CPU: loaded, it computes what transformers does; saved, it is as before.
+"""megatron-core's own GPTModel on the CPU: loaded, it computes what transformers does; saved, nothing changes.
 
-Its constructors ask for CUDA. The stand-ins below are all that a CPU needs, in this test's ranks alone.
+Its constructors ask for CUDA. The stand-ins below are all that a CPU needs; no other test has them.
 """
 
 from __future__ import annotations
