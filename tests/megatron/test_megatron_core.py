@@ -1,4 +1,4 @@
-"""megatron-core's GPTModel on the CPU: loaded, it computes what transformers does; saved, nothing changes.
+"""megatron-core's GPTModel on the CPU: it computes what transformers does, and is saved as it was loaded.
 
 Its constructors ask for CUDA. The stand-ins below are all that a CPU needs; no other test has them.
 """
