@@ -81,8 +81,8 @@ class EmptyStateDictLoadPlanner:
         is_coordinator: bool = False,
     ) -> None:
         """Fill `state_dict` with room for what is to be loaded."""
-        assert not state_dict
-        assert metadata is not None
+        if state_dict or metadata is None:
+            raise AssertionError("an empty state dict is filled, from the metadata of a checkpoint")
         paths = metadata.planner_data or {}
         for key, stored in metadata.state_dict_metadata.items():
             if self._should_include_key(key, metadata):
