@@ -146,13 +146,13 @@ class Engine:
         self.staging.pack(buffer, ((piece, self.read(piece.key, piece.box)) for piece in pieces))
 
     def unpack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        self.staging.unpack(buffer, self.to_targets(pieces))
-        self.tally.received(moved(pieces))
+        def moves() -> Iterator[Move]:
+            for piece in pieces:
+                self.written[piece.key] = None
+                yield piece, self.write(piece.key, piece.box)
 
-    def to_targets(self, pieces: Iterable[Piece]) -> Iterator[Move]:
-        for piece in pieces:
-            self.written[piece.key] = None
-            yield piece, self.write(piece.key, piece.box)
+        self.staging.unpack(buffer, moves())
+        self.tally.received(moved(pieces))
 
     def copy_own(self, boxes: Iterable[KeyedBox], nbytes: float = math.inf) -> None:
         """Copy boxes that this rank holds and wants, up to that with which they come to `nbytes`."""
