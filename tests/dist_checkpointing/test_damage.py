@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -14,6 +15,7 @@ import torch
 
 from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
+from torch_dcp_backport.dist_checkpointing.engine import metadata, values
 
 VALUES = {
     "small": torch.arange(12.0).view(3, 4),
@@ -125,6 +127,23 @@ def test_metadata_that_would_run_code_is_refused(
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Crafted(function, *args)))
     with pytest.raises(CheckpointingException, match="which a checkpoint's metadata has no use for"):
         load(checkpoint)
+
+
+def test_a_program_is_not_run() -> None:
+    """torch.load up to 2.5 gives a module, whose loading code has run, with weights_only too."""
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.Identity()), file)
+    with pytest.raises(values.Unloadable, match="TorchScript"):
+        values.loads(file.getvalue())
+    assert torch.equal(values.loads(values.dumps({"a": torch.ones(2)}))["a"], torch.ones(2))
+
+
+def test_damaged_metadata_is_not_unpickled(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytearray((checkpoint / metadata.NAME).read_bytes())
+    data[10] ^= 1
+    monkeypatch.setattr(metadata, "Reader", None)
+    with pytest.raises(metadata.Refused, match="checksum"):
+        metadata.from_bytes(bytes(data))
 
 
 def test_a_file_outside_the_folder_is_refused(checkpoint: Path) -> None:

@@ -166,6 +166,10 @@ def from_bytes(data: bytes) -> Index:
     Raises:
         Refused: it is damaged, names classes that it has no use for, or is of a later format.
     """
+    end = len(data) - len(TRAILER) - 4
+    # First of all: a single bit can make an unpickler ask for gigabytes.
+    if data[end:-4] == TRAILER and data[-4:] != zlib.crc32(data[:end]).to_bytes(4, "big"):
+        raise Refused("its checksum is wrong")
     with paused_gc():
         whole, length = Reader(data, METADATA, STUBBED).read()
         trailer = data[length:]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Memory, 
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place
 from torch_dcp_backport.dist_checkpointing.engine.records import bytes_to_words, form_of, strides_of
 from torch_dcp_backport.dist_checkpointing.engine.runs import LARGEST, extent_of, is_one_run, pieces
+from torch_dcp_backport.dist_checkpointing.engine.values import loads
 from torch_dcp_backport.dist_checkpointing.engine.writer import bytes_of
 from torch_dcp_backport.transfer import Box, Problem
 from torch_dcp_backport.transfer.staging import part_of
@@ -252,7 +252,7 @@ class Reader:
         place = read.chunk.place
         data = source.bytes_at(place.offset, place.length)
         verify_entries(data, source.name)
-        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        value = loads(bytes(data))
         part_of(read.target, read.holds, read.part).copy_(part_of(value, read.chunk.box, read.part))
 
     def read_object(self, place: Place) -> bytes:

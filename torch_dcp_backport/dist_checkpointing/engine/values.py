@@ -44,6 +44,19 @@ def dumps(value: object) -> bytes:
     return file.getvalue()
 
 
+def is_torchscript(data: bytes) -> bool:
+    """Whether `torch.load` takes these bytes for a TorchScript program.
+
+    Up to torch 2.5 it runs one, with `weights_only=True` too (CVE-2025-32434).
+    """
+    file = io.BytesIO(data)
+    if not data.startswith(b"PK"):
+        return False
+    # As torch.load looks: another reader of zip files could find other names in a crafted one.
+    reader: Any = torch._C.PyTorchFileReader(file)
+    return "constants.pkl" in reader.get_all_records()
+
+
 def loads(data: bytes, trust: bool = False) -> Any:
     """The value in `data`; tensors on the CPU.
 
@@ -57,6 +70,12 @@ def loads(data: bytes, trust: bool = False) -> Any:
     try:
         if trust:
             return torch.load(file, map_location="cpu", weights_only=False)
+        is_script = is_torchscript(data)
+    except Exception as error:
+        raise Unloadable(f"it is damaged, or cannot be made here: {error}") from error
+    if is_script:
+        raise Unloadable("it is a TorchScript program, which torch up to 2.5 runs when it is loaded")
+    try:
         with compat.allowed_globals(safe):
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
