@@ -146,6 +146,26 @@ def test_damaged_metadata_is_not_unpickled(checkpoint: Path, monkeypatch: pytest
         metadata.from_bytes(bytes(data))
 
 
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (ShardedTensor(7, torch.ones(2), torch.float32, (2,), (2,), (0,), (1,)), "7"),
+        (ShardedTensor("a", torch.ones(2), torch.float32, (2.0,), (2,), (0,), (1,)), "float"),
+        (
+            ShardedTensor("a", torch.ones(2), torch.float32, (2,), (2,), (0,), (1,), replica_id=None),
+            "NoneType",
+        ),
+        (ShardedTensor("o/shard_0_1", torch.ones(2), torch.float32, (2,), (2,), (0,), (1,)), "/shard_"),
+        (ShardedObject("o", 1, (1,), (0.0,)), "float"),
+    ],
+)
+def test_what_could_not_be_loaded_again_is_not_saved(checkpoint: Path, part: Any, words: str) -> None:
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    with pytest.raises(CheckpointingException, match=words):
+        room.save({"part": part}, checkpoint)
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
 def test_a_file_outside_the_folder_is_refused(checkpoint: Path) -> None:
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     del metadata.torch_dcp_backport

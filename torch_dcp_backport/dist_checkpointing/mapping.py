@@ -13,7 +13,7 @@ from typing import Any, Optional, Union
 
 import torch
 
-from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, check_fields
 from torch_dcp_backport.dist_checkpointing.dict_utils import dict_list_map_inplace
 from torch_dcp_backport.dist_checkpointing.engine.parts import part_of_this_rank
 
@@ -90,6 +90,10 @@ class ShardedTensor(ShardedBase):
         Raises:
             CheckpointingException: naming the key and the two values that disagree.
         """
+        numbers = (*self.local_shape, *self.global_shape, *self.global_offset, self.prepend_axis_num)
+        check_fields(self.key, numbers, self.replica_id)
+        if "/shard_" in self.key:
+            self._refuse("the key of an object's place", self.key, 'no "/shard_"')
         if self.flattened_range is not None:
             self._refuse("flattened ranges are not supported", self.flattened_range, None)
         if self.data is not None and self.data.dtype != self.dtype:
@@ -290,6 +294,7 @@ class ShardedObject(ShardedBase):
         Raises:
             CheckpointingException: naming the key.
         """
+        check_fields(self.key, (*self.global_shape, *self.global_offset), self.replica_id)
         if "/" in self.key:
             raise CheckpointingException(f'an object whose key has a "/": {self.key}')
         inside = all(0 <= place < extent for place, extent in zip(self.global_offset, self.global_shape))
