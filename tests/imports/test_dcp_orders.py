@@ -249,3 +249,130 @@ def test_one_thread_is_torchs_own_loop_in_the_callers(fresh: Fresh) -> None:
         """
     ).facts
     assert facts["calls"] == [[True, 1, 2]]
+
+
+CLASSES = {
+    "as it is": "",
+    "reloaded": "importlib.reload(planners)",
+    "a subclass in its place": """
+class Mine(planners._EmptyStateDictLoadPlanner):
+    pass
+planners._EmptyStateDictLoadPlanner = loader._EmptyStateDictLoadPlanner = Mine
+""",
+    "a function in its place": """
+stock = planners._EmptyStateDictLoadPlanner
+planners._EmptyStateDictLoadPlanner = lambda *args, **kwargs: stock(*args, **kwargs)
+""",
+}
+
+
+@pytest.mark.parametrize("how", CLASSES)
+def test_a_load_by_key_whatever_the_name_of_torchs_class_stands_for(fresh: Fresh, how: str) -> None:
+    facts = fresh(
+        """
+import importlib, torch, torch_dcp_backport, torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.default_planner as planners
+from torch.distributed.checkpoint import state_dict_loader as loader
+warnings.simplefilter("ignore")
+dcp.save({"a": torch.ones(3)}, checkpoint_id="saved")
+"""
+        + CLASSES[how]
+        + """
+loaded = loader._load_state_dict_from_keys({"a"}, checkpoint_id="saved")
+tell(loaded={key: value.tolist() for key, value in loaded.items()})
+"""
+    ).facts
+    assert facts["loaded"] == {"a": [1, 1, 1]}
+
+
+def test_planner_data_that_is_no_mapping(fresh: Fresh) -> None:
+    facts = fresh(
+        """
+        import torch, torch_dcp_backport, torch.distributed.checkpoint.state_dict
+        from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+        from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata, TensorProperties
+        stored = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2]), [])
+        state = {}
+        _EmptyStateDictLoadPlanner().set_up_planner(state, Metadata({"a": stored}, planner_data=("x",)))
+        tell(shapes={key: list(value.shape) for key, value in state.items()})
+        """
+    ).facts
+    assert facts["shapes"] == {"a": [2]}
+
+
+def test_the_hints_of_a_method(fresh: Fresh) -> None:
+    facts = fresh(
+        """
+        import torch_dcp_backport, typing, torch.distributed.checkpoint.state_dict
+        from torch.distributed.checkpoint import FileSystemWriter
+        tell(hints=sorted(typing.get_type_hints(FileSystemWriter.write_data)))
+        """
+    ).facts
+    assert {"plan", "planner", "return"} <= set(facts["hints"])
+
+
+@affected
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_file_that_was_not_written_is_an_error(fresh: Fresh, threads: int) -> None:
+    facts = fresh(
+        f"threads = {threads}"
+        """
+import os, queue, torch, torch_dcp_backport, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+warnings.simplefilter("ignore")
+class Empty(FileSystem):
+    def create_stream(self, path, mode):
+        if "distcp" in path.name:
+            raise queue.Empty
+        return super().create_stream(path, mode)
+writer = dcp.FileSystemWriter("saved", thread_count=threads)
+writer.fs = Empty()
+try:
+    dcp.save({"a": torch.ones(2), "b": torch.ones(3)}, storage_writer=writer)
+    error = ""
+except dcp.api.CheckpointException as caught:
+    error = str(caught)
+tell(error=error, published=os.path.exists("saved/.metadata"))
+"""
+    ).facts
+    assert "was not written" in facts["error"]
+    assert not facts["published"]
+
+
+@affected
+def test_an_interrupt_waits_for_the_files_that_are_being_written(fresh: Fresh) -> None:
+    facts = fresh(
+        """
+        import os, signal, threading, time, torch, torch_dcp_backport, torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.filesystem import FileSystem
+        warnings.simplefilter("ignore")
+        open_files, begun = set(), threading.Event()
+        class Slow(FileSystem):
+            def create_stream(self, path, mode):
+                stream = super().create_stream(path, mode)
+                if "distcp" in path.name and threading.current_thread() is not threading.main_thread():
+                    open_files.add(path)
+                    begun.set()
+                    time.sleep(2)
+                    open_files.discard(path)
+                elif "distcp" in path.name:
+                    begun.wait(30)
+                return stream
+        writer = dcp.FileSystemWriter("saved", single_file_per_rank=False, thread_count=2)
+        writer.fs = Slow()
+        def interrupt():
+            begun.wait(30)
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGINT)
+        threading.Thread(target=interrupt).start()
+        try:
+            dcp.save({"a": torch.ones(2), "b": torch.ones(3)}, storage_writer=writer)
+            error = ""
+        except BaseException as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        tell(error=error, still_open=len(open_files), published=os.path.exists("saved/.metadata"))
+        """
+    ).facts
+    assert "KeyboardInterrupt" in facts["error"]
+    assert facts["still_open"] == 0
+    assert not facts["published"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import pickle
@@ -14,6 +15,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import fakes
 import pytest
@@ -792,6 +795,61 @@ def test_somebody_elses_patch_is_left_alone(shim: Callable[[], None], strict: bo
     assert same(stock(), before)
 
 
+def wrapped(function: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(function)
+    def wrapper(*args: object) -> str:
+        return f"wrapped {function(*args)}"
+
+    return wrapper
+
+
+def other(*args: object) -> str:
+    return "other"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("theirs", [wrapped, lambda _: other], ids=["a wrapper", "another function"])
+def test_what_is_patched_after_us_is_left_alone_while_we_wait(theirs: Any, strict: bool) -> None:
+    """As what is patched once we have replaced it: all else is replaced, and status() tells."""
+    low = load("fakehost.low")
+    before = dict(vars(low)), low.Writer.write
+    subject = installer(strict)
+    subject.install()
+    low.move, low.Writer.write = move, write = theirs(low.move), theirs(low.Writer.write)
+    high = load("fakehost.high")
+    status = subject.status()
+    assert status.outcome == "applied"
+    assert set(status.overridden) >= {"fakehost.low.move", "fakehost.low.Writer.write"}
+    assert (low.move, low.Writer.write) == (move, write)
+    assert low.spread is high.spread is load("fakeprovider").spread
+    is_wrapper = theirs is wrapped
+    assert low.move({}, "cpu") == ("wrapped our move" if is_wrapper else "other")
+    assert low.Writer().write(b"") == ("wrapped our write" if is_wrapper else "other")
+    subject.remove()
+    assert low.move({}, "cpu") == ("wrapped stock move" if is_wrapper else "other")
+    assert low.spread is before[0]["spread"]
+
+
+@pytest.mark.parametrize("while_in_place", ["applied", "removed"])
+def test_a_patch_that_ends_puts_a_stub_back(while_in_place: str) -> None:
+    """As unittest.mock does: the stub calls what it should, and is nobody else's."""
+    low = load("fakehost.low")
+    stock_write = low.Writer.write
+    subject = installer()
+    subject.install()
+    with mock.patch.object(low.Writer, "write", other):
+        if while_in_place == "removed":
+            subject.remove()
+        load("fakehost.high")
+    assert low.Writer().write(b"") == ("our write" if while_in_place == "applied" else "stock write")
+    subject.remove()
+    again = installer()
+    again.install()
+    assert_applied(again)
+    again.remove()
+    assert low.Writer.write is stock_write
+
+
 WRONG = {
     "a name is missing": {
         "high": fakes.HIGH.replace("def _load(", "def _load2(").replace("return _load(", "return _load2(")
@@ -879,7 +937,7 @@ def test_half_way_failure_restores_everything(host: Path, monkeypatch: pytest.Mo
 def test_the_second_class_fails_and_the_first_gets_its_name_back(monkeypatch: pytest.MonkeyPatch) -> None:
     load("fakehost.high")
     before = stock()
-    plan = replace.plan(fakes.TABLE, (2, 6), False, {})
+    plan = replace.plan(fakes.TABLE, (2, 6), False)
 
     class Refuses(type):
         def __setattr__(cls, name: str, value: object) -> None:

@@ -103,7 +103,7 @@ def test_the_whole_set_can_be_planned(preview: bool) -> None:
     before = torch_dcp_backport.status().outcome
     torch_dcp_backport.deactivate()
     try:
-        swaps = replace.plan(TABLE, TORCH, preview, {}).swaps  # type: ignore[arg-type]
+        swaps = replace.plan(TABLE, TORCH, preview).swaps  # type: ignore[arg-type]
         assert [swap.name for swap in swaps] == [
             t.name for t in TABLE.targets if t.since <= TORCH < t.until or (preview and t.until == TORCH)
         ]

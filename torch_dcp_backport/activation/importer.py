@@ -194,7 +194,7 @@ class Installer:
 
     def _put_stubs(self) -> None:
         decision, modules = self.decision, self._without_stubs()
-        found = replace.find(self.table, modules, decision.release, decision.preview, {})
+        found = replace.find(self.table, modules, decision.release, decision.preview)
         swaps = [swap._replace(ours=_stub(swap)) for swap in found]
         late = not self._late.isdisjoint(modules)
         early = self._find_early(swaps, late) if late else Early([], [], [])
@@ -202,7 +202,7 @@ class Installer:
         self._write(Replacement(Plan(swaps, []), early), modules)
 
     def _apply(self) -> None:
-        stubs = {id(swap.ours): swap.stock for stubs in self._stubs for swap in stubs.swaps}
+        stubs = [swap for step in self._stubs for swap in step.swaps]
         plan = replace.plan(self.table, self.decision.release, self.decision.preview, stubs)
         early = self._find_early(plan.swaps, self.table.trigger in self._late)
         self._tell_early(early)

@@ -9,7 +9,7 @@ import functools
 import linecache
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import NamedTuple, cast
@@ -26,6 +26,8 @@ from torch_dcp_backport.activation.bindings import (
 from torch_dcp_backport.activation.holders import class_namespace, namespace_of, within
 from torch_dcp_backport.activation.table import FIRST, Table, Target
 
+# The module whose functions stand for torch's until the set is complete.
+STUBS = "torch_dcp_backport.activation.importer"
 # Torch decorates some of its functions with these, and with its own.
 _DECORATORS = ("contextlib", "functools")
 _LAYERLESS = ("@no_type_check",)  # returns what it is given
@@ -51,11 +53,8 @@ class Plan(NamedTuple):
     attributes: list[ClassAttribute]
 
 
-def plan(table: Table, release: tuple[int, int], preview: bool, stubs: Mapping[int, object]) -> Plan:
-    """The whole set, checked; Refused where one member cannot be replaced.
-
-    `stubs`: the id of each stub that stands in one of torch's modules, and what it stands for.
-    """
+def plan(table: Table, release: tuple[int, int], preview: bool, stubs: Sequence[Swap] = ()) -> Plan:
+    """The whole set, checked; Refused where one member cannot be replaced. `stubs`: as for `find`."""
     swaps, attributes = [], []
     for swap in find(table, table.modules, release, preview, stubs):
         swap = swap._replace(ours=replacement_of(table, swap.module, swap.name))
@@ -82,9 +81,16 @@ def find(
     modules: Collection[str],
     release: tuple[int, int],
     preview: bool,
-    stubs: Mapping[int, object],
+    stubs: Sequence[Swap] = (),
 ) -> list[Swap]:
-    """What is to be replaced in these modules, each with itself yet; Refused where it is not torch's own."""
+    """What is to be replaced in these modules, each with itself yet; Refused where it is not torch's own.
+
+    `stubs`: those that were put. What another tool put in the place of one since is as what it replaces
+    after us: left alone, and told as overridden. A wrapper around the stub calls ours by then.
+    """
+    put = {swap.dotted: swap for swap in stubs}
+    # By name, and the id of what stands in the place of a stub: other modules import it from there.
+    instead: dict[tuple[str, int], Swap] = {}
     swaps = []
     for target in table.targets:
         if target.module not in modules or not target.serves(release, preview):
@@ -98,10 +104,14 @@ def find(
             if _required(target, release, preview):
                 raise Refused("unsupported", f"{target.module} has no {target.name}: unknown layout")
             continue
-        stock = stubs.get(id(held), held)
+        stock = behind_stub(held)
         swap = Swap(target.module, target.name, weakref.ref(holder), held, stock, stock)
         foreign = foreign_layer(stock, table)
-        if foreign is not None:
+        stub = put.get(swap.dotted, instead.get((swap.key, id(held))))
+        if foreign is not None and stub is not None:
+            instead[swap.key, id(held)] = stub
+            swap = swap._replace(held=stub.ours, stock=stub.stock, ours=stub.stock)
+        elif foreign is not None:
             raise Refused(
                 "conflict",
                 f"{swap.dotted} was already replaced by {foreign}: remove one of the two, "
@@ -109,6 +119,12 @@ def find(
             )
         swaps.append(swap)
     return swaps
+
+
+def behind_stub(value: object) -> object:
+    """Torch's own function where this is a stub, of an earlier activation or another copy of us too."""
+    stands_for = getattr(value, "__wrapped__", None) if _home(value) == STUBS else None
+    return value if stands_for is None else stands_for
 
 
 def _required(target: Target, release: tuple[int, int], preview: bool) -> bool:

@@ -71,8 +71,7 @@ class EmptyStateDictLoadPlanner:
         """Whether this key was asked for, or one above it; there is none above a key without a path."""
         if self.keys is None or key in self.keys:
             return True
-        path = (metadata.planner_data or {}).get(key, ())
-        return any(name in self.keys for name in accumulate(path, "{}.{}".format))
+        return any(name in self.keys for name in accumulate(path_of(key, metadata), "{}.{}".format))
 
     def set_up_planner(
         self: Any,
@@ -83,12 +82,30 @@ class EmptyStateDictLoadPlanner:
         """Fill `state_dict` with room for what is to be loaded."""
         if state_dict or metadata is None:
             raise AssertionError("an empty state dict is filled, from the metadata of a checkpoint")
-        paths = metadata.planner_data or {}
         for key, stored in metadata.state_dict_metadata.items():
             if self._should_include_key(key, metadata):
                 room: Any = stored
                 if isinstance(stored, TensorStorageMetadata):
                     room = torch.empty(stored.size, dtype=stored.properties.dtype)
-                set_element(state_dict, paths.get(key, (key,)), room)
-        above: Any = super(planners._EmptyStateDictLoadPlanner, self)
+                set_element(state_dict, path_of(key, metadata) or (key,), room)
+        above: Any = super(own_class(self), self)
         above.set_up_planner(state_dict, metadata, is_coordinator)
+
+
+def path_of(key: str, metadata: Metadata) -> tuple[Any, ...]:
+    """Where the value of a key stood in the nested state dict; nothing where that was not recorded."""
+    paths = metadata.planner_data
+    if not paths or key not in paths:
+        return ()
+    path: tuple[Any, ...] = paths[key]
+    return path
+
+
+def own_class(planner: Any) -> type[Any]:
+    """Torch's class among those of a planner. Its name in the module may stand for another one by now."""
+    name = EmptyStateDictLoadPlanner.__name__
+    return next(
+        kind
+        for kind in type(planner).__mro__
+        if (kind.__module__, kind.__qualname__.lstrip("_")) == (default_planner.__name__, name)
+    )

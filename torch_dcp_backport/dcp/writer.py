@@ -1,22 +1,24 @@
 """`FileSystemWriter.write_data` that fails where one of its threads fails.
 
-Torch's own code writes each file; only the threads around it are ours. Must never leave one of them running.
+Torch's own code writes each file; only the threads around it are ours. Must never leave one of them writing.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from queue import Queue
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-    from torch.distributed.checkpoint.storage import WriteResult
+#: Seconds between two looks at whether the threads are done, after an interrupt.
+PATIENCE = 0.01
 
 
 class File(NamedTuple):
@@ -38,7 +40,7 @@ class FileSystemWriter:
         ]
         files = [File(self.fs.concat_path(self.path, name), name, part) for name, part in zip(names, parts)]
 
-        def write(some: Iterable[File]) -> list[list[WriteResult]]:
+        def write(some: Sequence[File]) -> list[list[WriteResult]]:
             """The results of each file."""
             waiting: Queue[File] = Queue()
             written: Queue[list[WriteResult]] = Queue()
@@ -53,7 +55,12 @@ class FileSystemWriter:
                 use_fsync=self.sync_files,
                 thread_count=self.thread_count,
             )
-            return [written.get() for _ in range(written.qsize())]
+            if written.qsize() != len(some):
+                # Torch's loop takes a queue.Empty that the storage or the planner raises for its own end.
+                raise RuntimeError(
+                    f"{some[written.qsize()].name} was not written: something raised queue.Empty"
+                )
+            return [written.get() for _ in some]
 
         results = (
             write(files) if self.thread_count <= 1 else write_in_threads(write, files, self.thread_count)
@@ -64,45 +71,52 @@ class FileSystemWriter:
 
 
 def write_in_threads(
-    write: Callable[[Iterable[File]], list[list[WriteResult]]], files: Sequence[File], count: int
+    write: Callable[[Sequence[File]], list[list[WriteResult]]], files: Sequence[File], count: int
 ) -> list[list[WriteResult]]:
     """What `write` returns for the files, one by one, in `count` threads, of which the caller's is one.
 
-    Raises what the first of them raised; by then the others are done with the file that they were at.
+    Raises what the first of them raised, or an interrupt of the caller's; by then the others are done with
+    the file that they were at. A second interrupt ends that wait.
     """
     waiting = deque(files)
     written: list[list[WriteResult]] = []
     failures: list[BaseException] = []
+    #: Threads that are at a file, by their numbers. They say so before they look at the failures.
+    busy: set[int] = set()
 
-    def work() -> None:
+    def work(number: int) -> None:
         try:
-            while not failures:
+            while True:
+                busy.add(number)
+                if failures:
+                    return
                 try:
                     file = waiting.popleft()
                 except IndexError:
                     return
-                results = write([file])
-                if file.items and not results:
-                    # Torch's loop takes a queue.Empty that the storage or the planner raises for its own end.
-                    raise RuntimeError(f"{file.name} was not written: something raised queue.Empty")
-                written.extend(results)
+                written.extend(write([file]))
         except BaseException as error:
             failures.append(error)
+        finally:
+            busy.discard(number)
 
-    threads = [threading.Thread(target=work) for _ in range(1, count)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, count)]
     try:
         for thread in threads:
             thread.start()
-        work()
+        work(0)
         for thread in threads:
             thread.join()
     except BaseException as error:  # no room for a thread, or an interrupt
+        is_second = any(not isinstance(failure, Exception) for failure in failures)
         failures.append(error)
-        for thread in filter(threading.Thread.is_alive, threads):
-            thread.join()
+        # An interrupted start() or join() leaves threads that say of themselves that they do not run.
+        busy.discard(0)
+        while busy and not is_second:
+            time.sleep(PATIENCE)
     if failures:
         try:
-            raise failures[0]
+            raise next((error for error in failures if not isinstance(error, Exception)), failures[0])
         finally:
             failures.clear()  # it holds, by its traceback, the frames that hold this list, and their tensors
     return written
