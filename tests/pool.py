@@ -132,6 +132,31 @@ class Pool:
         self.folder.cleanup()
 
 
+class Pools:
+    """The pools of a session, by world size and API; one that lost a rank is followed by another."""
+
+    def __init__(self, api: str, *, timeout: float = 30.0, limit: float = LIMIT) -> None:
+        self.api = api
+        self.timeout = timeout
+        self.limit = limit
+        self.open: dict[tuple[int, str], Pool] = {}
+
+    def get(self, world: int = 4, api: str = "") -> Pool:
+        key = world, api or self.api
+        pool = self.open.get(key)
+        if pool is None or not pool.usable:
+            pool = self.open[key] = Pool(*key, timeout=self.timeout, limit=self.limit)
+        return pool
+
+    def run(self, function: Callable[..., Any], *args: Any, world: int = 4, **kwargs: Any) -> list[Any]:
+        """On 4 ranks (or `world=`); the function gets the module of the API first."""
+        return self.get(world).run(function, *args, **kwargs)
+
+    def close(self) -> None:
+        for pool in self.open.values():
+            pool.close()
+
+
 def serve_forks(switch: str, modules: tuple[str, ...], ranks: Sequence[Any]) -> None:
     """Import, and be the ranks; once one of them is gone, so is this process."""
     os.setpgid(0, 0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
-from pool import OURS, STOCK, Pool, RankError
+from pool import OURS, STOCK, Pools, RankError
 
 #: The release on which stock torch must fail where we do not. A failed function costs its processes,
 #: and starting others takes seconds, so that one release of the broken ones has to do.
@@ -33,36 +33,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
-class Pools:
-    def __init__(self) -> None:
-        self.open: dict[tuple[int, str], Pool] = {}
-
-    def get(self, world: int, api: str = OURS) -> Pool:
-        pool = self.open.get((world, api))
-        if pool is None or not pool.usable:
-            pool = self.open[world, api] = Pool(world, api)
-        return pool
-
-    def close(self) -> None:
-        for pool in self.open.values():
-            pool.close()
-
-
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
-    pools = Pools()
+    pools = Pools(OURS)
     yield pools
     pools.close()
 
 
 @pytest.fixture
 def ranks(pools: Pools) -> Callable[..., list[Any]]:
-    """Run a function on 4 ranks (or `world=`) with our functions."""
-
-    def run(function: Callable[..., Any], *args: Any, world: int = 4, **kwargs: Any) -> list[Any]:
-        return pools.get(world).run(function, *args, **kwargs)
-
-    return run
+    return pools.run
 
 
 @pytest.fixture
