@@ -104,7 +104,7 @@ def test_random_orders_in_threads(fresh: Fresh) -> None:
             return f"seed {seed}: a deadlock with us in it"
         if facts["errors"]:
             texts = [text for text in facts["errors"] if "torch_dcp_backport" in text]
-            return str(texts) if texts else f"torch's own, {len(facts['circles'])} deadlocks"
+            return str(texts) if texts else f"torch's own, {len(facts['deadlocks'])} deadlocks"
         return f"{facts['outcome']}: {facts['home']}"
 
     with ThreadPoolExecutor(2) as pool:
