@@ -166,6 +166,11 @@ def report(argv: list[str]) -> int:
 
 
 def checkpoint(argv: list[str]) -> int:
+    if argv[:1] in (["list"], ["prune"]):
+        from torch_dcp_backport.checkpoint import commands
+
+        action = commands.list_steps if argv[0] == "list" else commands.prune
+        return action(argv[1:], f"{PROG} checkpoint {argv[0]}")
     from torch_dcp_backport.dist_checkpointing.inspection import main as checkpoint
 
     return checkpoint(argv, f"{PROG} checkpoint")
