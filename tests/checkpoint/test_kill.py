@@ -1,4 +1,4 @@
-"""A save that is killed at every step: older steps are there, and the next start leaves nothing lying about."""
+"""A save that is killed at every step: older steps are there, and the next start clears up."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_killed_at_every_step(tmp_path: Path, step: int, keep: int | None) -> No
         older.handler.default_local_dir = root
         older.handler.max_ckpt_to_keep = None
         for number in (1, 2):
-            older.train(number)
+            older.train(number, number)
             older.handler.save_checkpoint(number)
             before[number] = older.state()
-        older.train(step + 10)
+        older.train(step + 10, 5)
         older.handler.max_ckpt_to_keep = keep
         total = saved_until(older, step, limit)
         after = older.state()
@@ -66,5 +66,6 @@ def test_killed_at_every_step(tmp_path: Path, step: int, keep: int | None) -> No
         assert not list(root.glob(".*"))
         if total < limit:
             break
-    assert total is not None and 20 < total < limit
+    assert total is not None
+    assert 20 < total < limit
     assert resumed == step

@@ -25,21 +25,25 @@ class Loader:
 
 
 class Trainer:
-    def __init__(self, root: Path, model: nn.Module | None = None, *, config: Any = None, **options: Any) -> None:
+    def __init__(
+        self, root: Path, model: nn.Module | None = None, *, config: Any = None, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)) if model is None else model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
         self.loader = Loader()
-        self.manager = FSDPCheckpointManager(self.model, self.optimizer, self.schedule, checkpoint_config=config)
+        self.manager = FSDPCheckpointManager(
+            self.model, self.optimizer, self.schedule, checkpoint_config=config
+        )
         self.handler = CheckpointHandler(self.manager, self.loader, default_local_dir=root, **options)
 
-    def train(self, seed: int = 0) -> None:
+    def train(self, seed: int = 0, gradient: int = 1) -> None:
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed)
         for parameter in self.model.parameters():
-            parameter.grad = torch.ones_like(parameter) * (seed + 1)
+            parameter.grad = torch.ones_like(parameter) * gradient
         self.optimizer.step()
         self.schedule.step()
         self.loader.position += 1
