@@ -1,13 +1,14 @@
 """A training that may be killed at any moment: started again, it goes on from its newest good step.
 
-    torchrun --nproc-per-node 4 examples/train_resume.py --root runs/demo --steps 40 --every 5
+    torchrun --nproc-per-node 4 examples/train_resume.py
 
-Start it again after a kill, on the same number of ranks for the same losses to the last bit, or on another
-number: the order of the data and the learning rates are then the same. CPU or CUDA.
+With `--root FOLDER`, start it again after a kill: on the same number of ranks for the same losses to the last
+bit, or on another number, for the same learning rates and order of the data. CPU or CUDA.
 """
 
 import argparse
 import os
+import tempfile
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class Batches:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--root", required=True)
+    parser.add_argument("--root", help="where the steps are; by default a new folder")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=5)
     args = parser.parse_args()
@@ -85,6 +86,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
+    root = [args.root or tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(root)  # every rank sees this folder
 
     torch.manual_seed(0)
     model: Any = DistributedDataParallel(Model().to(device))
@@ -95,7 +98,7 @@ def main() -> None:
     torch.manual_seed(100 + rank)  # dropout differs between ranks
 
     manager = FSDPCheckpointManager(model, optimizer, schedule)
-    handler = CheckpointHandler(manager, batches, default_local_dir=args.root, max_ckpt_to_keep=2)
+    handler = CheckpointHandler(manager, batches, default_local_dir=root[0], max_ckpt_to_keep=2)
     first = handler.load_checkpoint()  # 0 in a new root
     with SaveSignals() as signals:
         for step in range(first + 1, args.steps + 1):

@@ -27,6 +27,7 @@ The fix of torch.distributed.checkpoint.state_dict for torch >= 2.4, < 2.7.
   verify ...                 load a model with stock torch and with the fix, and compare memory and values
   report                     print what a bug report needs, to be pasted
   checkpoint inspect DIR     say what a sharded checkpoint holds; `checkpoint verify DIR` reads all of it
+  checkpoint list ROOT       say which steps of a run are good; `checkpoint prune ROOT` removes old ones
   run SCRIPT ARGS...         run a script with the fix active, as `python SCRIPT ARGS...` would
   run -m MODULE ARGS...      run a module with the fix active, as `python -m MODULE ARGS...` would
   help [COMMAND]             this, or more about a command
