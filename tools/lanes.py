@@ -95,6 +95,7 @@ SAME_EVERYWHERE = _files("imports", (*COMMANDS, *STATE))
 BETWEEN = (
     "tests/conformance",
     "tests/unit",
+    "tests/checkpoint",
     "tests/dist_checkpointing",
     "tests/hf",
     "tests/megatron",

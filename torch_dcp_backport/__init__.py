@@ -26,9 +26,10 @@ __all__ = [
 ]
 
 # The libraries beside the shim. They import torch, so whoever names one first loads it.
-_ROOMS = ("dist_checkpointing", "hf", "megatron", "state_dict", "transfer")
+_ROOMS = ("checkpoint", "dist_checkpointing", "hf", "megatron", "state_dict", "transfer")
 
 if TYPE_CHECKING:
+    from torch_dcp_backport import checkpoint as checkpoint
     from torch_dcp_backport import dist_checkpointing as dist_checkpointing
     from torch_dcp_backport import hf as hf
     from torch_dcp_backport import megatron as megatron

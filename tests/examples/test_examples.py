@@ -17,6 +17,7 @@ SAYS = {
     "hsdp_full_state": "8 tensors on 2 replicas of 2 shards",
     "lora_from_meta": "4 base weights loaded, 8 adapters saved",
     "sharded_checkpoint": r"32 tensors saved by 4 ranks and loaded by 2\nsave: .*\nload: ",
+    "train_resume": r"step 1 loss (?s:.*)step 40 loss ",
     "tp_fsdp2_full_state": r"16 tensors; model\[0\].up.weight is placed as \(_StridedShard",
 }
 

@@ -54,12 +54,12 @@ def test_the_shim_loads_none_of_the_rooms_beside_it(fresh: Fresh, room: str) -> 
         import torch_dcp_backport
         torch_dcp_backport.{room}.__name__
         import torch.distributed.checkpoint.state_dict
-        rooms = ("dist_checkpointing", "hf", "megatron")
+        rooms = ("checkpoint", "dist_checkpointing", "hf", "megatron")
         loaded = [name for name in rooms if f"torch_dcp_backport.{{name}}" in sys.modules]
         tell(loaded=loaded, lazily=[getattr(torch_dcp_backport, name).__name__ for name in rooms])
         """
     ).facts
-    names = ["torch_dcp_backport.dist_checkpointing", "torch_dcp_backport.hf", "torch_dcp_backport.megatron"]
+    names = [f"torch_dcp_backport.{room}" for room in ("checkpoint", "dist_checkpointing", "hf", "megatron")]
     assert facts == {"loaded": [], "lazily": names}
 
 

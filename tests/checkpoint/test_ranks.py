@@ -1,0 +1,243 @@
+"""Managers and handlers on several ranks: another number of ranks, faults of one, damaged steps."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankError
+from torch import nn
+from trainer import Trainer, same
+
+from torch_dcp_backport.checkpoint import SaveSignals, store
+from torch_dcp_backport.dist_checkpointing import CheckpointingException
+
+try:
+    from torch.distributed.fsdp import fully_shard
+except ImportError:  # torch 2.4 and 2.5
+    from torch.distributed._composable.fsdp import fully_shard
+
+
+def sharded(seed: int = 0) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+def whole(trainer: Trainer) -> list[torch.Tensor]:
+    return [parameter.full_tensor().detach() for parameter in trainer.model.parameters()]
+
+
+def save_sharded(api: Any, root: Path) -> list[torch.Tensor]:
+    trainer = Trainer(root, sharded())
+    trainer.train(dist.get_rank(), dist.get_rank() + 1)
+    trainer.handler.save_checkpoint(3)
+    return whole(trainer)
+
+
+def load_sharded(api: Any, root: Path, expected: list[torch.Tensor]) -> dict[str, Any]:
+    trainer = Trainer(root, sharded(1))
+    trainer.train(50 + dist.get_rank())
+    assert trainer.handler.load_checkpoint() == 3
+    assert all(map(torch.equal, whole(trainer), expected))
+    return trainer.state()
+
+
+def test_as_it_was_on_the_same_ranks_and_on_others(ranks, tmp_path) -> None:
+    expected = ranks(save_sharded, tmp_path, world=4)[0]
+    four = ranks(load_sharded, tmp_path, expected, world=4)
+    assert len({tuple(state["draws"]) for state in four}) == 4
+    two = ranks(load_sharded, tmp_path, expected, world=2)
+    assert [state["draws"] for state in two] == [state["draws"] for state in four[:2]]
+    assert [state["rate"] for state in two] == [state["rate"] for state in four[:2]]
+    three = ranks(load_sharded, tmp_path, expected, world=3)
+    assert {state["position"] for state in three} == {1}
+
+
+class Engine:
+    """Around a manager, and fails where it is told to."""
+
+    def __init__(self, manager: Any, fails: str) -> None:
+        self.manager = manager
+        self.fails = fails
+
+    def save_checkpoint(self, **arguments: Any) -> None:
+        self.manager.save_checkpoint(**arguments)
+        if self.fails == "save":
+            raise OSError("no room on this node")
+
+    def load_checkpoint(self, path: str) -> None:
+        self.manager.load_checkpoint(path)
+        if self.fails == "load" and path.endswith("global_step_2"):
+            raise ValueError("not to my liking")
+
+
+def trained(root: Path, steps: int = 2, **options: Any) -> tuple[Trainer, dict[int, Any]]:
+    """A plain model on every rank, saved after each step; what it was then."""
+    trainer, states = Trainer(root, **options), {}
+    for step in range(1, steps + 1):
+        trainer.train(10 * step + dist.get_rank(), step)
+        trainer.handler.save_checkpoint(step)
+        states[step] = trainer.state()
+    return trainer, states
+
+
+def fail_to_save(api: Any, root: Path) -> str:
+    trainer, states = trained(root)
+    trainer.handler.engine = Engine(trainer.manager, "save" if dist.get_rank() == 1 else "")
+    with pytest.raises(CheckpointingException) as caught:
+        trainer.handler.save_checkpoint(3)
+    dist.barrier()
+    assert [step.fault for step in store.steps_in(root)] == ["", ""]
+    assert not list(root.glob(".*"))
+    fresh = Trainer(root)
+    assert fresh.handler.load_checkpoint() == 2
+    assert same(fresh.state(), states[2])
+    return str(caught.value)
+
+
+def test_a_rank_that_fails_to_save_leaves_the_older_steps(ranks, tmp_path) -> None:
+    (text,) = set(ranks(fail_to_save, tmp_path, world=2))
+    assert "rank 1: OSError: no room on this node" in text
+    assert store.name_of(3) not in os.listdir(tmp_path)
+
+
+def fall_back(api: Any, root: Path, damage: str) -> None:
+    rank = dist.get_rank()
+    _, states = trained(root)
+    dist.barrier()
+    last, before = root / "global_step_2", root / "global_step_1"
+    shard = "dist_ckpt/__1_0.distcp"
+    if rank == 0 and damage == "a flipped bit":
+        data = bytearray((last / shard).read_bytes())
+        data[-300] ^= 4
+        (last / shard).write_bytes(data)
+    if rank == 0 and damage == "another step's shard":
+        shutil.copy(before / shard, last / shard)
+    if rank == 0 and damage == "a missing data state":
+        (last / "data_1.pt").unlink()
+    dist.barrier()
+    fresh = Trainer(root)
+    fresh.handler.engine = Engine(fresh.manager, "load" if damage == "an engine that fails" and rank else "")
+    assert fresh.handler.load_checkpoint() == 1
+    assert same(fresh.state(), states[1])
+
+
+@pytest.mark.parametrize(
+    "damage", ["a flipped bit", "another step's shard", "a missing data state", "an engine that fails"]
+)
+def test_the_step_before_is_taken_on_all_ranks(ranks, tmp_path, damage: str) -> None:
+    ranks(fall_back, tmp_path, damage, world=2)
+
+
+def none_good(api: Any, root: Path, explicit: bool) -> str:
+    trained(root)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for step in store.steps_in(root):
+            (step.path / "manifest.json").unlink()
+    dist.barrier()
+    options: dict[str, Any] = {}
+    if explicit:
+        options = {"resume_mode": "resume_path", "resume_from_path": root / "global_step_2"}
+    fresh = Trainer(root, **options)
+    before = fresh.state()
+    with pytest.raises(CheckpointingException) as caught:
+        fresh.handler.load_checkpoint()
+    after = fresh.state()
+    assert all(map(torch.equal, before["parameters"], after["parameters"]))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_no_good_step_is_an_error_and_no_new_beginning(ranks, tmp_path, explicit: bool) -> None:
+    (text,) = set(ranks(none_good, tmp_path, explicit, world=2))
+    assert "no manifest.json" in text
+    assert "global_step_2" in text
+    assert ("global_step_1" in text) is not explicit
+
+
+def other_data(api: Any, root: Path, on_data: str) -> int:
+    trainer = Trainer(root)
+    trainer.loader.position = 7 + dist.get_rank()
+    trainer.handler.save_checkpoint(1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.copy(root / "global_step_1/data_0.pt", root / "global_step_1/data_9.pt")
+    dist.barrier()
+    fresh = Trainer(root, on_data=on_data)
+    assert fresh.handler.load_checkpoint() == 1
+    return fresh.loader.position
+
+
+def test_states_of_data_that_do_not_fit_are_an_error_unless_asked(ranks, tmp_path) -> None:
+    assert ranks(other_data, tmp_path / "restart", "restart", world=2) == [0, 0]
+    with pytest.raises(
+        RankError, match="3 data loaders were saved with states that differ, and 2 are loaded"
+    ):
+        ranks(other_data, tmp_path / "error", "error", world=2)
+
+
+def parts(api: Any, root: Path) -> None:
+    saved = Trainer(root, config={"save_contents": ["model", "extra"]})
+    saved.train(1)
+    saved.manager.save_checkpoint(root / "global_step_1" / "actor", global_step=1)
+    expected = saved.state()
+    model = Trainer(root, config={"load_contents": ["model"]})
+    model.train(2)
+    before = model.state()
+    model.manager.load_checkpoint(root / "global_step_1" / "actor")
+    after = model.state()
+    assert all(map(torch.equal, after["parameters"], expected["parameters"]))
+    assert all(map(torch.equal, after["moments"], before["moments"]))
+    assert after["rate"] == before["rate"]
+    whole = Trainer(root)
+    with pytest.raises(CheckpointingException, match="has no optimizer; it has model, extra"):
+        whole.manager.load_checkpoint(root / "global_step_1" / "actor")
+    larger = Trainer(root, nn.Sequential(nn.Linear(6, 5)), config={"load_contents": ["model"]})
+    with pytest.raises(CheckpointingException, match=r"only the checkpoint has model\.1\.bias"):
+        larger.manager.load_checkpoint(root / "global_step_1" / "actor")
+
+
+def test_a_manager_alone_saves_and_loads_parts(ranks, tmp_path) -> None:
+    ranks(parts, tmp_path, world=2)
+
+
+def keep_two(api: Any, root: Path) -> None:
+    trainer = Trainer(root)
+    for step in range(1, 5):
+        for name in ("actor", "critic"):
+            path = root / f"global_step_{step}" / name
+            trainer.manager.save_checkpoint(path, global_step=step, max_ckpt_to_keep=2)
+    dist.barrier()
+    left = sorted(path.relative_to(root).as_posix() for path in root.glob("global_step_*/*"))
+    assert left == [f"global_step_{step}/{name}" for step in (3, 4) for name in ("actor", "critic")]
+
+
+def test_a_manager_alone_keeps_the_newest_of_its_name(ranks, tmp_path) -> None:
+    ranks(keep_two, tmp_path, world=2)
+
+
+def signalled(api: Any) -> list[bool]:
+    import signal
+
+    with SaveSignals() as signals:
+        answers = [signals.should_save()]
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        answers += [signals.should_save(), signals.should_save(), signals.should_save(dist.get_rank() == 0)]
+    return answers
+
+
+def test_a_signal_to_one_rank_saves_on_all_at_the_same_step(ranks) -> None:
+    assert ranks(signalled, world=2) == [[False, True, False, True]] * 2

@@ -1,0 +1,208 @@
+"""Step folders by what is on disk: good or why not, kept, removed, put back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_dcp_backport.checkpoint import commands, manifest, store
+from torch_dcp_backport.checkpoint.manifest import Damaged, Manifest
+
+
+def published(root: Path, step: int, content: bytes = b"values") -> Path:
+    final = root / store.name_of(step)
+    before = store.identity_of(final)
+    draft = store.draft_of(final)
+    (draft / "part").mkdir()
+    (draft / "part" / "file").write_bytes(content)
+    entries = {"part/file": manifest.entry_of(draft / "part/file")}
+    manifest.write(draft, Manifest(step, 4, 0.0, entries))
+    store.publish(draft, final, before)
+    return final
+
+
+def states(root: Path) -> dict[int, str]:
+    return {step.step: step.fault for step in store.steps_in(root)}
+
+
+def test_newest_first_and_good(tmp_path: Path) -> None:
+    for step in (20, 100, 3):
+        published(tmp_path, step)
+    assert list(states(tmp_path).items()) == [(100, ""), (20, ""), (3, "")]
+    assert sorted(path.name for path in (tmp_path / "global_step_3").iterdir()) == ["manifest.json", "part"]
+
+
+def cut(folder: Path) -> None:
+    (folder / "part/file").write_bytes(b"value")
+
+
+def lose(folder: Path) -> None:
+    (folder / "part/file").unlink()
+
+
+def garble(folder: Path) -> None:
+    path = folder / manifest.NAME
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def empty(folder: Path) -> None:
+    (folder / manifest.NAME).write_bytes(b"")
+
+
+def unmark(folder: Path) -> None:
+    (folder / manifest.NAME).unlink()
+
+
+def rename(folder: Path) -> None:
+    folder.rename(folder.with_name("global_step_9"))
+
+
+DAMAGE = {
+    cut: "part/file has 5 bytes, and had 6",
+    lose: "part/file: No such file or directory",
+    garble: "manifest.json ",
+    empty: "manifest.json cannot be read",
+    unmark: "no manifest.json: the save did not come to its end",
+    rename: "its manifest is of step 7",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_a_damaged_step_is_not_good(tmp_path: Path, damage) -> None:
+    damage(published(tmp_path, 7))
+    (fault,) = states(tmp_path).values()
+    assert fault.startswith(DAMAGE[damage])
+
+
+def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
+    folder = published(tmp_path, 7)
+    path, right = folder / manifest.NAME, manifest.read(folder)
+    data = path.read_bytes()
+    for number in range(len(data) * 8):
+        wrong = bytearray(data)
+        wrong[number // 8] ^= 1 << number % 8
+        path.write_bytes(wrong)
+        with contextlib.suppress(Damaged):
+            assert manifest.read(folder) == right
+
+
+def test_a_file_of_another_step_has_another_checksum(tmp_path: Path) -> None:
+    first, second = published(tmp_path, 1, b"first "), published(tmp_path, 2, b"second")
+    (first / "part/file").rename(second / "part/file")
+    assert states(tmp_path)[2] == ""  # sizes say nothing
+    assert len(list(manifest.wrong_checksums(second, manifest.read(second)))) == 1
+    assert list(manifest.wrong_checksums(second, manifest.read(second), 1, 2)) == []  # another rank's share
+
+
+@pytest.mark.parametrize(
+    "keep, bad, left",
+    [
+        (None, (), (5, 4, 3, 2, 1)),
+        (1, (), (5,)),
+        (2, (), (5, 4)),
+        (9, (), (5, 4, 3, 2, 1)),
+        (1, (5,), (5, 4)),
+        (2, (4,), (5, 4, 3)),
+        (2, (1, 5), (5, 4, 3)),
+        (1, (1, 2, 3, 4, 5), (5, 4, 3, 2, 1)),
+    ],
+)
+def test_retention_keeps_the_newest_good_ones(tmp_path: Path, keep, bad, left) -> None:
+    for step in range(1, 6):
+        folder = published(tmp_path, step)
+        if step in bad:
+            lose(folder)
+    for step in store.retired(store.steps_in(tmp_path), keep):
+        store.remove(step.path)
+    assert tuple(states(tmp_path)) == left
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    published(tmp_path, 1, b"first")
+    folder = published(tmp_path, 1, b"second")
+    assert (folder / "part/file").read_bytes() == b"second"
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_another_writer_of_the_same_step_is_told(tmp_path: Path, is_there: bool) -> None:
+    final = tmp_path / "global_step_1"
+    if is_there:
+        published(tmp_path, 1, b"old")
+    before = store.identity_of(final)
+    draft = store.draft_of(final)
+    published(tmp_path, 1, b"theirs")
+    with pytest.raises(store.AnotherWriter, match="another writer published global_step_1"):
+        store.publish(draft, final, before)
+    assert (final / "part/file").read_bytes() == b"theirs"
+
+
+def dead_draft(root: Path) -> Path:
+    """As a process leaves it that is killed."""
+    code = "import sys; from pathlib import Path; from torch_dcp_backport.checkpoint import store\n"
+    code += "print(store.draft_of(Path(sys.argv[1]) / 'global_step_5'))"
+    done = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, check=True)
+    return Path(done.stdout.split()[-1])
+
+
+def test_what_the_dead_left_is_removed_and_what_the_living_write_is_not(tmp_path: Path) -> None:
+    own, dead = store.draft_of(tmp_path / "global_step_4"), dead_draft(tmp_path)
+    far, old = store.draft_of(tmp_path / "global_step_6"), store.draft_of(tmp_path / "global_step_7")
+    for draft in (far, old):
+        (draft / store.OWNER).write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
+    for path in (old / store.OWNER, old):
+        os.utime(path, (0, 0))
+    (tmp_path / ".global_step_3.old-00000000").mkdir()
+    (tmp_path / "somebody's").mkdir()
+    store.clean(tmp_path)
+    assert not dead.exists()
+    assert not old.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {own.name, far.name, "somebody's"}
+
+
+def test_a_step_that_lost_its_name_gets_it_back(tmp_path: Path) -> None:
+    folder = published(tmp_path, 5)
+    folder.rename(tmp_path / ".global_step_5.was-00000000")
+    store.clean(tmp_path)
+    assert states(tmp_path) == {5: ""}
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"12 ", b"\xff"])
+def test_a_garbled_tracker_is_no_number(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / store.TRACKER).write_bytes(content)
+    assert store.tracked(tmp_path) == (12 if content == b"12 " else None)
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.list_steps([str(tmp_path)], "checkpoint list") == 1
+    for step in (1, 2, 3):
+        published(tmp_path, step)
+    lose(tmp_path / "global_step_3")
+    capsys.readouterr()
+    assert commands.list_steps([str(tmp_path)], "checkpoint list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["3", "2", "1"]
+    assert "No such file" in lines[0]
+    assert lines[1].endswith("good")
+    assert commands.list_steps([str(tmp_path), "--json"], "checkpoint list") == 0
+    listed = json.loads(capsys.readouterr().out)["steps"]
+    assert [(step["step"], step["bytes"], step["ranks"]) for step in listed] == [
+        (3, 6, 4),
+        (2, 6, 4),
+        (1, 6, 4),
+    ]
+    assert commands.prune([str(tmp_path), "--keep", "1", "--dry-run"], "checkpoint prune") == 0
+    assert "would remove" in capsys.readouterr().out
+    assert list(states(tmp_path)) == [3, 2, 1]
+    assert commands.prune([str(tmp_path), "--keep", "1"], "checkpoint prune") == 0
+    assert list(states(tmp_path)) == [3, 2]
+    assert commands.prune([str(tmp_path), "--keep", "0"], "checkpoint prune") == 2

@@ -1,0 +1,27 @@
+"""Checkpoints of a run that is never lost: steps published whole, the newest good one found again.
+
+verl's names (`verl.utils.checkpoint`) on `dist_checkpointing`. Knows a trainer's parts; must never train.
+"""
+
+from torch_dcp_backport.checkpoint.expiry import SaveSignals, should_save_ckpt_esi
+from torch_dcp_backport.checkpoint.fsdp import FSDPCheckpointManager
+from torch_dcp_backport.checkpoint.handler import (
+    CheckpointHandler,
+    OrchestrationMode,
+    extract_step,
+    find_latest_ckpt_path,
+    get_checkpoint_tracker_filename,
+)
+from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
+
+__all__ = [
+    "BaseCheckpointManager",
+    "CheckpointHandler",
+    "FSDPCheckpointManager",
+    "OrchestrationMode",
+    "SaveSignals",
+    "extract_step",
+    "find_latest_ckpt_path",
+    "get_checkpoint_tracker_filename",
+    "should_save_ckpt_esi",
+]

@@ -1,0 +1,66 @@
+"""`checkpoint list ROOT` and `checkpoint prune ROOT`. Imports no torch beyond what its room does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from torch_dcp_backport.checkpoint import store
+from torch_dcp_backport.checkpoint.store import Step
+
+CODES = "exit codes: 0 fine; 1 no good step; 2 wrong usage"
+
+
+def list_steps(argv: list[str], prog: str) -> int:
+    """The command `checkpoint list`."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description="List the steps of a run: good, or why not.", epilog=CODES
+    )
+    parser.add_argument("root", metavar="ROOT", type=Path)
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    args = parser.parse_args(argv)
+    steps = store.steps_in(args.root)
+    if args.json:
+        print(json.dumps({"root": str(args.root), "steps": [as_dict(step) for step in steps]}, indent=2))
+    else:
+        print("\n".join(map(line_of, steps)) or f"no steps in {args.root}")
+    return 0 if any(not step.fault for step in steps) else 1
+
+
+def prune(argv: list[str], prog: str) -> int:
+    """The command `checkpoint prune`."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Remove all but the newest good steps of a run.", epilog=CODES
+    )
+    parser.add_argument("root", metavar="ROOT", type=Path)
+    parser.add_argument("--keep", type=int, required=True, metavar="N", help="how many good steps stay")
+    parser.add_argument("--dry-run", action="store_true", help="only say which")
+    args = parser.parse_args(argv)
+    if args.keep < 1:
+        print(f"{prog}: --keep {args.keep}: keep at least 1", file=sys.stderr)
+        return 2
+    verb = "would remove" if args.dry_run else "removing"
+    store.prune(args.root, args.keep, lambda step: print(f"{verb} {line_of(step)}"), args.dry_run)
+    return 0 if any(not step.fault for step in store.steps_in(args.root)) else 1
+
+
+def as_dict(step: Step) -> dict[str, object]:
+    content = step.manifest
+    facts: dict[str, object] = {"step": step.step, "path": str(step.path), "fault": step.fault}
+    if content is not None:
+        facts.update(bytes=content.nbytes, ranks=content.world, made_at=content.made_at)
+    return facts
+
+
+def line_of(step: Step) -> str:
+    content = step.manifest
+    if content is None:
+        return f"{step.step:>10}  {step.fault}"
+    minutes = max(0.0, time.time() - content.made_at) / 60
+    state = step.fault or "good"
+    return (
+        f"{step.step:>10}  {content.nbytes:>16,} bytes  {content.world:>4} ranks  {minutes:8.0f} min  {state}"
+    )

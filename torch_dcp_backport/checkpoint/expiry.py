@@ -1,0 +1,76 @@
+"""When to save beside every n steps: before a reservation ends, and when the machine is told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any, Optional
+
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, consult
+from torch_dcp_backport.transfer.groups import Group
+
+#: Set by Volcano Engine and by SageMaker: seconds since 1970 at which the machines are taken away.
+EXPIRY = (
+    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def should_save_ckpt_esi(
+    max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0
+) -> bool:
+    """Whether the next step and a save would not fit before the reservation of these machines ends.
+
+    Args are in seconds. False without a reservation, and after its end (verl's says True for ever on
+    SageMaker). By this machine's clock: pass it to `SaveSignals.should_save`, which tells all ranks.
+    """
+    for name in EXPIRY:
+        try:
+            left = float(os.environ[name]) - time.time()
+        except (KeyError, ValueError):
+            continue
+        return 0 < left <= max_steps_duration + save_ckpt_duration + redundant_time
+    return False
+
+
+class SaveSignals:
+    """Notes SIGTERM and SIGUSR1 until all ranks ask together. A context; former handlers are called too."""
+
+    def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, process_group: Group = None) -> None:
+        self.process_group = process_group
+        self.signals = tuple(signals)
+        self._received = False
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> SaveSignals:
+        for number in self.signals:
+            self._former[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, former in self._former.items():
+            signal.signal(number, former)
+        self._former = {}
+
+    def _note(self, number: int, frame: Optional[FrameType]) -> None:
+        self._received = True
+        former = self._former.get(signal.Signals(number))
+        if callable(former):
+            former(number, frame)
+
+    def should_save(self, expires: bool = False) -> bool:
+        """Whether any rank was told to stop since the last time, or `expires` on any; the same on all.
+
+        Collective.
+        """
+
+        def decide(told: Mapping[int, bool]) -> Mapping[int, bool]:
+            return dict.fromkeys(told, any(told.values()))
+
+        with begin("cannot agree on a save", "save", self.process_group) as call:
+            received, self._received = self._received, False
+            return bool(consult(call, received or expires, decide, Topic("asking for signals")))

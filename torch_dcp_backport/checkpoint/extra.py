@@ -1,0 +1,88 @@
+"""Random states, and what a load on another number of ranks makes of them.
+
+Must never make a random number: what it reads is what the next one comes from.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.dist_checkpointing import ShardedObject
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+#: The key of the random states in a checkpoint, one for each rank.
+RNG = "rng"
+
+
+def rng_state(kind: str = "cpu") -> dict[str, Any]:
+    """The states of Python's, numpy's (where it is loaded), torch's generators and this rank's device's."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "random": [version, list(words), gauss]}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = [name, keys.tolist(), int(position), int(has_gauss), float(cached)]
+    module = device_rng(kind)
+    if module is not None:
+        state["device"] = module.get_rng_state()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any], kind: str = "cpu") -> None:
+    """Set the generators to what `rng_state` returned."""
+    torch.set_rng_state(state["cpu"])
+    version, words, gauss = state["random"]
+    random.setstate((version, tuple(words), gauss))
+    if "numpy" in state:
+        import numpy
+
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+    module = device_rng(kind)
+    if module is not None and "device" in state:
+        module.set_rng_state(state["device"])
+
+
+def device_rng(kind: str) -> Any:
+    """The module with the generator of an accelerator; None for the CPU."""
+    module = compat.device_module(kind) if kind not in ("cpu", "meta") else None
+    return module if module is not None and hasattr(module, "get_rng_state") else None
+
+
+def device_type_of(model: nn.Module) -> str:
+    """Where a model's parameters are; the CPU where it has none."""
+    return next((parameter.device.type for parameter in model.parameters()), "cpu")
+
+
+def own_object(state: Mapping[str, Any], rank: int, world: int) -> ShardedObject:
+    """The random states of a rank, as one of a grid."""
+    return ShardedObject(RNG, dict(state), (world,), (rank,))
+
+
+def wanted_objects(rank: int, world: int, saved_world: int) -> list[ShardedObject]:
+    """The random states that a rank loads: its own first, then those that no rank would ask for."""
+    own = rank % saved_world
+    return [
+        ShardedObject(RNG, None, (saved_world,), (place,), replica_id=rank // saved_world)
+        for place in (own, *range(rank + world, saved_world, world))
+    ]
+
+
+def warn_of_other_world(world: int, saved_world: int) -> None:
+    if world != saved_world:
+        logger.warning(
+            "saved by %d ranks, loaded by %d: rank r goes on with the random state of rank r %% %d, so that "
+            "random numbers are not those of an undisturbed run",
+            saved_world,
+            world,
+            saved_world,
+        )

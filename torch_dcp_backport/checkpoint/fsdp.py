@@ -1,0 +1,168 @@
+"""The manager of what `state_dict` knows: a model, plain or by DDP, FSDP2, HSDP, TP, and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from torch_dcp_backport.checkpoint import extra
+from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
+from torch_dcp_backport.checkpoint.together import tell_all
+from torch_dcp_backport.dist_checkpointing import (
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    load_common_state_dict,
+    load_tensors_metadata,
+    save,
+)
+from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.dist_checkpointing.training_state import (
+    MODEL,
+    OPTIMIZER,
+    described,
+    restored_of,
+    state_of,
+)
+from torch_dcp_backport.state_dict import set_model_state_dict, set_optimizer_state_dict, set_state_dict
+
+#: The sharded checkpoint, and what opens a model with transformers, below the manager's folder.
+SHARDED, HUGGING_FACE = "dist_ckpt", "huggingface"
+CANNOT_LOAD = "cannot load the checkpoint"
+SCHEDULER, WORLD, SAVED = "lr_scheduler", "world", "contents"
+
+
+class FSDPCheckpointManager(BaseCheckpointManager):
+    """As verl's, in arguments and methods; its checkpoint loads on any number of ranks and any mesh.
+
+    Model and optimizer are one sharded checkpoint of `dist_checkpointing`. Scheduler and step are those of
+    the first rank; each rank has its own random states.
+    """
+
+    def write(self, folder: Path, step: int) -> None:
+        path = folder / SHARDED
+        path.mkdir(parents=True, exist_ok=True)
+        state: dict[str, Any] = {"step": step, SAVED: list(self.checkpoint_save_contents)}
+        rank, world = self.place()
+        if self.should_save_extra:
+            state.update({WORLD: world, extra.RNG: extra.own_object(self.get_rng_state(), rank, world)})
+            if self.lr_scheduler is not None:
+                state[SCHEDULER] = self.lr_scheduler.state_dict()
+        save(
+            {**state, **described(self.halves(self.should_save_model, self.should_save_optimizer))},
+            path,
+            process_group=self.process_group,
+        )
+        if rank == 0:
+            self.write_configuration(folder / HUGGING_FACE)
+
+    def write_configuration(self, folder: Path) -> None:
+        """What `from_pretrained` needs beside weights, of what the model and the tokenizer offer."""
+        for part in (getattr(self.unwrapped, "config", None), self.processing_class):
+            save_part = getattr(part, "save_pretrained", None)
+            if save_part is not None:
+                save_part(str(folder))
+
+    def read(self, folder: Path) -> None:
+        path = folder / SHARDED
+        common = self.agree_on(path)
+        state = self.halves(self.should_load_model, self.should_load_optimizer)
+        asked = described(state)
+        rank, world = self.place()
+        saved_world = common.get(WORLD, world)
+        if self.should_load_extra:
+            asked[extra.RNG] = extra.wanted_objects(rank, world, saved_world)
+        is_whole = set(self.checkpoint_load_contents) >= set(common[SAVED])
+        if not is_whole:
+            self.check_keys(path, asked)
+        strict = "raise_all" if is_whole else "raise_unexpected"
+        loaded = load(asked, path, strict=strict, process_group=self.process_group)
+        self.restore({key: restored_of(part, loaded[key]) for key, part in state.items()})
+        if self.should_load_extra:
+            if self.lr_scheduler is not None and SCHEDULER in loaded:
+                self.lr_scheduler.load_state_dict(loaded[SCHEDULER])
+            if rank == 0:
+                extra.warn_of_other_world(world, saved_world)
+            # Last: what comes before may make random numbers.
+            self.load_rng_state(loaded[extra.RNG][0])
+
+    def agree_on(self, path: Path) -> Mapping[str, Any]:
+        """The common state, once it has what is to be loaded."""
+
+        def common() -> Mapping[str, Any]:
+            state = load_common_state_dict(path)
+            absent = [name for name in self.checkpoint_load_contents if name not in state.get(SAVED, ())]
+            if absent:
+                held = ", ".join(state.get(SAVED, ())) or "nothing that this manager knows"
+                raise CheckpointingException(f"{path} has no {', '.join(absent)}; it has {held}")
+            if self.should_load_extra and self.lr_scheduler is not None and SCHEDULER not in state:
+                raise CheckpointingException(f"{path} was saved without a scheduler; this manager has one")
+            return {name: state[name] for name in (SAVED, WORLD) if name in state}
+
+        with begin(CANNOT_LOAD, "load", self.process_group) as call:
+            return tell_all(call, common, "reading what was saved")  # type: ignore[no-any-return]
+
+    def check_keys(self, path: Path, asked: Mapping[str, Any]) -> None:
+        """Refuse keys of a loaded half that only the checkpoint has; a load of a part looks for none."""
+
+        def compare() -> None:
+            own = set(keys_of(asked))
+            halves = tuple(f"{name}." for name in (MODEL, OPTIMIZER) if name in asked)
+            left = [key for key in load_tensors_metadata(path) if key.startswith(halves) and key not in own]
+            if left:
+                raise CheckpointingException(f"only the checkpoint has {', '.join(sorted(left)[:5])}")
+
+        with begin(CANNOT_LOAD, "load", self.process_group) as call:
+            tell_all(call, compare, "comparing keys")
+
+    def halves(self, has_model: bool, has_optimizer: bool) -> dict[str, Any]:
+        """The state dicts of the model and of its optimizers, with DTensors."""
+        if not (has_model or has_optimizer):
+            return {}
+        state = state_of(self.model, self.optimizers if has_optimizer else ())
+        wanted = {MODEL: has_model, OPTIMIZER: has_optimizer}
+        return {key: part for key, part in state.items() if wanted[key]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if MODEL in state and OPTIMIZER in state:
+            set_state_dict(
+                self.model,
+                self.optimizers,
+                model_state_dict=state[MODEL],
+                optim_state_dict=state[OPTIMIZER],
+            )
+        elif MODEL in state:
+            set_model_state_dict(self.model, state[MODEL])
+        elif OPTIMIZER in state:
+            set_optimizer_state_dict(self.model, self.optimizers, state[OPTIMIZER])
+
+    @property
+    def optimizers(self) -> Any:
+        return () if self.optimizer is None else self.optimizer
+
+    @property
+    def unwrapped(self) -> Any:
+        """The user's own model."""
+        model = self.model
+        while isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module
+        return model
+
+    def place(self) -> tuple[int, int]:
+        """This rank in the manager's process group, and how many there are."""
+        if not dist.is_initialized():
+            return 0, 1
+        return dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+
+
+def keys_of(value: Any) -> list[str]:
+    """The keys of the tensors and objects in a sharded state dict."""
+    if isinstance(value, (ShardedTensor, ShardedObject)):
+        return [value.key]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [key for part in parts for key in keys_of(part)]

@@ -1,0 +1,275 @@
+"""One save and one resume of a training: the engine's parts, the data loader's, the step folders of a run.
+
+Names and arguments are those of verl's `CheckpointHandler`. Collective.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch.distributed as dist
+
+from torch_dcp_backport.checkpoint import store, together
+from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.core import Folder
+from torch_dcp_backport.dist_checkpointing.engine import files, values
+from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, ranks_of
+from torch_dcp_backport.transfer.groups import Group
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+MODES = ("disable", "auto", "resume_path")
+CANNOT_RESUME = "cannot resume"
+
+
+class OrchestrationMode(Enum):
+    SPMD = 0
+    RAY = 1
+
+
+class Found(NamedTuple):
+    """What the first rank found in a root."""
+
+    #: Good steps, newest first: (step, path).
+    good: list[tuple[int, str]]
+    #: Why the others are not: one text each.
+    faults: list[str]
+    tracked: Optional[int]
+
+
+class CheckpointHandler:
+    """Saves steps so that the newest good one is always there, and finds it again."""
+
+    def __init__(
+        self,
+        engine: Any,
+        train_dataloader: Any = None,
+        *,
+        default_local_dir: Folder,
+        max_ckpt_to_keep: Optional[int] = None,
+        default_hdfs_dir: Optional[str] = None,
+        resume_mode: str = "auto",
+        resume_from_path: Optional[Folder] = None,
+        mode: OrchestrationMode = OrchestrationMode.SPMD,
+        on_data: str = "error",
+        verify: bool = True,
+        process_group: Group = None,
+    ) -> None:
+        """Remember what to save, and where. Not collective.
+
+        Args:
+            engine: a checkpoint manager, or anything with verl's `save_checkpoint(local_path=, global_step=,
+                max_ckpt_to_keep=)` and `load_checkpoint(path)`; with `is_mp_src_rank_with_outputs()` and
+                `get_data_parallel_rank()` where ranks share a data loader.
+            train_dataloader: with `state_dict()` and `load_state_dict()`, as torchdata's StatefulDataLoader.
+            default_local_dir: the root of all steps; every rank sees it.
+            max_ckpt_to_keep: how many good steps to keep, by what is on disk; None keeps all.
+            resume_mode: "disable" starts at step 0; "auto" takes the newest good step; "resume_path" takes
+                `resume_from_path` and no other.
+            on_data: what to do where the states of data loaders do not fit the ranks of today: "error", or
+                "restart" the data.
+            verify: compare every file with its checksum before a step is loaded.
+
+        Raises:
+            ValueError: an option that is not there, or not there yet.
+        """
+        if resume_mode not in MODES:
+            raise ValueError(f"resume_mode={resume_mode!r}: expected one of {', '.join(MODES)}")
+        if resume_mode == "resume_path" and resume_from_path is None:
+            raise ValueError("resume_mode='resume_path' needs resume_from_path")
+        if on_data not in ("error", "restart"):
+            raise ValueError(f"on_data={on_data!r}: expected error or restart")
+        if default_hdfs_dir is not None:
+            raise ValueError("default_hdfs_dir is not supported yet: copy a step once it is saved")
+        if mode is not OrchestrationMode.SPMD and getattr(mode, "name", mode) != "SPMD":
+            raise ValueError(f"mode={mode}: only SPMD is supported yet")
+        if train_dataloader is not None and not has_state(train_dataloader) and on_data != "restart":
+            raise ValueError(
+                "the data loader has no state_dict() and load_state_dict(): its data would start from the "
+                "beginning after a resume (take torchdata's StatefulDataLoader, or say on_data='restart')"
+            )
+        if max_ckpt_to_keep is not None and max_ckpt_to_keep < 1:
+            raise ValueError(f"max_ckpt_to_keep={max_ckpt_to_keep}: keep at least 1, or None for all")
+        self.engine = engine
+        self.train_dataloader = train_dataloader
+        self.default_local_dir = Path(default_local_dir)
+        self.max_ckpt_to_keep = max_ckpt_to_keep
+        self.resume_mode = resume_mode
+        self.resume_from_path = resume_from_path
+        self.on_data = on_data
+        self.verify = verify
+        self.process_group = process_group
+
+    def save_checkpoint(self, step: int) -> Path:
+        """Save a step. Collective.
+
+        Returns:
+            Its folder, which is whole.
+
+        Raises:
+            CheckpointingException: the same on every rank; the steps saved before are as they were.
+        """
+        root = self.default_local_dir
+        final = root / store.name_of(step)
+
+        def follow() -> None:
+            store.write_tracker(root, step)
+            for old in store.retired(store.steps_in(root), self.max_ckpt_to_keep):
+                store.remove(old.path)
+
+        together.write_folder(
+            final, step, lambda draft: self.write(draft, step), then=follow, group=self.process_group
+        )
+        return final
+
+    def write(self, draft: Path, step: int) -> None:
+        self.engine.save_checkpoint(local_path=str(draft), global_step=step, max_ckpt_to_keep=None)
+        if self.is_data_source and has_state(self.train_dataloader):
+            state = values.dumps(self.train_dataloader.state_dict())
+            files.publish(draft / f"data_{self.data_rank}.pt", state)
+
+    def load_checkpoint(self) -> int:
+        """Load what `resume_mode` says, and return its step; 0 where there is nothing to resume. Collective.
+
+        A step that fails on any rank is passed over, with a warning, for the one before it.
+
+        Raises:
+            CheckpointingException: there are steps and none of them could be loaded, or `resume_from_path`
+                could not; the same on every rank.
+        """
+        if self.resume_mode == "disable":
+            return 0
+        with begin(CANNOT_RESUME, "load", self.process_group) as call:
+            found = Found(*together.tell_all(call, self.found, "looking for steps"))
+            is_first = call.rank == ranks_of(call)[0]
+        failures = list(found.faults)
+        for step, path in found.good:
+            try:
+                together.read_folder(Path(path), self.read, is_verified=self.verify, group=self.process_group)
+            except CheckpointingException as error:
+                if self.resume_mode == "resume_path":
+                    raise
+                failures.append(f"{path}: {error}")
+                continue
+            if is_first:
+                tell(failures, step, found.tracked)
+            return step
+        if failures:
+            raise CheckpointingException(
+                f"{CANNOT_RESUME}: no step in {self.default_local_dir} is good: {'; '.join(failures)}"
+            )
+        return 0
+
+    def found(self) -> Found:
+        """The steps to try. Runs on the first rank; removes what writers left that are gone."""
+        if self.resume_mode == "resume_path":
+            path = Path(str(self.resume_from_path))
+            step = store.examined(path, extract_step(path))
+            if step.fault:
+                raise CheckpointingException(f"{path}: {step.fault}")
+            return Found([(step.step, str(path))], [], None)
+        root = self.default_local_dir
+        store.clean(root)
+        steps = store.steps_in(root)
+        good = [(step.step, str(step.path)) for step in steps if not step.fault]
+        faults = [f"{step.path}: {step.fault}" for step in steps if step.fault]
+        return Found(good, faults, store.tracked(root))
+
+    def read(self, folder: Path) -> None:
+        states = None
+        if has_state(self.train_dataloader):
+            # Before anything is loaded: what is wrong here must not leave a model that is.
+            states = data_state(folder, self.data_rank, self.data_world, self.on_data)
+        self.engine.load_checkpoint(str(folder))
+        if states is not None:
+            self.train_dataloader.load_state_dict(states)
+
+    @property
+    def is_data_source(self) -> bool:
+        asked = getattr(self.engine, "is_mp_src_rank_with_outputs", None)
+        return True if asked is None else bool(asked())
+
+    @property
+    def data_rank(self) -> int:
+        asked = getattr(self.engine, "get_data_parallel_rank", None)
+        if asked is not None:
+            return int(asked())
+        return dist.get_rank(self.process_group) if dist.is_initialized() else 0
+
+    @property
+    def data_world(self) -> int:
+        asked = getattr(self.engine, "get_data_parallel_size", None)
+        if asked is not None:
+            return int(asked())
+        return dist.get_world_size(self.process_group) if dist.is_initialized() else 1
+
+
+def tell(failures: Sequence[str], step: int, tracked: Optional[int]) -> None:
+    """Say which steps were passed over, and that other programs would go on from another one."""
+    for failure in failures:
+        logger.error("%s; going on from step %d", failure, step)
+    if tracked is not None and tracked != step:
+        logger.warning("going on from step %d; %s says %d", step, store.TRACKER, tracked)
+
+
+def has_state(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def data_state(folder: Path, rank: int, world: int, on_data: str) -> Optional[Mapping[str, Any]]:
+    """The state of a rank's data loader; that of all, where another number of ranks saved the same on each.
+
+    Raises:
+        CheckpointingException: there is none, or which of them is this rank's cannot be said.
+    """
+    paths = sorted(folder.glob("data_*.pt"))
+    reason = f"{folder} has no state of a data loader"
+    if len(paths) == world:
+        return loaded(folder / f"data_{rank}.pt")
+    if paths:
+        contents = {path.read_bytes() for path in paths}
+        if len(contents) == 1:
+            return loaded(paths[0])
+        reason = f"{len(paths)} data loaders were saved with states that differ, and {world} are loaded"
+    if on_data == "restart":
+        logger.warning("%s: the data starts from the beginning", reason)
+        return None
+    raise CheckpointingException(f"{reason} (on_data='restart' starts the data from the beginning)")
+
+
+def loaded(path: Path) -> Mapping[str, Any]:
+    try:
+        state: Mapping[str, Any] = values.loads(path.read_bytes())
+    except (OSError, values.Unloadable) as error:
+        raise CheckpointingException(f"{path}: {error}") from error
+    return state
+
+
+def extract_step(path: Folder) -> int:
+    """The step in a path's global_step_N.
+
+    Raises:
+        CheckpointingException: there is none.
+    """
+    for part in reversed(Path(path).parts):
+        match = store.STEP.fullmatch(part)
+        if match is not None:
+            return int(match[1])
+    raise CheckpointingException(f"{path}: no global_step_N in it")
+
+
+def find_latest_ckpt_path(path: Optional[Folder], directory_format: str = "global_step_{}") -> Optional[str]:
+    """The newest good step of a root; None where there is none. As verl's, which believes the tracker."""
+    if path is None:
+        return None
+    if directory_format != "global_step_{}":
+        raise ValueError(f"directory_format={directory_format!r}: only global_step_{{}} is known")
+    return next((str(step.path) for step in store.steps_in(Path(path)) if not step.fault), None)
+
+
+def get_checkpoint_tracker_filename(root_path: Folder) -> str:
+    return str(Path(root_path) / store.TRACKER)

@@ -1,0 +1,166 @@
+"""What checkpoint managers have in common: what is saved and loaded, and where.
+
+Names, arguments and defaults are those of verl's `BaseCheckpointManager`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Optional, Union
+
+from torch_dcp_backport.checkpoint import extra, store, together
+from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.core import Folder
+from torch_dcp_backport.transfer.groups import Group
+
+CONTENTS = ("model", "optimizer", "extra")
+#: A step in a path that a trainer made, such as global_step_100/actor.
+STEP_IN_PATH = re.compile(r"global_step_(\d+)")
+
+
+class BaseCheckpointManager:
+    """Saves and loads the parts of one training; subclasses say how, by `write` and `read`."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any = None,
+        processing_class: Any = None,
+        checkpoint_config: Any = None,
+        *,
+        process_group: Group = None,
+    ) -> None:
+        """Remember the parts.
+
+        Args:
+            processing_class: a tokenizer or processor; saved beside the model where it has `save_pretrained`.
+            checkpoint_config: a mapping, or an object, with `save_contents` and `load_contents`: lists of
+                "model", "optimizer", "extra" (scheduler and random states). All three by default.
+
+        Raises:
+            ValueError: another content.
+        """
+        self.model = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.processing_class = processing_class
+        self.checkpoint_config = checkpoint_config
+        self.process_group = process_group
+        self.checkpoint_save_contents = contents_of(checkpoint_config, "save_contents")
+        self.checkpoint_load_contents = contents_of(checkpoint_config, "load_contents")
+        self.previous_global_step: Optional[int] = None
+
+    should_save_model = property(lambda self: "model" in self.checkpoint_save_contents)
+    should_save_optimizer = property(lambda self: "optimizer" in self.checkpoint_save_contents)
+    should_save_extra = property(lambda self: "extra" in self.checkpoint_save_contents)
+    should_load_model = property(lambda self: "model" in self.checkpoint_load_contents)
+    should_load_optimizer = property(lambda self: "optimizer" in self.checkpoint_load_contents)
+    should_load_extra = property(lambda self: "extra" in self.checkpoint_load_contents)
+
+    def save_checkpoint(
+        self,
+        local_path: Folder,
+        hdfs_path: Optional[str] = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: Optional[int] = None,
+    ) -> None:
+        """Save into a folder, which has its name only once it is whole. Collective.
+
+        Args:
+            local_path: every rank sees it. Below a folder that a handler is writing, it is written in place.
+            hdfs_path: not there yet; only None is taken.
+            global_step: of the training.
+            max_ckpt_to_keep: how many good ones of the same name below other global_step_N folders to keep,
+                by what is on disk; None keeps all.
+
+        Raises:
+            CheckpointingException: the same on every rank; older checkpoints are as they were.
+        """
+        if hdfs_path is not None:
+            raise CheckpointingException("hdfs_path is not supported yet: copy the folder once it is saved")
+        path = Path(local_path)
+        if any(store.HIDDEN.fullmatch(part) for part in path.parts):
+            self.write(path, global_step)
+        else:
+            together.write_folder(
+                path,
+                global_step,
+                lambda draft: self.write(draft, global_step),
+                then=lambda: self.ensure_checkpoint_capacity(path, max_ckpt_to_keep),
+                group=self.process_group,
+            )
+        self.previous_global_step = global_step
+
+    def load_checkpoint(
+        self,
+        local_path: Optional[Folder],
+        hdfs_path: Optional[str] = None,
+        del_local_after_load: bool = False,
+    ) -> None:
+        """Load what `save_checkpoint` wrote, on any number of ranks. Collective.
+
+        Args:
+            local_path: None loads nothing.
+            del_local_after_load: not offered: the folder may be the only one that is good.
+
+        Raises:
+            CheckpointingException: the same on every rank.
+        """
+        if hdfs_path is not None or del_local_after_load:
+            raise CheckpointingException("hdfs_path and del_local_after_load are not supported")
+        if local_path is not None:
+            together.read_folder(Path(local_path), self.read, is_verified=False, group=self.process_group)
+
+    def write(self, folder: Path, step: int) -> None:
+        """Write the parts into a folder that may not be there yet. Collective."""
+        raise NotImplementedError
+
+    def read(self, folder: Path) -> None:
+        """Load the parts from a folder. Collective."""
+        raise NotImplementedError
+
+    def ensure_checkpoint_capacity(self, path: Path, keep: Optional[int]) -> None:
+        """Remove what retention does not keep beside a checkpoint. Runs on the first rank."""
+        step_folder = next((one for one in [path, *path.parents] if STEP_IN_PATH.fullmatch(one.name)), None)
+        if step_folder is None or not keep:
+            return
+        below = path.relative_to(step_folder)
+        steps = [
+            store.examined(other / below, int(match[1]))
+            for other in step_folder.parent.iterdir()
+            for match in [STEP_IN_PATH.fullmatch(other.name)]
+            if match and (other / below).is_dir()
+        ]
+        for step in store.retired(sorted(steps, key=lambda step: step.step, reverse=True), keep):
+            store.remove(step.path)
+
+    def get_rng_state(self) -> dict[str, Any]:
+        """The states of this rank's generators."""
+        return extra.rng_state(extra.device_type_of(self.model))
+
+    def load_rng_state(self, rng_state: dict[str, Any]) -> None:
+        """Set this rank's generators."""
+        extra.set_rng_state(rng_state, extra.device_type_of(self.model))
+
+
+def contents_of(config: Any, name: str) -> tuple[str, ...]:
+    """What a config says is to be saved or loaded.
+
+    Raises:
+        ValueError: something that no checkpoint has.
+    """
+    found: Optional[Union[str, Iterable[str]]] = None
+    if config is not None:
+        found = config.get(name) if hasattr(config, "get") else getattr(config, name, None)
+    if found is None:
+        return CONTENTS
+    contents = (found,) if isinstance(found, str) else tuple(found)
+    unknown = [content for content in contents if content not in CONTENTS]
+    if unknown:
+        raise ValueError(
+            f"{name}={list(contents)}: {unknown[0]!r} is not offered; there are {', '.join(CONTENTS)}"
+        )
+    return contents

@@ -1,0 +1,123 @@
+"""What a whole step folder holds: its step, and the size and checksum of every file. Written last.
+
+Reads and writes files of one folder; must never import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torch_dcp_backport.dist_checkpointing.engine import files
+
+NAME = "manifest.json"
+FORMAT = 1
+#: Bytes that are read at once for a checksum.
+BLOCK = 4 * 2**20
+
+
+class Entry(NamedTuple):
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    #: Number of ranks that saved.
+    world: int
+    #: Seconds since 1970, by the clock of the first rank. Only shown, never compared.
+    made_at: float
+    #: Path below the folder, with "/" -> what the file was when it was saved.
+    files: Mapping[str, Entry]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.files.values())
+
+
+class Damaged(Exception):
+    """A folder does not hold what its manifest says, or has none."""
+
+
+def entry_of(path: Path) -> Entry:
+    """Size and CRC32 of a file, in bounded memory."""
+    nbytes = crc = 0
+    buffer = memoryview(bytearray(BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            nbytes, crc = nbytes + size, zlib.crc32(buffer[:size], crc)
+    return Entry(nbytes, crc)
+
+
+def paths_in(folder: Path) -> Iterator[str]:
+    """Every file below a folder but its manifests, with "/" between names."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in (NAME, f"{NAME}.new"):
+            yield name
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, on disk when this returns: from then on the folder counts as whole."""
+    content = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "world": manifest.world,
+        "made_at": manifest.made_at,
+        "files": {name: list(manifest.files[name]) for name in sorted(manifest.files)},
+    }
+    text = json.dumps(content, indent=1)
+    files.publish(folder / NAME, json.dumps({"crc32": zlib.crc32(text.encode()), "content": text}).encode())
+    files.sync_folder(folder)
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a folder.
+
+    Raises:
+        Damaged: there is none, or it is not what was written.
+    """
+    try:
+        outer = json.loads((folder / NAME).read_bytes())
+        text = outer["content"]
+        if zlib.crc32(text.encode()) != outer["crc32"]:
+            raise Damaged(f"{NAME} has another checksum than when it was written")
+        content = json.loads(text)
+        if content["format"] != FORMAT:
+            raise Damaged(f"{NAME} is of format {content['format']!r}; this release reads {FORMAT}")
+        entries = {name: Entry(*map(int, entry)) for name, entry in content["files"].items()}
+        return Manifest(int(content["step"]), int(content["world"]), float(content["made_at"]), entries)
+    except FileNotFoundError:
+        raise Damaged(f"no {NAME}: the save did not come to its end") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{NAME} cannot be read: {error!r}") from error
+
+
+def faults(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """What is missing or of another size. Looks at no content."""
+    for name, entry in manifest.files.items():
+        try:
+            nbytes = (folder / name).stat().st_size
+        except OSError as error:
+            yield f"{name}: {error.strerror}"
+            continue
+        if nbytes != entry.nbytes:
+            yield f"{name} has {nbytes} bytes, and had {entry.nbytes}"
+
+
+def wrong_checksums(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> Iterator[str]:
+    """Which files hold other bytes than when they were saved, of every `shares`-th file."""
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].nbytes, name))
+    for name in by_size[share::shares]:
+        try:
+            entry = entry_of(folder / name)
+        except OSError as error:
+            yield f"{name}: {error.strerror}"
+            continue
+        if entry != manifest.files[name]:
+            yield f"{name} has CRC32 {entry.crc32:08x}, and had {manifest.files[name].crc32:08x}"
