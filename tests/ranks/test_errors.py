@@ -18,6 +18,7 @@ from test_bad_input import error_of, same_everywhere
 from test_optimizer import full_optimizer_state, optimizer_of
 from torch import nn
 
+from torch_dcp_backport.regression.meter import live_storages
 from torch_dcp_backport.state_dict import destination
 from torch_dcp_backport.transfer import engine
 
@@ -191,6 +192,42 @@ def test_a_rank_without_memory_is_heard_of_and_keeps_nothing(ranks, how):
         assert kind == "RuntimeError"
         assert "can't allocate memory" in text
         assert "rank 2: " in text or (how == "all" and rank == 2)
+
+
+class Unstepped(torch.optim.Optimizer):
+    """Makes its states in its first step; not one of torch's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("moment", torch.zeros_like(param))
+
+
+def refused_and_remembered(api: Any) -> None:
+    model = nn.Linear(256, 256, bias=False)
+    optimizer = Unstepped(model.parameters())
+    before = live_storages().keys()
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(RuntimeError, match="Unexpected key") as caught:
+        api.set_state_dict(
+            model,
+            optimizer,
+            model_state_dict={"nothing": torch.zeros(1)},
+            optim_state_dict={"state": {}, "param_groups": [{"lr": 0.1, "params": ["weight"]}]},
+            options=options,
+        )
+    gc.collect()
+    left = sum(nbytes for storage, (nbytes, _) in live_storages().items() if storage not in before)
+    assert left < 64 * 1024, left
+    del caught
+
+
+def test_an_error_that_is_kept_keeps_no_states_that_were_made_for_the_load(ranks):
+    ranks(refused_and_remembered, world=2)
 
 
 def test_the_models_are_what_they_are_meant_to_be():

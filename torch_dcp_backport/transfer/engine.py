@@ -79,6 +79,8 @@ class Engine:
         """
         with self.tally.phase("prepare"):
             self.staging, self.tally.staging_budget = self.prepare(nbytes)
+        # In the frame of an error, and so there as long as it: chunks on their way to other ranks arrive.
+        ring = self.ring  # noqa: F841
         with self.tally.phase("move"), told(self.story):
             try:
                 if len(self.ranks) > 1:

@@ -41,7 +41,9 @@ def info_of(group: Group) -> GroupInfo:
     group = members(group)
     info = _infos.get(group)
     if info is None:
-        info = _infos[group] = GroupInfo(group)
+        info = GroupInfo(group)
+        with _LOCK:  # two threads that come first must not each have a claim of their own
+            info = _infos.setdefault(group, info)
     return info
 
 

@@ -72,7 +72,7 @@ class OptimOutline:
     #: The FQNs of each group.
     groups: Sequence[Sequence[str]] = ()
     #: path -> value, or Expected where the optimizer would make the state.
-    values: Mapping[Path, Any] = field(default_factory=dict)
+    values: dict[Path, Any] = field(default_factory=dict)
 
     @property
     def optim(self) -> Optimizer:
@@ -99,8 +99,8 @@ class OptimPlan(Plan):
         self.outline = outline
         optim = outline.optim
         self.user_code = not type(optim).__module__.startswith("torch.") or is_hooked(optim)
-        #: Those of the outline, each until its loaded value replaces it.
-        self.values = dict(outline.values)
+        #: The outline's own, each until its loaded value replaces it: a copy would keep what is replaced.
+        self.values = outline.values
         #: Tensor that states lie like -> its layout and misfit; a parameter has several such states.
         self.layouts: dict[torch.Tensor, tuple[Layout, Optional[Problem]]] = {}
 
