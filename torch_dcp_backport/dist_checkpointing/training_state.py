@@ -13,7 +13,12 @@ from torch import nn
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
-from torch_dcp_backport.dist_checkpointing.serialization import load, save
+from torch_dcp_backport.dist_checkpointing.serialization import (
+    LoadOptions,
+    SaveOptions,
+    load_made,
+    save_made,
+)
 from torch_dcp_backport.dist_checkpointing.validation import StrictHandling
 from torch_dcp_backport.state_dict import (
     get_model_state_dict,
@@ -60,11 +65,15 @@ def save_training_state(
     Raises:
         CheckpointingException: as `save`.
     """
-    state = {**dict(extra or {}), **sharded_state_dict(model, optimizers)}
-    clash = sorted({MODEL, OPTIMIZER} & set(extra or {}))
-    if clash:
-        raise CheckpointingException(f"extra may not have {' and '.join(clash)}, which are written here")
-    save(state, checkpoint_dir, process_group=process_group)
+    state = state_of(model, optimizers)
+
+    def make() -> ShardedStateDict:
+        clash = sorted({MODEL, OPTIMIZER} & set(extra or {}))
+        if clash:
+            raise CheckpointingException(f"extra may not have {' and '.join(clash)}, which are written here")
+        return {**dict(extra or {}), **described(state)}
+
+    save_made(make, checkpoint_dir, SaveOptions(process_group=process_group))
 
 
 def load_training_state(
@@ -94,8 +103,8 @@ def load_training_state(
         CheckpointingException: as `load`.
     """
     state = state_of(model, optimizers)
-    asked = {**dict(extra or {}), **described(state)}
-    loaded = load(asked, checkpoint_dir, strict=strict, trust=trust, process_group=process_group)
+    options = LoadOptions(strict=strict, trust=trust, process_group=process_group)
+    loaded = load_made(lambda _: {**dict(extra or {}), **described(state)}, checkpoint_dir, options)
     if isinstance(loaded, tuple):
         loaded = loaded[0]
     restored = restored_of(state, loaded)

@@ -22,7 +22,7 @@ from torch_dcp_backport.dist_checkpointing.core import (
 )
 from torch_dcp_backport.dist_checkpointing.engine import commit, metadata, values
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
-from torch_dcp_backport.dist_checkpointing.engine.meeting import announce
+from torch_dcp_backport.dist_checkpointing.engine.meeting import announce, guard
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Index, Place
 from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
 from torch_dcp_backport.dist_checkpointing.engine.table import Row, spelled
@@ -129,7 +129,10 @@ def open_together(call: Call, folder: Path) -> Opened:
         CheckpointingException: there is none, or not a whole one; the same on every rank.
     """
     content = announce(call, lambda: checked_files(folder), "opening")
-    return opened(folder, content)
+    checkpoint = Opened(folder, Index(), None)
+    with guard(call):
+        checkpoint = opened(folder, content)
+    return checkpoint
 
 
 def checked_files(folder: Path) -> dict[str, bytes]:

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
-from torch_dcp_backport.transfer import Call, Problem, TransferError, problem_of
+from torch_dcp_backport.transfer import Call, Problem, problem_of
 from torch_dcp_backport.transfer.errors import UNCHANGED, compose
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.rounds import answer, ask
-from torch_dcp_backport.transfer.wire import broadcast_bytes
 
 #: (global rank, what it has a problem with)
 Findings = list[tuple[int, Problem]]
@@ -155,32 +154,13 @@ def announce(call: Call, make: Callable[[], object], doing: str) -> Any:
     """What the first rank makes, on every rank.
 
     Raises:
-        CheckpointingException: it cannot be made, or a rank is gone; the same on every rank.
+        CheckpointingException: it cannot be made, or a rank has a problem or is gone; the same on every rank.
     """
-    findings: Findings = []
-    sent = b""
-    first = ranks_of(call)[0]
-    with call.tally.phase(doing):
-        if call.rank == first:
-            value = None
-            try:
-                value = make()
-            except Refusal as refusal:
-                findings = refusal.findings
-            except Exception as error:
-                call.cause = error
-                findings = [(first, problem_from(error))]
-            sent = pickle.dumps(([(rank, tuple(problem)) for rank, problem in findings], value))
-        if not is_alone(call):
-            try:
-                sent = broadcast_bytes(sent, call.group)
-            except TransferError as error:
-                text = f"{call.title}: {UNCHANGED}; a rank is gone, or too late, while {doing}"
-                raise CheckpointingException(text) from error
-    findings, value = pickle.loads(sent)
-    if findings:
-        fail(call, [(rank, Problem(*problem)) for rank, problem in findings])
-    return value
+
+    def decide(said: Mapping[int, Any]) -> Mapping[int, Any]:
+        return dict.fromkeys(said, make())
+
+    return consult(call, None, decide, Topic(doing))
 
 
 def fail(call: Call, findings: Findings, so_far: str = UNCHANGED) -> NoReturn:

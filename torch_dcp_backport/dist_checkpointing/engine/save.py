@@ -21,7 +21,7 @@ from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, 
 from torch_dcp_backport.dist_checkpointing.engine.table import Table, cells_of, findings_of
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
 from torch_dcp_backport.transfer import Call, Problem
-from torch_dcp_backport.transfer.memory import has_slices
+from torch_dcp_backport.transfer.memory import has_slices, layout_text
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
@@ -36,12 +36,12 @@ class Saving(NamedTuple):
     """What one rank brings to a save."""
 
     folder: Path
-    table: Table
+    table: Table = Table([])
     #: By row of the table; in the shape of its box.
-    data: Sequence[torch.Tensor]
-    objects: Sequence[Any]
+    data: Sequence[torch.Tensor] = ()
+    objects: Sequence[Any] = ()
     #: Of the first rank.
-    common: Any
+    common: Any = None
     #: Whether the tables as a whole are checked.
     is_checked: bool = True
     #: Whether any holder of a box may write it.
@@ -55,7 +55,7 @@ def problems_of(saving: Saving) -> list[Problem]:
         problems.append(Problem("no such folder (make it first)", str(saving.folder)))
     for row, data in zip(saving.table.tensors, saving.data):
         if not has_slices(data) or data.is_meta:
-            kind = "on the meta device" if data.is_meta else f"{type(data).__name__} of layout {data.layout}"
+            kind = "on the meta device" if data.is_meta else layout_text(data)
             problems.append(Problem("a tensor without values in memory", row.key, kind))
     return problems
 
@@ -70,7 +70,8 @@ def save(call: Call, saving: Saving) -> Output:
         CheckpointingException: the same on every rank. Until the first rank has removed the old marker
             nothing was touched; from then on the folder holds no checkpoint.
     """
-    call.problems += problems_of(saving)
+    with guard(call):
+        call.problems += problems_of(saving)
     objects: dict[int, bytes] = {}
     for number, value in enumerate(saving.objects):
         entry = saving.table.objects[number]
@@ -102,12 +103,15 @@ def save(call: Call, saving: Saving) -> Output:
     consult(call, None, clear, CLEARING)
     path = saving.folder / commit.file_of(call.rank)
     output = Output(path.name, 0, [], [])
-    works = [work_of(saving, item) for item in share.tensors]
+    works: list[Work] = []
+    with guard(call, path.name):
+        works = [work_of(saving, item) for item in share.tensors]
     call.tally.meter.expect(lambda: sum(work.form.nbytes for work in works))
-    with call.tally.phase("writing"), guard(call, path.name), torch.no_grad():
-        output = writer.write(
-            path, works, [objects[number] for number in share.objects], call.tally.meter.add
-        )
+    if not call.problems:
+        with call.tally.phase("writing"), guard(call, path.name), torch.no_grad():
+            output = writer.write(
+                path, works, [objects[number] for number in share.objects], call.tally.meter.add
+            )
 
     def publish(outputs: Mapping[int, Output]) -> Mapping[int, Any]:
         index = index_of(planned["tables"], planned["shares"], outputs)
