@@ -5,7 +5,11 @@ Works on copies of the structure: the caller's dicts and lists stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from argparse import Namespace
+from collections import UserList, deque
+from collections.abc import Callable, Mapping, Set
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
 from torch_dcp_backport.dist_checkpointing.adopt import adopted
@@ -78,12 +82,36 @@ def split(sharded_state_dict: Mapping[Any, Any]) -> Split:
             result.objects.append(value)
         elif isinstance(value, ShardedBase):
             raise CheckpointingException(f"a {type(value).__name__} built by another: {value.key}")
-        elif isinstance(value, (tuple, set, frozenset)):
-            hidden = [part for part in value if isinstance(adopted(part), ShardedBase)]
-            if hidden:
-                kind, name = type(value).__name__, ".".join(map(str, path))
-                raise CheckpointingException(f"{hidden[0].key} is in a {kind} at {name}; put it in a list")
+        elif (hidden := hidden_in(value)) is not None:
+            what = getattr(hidden, "key", f"a {type(hidden).__name__}")
+            name = ".".join(map(str, path))
+            raise CheckpointingException(
+                f"{what} is in a {type(value).__name__} at {name}; put it in a list or a dict"
+            )
     return result
+
+
+def hidden_in(leaf: Any) -> Optional[Any]:
+    """A part within a leaf, where none is looked for: it would be saved as an object of the common state."""
+    left, seen = [leaf], set()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            inner = list(value.values())
+        elif isinstance(value, (list, tuple, Set, deque, UserList)):
+            inner = list(value)
+        elif isinstance(value, (Namespace, SimpleNamespace)) or is_dataclass(type(value)):
+            inner = list(getattr(value, "__dict__", {}).values())
+        else:
+            continue
+        for part in map(adopted, inner):
+            if isinstance(part, (ShardedBase, LocalNonpersistentObject)):
+                return part
+        left += inner
+    return None
 
 
 def leaves_of(x: Any, path: Path = ()) -> list[tuple[Path, Any]]:

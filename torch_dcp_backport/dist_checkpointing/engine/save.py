@@ -16,11 +16,24 @@ import torch
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import commit, files, values, writer
 from torch_dcp_backport.dist_checkpointing.engine.assign import Item, Share, shares_of
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, consult, guard, ranks_of
+from torch_dcp_backport.dist_checkpointing.engine.meeting import (
+    Findings,
+    Refusal,
+    Topic,
+    consult,
+    guard,
+    ranks_of,
+)
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place, Stored
-from torch_dcp_backport.dist_checkpointing.engine.table import Table, cells_of, findings_of
+from torch_dcp_backport.dist_checkpointing.engine.table import (
+    Table,
+    cells_of,
+    findings_of,
+    spelled,
+    unwritable,
+)
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
-from torch_dcp_backport.transfer import Call, Problem
+from torch_dcp_backport.transfer import Box, Call, Problem
 from torch_dcp_backport.transfer.memory import has_slices, layout_text
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
@@ -88,11 +101,13 @@ def save(call: Call, saving: Saving) -> Output:
 
     def plan(tables: Mapping[int, Table]) -> Mapping[int, Share]:
         cells = cells_of(tables)
-        findings = findings_of(tables, cells) if saving.is_checked else []
+        findings = findings_of(tables, cells) if saving.is_checked else unwritable(tables)
+        shares = {} if findings else shares_of(tables, cells, saving.is_balanced)
+        findings = findings or clashes(tables, shares)
         if findings:
             raise Refusal(findings)
-        planned["tables"], planned["shares"] = tables, shares_of(tables, cells, saving.is_balanced)
-        return planned["shares"]  # type: ignore[no-any-return]
+        planned["tables"], planned["shares"] = tables, shares
+        return shares
 
     share: Share = consult(call, saving.table, plan, PLANNING)
 
@@ -143,6 +158,21 @@ def work_of(saving: Saving, item: Item) -> Work:
         # A tensor without elements is written whole, whatever part of nothing this rank has.
         data, holds = data.new_empty(item.box.size), item.box
     return Work(data, holds, item.box)
+
+
+def clashes(tables: Mapping[int, Table], shares: Mapping[int, Share]) -> Findings:
+    """Records that the index could not tell apart: it knows them by where they begin."""
+    findings: Findings = []
+    known: dict[tuple[str, tuple[int, ...]], tuple[int, Box]] = {}
+    for rank, share in shares.items():
+        for item in share.tensors:
+            key = tables[rank].tensors[item.number].key
+            first, box = known.setdefault((key, item.box.offset), (rank, item.box))
+            if box != item.box:
+                what = "different boxes that begin at one place"
+                got, expected = spelled(item.box), f"{spelled(box)} as rank {first}"
+                findings.append((rank, Problem(what, key, got, expected)))
+    return findings
 
 
 def index_of(

@@ -14,7 +14,7 @@ import torch
 from torch_dcp_backport.dist_checkpointing.engine.meeting import Findings
 from torch_dcp_backport.transfer import Box, Problem
 from torch_dcp_backport.transfer.layout import whole
-from torch_dcp_backport.transfer.spread import intersection, overlaps
+from torch_dcp_backport.transfer.spread import overlaps
 
 
 class Row(NamedTuple):
@@ -107,13 +107,29 @@ def without_twins(holders: list[Held]) -> list[Held]:
 
 def findings_of(tables: Mapping[int, Table], cells: Cells) -> Findings:
     """What is wrong with the tables as a whole: every element has to have one main copy."""
-    findings = disagreements(tables)
+    findings = unwritable(tables)
     if findings:
         return findings
     shapes = {row.key: row.shape for table in tables.values() for row in table.tensors}
     for key, boxes in cells.items():
         findings += _findings_of_tensor(key, shapes[key], boxes)
     return [*findings, *_findings_of_objects(tables)]
+
+
+def unwritable(tables: Mapping[int, Table]) -> Findings:
+    """What no checkpoint can hold, whoever checks the rest."""
+    return disagreements(tables) or [
+        (rank, Problem("a box outside the global tensor", row.key, spelled(row.box), f"shape {row.shape}"))
+        for rank, table in tables.items()
+        for row in table.tensors
+        if is_outside(row)
+    ]
+
+
+def is_outside(row: Row) -> bool:
+    return 0 not in row.size and any(
+        start < 0 or start + extent > limit for start, extent, limit in zip(row.offset, row.size, row.shape)
+    )
 
 
 def disagreements(tables: Mapping[int, Table]) -> Findings:
@@ -146,10 +162,6 @@ def _findings_of_tensor(key: str, shape: tuple[int, ...], boxes: Mapping[Box, Se
     if findings or (mains and fills(list(mains), shape)):
         return findings
     limits = whole(shape)
-    outside = [box for box in mains if intersection(box, limits) != box and box.numel]
-    if outside:
-        what = f"{spelled(outside[0])} is outside the global tensor"
-        return [(mains[outside[0]], Problem(what, key, spelled(outside[0]), f"shape {shape}"))]
     pairs = overlaps(mains)
     if pairs:
         box, other = pairs[0]
