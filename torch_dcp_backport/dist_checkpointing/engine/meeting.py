@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.transfer import Call, Problem, problem_of
-from torch_dcp_backport.transfer.errors import UNCHANGED, compose
+from torch_dcp_backport.transfer.errors import UNCHANGED, compose, spell
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.rounds import answer, ask
+from torch_dcp_backport.transfer.wire import absent
 
 #: (global rank, what it has a problem with)
 Findings = list[tuple[int, Problem]]
@@ -116,10 +117,11 @@ def _exchanged(call: Call, message: bytes, decide: Callable[..., Any], topic: To
         replies = None if heard is None else _decision(call, *heard, decide, topic.doing)
         return answer(replies, call.group)
     except RuntimeError as error:
-        raise CheckpointingException(
-            f"{call.title}: rank {call.ranks[0]} is gone, or too late, while {topic.doing}; "
-            f"{topic.unheard or topic.so_far}"
-        ) from error
+        first, late = call.ranks[0], absent(call.group)
+        what = f"rank {first} is gone, or too late, while {topic.doing}"
+        if late and first not in late:
+            what = f"no answer from rank {first} while {topic.doing}, and {spell(late)} did not come"
+        raise CheckpointingException(f"{call.title}: {what}; {topic.unheard or topic.so_far}") from error
 
 
 def _decision(
