@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch_dcp_backport.dist_checkpointing.engine import foreign
 from torch_dcp_backport.dist_checkpointing.engine.assign import cut, shares_of
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Memory
+from torch_dcp_backport.dist_checkpointing.engine.load import keeps_values
 from torch_dcp_backport.dist_checkpointing.engine.metadata import (
     Chunk,
     Index,
@@ -223,3 +224,39 @@ def test_grids() -> None:
     assert not fills([Box((0,), (2,)), Box((3,), (1,))], (4,))
     assert not fills([Box((0, 0), (2, 1)), Box((0, 1), (1, 1))], (2, 2))
     assert fills([Box((), ())], ())
+
+
+INT, LONG, FLOAT, DOUBLE = torch.int32, torch.int64, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "keeps"),
+    [
+        (torch.bool, torch.uint8, True),
+        (torch.uint8, torch.int8, False),
+        (torch.uint8, torch.int16, True),
+        (LONG, INT, False),
+        (INT, FLOAT, False),
+        (INT, DOUBLE, True),
+        (LONG, DOUBLE, False),
+        (torch.int8, torch.bfloat16, True),
+        (torch.int16, torch.bfloat16, False),
+        (FLOAT, DOUBLE, True),
+        (DOUBLE, FLOAT, False),
+        (FLOAT, torch.bfloat16, False),
+        (torch.bfloat16, torch.float16, False),
+        (torch.float16, torch.bfloat16, False),
+        (torch.float16, FLOAT, True),
+        (torch.float8_e4m3fn, torch.bfloat16, True),
+        (torch.float8_e4m3fn, torch.float8_e5m2, False),
+        (FLOAT, torch.complex64, True),
+        (DOUBLE, torch.complex64, False),
+        (torch.complex64, FLOAT, False),
+        (FLOAT, LONG, False),
+    ],
+    ids=str,
+)
+def test_dtypes_that_hold_every_value_of_another(
+    stored: torch.dtype, asked: torch.dtype, keeps: bool
+) -> None:
+    assert keeps_values(stored, asked) == keeps

@@ -145,8 +145,9 @@ def load(
     """Load what a sharded state dict describes, saved by any number of ranks. Collective.
 
     Args:
-        sharded_state_dict: as for `save`; `data` that is there is written in place, cast to its dtype, and
-            None becomes a tensor on the CPU. Other values do not count.
+        sharded_state_dict: as for `save`; `data` that is there is written in place, cast to its dtype where
+            that has every value of the saved one, and None becomes a tensor on the CPU. Other values do not
+            count.
         checkpoint_dir: a checkpoint of `save`, of Megatron ("torch_dist"), or of torch's own `dcp.save`.
         sharded_strategy, common_strategy: there is one format; only None, or its name, is taken.
         validate_access_integrity: check that the ranks together load every element of every tensor.

@@ -5,6 +5,7 @@ Collective up to the reads and after them. No tensor is written before every ran
 
 from __future__ import annotations
 
+import functools
 import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -162,7 +163,7 @@ def problems_of(index: Index, wanted: Sequence[Wanted]) -> Iterator[Problem]:
         if stored.shape != row.shape and not (allow_shape_mismatch and len(stored.shape) == len(row.shape)):
             yield Problem("wrong global shape", row.key, f"{row.shape}", f"{stored.shape} as saved")
             continue
-        if not torch.can_cast(stored.dtype, row.dtype):
+        if not keeps_values(stored.dtype, row.dtype):
             what = "a dtype that would lose values"
             yield Problem(what, row.key, f"{row.dtype}", f"{stored.dtype} as saved")
         covered = sum(part.numel for _, part in stored.parts_of(row.box))
@@ -174,6 +175,30 @@ def problems_of(index: Index, wanted: Sequence[Wanted]) -> Iterator[Problem]:
             yield Problem(what, row.key, f"{covered} elements", f"{expected} elements")
         if data is not None and data.is_meta:
             yield Problem("a tensor on the meta device cannot be loaded into", row.key)
+
+
+@functools.cache
+def keeps_values(stored: torch.dtype, asked: torch.dtype) -> bool:
+    """Whether every value of one dtype is one of another."""
+    if stored == asked:
+        return True
+    try:
+        return torch.can_cast(stored, asked) and (stored == torch.bool or _has_range(stored, asked))
+    except (TypeError, NotImplementedError):  # torch says no range of some dtypes, such as int4
+        return False
+
+
+def _has_range(stored: torch.dtype, asked: torch.dtype) -> bool:
+    if stored.is_floating_point or stored.is_complex:
+        if asked.itemsize == 1:  # those of one byte differ in what they have of infinity and zero
+            return False
+        first, second = torch.finfo(stored), torch.finfo(asked)
+        return second.eps <= first.eps and first.max <= second.max and second.tiny <= first.tiny
+    whole = torch.iinfo(stored)
+    if not asked.is_floating_point and not asked.is_complex:
+        return torch.iinfo(asked).min <= whole.min and whole.max <= torch.iinfo(asked).max
+    # A float has all whole numbers up to 2 / eps.
+    return max(-whole.min, whole.max) <= min(2 / torch.finfo(asked).eps, torch.finfo(asked).max)
 
 
 def overlap(box: Box, shape: tuple[int, ...]) -> int:

@@ -9,10 +9,9 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any, NamedTuple
 
 import torch
-import torch._utils
 import torch.serialization
 from torch.distributed.checkpoint import filesystem, metadata
 
@@ -50,11 +49,33 @@ METADATA: Mapping[tuple[str, str], Any] = {
 #: Modules whose classes become stubs.
 STUBBED = ("megatron", "pathlib", "torch.distributed.checkpoint.planner")
 
+
+def _described(storage: Any, offset: Any, size: Any, strides: Any, dtype: Any, flags: Any) -> Described:
+    known = Described(dtype or storage[0], tuple(size), tuple(strides), offset, storage[1], flags)
+    if not isinstance(known.dtype, torch.dtype) or len(known.size) != len(known.strides):
+        raise Refused(f"it describes no tensor: {known.dtype} of strides {known.strides}")
+    return known
+
+
+def _rebuilt_v2(storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> Described:
+    # What follows: whether it requires a gradient, hooks, and the flags.
+    return _described(storage, offset, size, strides, None, rest[2] if len(rest) > 2 else None)
+
+
+def _rebuilt_v3(storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> Described:
+    # As above, with the dtype before the flags.
+    return _described(storage, offset, size, strides, rest[2], rest[3] if len(rest) > 3 else None)
+
+
+def _rebuilt_parameter(value: Described, *_: Any) -> Described:
+    return value
+
+
 #: What the pickle of a tensor's record names.
 TENSORS: Mapping[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-    ("torch._utils", "_rebuild_tensor_v3"): torch._utils._rebuild_tensor_v3,
-    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuilt_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuilt_v3,
+    ("torch._utils", "_rebuild_parameter"): _rebuilt_parameter,
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): torch.Size,
 }
@@ -98,14 +119,24 @@ class Reader(pickle.Unpickler):
             raise Refused(f"it is no pickle: {type(error).__name__}: {error}") from error
 
 
+class Described(NamedTuple):
+    """A tensor without its values."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    #: The name of its storage.
+    storage: str
+    #: What else makes its values of those in the storage: that it is conjugated, or negated.
+    flags: object
+
+
 class TensorReader(Reader):
-    """Reads the description of a tensor without its values: (dtype, size, strides, offset, storage)."""
+    """Reads a `Described`."""
 
     def __init__(self, data: bytes) -> None:
-        allowed = dict(TENSORS)
-        for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            allowed["torch._utils", name] = rebuilt
-        super().__init__(data, allowed)
+        super().__init__(data, TENSORS)
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
@@ -117,14 +148,3 @@ class TensorReader(Reader):
         if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise Refused(f"it has a storage of an unknown kind: {kind}")
         return dtype, str(name)
-
-
-def rebuilt(
-    storage: tuple[torch.dtype, str],
-    offset: int,
-    size: tuple[int, ...],
-    strides: tuple[int, ...],
-    *rest: Any,
-) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, str]:
-    dtype: Optional[torch.dtype] = rest[2] if len(rest) > 2 else None
-    return dtype or storage[0], tuple(size), tuple(strides), offset, storage[1]
