@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import importlib
 import io
 import os
 import pickle
@@ -15,7 +18,7 @@ import torch
 
 from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
-from torch_dcp_backport.dist_checkpointing.engine import metadata, values
+from torch_dcp_backport.dist_checkpointing.engine import metadata, unpickle, values
 
 VALUES = {
     "small": torch.arange(12.0).view(3, 4),
@@ -209,3 +212,39 @@ def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(CheckpointingException, match=words):
             room.load({}, folder)
     assert not room.check_is_distributed_checkpoint(tmp_path)
+
+
+def sets_an_attribute(module: str, name: str, made: bytes = b"") -> bytes:
+    """A pickle that sets an attribute of what a name stands for, or of what `made` makes of it."""
+    named = b"c" + module.encode() + b"\n" + name.encode() + b"\n" + made
+    # BUILD of (None, {"crafted": 1}): the second is set with setattr.
+    return b"\x80\x02" + named + b"N}X\x07\x00\x00\x00craftedK\x01s\x86b."
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [*unpickle.METADATA, *unpickle.TENSORS, ("torch", "float32"), ("pathlib", "PosixPath")],
+)
+@pytest.mark.parametrize("allowed", [unpickle.METADATA, unpickle.TENSORS], ids=["metadata", "record"])
+def test_a_pickle_cannot_change_what_it_names(module: str, name: str, allowed: Any) -> None:
+    target = getattr(importlib.import_module(module), name)
+    for made in (b"", b"(K\x00tR", b")R"):
+        with contextlib.suppress(unpickle.Refused):
+            unpickle.Reader(sets_an_attribute(module, name, made), allowed, unpickle.FOREIGN).read()
+        found = [
+            target,
+            *unpickle.METADATA.values(),
+            *unpickle.TENSORS.values(),
+            *unpickle.Maker.__subclasses__(),
+        ]
+        found += list(target) if isinstance(target, enum.EnumMeta) else []
+        changed = [each for each in found if hasattr(each, "crafted")]
+        for each in changed:
+            del each.crafted
+        assert changed == []
+
+
+def test_zeros_are_not_made_by_their_number() -> None:
+    data = b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x40\x85R."
+    with pytest.raises(unpickle.Refused, match="makes bytes of a int"):
+        unpickle.Reader(data, unpickle.METADATA).read()

@@ -21,7 +21,13 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from torch_dcp_backport.dist_checkpointing.engine.records import bytes_to_words, words_to_bytes
-from torch_dcp_backport.dist_checkpointing.engine.unpickle import METADATA, STUBBED, Reader, Refused
+from torch_dcp_backport.dist_checkpointing.engine.unpickle import (
+    FOREIGN,
+    METADATA,
+    Reader,
+    Refused,
+    TensorEntry,
+)
 from torch_dcp_backport.transfer import Box
 from torch_dcp_backport.transfer.spread import intersection
 
@@ -171,7 +177,7 @@ def from_bytes(data: bytes) -> Index:
     if data[end:-4] == TRAILER and data[-4:] != zlib.crc32(data[:end]).to_bytes(4, "big"):
         raise Refused("its checksum is wrong")
     with paused_gc():
-        whole, length = Reader(data, METADATA, STUBBED).read()
+        whole, length = Reader(data, METADATA, FOREIGN).read()
         trailer = data[length:]
         expected = TRAILER + zlib.crc32(data[:length]).to_bytes(4, "big")
         ours = getattr(whole, OURS, None)
@@ -203,7 +209,9 @@ def _index_of(whole: Any, ours: Any) -> Index:
         functools.lru_cache(maxsize=None)(_file_name),
     )
     for (where, info), crc in zip(whole.storage_data.items(), sums):
-        offset = None if where.offset is None else numbers(where.offset)
+        # Where it has none, it is the default of torch's class.
+        begin = getattr(where, "offset", None)
+        offset = None if begin is None else numbers(begin)
         if getattr(info, "transform_descriptors", None):
             raise Refused(f"the record of {where.fqn} is transformed ({info.transform_descriptors})")
         at, length = info.offset, info.length
@@ -213,7 +221,7 @@ def _index_of(whole: Any, ours: Any) -> Index:
     #: id of a chunk -> it, and its box: many tensors share theirs.
     boxes: dict[int, tuple[Any, Box]] = {}
     for key, entry in whole.state_dict_metadata.items():
-        if isinstance(entry, metadata.TensorStorageMetadata):
+        if isinstance(entry, TensorEntry):
             index.tensors[_text(key)] = _stored_of(key, entry, places, boxes)
         else:
             index.objects[_text(key)] = _place_in(places, key, None)
