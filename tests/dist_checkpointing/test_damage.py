@@ -248,3 +248,20 @@ def test_zeros_are_not_made_by_their_number() -> None:
     data = b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x40\x85R."
     with pytest.raises(unpickle.Refused, match="makes bytes of a int"):
         unpickle.Reader(data, unpickle.METADATA).read()
+
+
+def test_a_box_that_is_listed_twice_hides_no_gap(tmp_path: Path) -> None:
+    halves = [
+        ShardedTensor("w", torch.ones(2), torch.float32, (2,), (4,), (start,), None) for start in (0, 2)
+    ]
+    room.save({"w": halves}, tmp_path)
+    whole = pickle.loads((tmp_path / ".metadata").read_bytes())
+    del whole.torch_dcp_backport
+    chunks = whole.state_dict_metadata["w"].chunks
+    chunks[1] = chunks[0]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(whole))
+    assert "w: its boxes do not cover shape (4,) once" in room.verify(tmp_path)
+    target = torch.zeros(4)
+    with pytest.raises(CheckpointingException, match=r"all of \[0:4\]: w \(expected 4 elements, got 2"):
+        room.load({"w": ShardedTensor.from_dtensor("w", target)}, tmp_path)
+    assert torch.equal(target, torch.zeros(4))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from torch_dcp_backport.dist_checkpointing.engine import foreign
 from torch_dcp_backport.dist_checkpointing.engine.assign import cut, shares_of
+from torch_dcp_backport.dist_checkpointing.engine.cover import covered, fills, overlapping
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Memory
 from torch_dcp_backport.dist_checkpointing.engine.load import keeps_values
 from torch_dcp_backport.dist_checkpointing.engine.metadata import (
@@ -32,7 +33,7 @@ from torch_dcp_backport.dist_checkpointing.engine.records import (
     form_of,
 )
 from torch_dcp_backport.dist_checkpointing.engine.runs import pieces
-from torch_dcp_backport.dist_checkpointing.engine.table import Row, Table, cells_of, fills, findings_of
+from torch_dcp_backport.dist_checkpointing.engine.table import Row, Table, cells_of, findings_of
 from torch_dcp_backport.dist_checkpointing.engine.unpickle import Refused
 from torch_dcp_backport.transfer import Box
 from torch_dcp_backport.transfer.layout import whole
@@ -260,3 +261,34 @@ def test_dtypes_that_hold_every_value_of_another(
     stored: torch.dtype, asked: torch.dtype, keeps: bool
 ) -> None:
     assert keeps_values(stored, asked) == keeps
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 3).flatmap(
+        lambda axes: st.lists(
+            st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=axes, max_size=axes),
+            max_size=8,
+        )
+    )
+)
+def test_what_boxes_cover_together(rows: list[list[tuple[int, int]]]) -> None:
+    boxes = [Box(tuple(start for start, _ in row), tuple(size for _, size in row)) for row in rows]
+    grid = torch.zeros((9,) * len(boxes[0].size) if boxes else (1,), dtype=torch.int64)
+    for box in set(boxes):
+        grid[box.within(whole(tuple(grid.shape)))] += 1
+    assert covered(boxes) == int((grid > 0).sum())
+    assert (overlapping(boxes) is not None) == bool((grid > 1).any())
+
+
+def rows_beside_columns(count: int) -> list[Box]:
+    """No grid, and no axis of which a box is all."""
+    rows = [Box((number, 0), (1, count)) for number in range(count)]
+    return rows + [Box((0, count + number), (count, 1)) for number in range(count)]
+
+
+def test_many_boxes_that_are_no_grid() -> None:
+    boxes = rows_beside_columns(30000)
+    assert covered(boxes) == 2 * 30000**2
+    assert overlapping(boxes) is None
+    assert overlapping([*boxes, Box((5, 5), (2, 1))]) is not None

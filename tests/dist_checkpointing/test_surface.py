@@ -174,6 +174,25 @@ def test_factories_structure_and_what_is_not_saved(tmp_path: Path) -> None:
     assert set(room.load_common_state_dict(tmp_path)) == {"fused", 3, "empty", "list", "content_metadata"}
 
 
+def test_a_list_without_some_elements_keeps_the_places_of_its_factories(tmp_path: Path) -> None:
+    weight = torch.arange(12.0).view(4, 3)
+    room.save({"list": [ShardedTensorFactory("w", weight, fused, torch.cat), {"plain": 1}]}, tmp_path)
+
+    def other(data: Any) -> ShardedTensorFactory:
+        return ShardedTensorFactory("v", data, lambda key, data, *_: part(key, 0, 1), failing)
+
+    def failing(_: Any) -> Any:
+        raise AssertionError("nothing was loaded for this one")
+
+    asked = {
+        "list": [part("x", 0, 1), ShardedTensorFactory("w", torch.zeros(4, 3), fused, torch.cat)],
+        "others": [part("y", 0, 1), other(weight), [part("z", 0, 1)]],
+    }
+    result = room.load(asked, tmp_path, strict="ignore_all")
+    assert list(result) == ["list"]
+    assert torch.equal(result["list"][0], weight)
+
+
 def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     stack = ShardedTensor.from_rank_offsets("stack", torch.ones(3, 2), (0, 0, 1), prepend_axis_num=1)
     room.save({"s": stack, "o": ShardedObject("o", 1, (1,), (0,)), "step": 1}, tmp_path)

@@ -25,8 +25,8 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Place
 from torch_dcp_backport.dist_checkpointing.engine.reader import Reader, wrong_files
 from torch_dcp_backport.dist_checkpointing.engine.table import Table, cells_of, findings_of, keys_of
-from torch_dcp_backport.dist_checkpointing.mapping import ShardedTensor, StateDict, apply_factory_merges
-from torch_dcp_backport.dist_checkpointing.state_dict_utils import NOTHING, Split, assembled, factories_of
+from torch_dcp_backport.dist_checkpointing.mapping import ShardedTensor, StateDict
+from torch_dcp_backport.dist_checkpointing.state_dict_utils import NOTHING, Split, assembled, merged
 from torch_dcp_backport.dist_checkpointing.validation import (
     StrictHandling,
     logger,
@@ -165,9 +165,7 @@ class Loading:
         def value_of(part: Any) -> Any:
             return self.loaded.get(id(part), NOTHING)
 
-        merged = assembled(self.parts.built, self.common, value_of)
-        factories = factories_of(self.parts.original)
-        return apply_factory_merges(merged, factories)  # type: ignore[no-any-return]
+        return merged(assembled(self.parts.built, self.common, value_of), self.parts.original)
 
 
 def unwritable(parts: list[ShardedTensor]) -> list[Problem]:

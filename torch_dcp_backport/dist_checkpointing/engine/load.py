@@ -22,6 +22,7 @@ from torch_dcp_backport.dist_checkpointing.core import (
     parse_config,
 )
 from torch_dcp_backport.dist_checkpointing.engine import commit, metadata, values
+from torch_dcp_backport.dist_checkpointing.engine.cover import covered
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
 from torch_dcp_backport.dist_checkpointing.engine.meeting import announce, guard
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Index, Place
@@ -166,13 +167,13 @@ def problems_of(index: Index, wanted: Sequence[Wanted]) -> Iterator[Problem]:
         if not keeps_values(stored.dtype, row.dtype):
             what = "a dtype that would lose values"
             yield Problem(what, row.key, f"{row.dtype}", f"{stored.dtype} as saved")
-        covered = sum(part.numel for _, part in stored.parts_of(row.box))
+        have = covered(part for _, part in stored.parts_of(row.box))
         expected = row.box.numel
         if allow_shape_mismatch:
             expected = overlap(row.box, stored.shape)
-        if covered != expected:
+        if have != expected:
             what = f"the checkpoint does not have all of {spelled(row.box)}"
-            yield Problem(what, row.key, f"{covered} elements", f"{expected} elements")
+            yield Problem(what, row.key, f"{have} elements", f"{expected} elements")
         if data is not None and data.is_meta:
             yield Problem("a tensor on the meta device cannot be loaded into", row.key)
 
