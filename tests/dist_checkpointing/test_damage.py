@@ -8,6 +8,7 @@ import importlib
 import io
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ import torch
 from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.engine import metadata, unpickle, values
+from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
+from torch_dcp_backport.dist_checkpointing.engine.reader import Reader
 
 VALUES = {
     "small": torch.arange(12.0).view(3, 4),
@@ -265,3 +268,54 @@ def test_a_box_that_is_listed_twice_hides_no_gap(tmp_path: Path) -> None:
     with pytest.raises(CheckpointingException, match=r"all of \[0:4\]: w \(expected 4 elements, got 2"):
         room.load({"w": ShardedTensor.from_dtensor("w", target)}, tmp_path)
     assert torch.equal(target, torch.zeros(4))
+
+
+def rewritten(folder: Path, change: Callable[[Any], None]) -> None:
+    """Torch's metadata, with something else in it and no checksum of ours."""
+    whole = pickle.loads((folder / ".metadata").read_bytes())
+    del whole.torch_dcp_backport
+    change(whole)
+    (folder / ".metadata").write_bytes(pickle.dumps(whole))
+
+
+def grow(name: str, size: int) -> Callable[[Any], None]:
+    def change(whole: Any) -> None:
+        for info in whole.storage_data.values():
+            setattr(info, name, size)
+
+    return change
+
+
+def widen(whole: Any) -> None:
+    entry = whole.state_dict_metadata["small"]
+    entry.size = torch.Size((3, 2**50))
+    for chunk in entry.chunks:
+        chunk.sizes = torch.Size((3, 2**50))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (grow("length", 2**70), "not a place"),
+        (grow("length", True), "not a place"),
+        (grow("offset", 2**62), "not a place"),
+        (grow("length", 2**40), "is cut short"),
+        (widen, "has more values in .* than its record"),
+    ],
+)
+def test_sizes_that_cannot_be_take_no_memory(
+    checkpoint: Path, change: Callable[[Any], None], words: str
+) -> None:
+    rewritten(checkpoint, change)
+    problems = room.verify(checkpoint)
+    assert re.search(words, problems[0]), problems
+    with pytest.raises(CheckpointingException, match=words):
+        load(checkpoint)
+
+
+def test_a_record_that_a_file_does_not_have_takes_no_memory(checkpoint: Path) -> None:
+    with (
+        Reader(checkpoint, True).open("__0_0.distcp") as source,
+        pytest.raises(Damaged, match="ends at byte"),
+    ):
+        source.bytes_at(1, 2**60)

@@ -172,14 +172,22 @@ def main(argv: list[str], prog: str) -> int:
         entries = contents(args.folder)
     except CheckpointingException as error:
         report = {"folder": args.folder, "problems": [str(error)]}
-        print(json.dumps(report) if args.json else f"{prog}: {error}", file=None if args.json else sys.stderr)
+        text = json.dumps(report) if args.json else printable(f"{prog}: {error}")
+        print(text, file=None if args.json else sys.stderr)
         return 1
     problems = verify(args.folder) if args.action == "verify" else None
     if args.json:
         print(json.dumps(as_dict(args.folder, entries, problems), indent=2))
     else:
-        print(as_table(entries) if problems is None else verdict(entries, problems))
+        print(printable(as_table(entries) if problems is None else verdict(entries, problems)))
     return 1 if problems else 0
+
+
+def printable(text: str) -> str:
+    """A text that any terminal takes: keys come from a file, and may have what it cannot show."""
+    encoding = sys.stdout.encoding or "ascii"
+    known = text.encode(encoding, "backslashreplace").decode(encoding)
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in known)
 
 
 def as_dict(folder: str, entries: Sequence[Entry], problems: Optional[Sequence[str]]) -> dict[str, Any]:

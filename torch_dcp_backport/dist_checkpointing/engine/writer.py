@@ -87,7 +87,7 @@ def write(
     if not tensors and not objects:
         return output
     files.step(f"create {path.name}")
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    fd = files.create(path)
     try:
         files.reserve(fd, total)
         sink = Sink(fd)
