@@ -18,8 +18,10 @@ from torch_dcp_backport.dist_checkpointing import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from torch_dcp_backport.dist_checkpointing.engine import meeting
 from torch_dcp_backport.dist_checkpointing.training_state import load_training_state, save_training_state
 from torch_dcp_backport.dist_checkpointing.validation import determine_global_metadata
+from torch_dcp_backport.transfer import wire
 
 WORLD = 2
 
@@ -155,3 +157,24 @@ def test_what_one_rank_alone_does_wrong_is_told_on_every_rank(ranks: Any, tmp_pa
     assert len(set(texts)) == 1, texts
     assert re.search(CASES[case].words, texts[0]), texts[0]
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def too_long(room: Any, folder: str, rank: int) -> str:
+    """A load in which one rank, or the first one's answer, has more to say than a message takes."""
+    if dist.get_rank() == rank:
+        meeting.MOST = meeting.SPARE + 60
+    try:
+        room.load({"w": rows()}, folder)
+    except CheckpointingException as error:
+        return str(error)
+    finally:
+        meeting.MOST = wire.MOST
+    return "no error"
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_a_message_that_is_too_long_is_told(ranks: Any, tmp_path: Path, rank: int) -> None:
+    ranks(saved, str(tmp_path), world=WORLD)
+    texts = ranks(too_long, str(tmp_path), rank, world=WORLD)
+    assert len(set(texts)) == 1, texts
+    assert re.search(f"rank {rank}: a message of [0-9]+ bytes, where 60 are the most", texts[0]), texts[0]

@@ -174,9 +174,10 @@ def test_factories_structure_and_what_is_not_saved(tmp_path: Path) -> None:
     assert set(room.load_common_state_dict(tmp_path)) == {"fused", 3, "empty", "list", "content_metadata"}
 
 
-def test_a_list_without_some_elements_keeps_the_places_of_its_factories(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [[], [{"plain": 1}]], ids=["alone", "beside another value"])
+def test_a_list_without_some_elements_keeps_the_places_of_its_factories(tmp_path: Path, beside: Any) -> None:
     weight = torch.arange(12.0).view(4, 3)
-    room.save({"list": [ShardedTensorFactory("w", weight, fused, torch.cat), {"plain": 1}]}, tmp_path)
+    room.save({"list": [ShardedTensorFactory("w", weight, fused, torch.cat), *beside]}, tmp_path)
 
     def other(data: Any) -> ShardedTensorFactory:
         return ShardedTensorFactory("v", data, lambda key, data, *_: part(key, 0, 1), failing)

@@ -17,8 +17,10 @@ from torch_dcp_backport.transfer import Call, Problem, problem_of
 from torch_dcp_backport.transfer.errors import UNCHANGED, compose, spell
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.rounds import answer, ask
-from torch_dcp_backport.transfer.wire import absent
+from torch_dcp_backport.transfer.wire import MOST, absent
 
+#: Bytes that a message has around what is said in it.
+SPARE = 4096
 #: (global rank, what it has a problem with)
 Findings = list[tuple[int, Problem]]
 
@@ -99,7 +101,7 @@ def consult(
     """
     with call.tally.phase(topic.doing):
         with guard(call):
-            own = pickle.dumps(own)
+            own = _packed(own)
         message = pickle.dumps((list(map(tuple, call.problems)), own if not call.problems else b""))
         if is_alone(call):
             reply = _decision(call, {call.rank: message}, (), decide, topic.doing)[call.rank]
@@ -131,25 +133,33 @@ def _decision(
     said = {rank: pickle.loads(message) for rank, message in messages.items()}
     findings: Findings = [(rank, Problem(f"the rank is gone, or too late, while {doing}")) for rank in gone]
     findings += [(rank, Problem(*problem)) for rank in sorted(said) for problem in said[rank][0]]
-    answers: Mapping[int, Any] = {}
+    answers: dict[int, bytes] = {}
     if not findings:
         try:
-            answers = decide({rank: pickle.loads(said[rank][1]) for rank in sorted(said)})
+            decided = decide({rank: pickle.loads(said[rank][1]) for rank in sorted(said)})
+            # Ranks often have the same answer.
+            known = {id(value): _packed(value) for value in (*decided.values(), None)}
+            answers = {rank: known[id(decided.get(rank))] for rank in messages}
         except Refusal as refusal:
             findings = refusal.findings
         except Exception as error:
             call.cause = error
             findings = [(call.rank, problem_from(error))]
     plain = [(rank, tuple(problem)) for rank, problem in findings]
-    #: Ranks often have the same answer.
-    packed: dict[int, bytes] = {}
-    replies = {}
-    for rank in messages:
-        value = answers.get(rank)
-        if id(value) not in packed:
-            packed[id(value)] = pickle.dumps((plain, pickle.dumps(value)))
-        replies[rank] = packed[id(value)]
-    return replies
+    replies = {id(data): pickle.dumps((plain, data)) for data in (*answers.values(), b"")}
+    return {rank: replies[id(answers.get(rank, b""))] for rank in messages}
+
+
+def _packed(value: object) -> bytes:
+    """A value as bytes, of which a message has room beside its own few.
+
+    Raises:
+        CheckpointingException: there are too many.
+    """
+    data = pickle.dumps(value)
+    if len(data) > MOST - SPARE:
+        raise CheckpointingException(f"a message of {len(data)} bytes, where {MOST - SPARE} are the most")
+    return data
 
 
 def announce(call: Call, make: Callable[[], object], doing: str) -> Any:
