@@ -20,7 +20,7 @@ from torch_dcp_backport.dist_checkpointing.engine import meeting
 
 WORLD = 4
 #: Seconds: of the backend, and of the rank that is late.
-TIMEOUT, LATE = 4.0, 9.0
+TIMEOUT, LATE = 8.0, 13.0
 
 
 @pytest.fixture
@@ -70,7 +70,6 @@ CASES = [
     ("load", 0, False, 0),
     ("save", 2, True, 0),
     ("load", 2, True, 1),
-    ("save", 2, False, 0),
     ("save", 2, False, 1),
     ("load", 2, False, 0),
 ]
