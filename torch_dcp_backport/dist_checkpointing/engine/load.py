@@ -180,7 +180,7 @@ def problems_of(index: Index, wanted: Sequence[Wanted]) -> Iterator[Problem]:
 
 @functools.cache
 def keeps_values(stored: torch.dtype, asked: torch.dtype) -> bool:
-    """Whether every value of one dtype is one of another."""
+    """Whether one dtype has the values of another, but for the rounding to a floating point number."""
     if stored == asked:
         return True
     try:
@@ -190,16 +190,11 @@ def keeps_values(stored: torch.dtype, asked: torch.dtype) -> bool:
 
 
 def _has_range(stored: torch.dtype, asked: torch.dtype) -> bool:
-    if stored.is_floating_point or stored.is_complex:
-        if asked.itemsize == 1:  # those of one byte differ in what they have of infinity and zero
-            return False
-        first, second = torch.finfo(stored), torch.finfo(asked)
-        return second.eps <= first.eps and first.max <= second.max and second.tiny <= first.tiny
-    whole = torch.iinfo(stored)
-    if not asked.is_floating_point and not asked.is_complex:
-        return torch.iinfo(asked).min <= whole.min and whole.max <= torch.iinfo(asked).max
-    # A float has all whole numbers up to 2 / eps.
-    return max(-whole.min, whole.max) <= min(2 / torch.finfo(asked).eps, torch.finfo(asked).max)
+    if asked.is_floating_point or asked.is_complex:
+        # Those of one byte differ in what they have of infinity and zero.
+        return asked.itemsize > 1
+    first, second = torch.iinfo(stored), torch.iinfo(asked)
+    return second.min <= first.min and first.max <= second.max
 
 
 def overlap(box: Box, shape: tuple[int, ...]) -> int:
