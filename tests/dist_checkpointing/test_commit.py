@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from pool import Pool, RankError
 
 from torch_dcp_backport import dist_checkpointing as room
-from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor, core
 from torch_dcp_backport.dist_checkpointing.engine import files
 
 
@@ -125,3 +127,47 @@ def test_a_rank_that_is_killed_is_told_of_by_the_others(tmp_path: Path, victim: 
         assert len(set(errors)) == 1, text
         assert f"rank {victim} is gone" in text or f"rank {victim}: the rank is gone" in text, text
     pool.close()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt.new", ".metadata.new", "metadata.json.new"])
+def test_no_write_goes_where_a_link_leads(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, folder = tmp_path / "other", tmp_path / "checkpoint"
+    other.write_text("not to be written")
+    folder.mkdir()
+
+    def plant(step: str) -> None:
+        # After the old files are gone, and before the new ones are there.
+        if step == "create __0_0.distcp":
+            (folder / name).symlink_to(other)
+
+    monkeypatch.setattr(files, "on_step", plant)
+    with contextlib.suppress(CheckpointingException):
+        room.save(state_of(1.0, 0, 1), folder)
+    assert other.read_text() == "not to be written"
+
+
+def test_the_marker_alone_does_not_follow_a_link_either(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("not to be written")
+    (tmp_path / "metadata.json").symlink_to(other)
+    core.save_config(room.CheckpointingConfig("torch_dist"), tmp_path)
+    assert other.read_text() == "not to be written"
+    assert room.check_is_distributed_checkpoint(tmp_path)
+
+
+def test_checksums_of_an_earlier_checkpoint_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "integrity.json").write_text("{}")
+    room.save(state_of(1.0, 0, 1), tmp_path)
+    assert not (tmp_path / "integrity.json").exists()
+
+
+def test_a_part_of_a_tensor_is_saved_without_the_rest(tmp_path: Path) -> None:
+    large = torch.arange(100000.0)
+    state = {"row": large[3:5], "more": [(large[:1], 1), OrderedDict(last=large[-1:])]}
+    room.save({**state, "o": ShardedObject("o", {"x": large[7:8]}, (1,), (0,))}, tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 20000
+    loaded = room.load({"o": ShardedObject("o", None, (1,), (0,))}, tmp_path)
+    assert loaded["row"].tolist() == [3.0, 4.0]
+    assert (loaded["more"][0][0].item(), loaded["more"][1]["last"].item()) == (0.0, 99999.0)
+    assert loaded["o"]["x"].item() == 7.0
+    assert state["row"].data_ptr() == large[3:].data_ptr()

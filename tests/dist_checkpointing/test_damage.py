@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import importlib
 import io
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +19,9 @@ import torch
 
 from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
-from torch_dcp_backport.dist_checkpointing.engine import metadata, values
+from torch_dcp_backport.dist_checkpointing.engine import metadata, unpickle, values
+from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
+from torch_dcp_backport.dist_checkpointing.engine.reader import Reader
 
 VALUES = {
     "small": torch.arange(12.0).view(3, 4),
@@ -209,3 +215,107 @@ def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(CheckpointingException, match=words):
             room.load({}, folder)
     assert not room.check_is_distributed_checkpoint(tmp_path)
+
+
+def sets_an_attribute(module: str, name: str, made: bytes = b"") -> bytes:
+    """A pickle that sets an attribute of what a name stands for, or of what `made` makes of it."""
+    named = b"c" + module.encode() + b"\n" + name.encode() + b"\n" + made
+    # BUILD of (None, {"crafted": 1}): the second is set with setattr.
+    return b"\x80\x02" + named + b"N}X\x07\x00\x00\x00craftedK\x01s\x86b."
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [*unpickle.METADATA, *unpickle.TENSORS, ("torch", "float32"), ("pathlib", "PosixPath")],
+)
+@pytest.mark.parametrize("allowed", [unpickle.METADATA, unpickle.TENSORS], ids=["metadata", "record"])
+def test_a_pickle_cannot_change_what_it_names(module: str, name: str, allowed: Any) -> None:
+    target = getattr(importlib.import_module(module), name)
+    for made in (b"", b"(K\x00tR", b")R"):
+        with contextlib.suppress(unpickle.Refused):
+            unpickle.Reader(sets_an_attribute(module, name, made), allowed, unpickle.FOREIGN).read()
+        found = [
+            target,
+            *unpickle.METADATA.values(),
+            *unpickle.TENSORS.values(),
+            *unpickle.Maker.__subclasses__(),
+        ]
+        found += list(target) if isinstance(target, enum.EnumMeta) else []
+        changed = [each for each in found if hasattr(each, "crafted")]
+        for each in changed:
+            del each.crafted
+        assert changed == []
+
+
+def test_zeros_are_not_made_by_their_number() -> None:
+    data = b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x40\x85R."
+    with pytest.raises(unpickle.Refused, match="makes bytes of a int"):
+        unpickle.Reader(data, unpickle.METADATA).read()
+
+
+def test_a_box_that_is_listed_twice_hides_no_gap(tmp_path: Path) -> None:
+    halves = [
+        ShardedTensor("w", torch.ones(2), torch.float32, (2,), (4,), (start,), None) for start in (0, 2)
+    ]
+    room.save({"w": halves}, tmp_path)
+    whole = pickle.loads((tmp_path / ".metadata").read_bytes())
+    del whole.torch_dcp_backport
+    chunks = whole.state_dict_metadata["w"].chunks
+    chunks[1] = chunks[0]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(whole))
+    assert "w: its boxes do not cover shape (4,) once" in room.verify(tmp_path)
+    target = torch.zeros(4)
+    with pytest.raises(CheckpointingException, match=r"all of \[0:4\]: w \(expected 4 elements, got 2"):
+        room.load({"w": ShardedTensor.from_dtensor("w", target)}, tmp_path)
+    assert torch.equal(target, torch.zeros(4))
+
+
+def rewritten(folder: Path, change: Callable[[Any], None]) -> None:
+    """Torch's metadata, with something else in it and no checksum of ours."""
+    whole = pickle.loads((folder / ".metadata").read_bytes())
+    del whole.torch_dcp_backport
+    change(whole)
+    (folder / ".metadata").write_bytes(pickle.dumps(whole))
+
+
+def grow(name: str, size: int) -> Callable[[Any], None]:
+    def change(whole: Any) -> None:
+        for info in whole.storage_data.values():
+            setattr(info, name, size)
+
+    return change
+
+
+def widen(whole: Any) -> None:
+    entry = whole.state_dict_metadata["small"]
+    entry.size = torch.Size((3, 2**50))
+    for chunk in entry.chunks:
+        chunk.sizes = torch.Size((3, 2**50))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (grow("length", 2**70), "not a place"),
+        (grow("length", True), "not a place"),
+        (grow("offset", 2**62), "not a place"),
+        (grow("length", 2**40), "is cut short"),
+        (widen, "has more values in .* than its record"),
+    ],
+)
+def test_sizes_that_cannot_be_take_no_memory(
+    checkpoint: Path, change: Callable[[Any], None], words: str
+) -> None:
+    rewritten(checkpoint, change)
+    problems = room.verify(checkpoint)
+    assert re.search(words, problems[0]), problems
+    with pytest.raises(CheckpointingException, match=words):
+        load(checkpoint)
+
+
+def test_a_record_that_a_file_does_not_have_takes_no_memory(checkpoint: Path) -> None:
+    with (
+        Reader(checkpoint, True).open("__0_0.distcp") as source,
+        pytest.raises(Damaged, match="ends at byte"),
+    ):
+        source.bytes_at(1, 2**60)

@@ -82,3 +82,13 @@ def test_the_command(ours: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr()
     assert "it has no metadata.json" in json.loads(output.out)["problems"][0]
     assert "it has no metadata.json" in output.err
+
+
+def test_keys_that_no_terminal_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = "a\udc80\x1b[31m"
+    room.save({"a": ShardedTensor.from_dtensor(key, torch.ones(1))}, tmp_path)
+    for arguments in (["inspect"], ["verify"], ["inspect", "--json"]):
+        assert __main__.main(["checkpoint", arguments[0], str(tmp_path), *arguments[1:]]) == 0
+    output = capsys.readouterr().out
+    assert "a\\udc80\\x1b[31m" in output
+    assert "\x1b" not in output

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from packaging.version import Version
 from spreads import same
 from torch.distributed.device_mesh import init_device_mesh
 from values import value_of
 
+from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.compat import Shard
 from torch_dcp_backport.dist_checkpointing import ShardedObject, ShardedTensor
 
@@ -20,6 +23,7 @@ try:
 except ImportError:  # torch 2.4
     from torch.distributed._tensor import DTensor
 
+ALONE: dict[str, Any] = {"no_dist": True} if Version(torch.__version__).release >= (2, 7) else {}
 SHAPES = {"matrix": (7, 5), "large": (300, 41), "row": (1, 9), "deep": (9, 5, 2), "vector": (6,)}
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.bool)
 
@@ -96,3 +100,47 @@ def test_torch_makes_one_file_of_what_we_saved(ranks: Any, tmp_path: Path) -> No
     state = torch.load(tmp_path / "one.pt", weights_only=True)
     for (key, shape), dtype in zip(SHAPES.items(), DTYPES):
         assert same(state[f"model.{key}"], value_of(key, shape, dtype))
+
+
+def views(values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors whose values are not those in their memory."""
+    return {
+        "conj": values.conj(),
+        "conj transposed": values.conj().t(),
+        "neg": torch._neg_view(values.real.contiguous()),
+        "neg strided": values.conj().imag,
+    }
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg()
+
+
+COMPLEX = torch.complex(torch.arange(8000.0), torch.arange(1.0, 8001.0)).view(80, 100)
+
+
+@pytest.mark.parametrize("saved_by", ["torch", "us"])
+def test_conjugated_and_negated_views(tmp_path: Path, saved_by: str) -> None:
+    saved = views(COMPLEX)
+    if saved_by == "torch":
+        dcp.save(saved, checkpoint_id=str(tmp_path), **ALONE)
+    else:
+        room.save({key: ShardedTensor.from_dtensor(key, value) for key, value in saved.items()}, tmp_path)
+    assert room.verify(tmp_path) == []
+    state = {
+        key: ShardedTensor(key, None, value.dtype, value.shape, value.shape, (0, 0), None)
+        for key, value in saved.items()
+    }
+    loaded = room.load(state, tmp_path)
+    for key, value in saved.items():
+        assert torch.equal(loaded[key], resolved(value)), key
+
+
+def test_what_is_loaded_into_conjugated_and_negated_views(tmp_path: Path) -> None:
+    saved = {key: resolved(value).contiguous() for key, value in views(COMPLEX).items()}
+    room.save({key: ShardedTensor.from_dtensor(key, value) for key, value in saved.items()}, tmp_path)
+    targets = views(torch.zeros_like(COMPLEX))
+    # Each from a checkpoint of its own: their memory is one.
+    for key, target in targets.items():
+        room.load({key: ShardedTensor.from_dtensor(key, target)}, tmp_path)
+        assert torch.equal(resolved(target), saved[key]), key

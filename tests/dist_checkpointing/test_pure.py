@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from torch_dcp_backport.dist_checkpointing.engine import foreign
 from torch_dcp_backport.dist_checkpointing.engine.assign import cut, shares_of
+from torch_dcp_backport.dist_checkpointing.engine.cover import covered, fills, overlapping
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Memory
+from torch_dcp_backport.dist_checkpointing.engine.load import keeps_values
 from torch_dcp_backport.dist_checkpointing.engine.metadata import (
     Chunk,
     Index,
@@ -31,7 +33,7 @@ from torch_dcp_backport.dist_checkpointing.engine.records import (
     form_of,
 )
 from torch_dcp_backport.dist_checkpointing.engine.runs import pieces
-from torch_dcp_backport.dist_checkpointing.engine.table import Row, Table, cells_of, fills, findings_of
+from torch_dcp_backport.dist_checkpointing.engine.table import Row, Table, cells_of, findings_of
 from torch_dcp_backport.dist_checkpointing.engine.unpickle import Refused
 from torch_dcp_backport.transfer import Box
 from torch_dcp_backport.transfer.layout import whole
@@ -223,3 +225,69 @@ def test_grids() -> None:
     assert not fills([Box((0,), (2,)), Box((3,), (1,))], (4,))
     assert not fills([Box((0, 0), (2, 1)), Box((0, 1), (1, 1))], (2, 2))
     assert fills([Box((), ())], ())
+
+
+INT, LONG, FLOAT, DOUBLE = torch.int32, torch.int64, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "keeps"),
+    [
+        (torch.bool, torch.uint8, True),
+        (torch.uint8, torch.int8, False),
+        (torch.uint8, torch.int16, True),
+        (LONG, INT, False),
+        (INT, FLOAT, True),
+        (INT, DOUBLE, True),
+        (LONG, DOUBLE, True),
+        (torch.int8, torch.bfloat16, True),
+        (torch.int16, torch.bfloat16, True),
+        (FLOAT, DOUBLE, True),
+        (DOUBLE, FLOAT, True),
+        (FLOAT, torch.bfloat16, True),
+        (torch.bfloat16, torch.float16, True),
+        (torch.float16, torch.bfloat16, True),
+        (torch.float16, FLOAT, True),
+        (torch.float8_e4m3fn, torch.bfloat16, True),
+        (torch.float8_e4m3fn, torch.float8_e5m2, False),
+        (FLOAT, torch.complex64, True),
+        (DOUBLE, torch.complex64, True),
+        (FLOAT, torch.float8_e4m3fn, False),
+        (torch.complex64, FLOAT, False),
+        (FLOAT, LONG, False),
+    ],
+    ids=str,
+)
+def test_dtypes_that_hold_the_values_of_another(stored: torch.dtype, asked: torch.dtype, keeps: bool) -> None:
+    assert keeps_values(stored, asked) == keeps
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 3).flatmap(
+        lambda axes: st.lists(
+            st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=axes, max_size=axes),
+            max_size=8,
+        )
+    )
+)
+def test_what_boxes_cover_together(rows: list[list[tuple[int, int]]]) -> None:
+    boxes = [Box(tuple(start for start, _ in row), tuple(size for _, size in row)) for row in rows]
+    grid = torch.zeros((9,) * len(boxes[0].size) if boxes else (1,), dtype=torch.int64)
+    for box in set(boxes):
+        grid[box.within(whole(tuple(grid.shape)))] += 1
+    assert covered(boxes) == int((grid > 0).sum())
+    assert (overlapping(boxes) is not None) == bool((grid > 1).any())
+
+
+def rows_beside_columns(count: int) -> list[Box]:
+    """No grid, and no axis of which a box is all."""
+    rows = [Box((number, 0), (1, count)) for number in range(count)]
+    return rows + [Box((0, count + number), (count, 1)) for number in range(count)]
+
+
+def test_many_boxes_that_are_no_grid() -> None:
+    boxes = rows_beside_columns(30000)
+    assert covered(boxes) == 2 * 30000**2
+    assert overlapping(boxes) is None
+    assert overlapping([*boxes, Box((5, 5), (2, 1))]) is not None

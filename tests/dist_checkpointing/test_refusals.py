@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+from collections import UserDict, deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
+from torch_dcp_backport.dist_checkpointing import (
+    CheckpointingException,
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+)
 
 
 def rows(rank: int, world: int = 4, **kwargs: Any) -> ShardedTensor:
@@ -75,6 +83,14 @@ SAVES: dict[str, tuple[Callable[[int], Any], str]] = {
     "a slash": (lambda rank: ShardedObject("a/b", 1, (4,), (rank,)), 'whose key has a "/": a/b'),
     "unpicklable": (unpicklable, "rank 3: .*(pickle|lambda).*: rng/shard_3_4"),
     "a tuple": (lambda rank: (rows(rank),), "w is in a tuple at value; put it in a list"),
+    "a deque": (lambda rank: deque([rows(rank)]), "w is in a deque at value; put it in a list or a dict"),
+    "a mapping that is no dict": (lambda rank: UserDict(a=[rows(rank)]), "w is in a UserDict at value"),
+    "a tuple in a tuple": (lambda rank: [((rows(rank), 1),)], "w is in a tuple at value.0"),
+    "a namespace": (lambda rank: SimpleNamespace(part=rows(rank)), "w is in a SimpleNamespace at value"),
+    "a local value in a set": (
+        lambda rank: {LocalNonpersistentObject(1)},
+        "a LocalNonpersistentObject is in a set at value",
+    ),
     "meta": (
         lambda rank: ShardedTensor.from_rank_offsets("w", torch.ones(2, device="meta"), (0, rank, 4)),
         r"without values in memory: w \(on the meta device\)",
@@ -117,6 +133,61 @@ def test_a_save_that_cannot_be(ranks: Any, tmp_path: Path, case: str) -> None:
     assert re.search(SAVES[case][1], texts[0]), texts[0]
     assert "nothing was changed" in texts[0]
     assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()} == before
+
+
+def outside(rank: int, start: int, size: int) -> ShardedTensor:
+    return ShardedTensor(
+        "w", torch.ones(size, 3), torch.float32, (size, 3), (8, 3), (start, 0), None, 0, 0, True
+    )
+
+
+#: As above, where the ranks' parts are not compared.
+UNCHECKED: dict[str, tuple[Callable[[int], Any], str]] = {
+    "a box that reaches outside": (
+        lambda rank: outside(rank, 2 * rank, 2 + (rank == 3)),
+        r"rank 3: a box outside the global tensor: w \(expected shape \(8, 3\), got \[6:9, 0:3\]\)",
+    ),
+    "a box before the start": (
+        lambda rank: outside(rank, 2 * rank - (rank == 0), 2),
+        r"rank 0: a box outside the global tensor: w \(expected shape \(8, 3\), got \[-1:1, 0:3\]\)",
+    ),
+    "dtypes": (another_dtype, "rank 2: another dtype than on another rank: w"),
+    "boxes at one place": (
+        lambda rank: box(0, 2 + rank),
+        r"rank 1: different boxes that begin at one place: w "
+        r"\(expected \[0:2, 0:3\] as rank 0, got \[0:3, 0:3\]\)",
+    ),
+}
+
+
+def refused_unchecked_save(room: Any, folder: str, case: str) -> str:
+    state = {"value": UNCHECKED[case][0](dist.get_rank())}
+    return error_of(lambda: room.save(state, folder, validate_access_integrity=False))
+
+
+@pytest.mark.parametrize("case", UNCHECKED)
+def test_what_no_load_could_read_is_not_saved_unchecked(ranks: Any, tmp_path: Path, case: str) -> None:
+    texts = ranks(refused_unchecked_save, str(tmp_path), case)
+    assert len(set(texts)) == 1, texts
+    assert re.search(UNCHECKED[case][1], texts[0]), texts[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def doubled(room: Any, folder: str) -> list[float]:
+    """Two boxes with two main replicas each, and one of them twice on each rank."""
+    rank = dist.get_rank()
+    part = rows(rank % 2, 2)
+    state = {"value": [part, rows(rank % 2, 2)]}
+    room.save(state, folder, validate_access_integrity=False)
+    asked = ShardedTensor("w", None, torch.float32, (4, 3), (4, 3), (0, 0), None, rank)
+    loaded: torch.Tensor = room.load({"value": asked}, folder)["value"]
+    return loaded.flatten().tolist()
+
+
+def test_a_box_that_is_there_twice_has_one_writer(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(doubled, str(tmp_path)) == [[1.0] * 12] * 4
+    with open(tmp_path / ".metadata", "rb") as file:
+        assert len(pickle.load(file).storage_data) == 2
 
 
 def missing_folder(room: Any, folder: str) -> str:

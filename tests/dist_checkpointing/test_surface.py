@@ -130,7 +130,7 @@ def test_missing_keys_alone_raise_only_where_all_are_looked_at(tmp_path: Path) -
     with pytest.raises(CheckpointingException, match="in the checkpoint, and loaded by no rank: b"):
         room.load({"a": part("a", 0, 1)}, tmp_path, strict="raise_all")
     assert set(room.load({"a": part("a", 0, 1)}, tmp_path, strict="raise_unexpected")) == {"a"}
-    with pytest.raises(ValueError, match="expected one of assume_ok_unexpected, "):
+    with pytest.raises(CheckpointingException, match="expected one of assume_ok_unexpected, "):
         room.load({}, tmp_path, strict="all")
 
 
@@ -172,6 +172,26 @@ def test_factories_structure_and_what_is_not_saved(tmp_path: Path) -> None:
     assert torch.equal(result["list"][1], torch.full((2, 3), 2.0))
     assert room.load_content_metadata(tmp_path) == {"version": 2}
     assert set(room.load_common_state_dict(tmp_path)) == {"fused", 3, "empty", "list", "content_metadata"}
+
+
+@pytest.mark.parametrize("beside", [[], [{"plain": 1}]], ids=["alone", "beside another value"])
+def test_a_list_without_some_elements_keeps_the_places_of_its_factories(tmp_path: Path, beside: Any) -> None:
+    weight = torch.arange(12.0).view(4, 3)
+    room.save({"list": [ShardedTensorFactory("w", weight, fused, torch.cat), *beside]}, tmp_path)
+
+    def other(data: Any) -> ShardedTensorFactory:
+        return ShardedTensorFactory("v", data, lambda key, data, *_: part(key, 0, 1), failing)
+
+    def failing(_: Any) -> Any:
+        raise AssertionError("nothing was loaded for this one")
+
+    asked = {
+        "list": [part("x", 0, 1), ShardedTensorFactory("w", torch.zeros(4, 3), fused, torch.cat)],
+        "others": [part("y", 0, 1), other(weight), [part("z", 0, 1)]],
+    }
+    result = room.load(asked, tmp_path, strict="ignore_all")
+    assert list(result) == ["list"]
+    assert torch.equal(result["list"][0], weight)
 
 
 def test_what_a_checkpoint_holds(tmp_path: Path) -> None:

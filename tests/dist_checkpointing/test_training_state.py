@@ -118,3 +118,26 @@ def by_dcp(room: Any, folder: str) -> list[str]:
 def test_dcp_reads_it(ranks: Any, tmp_path: Path) -> None:
     ranks(saved, str(tmp_path), "HSDP" if TWO_DIM else "FSDP")
     assert ranks(by_dcp, str(tmp_path), world=2) == [[], []]
+
+
+def by_a_part_of_the_world(room: Any, folder: str) -> Any:
+    """Ranks 1 and 3 save and load a model that both have whole."""
+    group = dist.new_group([1, 3])
+    if dist.get_rank() not in (1, 3):
+        return None
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.fill_(5.0)
+    save_training_state(folder, model, process_group=group)
+    replicas = [part.replica_id for part in qwen.parts_of(sharded_state_dict(model, process_group=group))]
+    with torch.no_grad():
+        for value in model.parameters():
+            value.zero_()
+    load_training_state(folder, model, process_group=group)
+    return replicas, [value.unique().tolist() for value in model.parameters()]
+
+
+def test_a_group_without_rank_0_has_a_main_replica(ranks: Any, tmp_path: Path) -> None:
+    results = ranks(by_a_part_of_the_world, str(tmp_path))
+    assert results == [None, ([0, 0], [[5.0], [5.0]]), None, ([1, 1], [[5.0], [5.0]])]

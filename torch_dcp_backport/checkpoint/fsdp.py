@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,18 @@ from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint.together import tell_all
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
-    ShardedObject,
     ShardedTensor,
-    load,
     load_common_state_dict,
-    load_tensors_metadata,
-    save,
 )
+from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
+from torch_dcp_backport.dist_checkpointing.serialization import (
+    LoadOptions,
+    SaveOptions,
+    load_made,
+    save_made,
+)
 from torch_dcp_backport.dist_checkpointing.training_state import (
     MODEL,
     OPTIMIZER,
@@ -46,18 +50,20 @@ class FSDPCheckpointManager(BaseCheckpointManager):
 
     def write(self, folder: Path, step: int) -> None:
         path = folder / SHARDED
-        path.mkdir(parents=True, exist_ok=True)
-        state: dict[str, Any] = {"step": step, SAVED: list(self.checkpoint_save_contents)}
+        halves = self.halves(self.should_save_model, self.should_save_optimizer)
         rank, world = self.place()
-        if self.should_save_extra:
-            state.update({WORLD: world, extra.RNG: extra.own_object(self.get_rng_state(), rank, world)})
-            if self.lr_scheduler is not None:
-                state[SCHEDULER] = self.lr_scheduler.state_dict()
-        save(
-            {**state, **described(self.halves(self.should_save_model, self.should_save_optimizer))},
-            path,
-            process_group=self.process_group,
-        )
+
+        def make() -> ShardedStateDict:
+            path.mkdir(parents=True, exist_ok=True)
+            state = {"step": step, SAVED: list(self.checkpoint_save_contents)}
+            state.update(described(halves, self.process_group))
+            if self.should_save_extra:
+                state.update({WORLD: world, extra.RNG: extra.own_object(self.get_rng_state(), rank, world)})
+                if self.lr_scheduler is not None:
+                    state[SCHEDULER] = self.lr_scheduler.state_dict()
+            return state
+
+        save_made(make, path, SaveOptions(process_group=self.process_group))
         if rank == 0:
             self.write_configuration(folder / HUGGING_FACE)
 
@@ -72,16 +78,20 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         path = folder / SHARDED
         common = self.agree_on(path)
         state = self.halves(self.should_load_model, self.should_load_optimizer)
-        asked = described(state)
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
-        if self.should_load_extra:
-            asked[extra.RNG] = extra.wanted_objects(rank, world, saved_world)
         is_whole = set(self.checkpoint_load_contents) >= set(common[SAVED])
-        if not is_whole:
-            self.check_keys(path, asked)
+
+        def make(checkpoint: Opened) -> ShardedStateDict:
+            asked: ShardedStateDict = described(state, self.process_group)
+            if not is_whole:
+                check_keys(asked, checkpoint.holds.tensors)
+            if self.should_load_extra:
+                asked[extra.RNG] = extra.wanted_objects(rank, world, saved_world)
+            return asked
+
         strict = "raise_all" if is_whole else "raise_unexpected"
-        loaded = load(asked, path, strict=strict, process_group=self.process_group)
+        loaded = load_made(make, path, LoadOptions(strict=strict, process_group=self.process_group))
         self.restore({key: restored_of(part, loaded[key]) for key, part in state.items()})
         if self.should_load_extra:
             if self.lr_scheduler is not None and SCHEDULER in loaded:
@@ -106,19 +116,6 @@ class FSDPCheckpointManager(BaseCheckpointManager):
 
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             return tell_all(call, common, "reading what was saved")  # type: ignore[no-any-return]
-
-    def check_keys(self, path: Path, asked: Mapping[str, Any]) -> None:
-        """Refuse keys of a loaded half that only the checkpoint has; a load of a part looks for none."""
-
-        def compare() -> None:
-            own = set(keys_of(asked))
-            halves = tuple(f"{name}." for name in (MODEL, OPTIMIZER) if name in asked)
-            left = [key for key in load_tensors_metadata(path) if key.startswith(halves) and key not in own]
-            if left:
-                raise CheckpointingException(f"only the checkpoint has {', '.join(sorted(left)[:5])}")
-
-        with begin(CANNOT_LOAD, "load", self.process_group) as call:
-            tell_all(call, compare, "comparing keys")
 
     def halves(self, has_model: bool, has_optimizer: bool) -> dict[str, Any]:
         """The state dicts of the model and of its optimizers, with DTensors."""
@@ -160,9 +157,22 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         return dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
 
 
+def check_keys(asked: ShardedStateDict, held: Iterable[str]) -> None:
+    """Refuse keys of a loaded half that only the checkpoint has; a load of a part looks for none.
+
+    Raises:
+        CheckpointingException: naming them.
+    """
+    own = set(keys_of(asked))
+    halves = tuple(f"{name}." for name in (MODEL, OPTIMIZER) if name in asked)
+    left = sorted(key for key in held if key.startswith(halves) and key not in own)
+    if left:
+        raise CheckpointingException(f"only the checkpoint has {', '.join(left[:5])}")
+
+
 def keys_of(value: Any) -> list[str]:
-    """The keys of the tensors and objects in a sharded state dict."""
-    if isinstance(value, (ShardedTensor, ShardedObject)):
+    """The keys of the tensors in a sharded state dict."""
+    if isinstance(value, ShardedTensor):
         return [value.key]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [key for part in parts for key in keys_of(part)]

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Optional, Union
 
+from torch_dcp_backport.dist_checkpointing.engine import files
+
 CONFIG_FNAME = "metadata.json"
 #: The only backends that are read and written: torch's records, and one file of plain values.
 SHARDED_BACKEND, COMMON_BACKEND = "torch_dist", "torch"
@@ -73,7 +75,7 @@ def parse_config(text: bytes, name: str) -> CheckpointingConfig:
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: Folder) -> None:
     """Write the marker. Only after everything else is on disk: from then on the folder is a checkpoint."""
-    (Path(checkpoint_dir) / CONFIG_FNAME).write_bytes(config_bytes(config))
+    files.publish(Path(checkpoint_dir) / CONFIG_FNAME, config_bytes(config))
 
 
 def config_bytes(config: CheckpointingConfig) -> bytes:

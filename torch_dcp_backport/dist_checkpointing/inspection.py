@@ -18,13 +18,12 @@ import torch
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.engine import foreign
+from torch_dcp_backport.dist_checkpointing.engine.cover import covered, fills
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Source
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened, opened, small_files
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Place, Stored
 from torch_dcp_backport.dist_checkpointing.engine.reader import BLOCK, Read, Reader, wrong_files
-from torch_dcp_backport.dist_checkpointing.engine.table import fills
 from torch_dcp_backport.transfer.layout import whole
-from torch_dcp_backport.transfer.spread import overlaps
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,8 @@ def problems_of(checkpoint: Opened) -> Iterator[str]:
     missing = {problem.what.split(" ")[0] for problem in gone}
     for key, stored in index.tensors.items():
         boxes = [chunk.box for chunk in stored.chunks]
-        covered = sum(box.numel for box in boxes)
-        if not fills(boxes, stored.shape) and (covered != math.prod(stored.shape) or overlaps(boxes)):
+        total = sum(box.numel for box in boxes)
+        if not fills(boxes, stored.shape) and not covered(boxes) == total == math.prod(stored.shape):
             yield f"{key}: its boxes do not cover shape {tuple(stored.shape)} once"
     reader = Reader(folder, index.is_ours)
     for name, chunks in sorted(chunks_by_file(checkpoint).items()):
@@ -173,14 +172,22 @@ def main(argv: list[str], prog: str) -> int:
         entries = contents(args.folder)
     except CheckpointingException as error:
         report = {"folder": args.folder, "problems": [str(error)]}
-        print(json.dumps(report) if args.json else f"{prog}: {error}", file=None if args.json else sys.stderr)
+        text = json.dumps(report) if args.json else printable(f"{prog}: {error}")
+        print(text, file=None if args.json else sys.stderr)
         return 1
     problems = verify(args.folder) if args.action == "verify" else None
     if args.json:
         print(json.dumps(as_dict(args.folder, entries, problems), indent=2))
     else:
-        print(as_table(entries) if problems is None else verdict(entries, problems))
+        print(printable(as_table(entries) if problems is None else verdict(entries, problems)))
     return 1 if problems else 0
+
+
+def printable(text: str) -> str:
+    """A text that any terminal takes: keys come from a file, and may have what it cannot show."""
+    encoding = sys.stdout.encoding or "ascii"
+    known = text.encode(encoding, "backslashreplace").decode(encoding)
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in known)
 
 
 def as_dict(folder: str, entries: Sequence[Entry], problems: Optional[Sequence[str]]) -> dict[str, Any]:

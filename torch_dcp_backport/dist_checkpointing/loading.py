@@ -25,8 +25,8 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Place
 from torch_dcp_backport.dist_checkpointing.engine.reader import Reader, wrong_files
 from torch_dcp_backport.dist_checkpointing.engine.table import Table, cells_of, findings_of, keys_of
-from torch_dcp_backport.dist_checkpointing.mapping import ShardedTensor, StateDict, apply_factory_merges
-from torch_dcp_backport.dist_checkpointing.state_dict_utils import NOTHING, Split, assembled, factories_of
+from torch_dcp_backport.dist_checkpointing.mapping import ShardedTensor, StateDict
+from torch_dcp_backport.dist_checkpointing.state_dict_utils import NOTHING, Split, assembled, merged
 from torch_dcp_backport.dist_checkpointing.validation import (
     StrictHandling,
     logger,
@@ -36,7 +36,7 @@ from torch_dcp_backport.dist_checkpointing.validation import (
 )
 from torch_dcp_backport.transfer import Call, Problem
 from torch_dcp_backport.transfer.errors import DOUBTFUL
-from torch_dcp_backport.transfer.memory import why_not_writable
+from torch_dcp_backport.transfer.memory import has_slices, layout_text, why_not_writable
 
 
 class Loading:
@@ -87,11 +87,13 @@ class Loading:
         with guard(call):
             if self.mode.raises:
                 call.problems += unexpected_problems(self.unexpected)
+            call.problems += unwritable(self.tensors)
             call.problems += engine.problems_of(self.index, self.wanted())
             call.problems += wrong_files(self.checkpoint.folder, self.places(), self.index)
-            call.problems += unwritable(self.tensors)
             self.common = self.checkpoint.common_state(self.trust)
-        table = table_of(self.parts.tensors, self.parts.objects)
+        table = Table([])
+        with guard(call):
+            table = table_of(self.parts.tensors, self.parts.objects)
 
         def decide(tables: Mapping[int, Table]) -> Mapping[int, set[str]]:
             findings = findings_of(tables, cells_of(tables)) if is_checked else []
@@ -117,11 +119,11 @@ class Loading:
         known.discard(engine.COMMON_STATE.partition("/")[0])
         return known - {key.partition("/shard_")[0] for key in keys_of(tables)}
 
-    def read(self) -> None:
-        """Read what is wanted, and hear of every rank's reads.
+    def read(self) -> StateDict:
+        """Read what is wanted, and hear of every rank's reads; return all of it as one state dict.
 
         Raises:
-            CheckpointingException: a record is damaged, a disk fails, or memory runs out.
+            CheckpointingException: a record is damaged, a disk or a merge fails, or memory runs out.
         """
         call = self.call
         with call.room_for("the tensors that are loaded"):
@@ -130,10 +132,13 @@ class Loading:
                 made = replace(part)
                 made.init_data("cpu")
                 self.data[number] = self.loaded[id(part)] = made.data
-        for data, part in zip(self.data, self.tensors):
-            if data is not None and part.allow_shape_mismatch and not call.problems:
-                data.detach().zero_()
-        wanted = self.wanted() if not call.problems else []
+        wanted: list[Wanted] = []
+        if not call.problems:
+            with guard(call):
+                for data, part in zip(self.data, self.tensors):
+                    if data is not None and part.allow_shape_mismatch:
+                        data.detach().zero_()
+                wanted = self.wanted()
         call.tally.meter.expect(
             lambda: sum(read.part.numel * read.dtype.itemsize for read in engine.reads_of(self.index, wanted))
         )
@@ -147,7 +152,12 @@ class Loading:
                         self.loaded[id(entry)] = value
             except Damaged as error:
                 record(call, Problem("damaged", got=str(error)), error)
+        result: StateDict = {}
+        if not call.problems:
+            with guard(call):
+                result = self.result()
         consult(call, None, lambda _: {}, Topic("settling", DOUBTFUL))
+        return result
 
     def result(self) -> StateDict:
         """The common state, what was loaded, and what is not saved, as one state dict."""
@@ -155,16 +165,17 @@ class Loading:
         def value_of(part: Any) -> Any:
             return self.loaded.get(id(part), NOTHING)
 
-        merged = assembled(self.parts.built, self.common, value_of)
-        factories = factories_of(self.parts.original)
-        return apply_factory_merges(merged, factories)  # type: ignore[no-any-return]
+        return merged(assembled(self.parts.built, self.common, value_of), self.parts.original)
 
 
 def unwritable(parts: list[ShardedTensor]) -> list[Problem]:
     """Tensors into which nothing can be loaded."""
     problems = []
     for part in parts:
-        why = "" if part.data is None else why_not_writable(part.data)
+        if part.data is None:
+            continue
+        why = "" if has_slices(part.data) else layout_text(part.data)
+        why = why or why_not_writable(part.data)
         if why:
             problems.append(Problem("a tensor cannot be written", part.key, why))
     return problems
@@ -172,4 +183,6 @@ def unwritable(parts: list[ShardedTensor]) -> list[Problem]:
 
 def boxed(part: ShardedTensor, data: torch.Tensor) -> torch.Tensor:
     """The data of a part in the shape of its box: with the prepended axes."""
-    return data.detach()[(None,) * part.prepend_axis_num]
+    axes = (None,) * part.prepend_axis_num
+    # Of a sparse tensor there is no view; it is refused later, by its key.
+    return data.detach()[axes] if axes and has_slices(data) else data.detach()

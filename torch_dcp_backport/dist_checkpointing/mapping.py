@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, Optional, Union
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, check_fields
 from torch_dcp_backport.dist_checkpointing.dict_utils import dict_list_map_inplace
 from torch_dcp_backport.dist_checkpointing.engine.parts import part_of_this_rank
+from torch_dcp_backport.transfer.groups import Group
 
 StateDict = dict[str, Any]
 CommonStateDict = dict[str, Any]
@@ -128,15 +128,8 @@ class ShardedTensor(ShardedBase):
     def global_slice(self) -> tuple[Union[int, slice], ...]:
         """The box as an index of the global tensor; prepended axes are numbers."""
         count = self.prepend_axis_num
-        return tuple(
-            chain(
-                self.global_offset[:count],
-                (
-                    slice(start, start + extent)
-                    for start, extent in zip(self.global_offset[count:], self.local_shape)
-                ),
-            )
-        )
+        spans = zip(self.global_offset[count:], self.local_shape)
+        return (*self.global_offset[:count], *(slice(start, start + extent) for start, extent in spans))
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
         """The place of the box in the grid of boxes.
@@ -208,18 +201,26 @@ class ShardedTensor(ShardedBase):
 
     @classmethod
     def from_dtensor(
-        cls, key: str, tensor: torch.Tensor, *, allow_shape_mismatch: bool = False
+        cls,
+        key: str,
+        tensor: torch.Tensor,
+        *,
+        allow_shape_mismatch: bool = False,
+        process_group: Group = None,
     ) -> ShardedTensor:
         """Describe this rank's part of a DTensor, on any mesh and with any placements.
 
         A plain tensor is taken to be the same on every rank. `data` is the local tensor itself, so that a
         load writes into it.
 
+        Args:
+            process_group: those that save or load together; a plain tensor's main copy is the first one's.
+
         Raises:
             NotImplementedError: a placement that does not say where elements live (Partial).
             CheckpointingException: a local tensor that is not the shard that its placements say.
         """
-        mine = part_of_this_rank(key, tensor)
+        mine = part_of_this_rank(key, tensor, process_group)
         return cls(
             key,
             mine.local,

@@ -5,9 +5,9 @@ Signatures, positional order and what is returned are those of megatron.core.dis
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 from torch_dcp_backport.dist_checkpointing import report
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
@@ -26,7 +26,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
-from torch_dcp_backport.dist_checkpointing.state_dict_utils import split
+from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, split
 from torch_dcp_backport.dist_checkpointing.validation import StrictHandling, parse_strict_flag, table_of
 from torch_dcp_backport.transfer.groups import Group
 
@@ -67,32 +67,56 @@ def save(
     Raises:
         CheckpointingException: the same on every rank. It says whether an older checkpoint was touched.
     """
-    with begin(CANNOT_SAVE, "save", process_group) as call:
-        parts, common = None, {}
+    content = {} if content_metadata is None else {CONTENT_METADATA: content_metadata}
+
+    def make() -> ShardedStateDict:
+        refuse_strategies(sharded_strategy, common_strategy)
+        if async_sharded_save:
+            raise CheckpointingException("async_sharded_save is not supported yet")
+        return sharded_state_dict
+
+    save_made(make, checkpoint_dir, SaveOptions(validate_access_integrity, content, balanced, process_group))
+
+
+class SaveOptions(NamedTuple):
+    """How a save goes."""
+
+    is_checked: bool = True
+    #: Saved beside the common state.
+    content: Mapping[str, Any] = {}
+    is_balanced: bool = True
+    process_group: Group = None
+
+
+def save_made(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions) -> None:
+    """As `save`, of a state dict that is made inside the call: what fails there is heard on every rank."""
+    with begin(CANNOT_SAVE, "save", options.process_group) as call:
+        saving = Saving(Path())
         with guard(call):
-            refuse_strategies(sharded_strategy, common_strategy)
-            if async_sharded_save:
-                raise CheckpointingException("async_sharded_save is not supported yet")
-            parts = split(sharded_state_dict)
-            absent = [part.key for part in parts.tensors if part.data is None]
-            if absent:
-                raise CheckpointingException(f"tensors without data: {', '.join(absent)}")
-            common = dict(parts.common)
-            if content_metadata is not None:
-                common[CONTENT_METADATA] = content_metadata
-        tensors, objects = (parts.tensors, parts.objects) if parts else ([], [])
-        saving = Saving(
-            Path(checkpoint_dir),
-            table_of(tensors, objects),
-            [boxed(part, part.data) for part in tensors if part.data is not None],
-            [part.data for part in objects],
-            common,
-            validate_access_integrity,
-            balanced,
-        )
+            saving = saving_of(split(make()), Path(checkpoint_dir), options)
         output = save_together(call, saving)
         records = [*output.tensors, *output.objects]
         report.close(call.tally, len(records), sum(entry.length for entry in records), 1 if records else 0)
+
+
+def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
+    """What this rank brings to a save.
+
+    Raises:
+        CheckpointingException: a tensor has no data.
+    """
+    absent = [part.key for part in parts.tensors if part.data is None]
+    if absent:
+        raise CheckpointingException(f"tensors without data: {', '.join(absent)}")
+    return Saving(
+        folder,
+        table_of(parts.tensors, parts.objects),
+        [boxed(part, part.data) for part in parts.tensors if part.data is not None],
+        [part.data for part in parts.objects],
+        {**parts.common, **options.content},
+        options.is_checked,
+        options.is_balanced,
+    )
 
 
 def refuse_strategies(*strategies: Any) -> None:
@@ -121,8 +145,9 @@ def load(
     """Load what a sharded state dict describes, saved by any number of ranks. Collective.
 
     Args:
-        sharded_state_dict: as for `save`; `data` that is there is written in place, cast to its dtype, and
-            None becomes a tensor on the CPU. Other values do not count.
+        sharded_state_dict: as for `save`; `data` that is there is written in place, cast to its dtype where
+            that has every value of the saved one, and None becomes a tensor on the CPU. Other values do not
+            count.
         checkpoint_dir: a checkpoint of `save`, of Megatron ("torch_dist"), or of torch's own `dcp.save`.
         sharded_strategy, common_strategy: there is one format; only None, or its name, is taken.
         validate_access_integrity: check that the ranks together load every element of every tensor.
@@ -135,20 +160,41 @@ def load(
 
     Raises:
         CheckpointingException: the same on every rank. It says whether something may have been written: only
-            where a checksum turned out to be wrong, or a disk failed.
-        ValueError: no such `strict` mode.
+            where a checksum turned out to be wrong, a disk failed, or a factory's merge did.
     """
-    mode = parse_strict_flag(strict)
-    with begin(CANNOT_LOAD, "load", process_group) as call:
-        parts = None
+
+    def make(_: Opened) -> ShardedStateDict:
+        refuse_strategies(sharded_strategy, common_strategy)
+        return sharded_state_dict
+
+    return load_made(
+        make, checkpoint_dir, LoadOptions(validate_access_integrity, strict, trust, process_group)
+    )
+
+
+class LoadOptions(NamedTuple):
+    """How a load goes."""
+
+    is_checked: bool = True
+    strict: Union[str, StrictHandling] = StrictHandling.ASSUME_OK_UNEXPECTED
+    trust: bool = False
+    process_group: Group = None
+
+
+def load_made(
+    make: Callable[[Opened], ShardedStateDict], checkpoint_dir: Folder, options: LoadOptions
+) -> Any:
+    """As `load`, of a state dict that is made inside the call: what fails there is heard on every rank."""
+    with begin(CANNOT_LOAD, "load", options.process_group) as call:
+        folder, mode, parts = Path(), StrictHandling.ASSUME_OK_UNEXPECTED, split({})
         with guard(call):
-            refuse_strategies(sharded_strategy, common_strategy)
-            parts = split(sharded_state_dict)
-        checkpoint = engine.open_together(call, Path(checkpoint_dir))
-        loading = Loading(call, checkpoint, parts or split({}), mode, trust)
-        missing = loading.agree(validate_access_integrity)
-        loading.read()
-        result = loading.result()
+            folder, mode = Path(checkpoint_dir), parse_strict_flag(options.strict)
+        checkpoint = engine.open_together(call, folder)
+        with guard(call):
+            parts = split(make(checkpoint))
+        loading = Loading(call, checkpoint, parts, mode, options.trust)
+        missing = loading.agree(options.is_checked)
+        result = loading.read()
         places = [place for _, place in loading.places()]
         report.close(call.tally, len(places), loading.reader.bytes_read, loading.reader.files)
     if StrictHandling.requires_returning_mismatch_keys(mode):
@@ -218,10 +264,8 @@ def load_plain_tensors(checkpoint_dir: Folder, *, process_group: Group = None) -
     Raises:
         CheckpointingException: as `load`.
     """
-    whole = load_tensors_metadata(checkpoint_dir)
-    return load(  # type: ignore[no-any-return]
-        dict(whole), checkpoint_dir, validate_access_integrity=False, process_group=process_group
-    )
+    options = LoadOptions(is_checked=False, process_group=process_group)
+    return load_made(lambda checkpoint: dict(tensors_in(checkpoint)), checkpoint_dir, options)  # type: ignore[no-any-return]
 
 
 def load_content_metadata(

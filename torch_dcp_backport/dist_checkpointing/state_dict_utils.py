@@ -5,7 +5,11 @@ Works on copies of the structure: the caller's dicts and lists stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from argparse import Namespace
+from collections import UserList, deque
+from collections.abc import Callable, Mapping, Set
+from dataclasses import is_dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
 from torch_dcp_backport.dist_checkpointing.adopt import adopted
@@ -25,6 +29,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     StateDict,
     apply_factories,
+    apply_factory_merges,
 )
 
 
@@ -78,12 +83,36 @@ def split(sharded_state_dict: Mapping[Any, Any]) -> Split:
             result.objects.append(value)
         elif isinstance(value, ShardedBase):
             raise CheckpointingException(f"a {type(value).__name__} built by another: {value.key}")
-        elif isinstance(value, (tuple, set, frozenset)):
-            hidden = [part for part in value if isinstance(adopted(part), ShardedBase)]
-            if hidden:
-                kind, name = type(value).__name__, ".".join(map(str, path))
-                raise CheckpointingException(f"{hidden[0].key} is in a {kind} at {name}; put it in a list")
+        elif (hidden := hidden_in(value)) is not None:
+            what = getattr(hidden, "key", f"a {type(hidden).__name__}")
+            name = ".".join(map(str, path))
+            raise CheckpointingException(
+                f"{what} is in a {type(value).__name__} at {name}; put it in a list or a dict"
+            )
     return result
+
+
+def hidden_in(leaf: Any) -> Optional[Any]:
+    """A part within a leaf, where none is looked for: it would be saved as an object of the common state."""
+    left, seen = [leaf], set()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            inner = list(value.values())
+        elif isinstance(value, (list, tuple, Set, deque, UserList)):
+            inner = list(value)
+        elif isinstance(value, (Namespace, SimpleNamespace)) or is_dataclass(type(value)):
+            inner = list(getattr(value, "__dict__", {}).values())
+        else:
+            continue
+        for part in map(adopted, inner):
+            if isinstance(part, (ShardedBase, LocalNonpersistentObject)):
+                return part
+        left += inner
+    return None
 
 
 def leaves_of(x: Any, path: Path = ()) -> list[tuple[Path, Any]]:
@@ -111,6 +140,8 @@ def kept_of(x: Any, keeps: Callable[[Any], bool]) -> Any:
 def assembled(asked: Any, common: Any, loaded: Callable[[Any], Any]) -> Any:
     """What a load returns: the common values of the checkpoint, and `loaded` of what was asked for.
 
+    A list keeps its places, with NOTHING for what is left out: `closed_up` takes that away.
+
     Args:
         asked: a structure; its leaves that are neither sharded nor local do not count.
         common: that of the checkpoint; NOTHING where there is none.
@@ -125,23 +156,44 @@ def assembled(asked: Any, common: Any, loaded: Callable[[Any], Any]) -> Any:
         return result if result or not asked or isinstance(common, dict) else NOTHING
     if isinstance(asked, list):
         known = dict(enumerate(common)) if isinstance(common, list) else common
-        known = known if isinstance(known, dict) else {}
+        # A list of which only a part is common, by place; another dict stood where a list is asked for.
+        known = known if isinstance(known, dict) and all(isinstance(place, int) for place in known) else {}
         places = [*range(len(asked)), *(place for place in known if place not in range(len(asked)))]
         parts = [
             assembled(asked[place] if place < len(asked) else None, known.get(place, NOTHING), loaded)
             for place in places
         ]
-        kept = [part for part in parts if part is not NOTHING]
-        return kept if kept or not asked or isinstance(common, list) else NOTHING
+        is_there = any(part is not NOTHING for part in parts)
+        return parts if is_there or not asked or isinstance(common, list) else NOTHING
     if isinstance(asked, LocalNonpersistentObject):
         return asked.unwrap()
     return loaded(asked) if isinstance(asked, ShardedBase) else common
+
+
+def closed_up(x: Any) -> Any:
+    """The structure without NOTHING in its lists."""
+    if isinstance(x, dict):
+        return {key: closed_up(value) for key, value in x.items()}
+    return [closed_up(value) for value in x if value is not NOTHING] if isinstance(x, list) else x
 
 
 def factories_of(x: Any) -> Any:
     """The structure with its factories only; a list keeps its places as a dict."""
     kept = kept_of(x, lambda value: isinstance(value, ShardedTensorFactory))
     return {} if kept is NOTHING else kept
+
+
+def merged(loaded: StateDict, original: ShardedStateDict) -> StateDict:
+    """What was loaded, with the factories of the state dict applied to what was loaded for each."""
+
+    def lenient(factory: ShardedTensorFactory) -> ShardedTensorFactory:
+        def merge(parts: Any) -> Any:
+            return NOTHING if parts is NOTHING else factory.merge_fn(closed_up(parts))
+
+        return replace(factory, merge_fn=merge)
+
+    factories = dict_list_map_outplace(lenient, factories_of(original))
+    return closed_up(apply_factory_merges(loaded, factories))  # type: ignore[no-any-return]
 
 
 def save_preprocess(

@@ -13,7 +13,12 @@ from torch import nn
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
-from torch_dcp_backport.dist_checkpointing.serialization import load, save
+from torch_dcp_backport.dist_checkpointing.serialization import (
+    LoadOptions,
+    SaveOptions,
+    load_made,
+    save_made,
+)
 from torch_dcp_backport.dist_checkpointing.validation import StrictHandling
 from torch_dcp_backport.state_dict import (
     get_model_state_dict,
@@ -28,7 +33,9 @@ Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
-def sharded_state_dict(model: nn.Module, optimizers: Optimizers = ()) -> ShardedStateDict:
+def sharded_state_dict(
+    model: nn.Module, optimizers: Optimizers = (), *, process_group: Group = None
+) -> ShardedStateDict:
     """What `save` writes and `load` fills of a model and its optimizers. Collective where states are made.
 
     Every tensor is a ShardedTensor whose key is its path, "model.layers.0.weight" or
@@ -38,8 +45,9 @@ def sharded_state_dict(model: nn.Module, optimizers: Optimizers = ()) -> Sharded
     Args:
         model: plain, or parallelised by FSDP2, TP, DDP or several of them.
         optimizers: all of them; states that do not exist yet are made as the first step would find them.
+        process_group: the ranks that save or load together, as it is passed to `save` and `load`.
     """
-    state: ShardedStateDict = described(state_of(model, optimizers))
+    state: ShardedStateDict = described(state_of(model, optimizers), process_group)
     return state
 
 
@@ -60,11 +68,15 @@ def save_training_state(
     Raises:
         CheckpointingException: as `save`.
     """
-    state = {**dict(extra or {}), **sharded_state_dict(model, optimizers)}
-    clash = sorted({MODEL, OPTIMIZER} & set(extra or {}))
-    if clash:
-        raise CheckpointingException(f"extra may not have {' and '.join(clash)}, which are written here")
-    save(state, checkpoint_dir, process_group=process_group)
+    state = state_of(model, optimizers)
+
+    def make() -> ShardedStateDict:
+        clash = sorted({MODEL, OPTIMIZER} & set(extra or {}))
+        if clash:
+            raise CheckpointingException(f"extra may not have {' and '.join(clash)}, which are written here")
+        return {**dict(extra or {}), **described(state, process_group)}
+
+    save_made(make, checkpoint_dir, SaveOptions(process_group=process_group))
 
 
 def load_training_state(
@@ -94,8 +106,10 @@ def load_training_state(
         CheckpointingException: as `load`.
     """
     state = state_of(model, optimizers)
-    asked = {**dict(extra or {}), **described(state)}
-    loaded = load(asked, checkpoint_dir, strict=strict, trust=trust, process_group=process_group)
+    options = LoadOptions(strict=strict, trust=trust, process_group=process_group)
+    loaded = load_made(
+        lambda _: {**dict(extra or {}), **described(state, process_group)}, checkpoint_dir, options
+    )
     if isinstance(loaded, tuple):
         loaded = loaded[0]
     restored = restored_of(state, loaded)
@@ -116,14 +130,14 @@ def state_of(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     return {MODEL: model_state, OPTIMIZER: optimizer_state}
 
 
-def described(value: Any, path: str = "") -> Any:
+def described(value: Any, group: Group, path: str = "") -> Any:
     """The same structure with a ShardedTensor for every tensor."""
     if isinstance(value, torch.Tensor):
-        return ShardedTensor.from_dtensor(path, value)
+        return ShardedTensor.from_dtensor(path, value, process_group=group)
     if isinstance(value, dict):
-        return {key: described(part, joined(path, key)) for key, part in value.items()}
+        return {key: described(part, group, joined(path, key)) for key, part in value.items()}
     if isinstance(value, list):
-        return [described(part, joined(path, number)) for number, part in enumerate(value)]
+        return [described(part, group, joined(path, number)) for number, part in enumerate(value)]
     return value
 
 

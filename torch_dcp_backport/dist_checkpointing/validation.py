@@ -19,7 +19,7 @@ from torch_dcp_backport.dist_checkpointing.core import (
     maybe_load_config,
 )
 from torch_dcp_backport.dist_checkpointing.dict_utils import extract_matching_values
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, begin, consult
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, begin, consult, guard
 from torch_dcp_backport.dist_checkpointing.engine.table import ObjectRow, Row, Table, cells_of, findings_of
 from torch_dcp_backport.dist_checkpointing.mapping import (
     CommonStateDict,
@@ -246,8 +246,10 @@ def determine_global_metadata(
     sharded_state_dict: ShardedStateDict, process_group: Group = None
 ) -> tuple[list[ShardedBase], list[list[ShardedBase]]]:
     """(this rank's parts, those of each rank), without their values. Collective."""
-    local = [part.without_data() for part in split(sharded_state_dict).parts]
+    local: list[ShardedBase] = []
     with begin("cannot gather what is sharded", "save", process_group) as call:
+        with guard(call):
+            local = [part.without_data() for part in split(sharded_state_dict).parts]
 
         def decide(said: Mapping[int, Any]) -> Mapping[int, Any]:
             everyone = [said[rank] for rank in sorted(said)]

@@ -11,6 +11,11 @@ def has_slices(value: torch.Tensor) -> bool:
     return not is_wrapper and value.layout is torch.strided and not value.is_quantized
 
 
+def layout_text(value: torch.Tensor) -> str:
+    """What a tensor without slices is, in words of errors."""
+    return f"{type(value).__name__} of layout {value.layout}"
+
+
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The address of a tensor's first byte, and that behind its last one."""
     start = tensor.data_ptr()

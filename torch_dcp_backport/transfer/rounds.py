@@ -14,6 +14,7 @@ from torch_dcp_backport.transfer.groups import Group, group_ranks
 from torch_dcp_backport.transfer.wire import (
     LENGTH,
     MOST,
+    absent,
     bytes_of,
     check_in,
     count_agreement,
@@ -25,7 +26,7 @@ from torch_dcp_backport.transfer.wire import (
 
 
 class Heard(NamedTuple):
-    """What the first rank heard: bytes by global rank, and the ranks that are gone."""
+    """What the first rank heard: bytes by global rank, and the ranks that are gone, or too late."""
 
     messages: dict[int, bytes]
     gone: tuple[int, ...] = ()
@@ -47,7 +48,10 @@ def ask(data: bytes, group: Group) -> Optional[Heard]:
     lengths = {other: _length(message) for other, message in sizes.items()}
     messages = _receive(lengths, group)
     messages[rank] = data
-    return Heard(messages, tuple(other for other in others if other not in messages))
+    silent = [other for other in others if other not in messages]
+    # After a timeout gloo closes all connections, those of ranks that have come, too.
+    late = set(absent(group)).intersection(silent) if silent else set()
+    return Heard(messages, tuple(other for other in silent if other in late or not late))
 
 
 def answer(answers: Optional[dict[int, bytes]], group: Group) -> bytes:

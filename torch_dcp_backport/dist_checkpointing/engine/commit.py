@@ -25,6 +25,8 @@ from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.transfer import Problem
 
 COMMON = "common.pt"
+#: What else Megatron writes beside: checksums of its files, which are not those of ours.
+LEFT_BY_OTHERS = ("integrity.json",)
 #: The names that this room and torch give to files of records.
 RECORDS = re.compile(r"__\d+_\d+\.distcp")
 MARKER = config_bytes(CheckpointingConfig(SHARDED_BACKEND))
@@ -40,7 +42,9 @@ def clear(folder: Path) -> None:
     """Make a folder no checkpoint: a save that fails must not leave a mixture of two that loads."""
     unmark(folder)
     files.step("remove old records")
-    files.remove([path for path in folder.iterdir() if RECORDS.fullmatch(path.name)])
+    files.remove(
+        [path for path in folder.iterdir() if RECORDS.fullmatch(path.name) or path.name in LEFT_BY_OTHERS]
+    )
 
 
 def unmark(folder: Path) -> None:

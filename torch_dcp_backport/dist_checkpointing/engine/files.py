@@ -24,6 +24,15 @@ class Damaged(Exception):
     """A file does not hold what was saved."""
 
 
+def create(path: Path) -> int:
+    """Open a file of our own for writing, empty; never what a link in its place leads to.
+
+    Raises:
+        OSError: a link is there (ELOOP), or it cannot be made.
+    """
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
 def write_all(fd: int, data: Union[bytes, bytearray, memoryview], offset: int) -> None:
     """Write all of the bytes: one call may write less."""
     view = memoryview(data)
@@ -40,6 +49,9 @@ class Source:
         self.name = name
         self.nbytes = 0
 
+    def end(self) -> int:
+        return os.fstat(self.fd).st_size
+
     def fill(self, target: memoryview, offset: int) -> None:
         """Fill `target` with the bytes from `offset` on.
 
@@ -54,6 +66,13 @@ class Source:
             target, offset = target[done:], offset + done
 
     def bytes_at(self, offset: int, length: int) -> bytearray:
+        """Some bytes, for which no memory is taken where the file does not have them.
+
+        Raises:
+            Damaged: the file ends before.
+        """
+        if offset + length > self.end():
+            raise Damaged(f"{self.name} ends at byte {self.end()}, where {offset + length} were saved")
         data = bytearray(length)
         self.fill(memoryview(data), offset)
         return data
@@ -65,6 +84,9 @@ class Memory(Source):
     def __init__(self, data: bytearray, name: str) -> None:
         super().__init__(-1, name)
         self.data = memoryview(data)
+
+    def end(self) -> int:
+        return self.data.nbytes
 
     def fill(self, target: memoryview, offset: int) -> None:
         part = self.data[offset : offset + target.nbytes]
@@ -107,7 +129,9 @@ def publish(path: Path, data: bytes) -> None:
     """Give a small file all of its content at once: readers see the old one, or the whole new one."""
     draft = path.with_name(f"{path.name}.new")
     step(f"write {path.name}")
-    with open(draft, "wb") as file:
+    # Of a save that was killed; or a link.
+    remove([draft])
+    with open(create(draft), "wb") as file:
         file.write(data)
         file.flush()
         step(f"sync {path.name}")

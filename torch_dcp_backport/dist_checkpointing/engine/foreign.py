@@ -5,6 +5,7 @@ Reads a few KiB of a record, never its values.
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from typing import NamedTuple, Optional
@@ -14,7 +15,7 @@ import torch
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Source
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Place
 from torch_dcp_backport.dist_checkpointing.engine.records import LIMIT32, strides_of
-from torch_dcp_backport.dist_checkpointing.engine.unpickle import Refused, TensorReader
+from torch_dcp_backport.dist_checkpointing.engine.unpickle import Described, Refused, TensorReader
 
 #: What is read of the end of a record; a directory of torch's has less than 1 KiB.
 END = 4096
@@ -40,7 +41,8 @@ class Located(NamedTuple):
 
 
 def locate(source: Source, place: Place, size: tuple[int, ...]) -> Optional[Located]:
-    """Where the values of a tensor's record are; None where they do not lie row-major and dense in it.
+    """Where the values of a tensor's record are; None where they do not lie row-major, dense and
+    as they are in it.
 
     Args:
         size: the shape that the checkpoint's metadata gives the record.
@@ -58,21 +60,22 @@ def locate(source: Source, place: Place, size: tuple[int, ...]) -> Optional[Loca
         return None
     try:
         value, _ = TensorReader(content(source, place, entries[described])).read()
-        dtype, shape, strides, offset, name = value
-    except (Refused, TypeError, ValueError) as error:
+        if not isinstance(value, Described):
+            raise Refused(f"it describes a {type(value).__name__}")
+    except Refused as error:
         raise Damaged(
             f"{place.file}: the record at byte {place.offset} is no plain tensor: {error}"
         ) from None
-    if shape != size:
-        raise Damaged(f"{place.file}: the record at byte {place.offset} has shape {shape}, not {size}")
-    values = entries.get(f"{stem}data/{name}")
+    if value.size != size:
+        raise Damaged(f"{place.file}: the record at byte {place.offset} has shape {value.size}, not {size}")
+    values = entries.get(f"{stem}data/{value.storage}")
     if values is None:
         raise Damaged(f"{place.file}: the record at byte {place.offset} has no values")
-    dense = all(extent == 1 or a == b for extent, a, b in zip(size, strides, strides_of(size)))
-    nbytes = torch.Size(size).numel() * dtype.itemsize
-    if not dense or offset or values.nbytes != nbytes:
+    dense = all(extent == 1 or a == b for extent, a, b in zip(size, value.strides, strides_of(size)))
+    nbytes = math.prod(size) * value.dtype.itemsize
+    if not dense or value.offset or value.flags or values.nbytes != nbytes:
         return None
-    return Located(dtype, place.offset + start_of(source, place, values), nbytes, values.crc)
+    return Located(value.dtype, place.offset + start_of(source, place, values), nbytes, values.crc)
 
 
 def directory(source: Source, place: Place) -> dict[str, Listed]:

@@ -5,6 +5,7 @@ Collective up to the reads and after them. No tensor is written before every ran
 
 from __future__ import annotations
 
+import functools
 import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,8 +22,9 @@ from torch_dcp_backport.dist_checkpointing.core import (
     parse_config,
 )
 from torch_dcp_backport.dist_checkpointing.engine import commit, metadata, values
+from torch_dcp_backport.dist_checkpointing.engine.cover import covered
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
-from torch_dcp_backport.dist_checkpointing.engine.meeting import announce
+from torch_dcp_backport.dist_checkpointing.engine.meeting import announce, guard
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Index, Place
 from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
 from torch_dcp_backport.dist_checkpointing.engine.table import Row, spelled
@@ -129,7 +131,10 @@ def open_together(call: Call, folder: Path) -> Opened:
         CheckpointingException: there is none, or not a whole one; the same on every rank.
     """
     content = announce(call, lambda: checked_files(folder), "opening")
-    return opened(folder, content)
+    checkpoint = Opened(folder, Index(), None)
+    with guard(call):
+        checkpoint = opened(folder, content)
+    return checkpoint
 
 
 def checked_files(folder: Path) -> dict[str, bytes]:
@@ -159,18 +164,37 @@ def problems_of(index: Index, wanted: Sequence[Wanted]) -> Iterator[Problem]:
         if stored.shape != row.shape and not (allow_shape_mismatch and len(stored.shape) == len(row.shape)):
             yield Problem("wrong global shape", row.key, f"{row.shape}", f"{stored.shape} as saved")
             continue
-        if not torch.can_cast(stored.dtype, row.dtype):
+        if not keeps_values(stored.dtype, row.dtype):
             what = "a dtype that would lose values"
             yield Problem(what, row.key, f"{row.dtype}", f"{stored.dtype} as saved")
-        covered = sum(part.numel for _, part in stored.parts_of(row.box))
+        have = covered(part for _, part in stored.parts_of(row.box))
         expected = row.box.numel
         if allow_shape_mismatch:
             expected = overlap(row.box, stored.shape)
-        if covered != expected:
+        if have != expected:
             what = f"the checkpoint does not have all of {spelled(row.box)}"
-            yield Problem(what, row.key, f"{covered} elements", f"{expected} elements")
+            yield Problem(what, row.key, f"{have} elements", f"{expected} elements")
         if data is not None and data.is_meta:
             yield Problem("a tensor on the meta device cannot be loaded into", row.key)
+
+
+@functools.cache
+def keeps_values(stored: torch.dtype, asked: torch.dtype) -> bool:
+    """Whether one dtype has the values of another, but for the rounding to a floating point number."""
+    if stored == asked:
+        return True
+    try:
+        return torch.can_cast(stored, asked) and (stored == torch.bool or _has_range(stored, asked))
+    except (TypeError, NotImplementedError):  # torch says no range of some dtypes, such as int4
+        return False
+
+
+def _has_range(stored: torch.dtype, asked: torch.dtype) -> bool:
+    if asked.is_floating_point or asked.is_complex:
+        # Those of one byte differ in what they have of infinity and zero.
+        return asked.itemsize > 1
+    first, second = torch.iinfo(stored), torch.iinfo(asked)
+    return second.min <= first.min and first.max <= second.max
 
 
 def overlap(box: Box, shape: tuple[int, ...]) -> int:

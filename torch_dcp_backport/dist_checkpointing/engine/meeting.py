@@ -13,12 +13,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
-from torch_dcp_backport.transfer import Call, Problem, TransferError, problem_of
-from torch_dcp_backport.transfer.errors import UNCHANGED, compose
+from torch_dcp_backport.transfer import Call, Problem, problem_of
+from torch_dcp_backport.transfer.errors import UNCHANGED, compose, spell
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.rounds import answer, ask
-from torch_dcp_backport.transfer.wire import broadcast_bytes
+from torch_dcp_backport.transfer.wire import MOST, absent
 
+#: Bytes that a message has around what is said in it.
+SPARE = 4096
 #: (global rank, what it has a problem with)
 Findings = list[tuple[int, Problem]]
 
@@ -99,7 +101,7 @@ def consult(
     """
     with call.tally.phase(topic.doing):
         with guard(call):
-            own = pickle.dumps(own)
+            own = _packed(own)
         message = pickle.dumps((list(map(tuple, call.problems)), own if not call.problems else b""))
         if is_alone(call):
             reply = _decision(call, {call.rank: message}, (), decide, topic.doing)[call.rank]
@@ -117,10 +119,11 @@ def _exchanged(call: Call, message: bytes, decide: Callable[..., Any], topic: To
         replies = None if heard is None else _decision(call, *heard, decide, topic.doing)
         return answer(replies, call.group)
     except RuntimeError as error:
-        raise CheckpointingException(
-            f"{call.title}: rank {call.ranks[0]} is gone, or too late, while {topic.doing}; "
-            f"{topic.unheard or topic.so_far}"
-        ) from error
+        first, late = call.ranks[0], absent(call.group)
+        what = f"rank {first} is gone, or too late, while {topic.doing}"
+        if late and first not in late:
+            what = f"no answer from rank {first} while {topic.doing}, and {spell(late)} did not come"
+        raise CheckpointingException(f"{call.title}: {what}; {topic.unheard or topic.so_far}") from error
 
 
 def _decision(
@@ -130,57 +133,46 @@ def _decision(
     said = {rank: pickle.loads(message) for rank, message in messages.items()}
     findings: Findings = [(rank, Problem(f"the rank is gone, or too late, while {doing}")) for rank in gone]
     findings += [(rank, Problem(*problem)) for rank in sorted(said) for problem in said[rank][0]]
-    answers: Mapping[int, Any] = {}
+    answers: dict[int, bytes] = {}
     if not findings:
         try:
-            answers = decide({rank: pickle.loads(said[rank][1]) for rank in sorted(said)})
+            decided = decide({rank: pickle.loads(said[rank][1]) for rank in sorted(said)})
+            # Ranks often have the same answer.
+            known = {id(value): _packed(value) for value in (*decided.values(), None)}
+            answers = {rank: known[id(decided.get(rank))] for rank in messages}
         except Refusal as refusal:
             findings = refusal.findings
         except Exception as error:
             call.cause = error
             findings = [(call.rank, problem_from(error))]
     plain = [(rank, tuple(problem)) for rank, problem in findings]
-    #: Ranks often have the same answer.
-    packed: dict[int, bytes] = {}
-    replies = {}
-    for rank in messages:
-        value = answers.get(rank)
-        if id(value) not in packed:
-            packed[id(value)] = pickle.dumps((plain, pickle.dumps(value)))
-        replies[rank] = packed[id(value)]
-    return replies
+    replies = {id(data): pickle.dumps((plain, data)) for data in (*answers.values(), b"")}
+    return {rank: replies[id(answers.get(rank, b""))] for rank in messages}
+
+
+def _packed(value: object) -> bytes:
+    """A value as bytes, of which a message has room beside its own few.
+
+    Raises:
+        CheckpointingException: there are too many.
+    """
+    data = pickle.dumps(value)
+    if len(data) > MOST - SPARE:
+        raise CheckpointingException(f"a message of {len(data)} bytes, where {MOST - SPARE} are the most")
+    return data
 
 
 def announce(call: Call, make: Callable[[], object], doing: str) -> Any:
     """What the first rank makes, on every rank.
 
     Raises:
-        CheckpointingException: it cannot be made, or a rank is gone; the same on every rank.
+        CheckpointingException: it cannot be made, or a rank has a problem or is gone; the same on every rank.
     """
-    findings: Findings = []
-    sent = b""
-    first = ranks_of(call)[0]
-    with call.tally.phase(doing):
-        if call.rank == first:
-            value = None
-            try:
-                value = make()
-            except Refusal as refusal:
-                findings = refusal.findings
-            except Exception as error:
-                call.cause = error
-                findings = [(first, problem_from(error))]
-            sent = pickle.dumps(([(rank, tuple(problem)) for rank, problem in findings], value))
-        if not is_alone(call):
-            try:
-                sent = broadcast_bytes(sent, call.group)
-            except TransferError as error:
-                text = f"{call.title}: {UNCHANGED}; a rank is gone, or too late, while {doing}"
-                raise CheckpointingException(text) from error
-    findings, value = pickle.loads(sent)
-    if findings:
-        fail(call, [(rank, Problem(*problem)) for rank, problem in findings])
-    return value
+
+    def decide(said: Mapping[int, Any]) -> Mapping[int, Any]:
+        return dict.fromkeys(said, make())
+
+    return consult(call, None, decide, Topic(doing))
 
 
 def fail(call: Call, findings: Findings, so_far: str = UNCHANGED) -> NoReturn:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import pickle
 import zlib
 from array import array
@@ -21,7 +22,13 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from torch_dcp_backport.dist_checkpointing.engine.records import bytes_to_words, words_to_bytes
-from torch_dcp_backport.dist_checkpointing.engine.unpickle import METADATA, STUBBED, Reader, Refused
+from torch_dcp_backport.dist_checkpointing.engine.unpickle import (
+    FOREIGN,
+    METADATA,
+    Reader,
+    Refused,
+    TensorEntry,
+)
 from torch_dcp_backport.transfer import Box
 from torch_dcp_backport.transfer.spread import intersection
 
@@ -30,6 +37,8 @@ NAME = ".metadata"
 OURS = "torch_dcp_backport"
 #: Of what stands in it; a higher one is of a later release.
 FORMAT = 1
+#: No file and no tensor has more bytes; beyond it sums of sizes do not fit into a file offset.
+LARGEST = 2**62
 TRAILER = b"torch_dcp_backport crc32 "
 
 
@@ -171,7 +180,7 @@ def from_bytes(data: bytes) -> Index:
     if data[end:-4] == TRAILER and data[-4:] != zlib.crc32(data[:end]).to_bytes(4, "big"):
         raise Refused("its checksum is wrong")
     with paused_gc():
-        whole, length = Reader(data, METADATA, STUBBED).read()
+        whole, length = Reader(data, METADATA, FOREIGN).read()
         trailer = data[length:]
         expected = TRAILER + zlib.crc32(data[:length]).to_bytes(4, "big")
         ours = getattr(whole, OURS, None)
@@ -203,17 +212,19 @@ def _index_of(whole: Any, ours: Any) -> Index:
         functools.lru_cache(maxsize=None)(_file_name),
     )
     for (where, info), crc in zip(whole.storage_data.items(), sums):
-        offset = None if where.offset is None else numbers(where.offset)
+        # Where it has none, it is the default of torch's class.
+        begin = getattr(where, "offset", None)
+        offset = None if begin is None else numbers(begin)
         if getattr(info, "transform_descriptors", None):
             raise Refused(f"the record of {where.fqn} is transformed ({info.transform_descriptors})")
         at, length = info.offset, info.length
-        if not (isinstance(at, int) and isinstance(length, int) and at >= 0 and length >= 0):
+        if not (type(at) is type(length) is int and at >= 0 and 0 <= length <= LARGEST - at):
             raise Refused(f"not a place: {at}, {length}")
         places[_text(where.fqn), offset] = Place(file_name(info.relative_path), at, length, crc)
     #: id of a chunk -> it, and its box: many tensors share theirs.
     boxes: dict[int, tuple[Any, Box]] = {}
     for key, entry in whole.state_dict_metadata.items():
-        if isinstance(entry, metadata.TensorStorageMetadata):
+        if isinstance(entry, TensorEntry):
             index.tensors[_text(key)] = _stored_of(key, entry, places, boxes)
         else:
             index.objects[_text(key)] = _place_in(places, key, None)
@@ -224,6 +235,8 @@ def _stored_of(key: str, entry: Any, places: dict[Any, Place], boxes: dict[int, 
     shape, dtype = _numbers(entry.size), entry.properties.dtype
     if not isinstance(dtype, torch.dtype):
         raise Refused(f"{key} has no dtype")
+    if math.prod(shape) * dtype.itemsize > LARGEST:
+        raise Refused(f"{key} of shape {shape} has more bytes than there are")
     chunks = []
     for chunk in entry.chunks:
         known = boxes.get(id(chunk))
@@ -233,7 +246,10 @@ def _stored_of(key: str, entry: Any, places: dict[Any, Place], boxes: dict[int, 
         ends = (start + extent for start, extent in zip(box.offset, box.size))
         if not len(box.offset) == len(box.size) == len(shape) or any(map(int.__gt__, ends, shape)):
             raise Refused(f"{key} of shape {shape} has a chunk outside of it: {box}")
-        chunks.append(Chunk(box, _place_in(places, key, box.offset)))
+        place = _place_in(places, key, box.offset)
+        if box.numel * dtype.itemsize > place.length:
+            raise Refused(f"{key} has more values in {box} than its record of {place.length} bytes has")
+        chunks.append(Chunk(box, place))
     return Stored(dtype, shape, chunks)
 
 
@@ -246,7 +262,7 @@ def _place_in(places: dict[Any, Place], key: str, offset: Optional[tuple[int, ..
 
 def _numbers(values: Any) -> tuple[int, ...]:
     numbers = tuple(values)
-    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+    if not all(type(number) is int and number >= 0 for number in numbers):
         raise Refused(f"not sizes: {numbers}")
     return numbers
 

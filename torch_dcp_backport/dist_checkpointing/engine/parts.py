@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.transfer import Box, Layout, layout_of, misfit
+from torch_dcp_backport.transfer.groups import Group, group_ranks
 
 
 class Part(NamedTuple):
@@ -27,8 +28,8 @@ class Part(NamedTuple):
     mesh: Optional[int] = None
 
 
-def part_of_this_rank(key: str, tensor: torch.Tensor) -> Part:
-    """This rank's part. A plain tensor is the same on every rank.
+def part_of_this_rank(key: str, tensor: torch.Tensor, group: Group = None) -> Part:
+    """This rank's part. A plain tensor is the same on every rank of the group.
 
     Raises:
         NotImplementedError: a placement that does not say where elements live (Partial).
@@ -43,13 +44,13 @@ def part_of_this_rank(key: str, tensor: torch.Tensor) -> Part:
     if tuple(local.shape) != box.size:
         # It has no elements, and another shape than the empty box.
         local = local.new_empty(box.size)
-    return Part(local, box, replica_of(layout, rank), min(layout.mesh.ranks) if layout.mesh else None)
+    return Part(local, box, replica_of(layout, rank, group), min(layout.mesh.ranks) if layout.mesh else None)
 
 
-def replica_of(layout: Layout, rank: int) -> Union[int, tuple[int, ...]]:
-    """The number of a rank's copy: where it stands along the mesh dimensions of replicas."""
+def replica_of(layout: Layout, rank: int, group: Group = None) -> Union[int, tuple[int, ...]]:
+    """The number of a rank's copy: where it stands in the group, or along the mesh dimensions of replicas."""
     if layout.mesh is None:
-        return rank
+        return group_ranks(group).index(rank) if dist.is_initialized() else 0
     coordinate = layout.mesh.coordinates.get(rank)
     if coordinate is None:
         return 1  # outside the mesh the box is empty

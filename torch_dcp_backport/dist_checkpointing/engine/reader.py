@@ -20,8 +20,8 @@ from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Memory, 
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place
 from torch_dcp_backport.dist_checkpointing.engine.records import bytes_to_words, form_of, strides_of
 from torch_dcp_backport.dist_checkpointing.engine.runs import LARGEST, extent_of, is_one_run, pieces
-from torch_dcp_backport.dist_checkpointing.engine.values import loads
-from torch_dcp_backport.dist_checkpointing.engine.writer import bytes_of
+from torch_dcp_backport.dist_checkpointing.engine.values import Unloadable, loads
+from torch_dcp_backport.dist_checkpointing.engine.writer import bytes_of, is_flat
 from torch_dcp_backport.transfer import Box, Problem
 from torch_dcp_backport.transfer.staging import part_of
 
@@ -215,7 +215,7 @@ class Reader:
     def read_run(self, values: Values, read: Read) -> bool:
         """Read a part that is one run of bytes in the file and in memory, without a copy; else do nothing."""
         target = part_of(read.target, read.holds, read.part)
-        if target.device.type != "cpu" or target.dtype != read.dtype or not target.is_contiguous():
+        if target.dtype != read.dtype or not is_flat(target):
             return False
         if not is_one_run(read.chunk.box, read.part, read.dtype.itemsize):
             return False
@@ -252,7 +252,13 @@ class Reader:
         place = read.chunk.place
         data = source.bytes_at(place.offset, place.length)
         verify_entries(data, source.name)
-        value = loads(bytes(data))
+        try:
+            value = loads(bytes(data))
+        except Unloadable as error:
+            raise Damaged(f"{source.name}: the record at byte {place.offset}: {error}") from None
+        if not isinstance(value, torch.Tensor) or value.dtype != read.dtype:
+            what = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+            raise Damaged(f"{source.name}: a record has {what}, not {read.dtype}")
         part_of(read.target, read.holds, read.part).copy_(part_of(value, read.chunk.box, read.part))
 
     def read_object(self, place: Place) -> bytes:

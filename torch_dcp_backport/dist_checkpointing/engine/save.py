@@ -16,12 +16,25 @@ import torch
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import commit, files, values, writer
 from torch_dcp_backport.dist_checkpointing.engine.assign import Item, Share, shares_of
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, consult, guard, ranks_of
+from torch_dcp_backport.dist_checkpointing.engine.meeting import (
+    Findings,
+    Refusal,
+    Topic,
+    consult,
+    guard,
+    ranks_of,
+)
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place, Stored
-from torch_dcp_backport.dist_checkpointing.engine.table import Table, cells_of, findings_of
+from torch_dcp_backport.dist_checkpointing.engine.table import (
+    Table,
+    cells_of,
+    findings_of,
+    spelled,
+    unwritable,
+)
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
-from torch_dcp_backport.transfer import Call, Problem
-from torch_dcp_backport.transfer.memory import has_slices
+from torch_dcp_backport.transfer import Box, Call, Problem
+from torch_dcp_backport.transfer.memory import has_slices, layout_text
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
@@ -36,12 +49,12 @@ class Saving(NamedTuple):
     """What one rank brings to a save."""
 
     folder: Path
-    table: Table
+    table: Table = Table([])
     #: By row of the table; in the shape of its box.
-    data: Sequence[torch.Tensor]
-    objects: Sequence[Any]
+    data: Sequence[torch.Tensor] = ()
+    objects: Sequence[Any] = ()
     #: Of the first rank.
-    common: Any
+    common: Any = None
     #: Whether the tables as a whole are checked.
     is_checked: bool = True
     #: Whether any holder of a box may write it.
@@ -55,7 +68,7 @@ def problems_of(saving: Saving) -> list[Problem]:
         problems.append(Problem("no such folder (make it first)", str(saving.folder)))
     for row, data in zip(saving.table.tensors, saving.data):
         if not has_slices(data) or data.is_meta:
-            kind = "on the meta device" if data.is_meta else f"{type(data).__name__} of layout {data.layout}"
+            kind = "on the meta device" if data.is_meta else layout_text(data)
             problems.append(Problem("a tensor without values in memory", row.key, kind))
     return problems
 
@@ -70,7 +83,8 @@ def save(call: Call, saving: Saving) -> Output:
         CheckpointingException: the same on every rank. Until the first rank has removed the old marker
             nothing was touched; from then on the folder holds no checkpoint.
     """
-    call.problems += problems_of(saving)
+    with guard(call):
+        call.problems += problems_of(saving)
     objects: dict[int, bytes] = {}
     for number, value in enumerate(saving.objects):
         entry = saving.table.objects[number]
@@ -87,11 +101,13 @@ def save(call: Call, saving: Saving) -> Output:
 
     def plan(tables: Mapping[int, Table]) -> Mapping[int, Share]:
         cells = cells_of(tables)
-        findings = findings_of(tables, cells) if saving.is_checked else []
+        findings = findings_of(tables, cells) if saving.is_checked else unwritable(tables)
+        shares = {} if findings else shares_of(tables, cells, saving.is_balanced)
+        findings = findings or clashes(tables, shares)
         if findings:
             raise Refusal(findings)
-        planned["tables"], planned["shares"] = tables, shares_of(tables, cells, saving.is_balanced)
-        return planned["shares"]  # type: ignore[no-any-return]
+        planned["tables"], planned["shares"] = tables, shares
+        return shares
 
     share: Share = consult(call, saving.table, plan, PLANNING)
 
@@ -102,12 +118,15 @@ def save(call: Call, saving: Saving) -> Output:
     consult(call, None, clear, CLEARING)
     path = saving.folder / commit.file_of(call.rank)
     output = Output(path.name, 0, [], [])
-    works = [work_of(saving, item) for item in share.tensors]
+    works: list[Work] = []
+    with guard(call, path.name):
+        works = [work_of(saving, item) for item in share.tensors]
     call.tally.meter.expect(lambda: sum(work.form.nbytes for work in works))
-    with call.tally.phase("writing"), guard(call, path.name), torch.no_grad():
-        output = writer.write(
-            path, works, [objects[number] for number in share.objects], call.tally.meter.add
-        )
+    if not call.problems:
+        with call.tally.phase("writing"), guard(call, path.name), torch.no_grad():
+            output = writer.write(
+                path, works, [objects[number] for number in share.objects], call.tally.meter.add
+            )
 
     def publish(outputs: Mapping[int, Output]) -> Mapping[int, Any]:
         index = index_of(planned["tables"], planned["shares"], outputs)
@@ -139,6 +158,21 @@ def work_of(saving: Saving, item: Item) -> Work:
         # A tensor without elements is written whole, whatever part of nothing this rank has.
         data, holds = data.new_empty(item.box.size), item.box
     return Work(data, holds, item.box)
+
+
+def clashes(tables: Mapping[int, Table], shares: Mapping[int, Share]) -> Findings:
+    """Records that the index could not tell apart: it knows them by where they begin."""
+    findings: Findings = []
+    known: dict[tuple[str, tuple[int, ...]], tuple[int, Box]] = {}
+    for rank, share in shares.items():
+        for item in share.tensors:
+            key = tables[rank].tensors[item.number].key
+            first, box = known.setdefault((key, item.box.offset), (rank, item.box))
+            if box != item.box:
+                what = "different boxes that begin at one place"
+                got, expected = spelled(item.box), f"{spelled(box)} as rank {first}"
+                findings.append((rank, Problem(what, key, got, expected)))
+    return findings
 
 
 def index_of(

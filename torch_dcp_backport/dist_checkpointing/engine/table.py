@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
+from torch_dcp_backport.dist_checkpointing.engine.cover import fills, overlapping
 from torch_dcp_backport.dist_checkpointing.engine.meeting import Findings
 from torch_dcp_backport.transfer import Box, Problem
 from torch_dcp_backport.transfer.layout import whole
-from torch_dcp_backport.transfer.spread import intersection, overlaps
 
 
 class Row(NamedTuple):
@@ -107,13 +107,29 @@ def without_twins(holders: list[Held]) -> list[Held]:
 
 def findings_of(tables: Mapping[int, Table], cells: Cells) -> Findings:
     """What is wrong with the tables as a whole: every element has to have one main copy."""
-    findings = disagreements(tables)
+    findings = unwritable(tables)
     if findings:
         return findings
     shapes = {row.key: row.shape for table in tables.values() for row in table.tensors}
     for key, boxes in cells.items():
         findings += _findings_of_tensor(key, shapes[key], boxes)
     return [*findings, *_findings_of_objects(tables)]
+
+
+def unwritable(tables: Mapping[int, Table]) -> Findings:
+    """What no checkpoint can hold, whoever checks the rest."""
+    return disagreements(tables) or [
+        (rank, Problem("a box outside the global tensor", row.key, spelled(row.box), f"shape {row.shape}"))
+        for rank, table in tables.items()
+        for row in table.tensors
+        if is_outside(row)
+    ]
+
+
+def is_outside(row: Row) -> bool:
+    return 0 not in row.size and any(
+        start < 0 or start + extent > limit for start, extent, limit in zip(row.offset, row.size, row.shape)
+    )
 
 
 def disagreements(tables: Mapping[int, Table]) -> Findings:
@@ -146,17 +162,13 @@ def _findings_of_tensor(key: str, shape: tuple[int, ...], boxes: Mapping[Box, Se
     if findings or (mains and fills(list(mains), shape)):
         return findings
     limits = whole(shape)
-    outside = [box for box in mains if intersection(box, limits) != box and box.numel]
-    if outside:
-        what = f"{spelled(outside[0])} is outside the global tensor"
-        return [(mains[outside[0]], Problem(what, key, spelled(outside[0]), f"shape {shape}"))]
-    pairs = overlaps(mains)
-    if pairs:
-        box, other = pairs[0]
+    pair = overlapping(mains)
+    if pair is not None:
+        box, other = pair
         what = f"boxes overlap: {spelled(other)} and {spelled(box)} of rank {mains[box]}"
         return [(mains[other], Problem(what, key))]
-    covered = sum(box.numel for box in mains)
-    if covered == limits.numel and mains:
+    total = sum(box.numel for box in mains)
+    if total == limits.numel and mains:
         return []
     lonely = [holders[0] for box, holders in boxes.items() if box not in mains]
     if lonely:
@@ -165,26 +177,7 @@ def _findings_of_tensor(key: str, shape: tuple[int, ...], boxes: Mapping[Box, Se
         return [(held.rank, Problem(f"no main replica of {spelled(held.row.box)}", key, got, "one"))]
     rank = next(iter(mains.values()), 0)
     what = f"no rank has all of shape {shape}"
-    return [(rank, Problem(what, key, f"{covered} elements", f"{limits.numel} elements"))]
-
-
-def fills(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether different boxes are a grid that covers a shape: no two overlap and nothing is left out.
-
-    False where that takes more than a look at each box along each axis.
-    """
-    cells = 1
-    for axis, extent in enumerate(shape):
-        cuts = sorted({(box.offset[axis], box.size[axis]) for box in boxes})
-        end = 0
-        for start, size in cuts:
-            if start != end or (not size and extent):
-                return False
-            end += size
-        if end != extent:
-            return False
-        cells *= len(cuts)
-    return cells == len(boxes)
+    return [(rank, Problem(what, key, f"{total} elements", f"{limits.numel} elements"))]
 
 
 def _findings_of_objects(tables: Mapping[int, Table]) -> Findings:

@@ -1,4 +1,4 @@
-"""Reads pickles of others and runs none of their code: only named classes of torch are made.
+"""Reads pickles of others and runs none of their code: of named classes plain stand-ins are made.
 
 `pickle.load`, with which torch and Megatron read `.metadata`, calls whatever the file names.
 """
@@ -9,11 +9,9 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any, NamedTuple
 
 import torch
-import torch._utils
-import torch.serialization
 from torch.distributed.checkpoint import filesystem, metadata
 
 from torch_dcp_backport.dist_checkpointing.engine.records import TYPED
@@ -23,8 +21,12 @@ class Refused(Exception):
     """A pickle names what is not allowed, or is none."""
 
 
-class Stub:
-    """Stands for an object of a class that is not made: Megatron's plans, paths. Keeps its attributes."""
+class StandIn:
+    """An object of a class that is not made (of torch, Megatron, pathlib), with its attributes.
+
+    A pickle can set attributes of whatever it can name (BUILD), classes too: every reader has classes of its
+    own, and their attributes end with it.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -33,56 +35,87 @@ class Stub:
         return id(self)
 
 
+class TensorEntry(StandIn):
+    """Of torch's `TensorStorageMetadata`."""
+
+
+class Properties(StandIn):
+    """Of torch's `TensorProperties`, whose state is a tuple that begins with the dtype."""
+
+    dtype: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0]
+
+
+class Maker:
+    """A function that a pickle may call: it has no attributes, and each time it is named is a new one."""
+
+    __slots__ = ()
+
+
+class Bytes(Maker):
+    """`bytearray`, which of a number makes so many zeros."""
+
+    __slots__ = ()
+
+    def __call__(self, data: Any = b"", encoding: str = "latin-1") -> bytes:
+        if not isinstance(data, (bytes, str)):
+            raise Refused(f"it makes bytes of a {type(data).__name__}")
+        return data.encode(encoding) if isinstance(data, str) else data
+
+
 METADATA: Mapping[tuple[str, str], Any] = {
     **{
-        (metadata.__name__, name): getattr(metadata, name)
+        (metadata.__name__, name): StandIn
         for name in (
             "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+            "_MEM_FORMAT_ENCODING",
         )
     },
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    (metadata.__name__, "TensorStorageMetadata"): TensorEntry,
+    (metadata.__name__, "TensorProperties"): Properties,
+    (filesystem.__name__, "_StorageInfo"): StandIn,
+    ("torch.serialization", "_get_layout"): StandIn,
     ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): OrderedDict,
-    **{("builtins", kind.__name__): kind for kind in (set, frozenset, list, dict, tuple, slice, bytearray)},
+    ("builtins", "bytearray"): Bytes,
+    # No file can change these: they are not written in Python.
+    **{("builtins", kind.__name__): kind for kind in (set, frozenset, list, dict, tuple, slice)},
 }  # fmt: skip
-#: Modules whose classes become stubs.
-STUBBED = ("megatron", "pathlib", "torch.distributed.checkpoint.planner")
-
-#: What the pickle of a tensor's record names.
-TENSORS: Mapping[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-    ("torch._utils", "_rebuild_tensor_v3"): torch._utils._rebuild_tensor_v3,
-    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): torch.Size,
-}
-#: The name of a storage's class -> the dtype of its elements.
-STORAGES = {kind.__name__: dtype for dtype, kind in TYPED.items()}
-STORAGES["UntypedStorage"] = torch.uint8
+#: Modules of which no class is made.
+FOREIGN = ("megatron", "pathlib", "torch.distributed.checkpoint.planner")
 
 
 class Reader(pickle.Unpickler):
-    """An unpickler that makes what `allowed` lists, dtypes and stubs, and refuses everything else."""
+    """An unpickler that makes what `allowed` lists, dtypes and stand-ins, and refuses everything else."""
 
     def __init__(
-        self, data: bytes, allowed: Mapping[tuple[str, str], Any], stubbed: tuple[str, ...] = ()
+        self, data: bytes, allowed: Mapping[tuple[str, str], Any], foreign: tuple[str, ...] = ()
     ) -> None:
         self._file = io.BytesIO(data)
         super().__init__(self._file)
         self._allowed = allowed
-        self._stubbed = stubbed
+        self._foreign = foreign
+        self._own: dict[tuple[str, str], type[StandIn]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        allowed = self._allowed.get((module, name))
-        if allowed is not None:
-            return allowed
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        known = self._allowed.get((module, name))
+        if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if any(module == prefix or module.startswith(f"{prefix}.") for prefix in self._stubbed):
-            return Stub
-        raise Refused(f"it names {module}.{name}, which a checkpoint's metadata has no use for")
+        if known is None and any(
+            module == prefix or module.startswith(f"{prefix}.") for prefix in self._foreign
+        ):
+            known = StandIn
+        if known is None:
+            raise Refused(f"it names {module}.{name}, which a checkpoint's metadata has no use for")
+        if issubclass(known, Maker):
+            return known()
+        if not issubclass(known, StandIn):
+            return known
+        if (module, name) not in self._own:
+            self._own[module, name] = type(known.__name__, (known,), {})
+        return self._own[module, name]
 
     def read(self) -> tuple[Any, int]:
         """(the object, bytes that its pickle takes).
@@ -98,14 +131,71 @@ class Reader(pickle.Unpickler):
             raise Refused(f"it is no pickle: {type(error).__name__}: {error}") from error
 
 
+class Described(NamedTuple):
+    """A tensor without its values."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    #: The name of its storage.
+    storage: str
+    #: What else makes its values of those in the storage: that it is conjugated, or negated.
+    flags: object
+
+
+def _described(storage: Any, offset: Any, size: Any, strides: Any, dtype: Any, flags: Any) -> Described:
+    known = Described(dtype or storage[0], tuple(size), tuple(strides), offset, storage[1], flags)
+    if not isinstance(known.dtype, torch.dtype) or len(known.size) != len(known.strides):
+        raise Refused(f"it describes no tensor: {known.dtype} of strides {known.strides}")
+    return known
+
+
+class RebuiltV2(Maker):
+    """`_rebuild_tensor_v2`; `rest`: whether it requires a gradient, hooks, and the flags."""
+
+    __slots__ = ()
+
+    def __call__(self, storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> Described:
+        return _described(storage, offset, size, strides, None, rest[2] if len(rest) > 2 else None)
+
+
+class RebuiltV3(Maker):
+    """`_rebuild_tensor_v3`, which has the dtype before the flags."""
+
+    __slots__ = ()
+
+    def __call__(self, storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> Described:
+        return _described(storage, offset, size, strides, rest[2], rest[3] if len(rest) > 3 else None)
+
+
+class RebuiltParameter(Maker):
+    """`_rebuild_parameter`."""
+
+    __slots__ = ()
+
+    def __call__(self, value: Any, *_: Any) -> Any:
+        return value
+
+
+#: What the pickle of a tensor's record names.
+TENSORS: Mapping[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): RebuiltV2,
+    ("torch._utils", "_rebuild_tensor_v3"): RebuiltV3,
+    ("torch._utils", "_rebuild_parameter"): RebuiltParameter,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): torch.Size,
+}
+#: The name of a storage's class -> the dtype of its elements.
+STORAGES = {kind.__name__: dtype for dtype, kind in TYPED.items()}
+STORAGES["UntypedStorage"] = torch.uint8
+
+
 class TensorReader(Reader):
-    """Reads the description of a tensor without its values: (dtype, size, strides, offset, storage)."""
+    """Reads a `Described`."""
 
     def __init__(self, data: bytes) -> None:
-        allowed = dict(TENSORS)
-        for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            allowed["torch._utils", name] = rebuilt
-        super().__init__(data, allowed)
+        super().__init__(data, TENSORS)
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
@@ -117,14 +207,3 @@ class TensorReader(Reader):
         if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise Refused(f"it has a storage of an unknown kind: {kind}")
         return dtype, str(name)
-
-
-def rebuilt(
-    storage: tuple[torch.dtype, str],
-    offset: int,
-    size: tuple[int, ...],
-    strides: tuple[int, ...],
-    *rest: Any,
-) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, str]:
-    dtype: Optional[torch.dtype] = rest[2] if len(rest) > 2 else None
-    return dtype or storage[0], tuple(size), tuple(strides), offset, storage[1]

@@ -8,7 +8,7 @@ import importlib
 import io
 import re
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -40,8 +40,35 @@ def safe_classes() -> tuple[Any, ...]:
 
 def dumps(value: object) -> bytes:
     file = io.BytesIO()
-    torch.save(value, file)
+    torch.save(without_the_rest(value), file)
     return file.getvalue()
+
+
+def without_the_rest(value: Any, known: Optional[dict[int, Any]] = None) -> Any:
+    """The same value, with copies of tensors that are a part of their memory: all of that would be saved.
+
+    What has none such in it is the caller's own object; other classes than those below are not looked into.
+
+    Args:
+        known: id of a value -> what it became; what is there twice stays one.
+    """
+    known = {} if known is None else known
+    if id(value) in known:
+        return known[id(value)]
+    known[id(value)] = value
+    kind = type(value)
+    if kind is torch.Tensor and value.layout is torch.strided and not value.is_meta:
+        if value.untyped_storage().nbytes() > value.nbytes:
+            known[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
+    elif kind in (dict, OrderedDict):
+        pairs = [(key, part, without_the_rest(part, known)) for key, part in value.items()]
+        if any(part is not made for _, part, made in pairs):
+            known[id(value)] = kind((key, made) for key, _, made in pairs)
+    elif kind in (list, tuple):
+        parts = [without_the_rest(part, known) for part in value]
+        if any(part is not made for part, made in zip(value, parts)):
+            known[id(value)] = kind(parts)
+    return known[id(value)]
 
 
 def is_torchscript(data: bytes) -> bool:

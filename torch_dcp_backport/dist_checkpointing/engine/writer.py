@@ -40,6 +40,10 @@ class Work(NamedTuple):
     def form(self) -> Form:
         return form_of(self.data.dtype, self.box.size)
 
+    @property
+    def part(self) -> torch.Tensor:
+        return part_of(self.data, self.holds, self.box)
+
 
 class Written(NamedTuple):
     """Where a record came to lie."""
@@ -83,14 +87,14 @@ def write(
     if not tensors and not objects:
         return output
     files.step(f"create {path.name}")
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    fd = files.create(path)
     try:
         files.reserve(fd, total)
         sink = Sink(fd)
         block: Optional[torch.Tensor] = None
         for work in tensors:
             files.step("write record")
-            if block is None and not is_flat(work):
+            if block is None and not is_flat(work.part):
                 block = compat.host_buffer(BLOCK)
             output.tensors.append(write_tensor(sink, work, block, moved))
         for data in objects:
@@ -163,9 +167,8 @@ def write_tensor(
     return Written(at, form.length, total.crc)
 
 
-def is_flat(work: Work) -> bool:
-    """Whether the box lies in host memory as it will lie in the file."""
-    part = part_of(work.data, work.holds, work.box)
+def is_flat(part: torch.Tensor) -> bool:
+    """Whether a tensor lies in host memory as it lies in a file."""
     return part.device.type == "cpu" and part.is_contiguous() and not part.is_conj() and not part.is_neg()
 
 
@@ -176,8 +179,8 @@ def values_of(work: Work, block: Optional[torch.Tensor]) -> memoryview:
 
 def blocks_of(work: Work, block: Optional[torch.Tensor]) -> Iterator[memoryview]:
     """The values in row-major order, in blocks that are multiples of every grain, but for the last."""
-    if is_flat(work):
-        data = bytes_of(part_of(work.data, work.holds, work.box))
+    if is_flat(work.part):
+        data = bytes_of(work.part)
         for start in range(0, len(data), BLOCK):
             yield data[start : start + BLOCK]
         return
