@@ -67,7 +67,7 @@ class Pool:
         switch = switch or ("off" if api == STOCK else "auto")
         context = CONTEXT if imports is None else multiprocessing.get_context("spawn")
         modules = ("torch_dcp_backport",) if imports is None else tuple(imports)
-        rendezvous = f"file://{self.folder.name}/rendezvous"
+        rendezvous = f"{self.folder.name}/rendezvous"
         pairs = [context.Pipe() for _ in range(max(world, 1))]
         self.pipes = [ours for ours, _ in pairs]
         ranks = [
@@ -205,6 +205,18 @@ def send_values(with_inventory: bool) -> None:
         inline.MOST = INLINE if with_inventory else 0
 
 
+def met(path: str, world: int) -> Any:
+    """A store in a file, once all ranks are there: a short timeout is for collectives, and not for imports."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(path, world)
+    store.set_timeout(datetime.timedelta(seconds=LIMIT))
+    if store.add("there", 1) == world:
+        store.set("all there", "")
+    store.wait(["all there"])
+    return dist.PrefixStore("group", store)
+
+
 def serve(
     switch: str,
     rank: int,
@@ -226,7 +238,9 @@ def serve(
     torch.set_num_threads(1)
     if world:
         limit = datetime.timedelta(seconds=timeout)
-        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world, timeout=limit)
+        dist.init_process_group(
+            "gloo", store=met(rendezvous, world), rank=rank, world_size=world, timeout=limit
+        )
     module = importlib.import_module(api)
     if modules == ("torch_dcp_backport",):
         send_values(with_inventory=False)
