@@ -5,17 +5,17 @@ Knows shares and the call; must never allocate a whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
 
 from torch_dcp_backport.hf.blocks import Share, Window, clipped
-from torch_dcp_backport.transfer import Box, Call, TransferError, raise_together
+from torch_dcp_backport.transfer import Box, Call, Problem, TransferError, raise_together
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.consensus import agree_on_mesh
-from torch_dcp_backport.transfer.errors import UNCHANGED
+from torch_dcp_backport.transfer.errors import UNCHANGED, Finding
 from torch_dcp_backport.transfer.exchange import Exchange, Plan, Route
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.plan import Agreement, Table, Terms
@@ -32,12 +32,41 @@ def first_rank(call: Call) -> int:
     return call.ranks[0] if call.groups else call.rank
 
 
-def agree(call: Call, condition: str = "", note: object = None, device: str = "") -> Agreement:
-    """As `Call.agree`, where nothing is wanted of a transfer; alone, too."""
-    if call.groups:
-        return call.agree({}, Terms(device=device, condition=condition, note=note))
-    call.raise_alone()
-    return Agreement([Table({}, (call.rank,), note=note)], 0, device or "cpu")
+#: Name -> value, spelled out, of what must be the same on every rank.
+Common = Mapping[str, str]
+NOTHING: Common = {}
+
+
+def agree(
+    call: Call, condition: str = "", note: object = None, device: str = "", common: Common = NOTHING
+) -> Agreement:
+    """As `Call.agree`, where nothing is wanted of a transfer; alone, too.
+
+    Raises:
+        RuntimeError: some rank has problems, or another value of what is common; on every rank.
+    """
+    if not call.groups:
+        call.raise_alone()
+        return Agreement([Table({}, (call.rank,), note=note)], 0, device or "cpu")
+    terms = Terms(device=device, condition=f"{condition} {common}", note=(common, note))
+    agreement = call.agree({}, terms)
+    # Every rank finds the same in the same tables.
+    raise_together(call.title, _different(agreement.tables))
+    tables = [table._replace(note=table.note[1]) for table in agreement.tables]
+    return agreement._replace(tables=tables)
+
+
+def _different(tables: Sequence[Table]) -> list[Finding]:
+    """A finding of each rank for each value that is not the first rank's."""
+    (first, *_), expected = tables[0].ranks, tables[0].note[0]
+    return [
+        (rank, Problem("not the same on every rank", name, own[name], f"{value} as on rank {first}"))
+        for table in tables[1:]
+        for own in [table.note[0]]
+        for name, value in expected.items()
+        if own[name] != value
+        for rank in table.ranks
+    ]
 
 
 def publish(call: Call, inventory: Optional[Mapping[Any, object]]) -> dict[Any, Any]:

@@ -5,6 +5,7 @@ Reads values only where two tensors of the files have to be equal.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Optional
 
@@ -45,13 +46,16 @@ class Agreed(NamedTuple):
     left: Mapping[str, str]
 
 
-def agree_on_load(call: Call, given: Given, sight: Sight, value_head: bool) -> Agreed:
+def agree_on_load(call: Call, given: Optional[Given], sight: Sight, value_head: bool) -> Agreed:
     """Fit this rank's modules to the files.
+
+    Args:
+        given: None after a failure, which is among the call's problems.
 
     Raises:
         RuntimeError: some rank has problems; on every rank, before anything was written.
     """
-    local, shape, agreement = _tell(call, given, sight.config)
+    local, shape, agreement = _tell(call, given, sight.config, {"value_head": bool(value_head)})
     spreading = Spreading(agreement.tables, shape, head_of(shape, sight.tensors, value_head))
     left: dict[str, str] = {}
     if not spreading.problems:
@@ -67,14 +71,17 @@ def agree_on_load(call: Call, given: Given, sight: Sight, value_head: bool) -> A
     return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), left)
 
 
-def agree_on_save(call: Call, given: Given, config: Mapping[str, Any], how: Export) -> Agreed:
+def agree_on_save(call: Call, given: Optional[Given], config: Mapping[str, Any], how: Export) -> Agreed:
     """Fit the ranks' modules to one another.
+
+    Args:
+        given: as of `agree_on_load`.
 
     Raises:
         RuntimeError: some rank has problems: layers that no rank holds, another shape than config.json says;
             on every rank.
     """
-    local, shape, agreement = _tell(call, given, config)
+    local, shape, agreement = _tell(call, given, config, dataclasses.asdict(how))
     head = head_held(shape, [table.note for table in agreement.tables])
     spreading = Spreading(agreement.tables, shape, head)
     tensors: dict[str, TensorInfo] = {}
@@ -87,16 +94,23 @@ def agree_on_save(call: Call, given: Given, config: Mapping[str, Any], how: Expo
     return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), {})
 
 
-def _tell(call: Call, given: Given, config: Mapping[str, Any]) -> tuple[Local, Shape, Agreement]:
-    """Tell all ranks what this one holds."""
+def _tell(
+    call: Call, given: Optional[Given], config: Mapping[str, Any], options: Mapping[str, object]
+) -> tuple[Local, Shape, Agreement]:
+    """Tell all ranks what this one holds, and what it was asked for, which must be the same everywhere."""
     shape: Optional[Shape] = None
     local: Optional[Local] = None
-    with call.guard(CONFIG):
-        shape = shape_of(config)
-    with call.guard():
-        local = describe(call, given.models, given.parallel, given.layers)
+    if given is not None:
+        with call.guard(CONFIG):
+            shape = shape_of(config)
+        with call.guard():
+            local = describe(call, given.models, given.parallel, given.layers)
     stand, device = (local.stand, local.device) if local is not None else (None, "")
-    agreement = agree(call, f"{stand} {shape}", stand, device)
+    common = {name: repr(value) for name, value in options.items()}
+    if shape is not None:
+        numbers = dataclasses.asdict(shape)
+        common.update((f"{name} of {CONFIG}", repr(value)) for name, value in numbers.items())
+    agreement = agree(call, f"{stand}", stand, device, common)
     assert local is not None, "else there was a problem"
     assert shape is not None, "else there was a problem"
     return local, shape, agreement
