@@ -17,6 +17,7 @@ import torch
 
 from torch_dcp_backport.hf.blocks import Share, Window, windows, within
 from torch_dcp_backport.hf.files import Draft, discarding
+from torch_dcp_backport.hf.format import is_plain
 from torch_dcp_backport.hf.moving import bring_window, first_rank, settle
 from torch_dcp_backport.transfer import Box, Call, TensorInfo
 from torch_dcp_backport.transfer.chunks import Piece
@@ -91,7 +92,7 @@ def export(
     """
     draft: Optional[Draft] = None
     is_first = call.rank == first_rank(call)
-    if is_first:
+    if is_first and not call.problems:
         with call.guard(str(folder)):
             draft = Draft(folder, how.overwrite)
             draft.reserve(share.tensors, how.file_bytes)
@@ -173,6 +174,25 @@ def collect(call: Call, agreement: Agreement, share: Share) -> dict[str, torch.T
     call.tally.tensors = len(share.parts)
     call.tally.close()
     return tensors
+
+
+def checked(how: Optional[Export]) -> Export:
+    """What the caller asks for.
+
+    Raises:
+        TypeError: it is no `Export`, or its dtype is none of torch.
+        ValueError: weights cannot be cast to its dtype.
+    """
+    how = Export() if how is None else how
+    if not isinstance(how, Export):
+        raise TypeError(f"a {type(how).__name__}, where an Export is needed")
+    if how.dtype is None:
+        return how
+    if not isinstance(how.dtype, torch.dtype):
+        raise TypeError(f"dtype={how.dtype!r} is no torch.dtype")
+    if not is_plain(how.dtype):
+        raise ValueError(f"dtype={how.dtype}: weights are cast to floating-point numbers of 2 bytes or more")
+    return how
 
 
 def exported(tensors: Mapping[str, Sequence[TensorInfo]], how: Export) -> dict[str, TensorInfo]:
