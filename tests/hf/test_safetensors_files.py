@@ -191,7 +191,8 @@ def exported(
     for key, value in tensors.items():
         draft.write(key, 0, memoryview(data_of(value)))
     draft.sync()
-    return draft.publish()
+    draft.switch()
+    return draft.finish()
 
 
 def content(folder: Path) -> dict[str, torch.Tensor]:
@@ -258,7 +259,7 @@ def test_two_exports_at_once_are_refused_and_a_dead_one_is_cleared_away(tmp_path
     with pytest.raises(BlockingIOError, match=r"another export into .* is under way"):
         Draft(target, True)
     # As the kernel does when its process dies.
-    os.close(first._lock)
+    os.close(first.room._lock)
     exported(target, NEW, 10, overwrite=True)
     assert same(target, NEW)
 

@@ -28,7 +28,7 @@ from torch_dcp_backport.transfer.staging import part_of
 #: Of a tensor in a window: one of two buffers on the first rank.
 BUFFER_BYTES = 32 * 2**20
 BUFFERS = 2
-HALF = "the folder holds what was renamed before"
+HALF = "the folder has the new weights, and may have no config.json"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ def export(
     Raises:
         RuntimeError: the folder holds a model, there is no room, a write failed, ...; on every rank. The
             folder is as it was.
-        TransferError: a rank is gone, or the group's timeout is over. The folder is as it was.
+        TransferError: a rank is gone, or the group's timeout is over: the folder is as it was. Or a rename
+            failed after that of the weights: it says so.
     """
     draft: Optional[Draft] = None
     is_first = call.rank == first_rank(call)
@@ -109,7 +110,11 @@ def export(
         settle(call)
         if draft is not None:
             with call.guard(str(folder)):
-                removed = draft.publish()
+                draft.switch()
+        settle(call)
+        if draft is not None:
+            with call.guard(str(folder)):
+                removed = draft.finish()
         settle(call, HALF)
     call.tally.tensors = len(share.parts)
     call.tally.close()
