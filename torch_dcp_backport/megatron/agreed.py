@@ -86,7 +86,7 @@ def agree_on_save(call: Call, given: Optional[Given], config: Mapping[str, Any],
     spreading = Spreading(agreement.tables, shape, head)
     tensors: dict[str, TensorInfo] = {}
     if not spreading.problems:
-        spreading.problems += spreading.absent()
+        spreading.problems += spreading.faults()
         with call.guard():
             tensors = exported({key: spreading.infos(key) for key in spreading.spreads}, how)
     call.problems += spreading.problems
@@ -129,8 +129,8 @@ def share_of(local: Local, spreading: Spreading, tensors: Mapping[str, TensorInf
 
 def head_held(shape: Shape, stands: list[Stand]) -> Head:
     """What a save takes the head for."""
-    rows = {param.shape[0] for stand in stands for param in stand.params if param.role.cut == "head"}
-    if rows == {1} and shape.vocab > 1:
+    rows = {param.shape[:1] for stand in stands for param in stand.params if param.role.cut == "head"}
+    if rows == {(1,)} and shape.vocab > 1:
         return Head(VALUE_HEADS[0], True)
     # A tied head is a copy of the embedding, which is what files have.
     return Head(None if shape.tied else HEAD)
