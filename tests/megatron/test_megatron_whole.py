@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from decoders import Decoder, inner, models_of, read_folder, spot_of
+from decoders import Decoder, inner, models_of, read_folder, spot_of, write_folder
 
-from torch_dcp_backport import hf
+from torch_dcp_backport import hf, transfer
+from torch_dcp_backport.hf import blocks
 from torch_dcp_backport.megatron import Parallel, load_hf, save_hf
 
 QWEN2, QWEN3, LLAMA = Decoder(layers=2), Decoder("qwen3", layers=2), Decoder("llama", layers=2)
@@ -104,3 +105,69 @@ def test_a_head_of_many_rows_is_no_value_head(ranks):
     for rank in (2, 3):
         name = f"output_layer.weight of rank {rank}, for a value head"
         assert f"wrong shape: {name} (expected (1, 16), got (16, 16))" in text
+
+
+TIED = QWEN2._replace(tied=True, vocab=30)
+#: Larger than one step of a comparison.
+LARGE = Decoder("llama", layers=2, hidden=512, heads=4, head_dim=4, vocab=20_000, tied=True)
+
+
+def tied_head(api: Any, folder: str, decoder: Decoder, change: str) -> str:
+    """The text of a save's error; nothing where it went well."""
+    spot = spot_of(decoder, "mcore", dist.get_rank(), 2, 2, rows=decoder.vocab // 2 + 1)
+    models = models_of(decoder, spot, decoder.tensors())
+    said: dict[str, Any] = {"parallel": Parallel(spot.tp_rank, 2)}
+    load_hf(models, hf.Given(decoder.tensors(), decoder.config), **said)
+    for name, param in inner(models[0]).named_parameters():
+        if change == "nan" and param.shape[0] == spot.rows:
+            param.data[0] = torch.nan
+        elif name == "output_layer.weight":
+            # Of the last TP rank the last row is padding.
+            at = {"one value": spot.rows - 3, "padding": spot.rows - 1}.get(change)
+            if at is not None and spot.tp_rank == 1:
+                param.data[at, -1] += 1
+    texts = []
+    for call in (
+        lambda: api.gather_hf(models, config=decoder.config, **said),
+        lambda: api.save_hf(models, folder, like=decoder.config, **said),
+    ):
+        try:
+            call()
+        except RuntimeError as error:
+            texts.append(str(error))
+    assert len(texts) in (0, 2)
+    return "".join(texts[:1])
+
+
+@pytest.mark.parametrize("decoder", [TIED, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("change", ["one value", "padding", "nan", "none"])
+def test_a_tied_head_of_other_values_is_not_dropped(ranks, tmp_path, decoder, change):
+    (text,) = set(ranks(tied_head, str(tmp_path / "saved"), decoder, change))
+    assert ("a head of its own: lm_head.weight" in text) == (change == "one value"), text
+    assert (tmp_path / "saved").exists() == (change != "one value")
+    if change != "one value":
+        assert "lm_head.weight" not in read_folder(tmp_path / "saved")
+
+
+def fails_at_the_end(api: Any, folder: str) -> str:
+    spot = spot_of(QWEN2, "mcore", dist.get_rank(), 4, 1)
+    models = models_of(QWEN2, spot, QWEN2.tensors())
+    part_of = blocks.part_of
+    try:
+        if dist.get_rank() == 1:
+            blocks.part_of = broken  # type: ignore[assignment]
+        with pytest.raises(transfer.TransferError) as caught:
+            load_hf(models, folder, files="rank0", parallel=Parallel(spot.tp_rank, 4))
+    finally:
+        blocks.part_of = part_of
+    return str(caught.value)
+
+
+def broken(*_: Any) -> torch.Tensor:
+    raise RuntimeError("the device is broken")
+
+
+def test_a_load_is_over_when_it_is_over_on_every_rank(ranks, tmp_path):
+    write_folder(tmp_path / "hf", QWEN2, QWEN2.tensors())
+    texts = ranks(fails_at_the_end, str(tmp_path / "hf"))
+    assert "the device is broken" in texts[1]

@@ -51,8 +51,11 @@ class Buffer:
 
     def view(self, window: Window, tensors: Mapping[str, TensorInfo], key: str, box: Box) -> torch.Tensor:
         piece = within(window[key], box)
-        data = self.store[piece.start : piece.start + piece.nbytes]
+        data = self.bytes_of(piece)
         return part_of(data.view(tensors[key].dtype).view(piece.box.size), piece.box, box)
+
+    def bytes_of(self, piece: Piece) -> torch.Tensor:
+        return self.store[piece.start : piece.start + piece.nbytes]
 
     def write(self, window: Window, draft: Draft) -> None:
         data = memoryview(self.store.numpy().data)
@@ -138,7 +141,7 @@ def _stream(
         settle(call)
         # The one that is filled: no other rank has any.
         buffer = free.popleft() if draft is not None else None
-        write = functools.partial(buffer.view, window, share.tensors) if buffer is not None else _nowhere
+        write = functools.partial(buffer.view, window, share.tensors) if buffer is not None else nowhere
         bring_window(call, agreement, share, window, write)
         if buffer is not None and draft is not None:
             writing.append((buffer, disk.submit(buffer.write, window, draft)))
@@ -153,7 +156,7 @@ def _take_back(free: deque[Buffer], writing: deque[tuple[Buffer, Future[None]]])
     written.result()
 
 
-def _nowhere(key: str, box: Box) -> torch.Tensor:
+def nowhere(key: str, box: Box) -> torch.Tensor:
     raise AssertionError(f"{key}: no rank but the first receives")
 
 

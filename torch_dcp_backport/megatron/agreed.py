@@ -1,6 +1,6 @@
 """What the ranks agree on before anything moves: who holds what, and everything that does not fit.
 
-Reads values only where two tensors of the files have to be equal.
+Reads values only where two tensors have to be equal.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from torch_dcp_backport.hf import Export, Part, Share, Sight, Source
 from torch_dcp_backport.hf.blocks import windows
+from torch_dcp_backport.hf.comparing import differ
 from torch_dcp_backport.hf.export import exported
 from torch_dcp_backport.hf.filling import STEP_BYTES
 from torch_dcp_backport.hf.moving import agree, first_rank, settle
@@ -25,6 +26,13 @@ from torch_dcp_backport.transfer import Call, Problem, TensorInfo
 from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.plan import Agreement
 from torch_dcp_backport.transfer.staging import part_of
+
+HEAD_OF_ITS_OWN = Problem(
+    "a head of its own",
+    HEAD,
+    "other values",
+    f"the values of {EMBED}, since config.json says tie_word_embeddings=true",
+)
 
 
 class Given(NamedTuple):
@@ -78,8 +86,9 @@ def agree_on_save(call: Call, given: Optional[Given], config: Mapping[str, Any],
         given: as of `agree_on_load`.
 
     Raises:
-        RuntimeError: some rank has problems: layers that no rank holds, another shape than config.json says;
-            on every rank.
+        RuntimeError: some rank has problems: layers that no rank holds, another shape than config.json says,
+            a tied head with other values than the embedding; on every rank.
+        TransferError: a rank is gone, or the group's timeout is over.
     """
     local, shape, agreement = _tell(call, given, config, dataclasses.asdict(how))
     head = head_held(shape, [table.note for table in agreement.tables])
@@ -88,9 +97,17 @@ def agree_on_save(call: Call, given: Optional[Given], config: Mapping[str, Any],
     if not spreading.problems:
         spreading.problems += spreading.faults()
         with call.guard():
-            tensors = exported({key: spreading.infos(key) for key in spreading.spreads}, how)
+            # A tied head is a copy of the embedding, which is what files have.
+            written = [key for key in spreading.spreads if key != HEAD or not shape.tied]
+            tensors = exported({key: spreading.infos(key) for key in written}, how)
     call.problems += spreading.problems
     settle(call)
+    if shape.tied and HEAD in spreading.spreads:
+        info = tensors[EMBED]
+        both = share_of(local, spreading, {EMBED: info, HEAD: info})
+        if differ(call, agreement, both, EMBED, HEAD):
+            call.problems.append(HEAD_OF_ITS_OWN)
+        settle(call)
     return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), {})
 
 
@@ -132,8 +149,7 @@ def head_held(shape: Shape, stands: list[Stand]) -> Head:
     rows = {param.shape[:1] for stand in stands for param in stand.params if param.role.cut == "head"}
     if rows == {(1,)} and shape.vocab > 1:
         return Head(VALUE_HEADS[0], True)
-    # A tied head is a copy of the embedding, which is what files have.
-    return Head(None if shape.tied else HEAD)
+    return Head(None if shape.tied and not rows else HEAD)
 
 
 def other_head(source: Optional[Source]) -> list[Problem]:
@@ -144,7 +160,4 @@ def other_head(source: Optional[Source]) -> list[Problem]:
     for window in windows({EMBED: embedding}, STEP_BYTES) if same else ():
         for piece in window[EMBED]:
             same = same and torch.equal(source.part(HEAD, piece.box), source.part(EMBED, piece.box))
-    if same:
-        return []
-    expected = f"the values of {EMBED}, since config.json says tie_word_embeddings=true"
-    return [Problem("a head of its own", HEAD, "other values", expected)]
+    return [] if same else [HEAD_OF_ITS_OWN]
