@@ -175,6 +175,15 @@ def test_a_folder_that_cannot_be_cleared_is_not_locked_for_ever(tmp_path, monkey
     assert same(target, NEW)
 
 
+def test_weights_of_pickle_are_a_model_that_is_there(tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(FileExistsError, match=r"pytorch_model.bin; Export\(overwrite=True\)"):
+        Draft(tmp_path / "m", False)
+    assert exported(tmp_path / "m", NEW, 10, overwrite=True) == ["pytorch_model.bin"]
+    assert same(tmp_path / "m", NEW)
+
+
 def test_what_is_in_the_way_is_an_error_before_anything_is_written(tmp_path):
     (tmp_path / ".m.partial").mkdir()
     (tmp_path / ".m.partial" / "notes").write_text("mine")

@@ -152,6 +152,19 @@ def test_an_index_that_lies_is_a_problem(tmp_path, index, says):
     assert re.search(says, text), text
 
 
+@pytest.mark.parametrize("name", ["../two.safetensors", "/two.safetensors", "a/../../two.safetensors"])
+def test_an_index_that_leaves_its_folder_is_a_problem(tmp_path, name):
+    folder = sharded(tmp_path / "m", {"a": "one.safetensors", "b": name})
+    write(tmp_path / "two.safetensors", {"b": TENSORS["b"]})
+    assert "a file outside of the folder" in str(hf.Folder(folder).problems)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    folder = sharded(tmp_path / "m", {"a": "one.safetensors", "b": "pipe.safetensors"})
+    os.mkfifo(folder / "pipe.safetensors")
+    assert "not a regular file" in str(hf.Folder(folder).problems)
+
+
 def test_a_key_in_two_files_and_two_models_in_a_folder_are_problems(tmp_path):
     folder = sharded(tmp_path / "m", {"a": "one.safetensors", "b": "two.safetensors"})
     write(folder / "two.safetensors", {"a": TENSORS["a"], "b": TENSORS["b"]})

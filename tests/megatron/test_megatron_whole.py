@@ -171,3 +171,36 @@ def test_a_load_is_over_when_it_is_over_on_every_rank(ranks, tmp_path):
     write_folder(tmp_path / "hf", QWEN2, QWEN2.tensors())
     texts = ranks(fails_at_the_end, str(tmp_path / "hf"))
     assert "the device is broken" in texts[1]
+
+
+def test_parameters_of_one_memory_are_not_loaded_over_one_another(tmp_path):
+    model, config = whole(QWEN2)
+    embedding = inner(model).embedding.word_embeddings.weight  # type: ignore[union-attr]
+    inner(model).output_layer.weight = torch.nn.Parameter(embedding.data)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match=r"the same memory: .*output_layer.weight"):
+        load_hf(model, hf.Given(QWEN2.tensors(), config))
+    tied = {key: value for key, value in QWEN2.tensors().items() if key != "lm_head.weight"}
+    load_hf(model, hf.Given(tied, {**config, "tie_word_embeddings": True}))
+
+
+def test_a_save_that_breaks_off_says_that_nothing_was_changed(tmp_path, monkeypatch):
+    model, config = whole(QWEN2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(blocks, "part_of", broken)
+        with pytest.raises(
+            transfer.TransferError, match="nothing was changed: the device is broken"
+        ) as caught:
+            save_hf(model, tmp_path / "saved", like=config)
+    finally:
+        dist.destroy_process_group()
+    assert "loaded" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path):
+    model, _ = whole(QWEN2)
+    (tmp_path / "like").mkdir()
+    (tmp_path / "like" / "config.json").write_text("{")
+    with pytest.raises(RuntimeError, match=f"like={tmp_path}/like"):
+        save_hf(model, tmp_path / "saved", like=tmp_path / "like")

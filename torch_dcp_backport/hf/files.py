@@ -21,7 +21,10 @@ from torch_dcp_backport.hf.source import CONFIG, INDEX, SINGLE
 from torch_dcp_backport.transfer import TensorInfo
 
 #: Weight files of an older export of ours or of transformers, beside those that its index names.
-NUMBERED = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
+WEIGHTS = re.compile(
+    r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors"
+    r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
+)
 LOCK = ".lock"
 #: What a file system says that cannot reserve room.
 CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
@@ -50,7 +53,7 @@ def weights_in(folder: Path) -> list[str]:
         named.update(map(str, json.loads((folder / INDEX).read_bytes()).get("weight_map", {}).values()))
     names = os.listdir(folder) if folder.is_dir() else ()
     named |= {SINGLE, INDEX}
-    return sorted(name for name in names if name in named or NUMBERED.fullmatch(name))
+    return sorted(name for name in names if name in named or WEIGHTS.fullmatch(name))
 
 
 class Room:

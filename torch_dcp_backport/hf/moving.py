@@ -6,7 +6,7 @@ Knows shares and the call; must never allocate a whole tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch_dcp_backport.hf.blocks import Share, Window, clipped
 from torch_dcp_backport.transfer import Box, Call, Problem, TransferError, raise_together
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.consensus import agree_on_mesh
-from torch_dcp_backport.transfer.errors import UNCHANGED, Finding
+from torch_dcp_backport.transfer.errors import UNCHANGED, Finding, spell_doing
 from torch_dcp_backport.transfer.exchange import Exchange, Plan, Route
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.plan import Agreement, Table, Terms
@@ -100,7 +100,7 @@ def send_window(call: Call, agreement: Agreement, share: Share, window: Window, 
     """Bring a window from the first rank, which reads it, to every rank's parts."""
     have = {key: at_first(call, share, window, key) for key in window}
     want = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
-    _move(call, agreement, _routes(share, have, want), read, share.view)
+    _move(call, agreement, _routes(share, have, want), Memories(read, share.view))
 
 
 def bring_window(call: Call, agreement: Agreement, share: Share, window: Window, write: Memory) -> None:
@@ -110,7 +110,7 @@ def bring_window(call: Call, agreement: Agreement, share: Share, window: Window,
     """
     have = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
     want = {key: at_first(call, share, window, key) for key in window}
-    _move(call, agreement, _routes(share, have, want), share.view, write)
+    _move(call, agreement, _routes(share, have, want), Memories(share.view, write, UNCHANGED))
 
 
 def at_first(call: Call, share: Share, window: Window, key: str) -> Boxes:
@@ -123,13 +123,28 @@ def _routes(share: Share, have: Mapping[str, Boxes], want: Mapping[str, Boxes]) 
     return {key: Route(have[key], want[key], share.tensors[key].dtype) for key in have}
 
 
+class Memories(NamedTuple):
+    """Where boxes come from, and where they go."""
+
+    source: Memory
+    target: Memory
+    #: What an exchange that breaks off leaves; by itself it names what was written.
+    left: str = ""
+
+
 class Blocks(Exchange):
     """An exchange of boxes in memory that callables give."""
 
-    def __init__(self, call: Call, agreement: Agreement, plan: Plan, source: Memory, target: Memory) -> None:
+    def __init__(self, call: Call, agreement: Agreement, plan: Plan, memories: Memories) -> None:
         super().__init__(call, agreement, plan, {}, {})
-        self.source = source
-        self.target = target
+        self.source, self.target, self.left = memories
+
+    def story(self) -> str:
+        if not self.left:
+            return super().story()
+        verb, pieces = self.doing
+        doing = spell_doing(verb, (piece.key for piece in pieces))
+        return f"{self.call.title}: broken off while {doing}; {self.left}"
 
     def read(self, key: Key, box: Box) -> torch.Tensor:
         return self.source(str(key), box)
@@ -139,10 +154,10 @@ class Blocks(Exchange):
 
 
 @torch.no_grad()
-def _move(call: Call, agreement: Agreement, routes: Mapping[Key, Route], read: Memory, write: Memory) -> None:
+def _move(call: Call, agreement: Agreement, routes: Mapping[Key, Route], memories: Memories) -> None:
     if call.groups:
         plan = Plan(routes, call.ranks, call.rank)
-        Blocks(call, agreement, plan, read, write).run(plan.nbytes)
+        Blocks(call, agreement, plan, memories).run(plan.nbytes)
         return
     for key, box, _ in Plan(routes, (call.rank,), call.rank).own():
-        copy_to(write(str(key), box), read(str(key), box))
+        copy_to(memories.target(str(key), box), memories.source(str(key), box))

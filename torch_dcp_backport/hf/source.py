@@ -127,7 +127,14 @@ class Folder:
         if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
             self.problems.append(Problem("no weight_map", str(self.path / INDEX)))
             return {}
-        self._files.update(dict.fromkeys(sorted(set(index.values())), 0))
+        names = sorted(set(index.values()))
+        outside = [name for name in names if os.path.isabs(name) or ".." in Path(name).parts]
+        if outside:
+            self.problems.append(
+                Problem("a file outside of the folder", str(self.path / INDEX), got=outside[0])
+            )
+            return {}
+        self._files.update(dict.fromkeys(names, 0))
         if has_single and SINGLE not in self._files:
             # transformers would take the single file, and others the index.
             what = f"two models in one folder: {SINGLE}, and the files of {INDEX}"

@@ -18,12 +18,14 @@ from torch_dcp_backport.hf.export import exported
 from torch_dcp_backport.hf.filling import STEP_BYTES
 from torch_dcp_backport.hf.moving import agree, first_rank, settle
 from torch_dcp_backport.hf.source import CONFIG
+from torch_dcp_backport.megatron.cuts import Holding
 from torch_dcp_backport.megatron.model import Layers, Local, Models, Parallel, Stand, describe
 from torch_dcp_backport.megatron.names import EMBED, HEAD, VALUE_HEADS
 from torch_dcp_backport.megatron.plan import Head, Spreading, check_files, head_of, left_alone
 from torch_dcp_backport.megatron.shape import Shape, shape_of
 from torch_dcp_backport.transfer import Call, Problem, TensorInfo
 from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.memory import span_of
 from torch_dcp_backport.transfer.plan import Agreement
 from torch_dcp_backport.transfer.staging import part_of
 
@@ -67,6 +69,7 @@ def agree_on_load(call: Call, given: Optional[Given], sight: Sight, value_head: 
     spreading = Spreading(agreement.tables, shape, head_of(shape, sight.tensors, value_head))
     left: dict[str, str] = {}
     if not spreading.problems:
+        call.problems += shared_memory(local, spreading)
         check_files(sight.tensors, spreading)
         left = left_alone(sight.tensors, spreading)
         is_reader = sight.source is not None and call.rank == first_rank(call)
@@ -142,6 +145,25 @@ def share_of(local: Local, spreading: Spreading, tensors: Mapping[str, TensorInf
             memory = part_of(local.memory[param.name], whole(param.shape), cut.at)
             parts.setdefault(cut.key, []).append(Part(cut.box, memory))
     return Share(tensors, spreading.spreads, parts)
+
+
+def shared_memory(local: Local, spreading: Spreading) -> list[Problem]:
+    """Parameters of this rank that a load would write over one another."""
+    found = []
+    spans: list[tuple[str, int, int, str, Optional[Holding]]] = []
+    for param in local.stand.params:
+        memory = local.memory[param.name]
+        if memory.is_contiguous() and memory.numel():
+            holding = spreading.holding(local.stand, param)
+            spans.append((str(memory.device), *span_of(memory), param.name, holding))
+    spans.sort(key=lambda span: span[:3])
+    for (device, _, stop, name, one), (other_device, start, _, other_name, other) in zip(spans, spans[1:]):
+        # A tied head may be the embedding itself.
+        if device == other_device and start < stop and one != other:
+            found.append(
+                Problem("the same memory", f"{name} and {other_name}", expected="one tensor", got="two")
+            )
+    return found
 
 
 def head_held(shape: Shape, stands: list[Stand]) -> Head:

@@ -164,7 +164,7 @@ def save_hf(
         with call.guard("how"):
             options = checked(how)
         if call.rank == first_rank(call):
-            with call.guard("like"):
+            with call.guard(f"like={like}" if isinstance(like, (str, Path)) else "like"):
                 companions = companions_of(like)
                 config = as_config(json.loads(companions[CONFIG]))
         config = publish(call, {CONFIG: config})[CONFIG]
