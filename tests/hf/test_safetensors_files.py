@@ -152,6 +152,19 @@ def test_an_index_that_lies_is_a_problem(tmp_path, index, says):
     assert re.search(says, text), text
 
 
+@pytest.mark.parametrize("name", ["../two.safetensors", "/two.safetensors", "a/../../two.safetensors"])
+def test_an_index_that_leaves_its_folder_is_a_problem(tmp_path, name):
+    folder = sharded(tmp_path / "m", {"a": "one.safetensors", "b": name})
+    write(tmp_path / "two.safetensors", {"b": TENSORS["b"]})
+    assert "a file outside of the folder" in str(hf.Folder(folder).problems)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    folder = sharded(tmp_path / "m", {"a": "one.safetensors", "b": "pipe.safetensors"})
+    os.mkfifo(folder / "pipe.safetensors")
+    assert "not a regular file" in str(hf.Folder(folder).problems)
+
+
 def test_a_key_in_two_files_and_two_models_in_a_folder_are_problems(tmp_path):
     folder = sharded(tmp_path / "m", {"a": "one.safetensors", "b": "two.safetensors"})
     write(folder / "two.safetensors", {"a": TENSORS["a"], "b": TENSORS["b"]})
@@ -191,7 +204,8 @@ def exported(
     for key, value in tensors.items():
         draft.write(key, 0, memoryview(data_of(value)))
     draft.sync()
-    return draft.publish()
+    draft.switch()
+    return draft.finish()
 
 
 def content(folder: Path) -> dict[str, torch.Tensor]:
@@ -258,7 +272,7 @@ def test_two_exports_at_once_are_refused_and_a_dead_one_is_cleared_away(tmp_path
     with pytest.raises(BlockingIOError, match=r"another export into .* is under way"):
         Draft(target, True)
     # As the kernel does when its process dies.
-    os.close(first._lock)
+    os.close(first.room._lock)
     exported(target, NEW, 10, overwrite=True)
     assert same(target, NEW)
 

@@ -317,7 +317,7 @@ def model(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("end", "says"),
     [
-        ("no layer", "held by no rank: layer 2"),
+        ("no layer", "held by no rank: model.layers.2.* and in 1 more layer(s)"),
         ("dtype", "is held as torch.bfloat16 and torch.float32: pass a dtype"),
         ("write", "the disk is broken"),
     ],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torch_dcp_backport.megatron.cuts import Holding, Place, holding_of
 from torch_dcp_backport.megatron.names import EMBED, STYLES, hf_keys, hf_order, role_of
-from torch_dcp_backport.megatron.shape import Shape, misfits, shape_of
+from torch_dcp_backport.megatron.shape import misfits, shape_of
 from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.spread import overlaps
 from torch_dcp_backport.transfer.staging import part_of
@@ -115,7 +115,18 @@ def test_keys_are_in_transformers_order():
 
 
 def test_sizes_that_tp_does_not_divide_are_problems_with_their_numbers():
-    shape = Shape(2, 16, heads=6, kv_heads=3, head_dim=4, intermediate=10, vocab=8, tied=False)
+    shape = shape_of(
+        {
+            "model_type": "qwen2",
+            "num_hidden_layers": 2,
+            "hidden_size": 16,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 4,
+            "intermediate_size": 10,
+            "vocab_size": 8,
+        }
+    )
     assert [str(problem) for problem in misfits(shape, 4, "verl")] == [
         "num_attention_heads cannot be cut (expected a multiple of TP 4, got 6)",
         "intermediate_size cannot be cut (expected a multiple of TP 4, got 10)",

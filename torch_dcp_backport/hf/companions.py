@@ -50,10 +50,10 @@ def companions_of(like: Any) -> dict[str, bytes]:
 
 def with_dtype(text: bytes, dtypes: Iterable[torch.dtype]) -> bytes:
     """config.json with the dtype that the weights have; as it is where they have several."""
-    config, found = json.loads(text), {str(dtype).partition(".")[2] for dtype in dtypes}
+    config, found = json.loads(text), list(dict.fromkeys(str(dtype).partition(".")[2] for dtype in dtypes))
     # transformers called it torch_dtype up to 4.55.
     names = [name for name in ("dtype", "torch_dtype") if config.get(name) is not None]
-    if len(found) != 1 or all({config[name]} == found for name in names):
+    if len(found) != 1 or all([config[name]] == found for name in names):
         return text
-    config.update(dict.fromkeys(names, found.pop()))
+    config.update(dict.fromkeys(names, found[0]))
     return json.dumps(config, indent=2).encode()

@@ -17,6 +17,7 @@ import torch
 
 from torch_dcp_backport.hf.blocks import Share, Window, windows, within
 from torch_dcp_backport.hf.files import Draft, discarding
+from torch_dcp_backport.hf.format import is_plain
 from torch_dcp_backport.hf.moving import bring_window, first_rank, settle
 from torch_dcp_backport.transfer import Box, Call, TensorInfo
 from torch_dcp_backport.transfer.chunks import Piece
@@ -27,7 +28,7 @@ from torch_dcp_backport.transfer.staging import part_of
 #: Of a tensor in a window: one of two buffers on the first rank.
 BUFFER_BYTES = 32 * 2**20
 BUFFERS = 2
-HALF = "the folder holds what was renamed before"
+HALF = "the folder has the new weights, and may have no config.json"
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,11 @@ class Buffer:
 
     def view(self, window: Window, tensors: Mapping[str, TensorInfo], key: str, box: Box) -> torch.Tensor:
         piece = within(window[key], box)
-        data = self.store[piece.start : piece.start + piece.nbytes]
+        data = self.bytes_of(piece)
         return part_of(data.view(tensors[key].dtype).view(piece.box.size), piece.box, box)
+
+    def bytes_of(self, piece: Piece) -> torch.Tensor:
+        return self.store[piece.start : piece.start + piece.nbytes]
 
     def write(self, window: Window, draft: Draft) -> None:
         data = memoryview(self.store.numpy().data)
@@ -87,11 +91,12 @@ def export(
     Raises:
         RuntimeError: the folder holds a model, there is no room, a write failed, ...; on every rank. The
             folder is as it was.
-        TransferError: a rank is gone, or the group's timeout is over. The folder is as it was.
+        TransferError: a rank is gone, or the group's timeout is over: the folder is as it was. Or a rename
+            failed after that of the weights: it says so.
     """
     draft: Optional[Draft] = None
     is_first = call.rank == first_rank(call)
-    if is_first:
+    if is_first and not call.problems:
         with call.guard(str(folder)):
             draft = Draft(folder, how.overwrite)
             draft.reserve(share.tensors, how.file_bytes)
@@ -108,7 +113,11 @@ def export(
         settle(call)
         if draft is not None:
             with call.guard(str(folder)):
-                removed = draft.publish()
+                draft.switch()
+        settle(call)
+        if draft is not None:
+            with call.guard(str(folder)):
+                removed = draft.finish()
         settle(call, HALF)
     call.tally.tensors = len(share.parts)
     call.tally.close()
@@ -132,7 +141,7 @@ def _stream(
         settle(call)
         # The one that is filled: no other rank has any.
         buffer = free.popleft() if draft is not None else None
-        write = functools.partial(buffer.view, window, share.tensors) if buffer is not None else _nowhere
+        write = functools.partial(buffer.view, window, share.tensors) if buffer is not None else nowhere
         bring_window(call, agreement, share, window, write)
         if buffer is not None and draft is not None:
             writing.append((buffer, disk.submit(buffer.write, window, draft)))
@@ -147,7 +156,7 @@ def _take_back(free: deque[Buffer], writing: deque[tuple[Buffer, Future[None]]])
     written.result()
 
 
-def _nowhere(key: str, box: Box) -> torch.Tensor:
+def nowhere(key: str, box: Box) -> torch.Tensor:
     raise AssertionError(f"{key}: no rank but the first receives")
 
 
@@ -173,6 +182,25 @@ def collect(call: Call, agreement: Agreement, share: Share) -> dict[str, torch.T
     call.tally.tensors = len(share.parts)
     call.tally.close()
     return tensors
+
+
+def checked(how: Optional[Export]) -> Export:
+    """What the caller asks for.
+
+    Raises:
+        TypeError: it is no `Export`, or its dtype is none of torch.
+        ValueError: weights cannot be cast to its dtype.
+    """
+    how = Export() if how is None else how
+    if not isinstance(how, Export):
+        raise TypeError(f"a {type(how).__name__}, where an Export is needed")
+    if how.dtype is None:
+        return how
+    if not isinstance(how.dtype, torch.dtype):
+        raise TypeError(f"dtype={how.dtype!r} is no torch.dtype")
+    if not is_plain(how.dtype):
+        raise ValueError(f"dtype={how.dtype}: weights are cast to floating-point numbers of 2 bytes or more")
+    return how
 
 
 def exported(tensors: Mapping[str, Sequence[TensorInfo]], how: Export) -> dict[str, TensorInfo]:

@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Optional
 
 from torch_dcp_backport.hf.format import Entry, make_header, nbytes_of
-from torch_dcp_backport.hf.source import INDEX, SINGLE
+from torch_dcp_backport.hf.source import CONFIG, INDEX, SINGLE
 from torch_dcp_backport.transfer import TensorInfo
 
 #: Weight files of an older export of ours or of transformers, beside those that its index names.
-NUMBERED = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
+WEIGHTS = re.compile(
+    r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors"
+    r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
+)
 LOCK = ".lock"
 #: What a file system says that cannot reserve room.
 CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
@@ -50,13 +53,86 @@ def weights_in(folder: Path) -> list[str]:
         named.update(map(str, json.loads((folder / INDEX).read_bytes()).get("weight_map", {}).values()))
     names = os.listdir(folder) if folder.is_dir() else ()
     named |= {SINGLE, INDEX}
-    return sorted(name for name in names if name in named or NUMBERED.fullmatch(name))
+    return sorted(name for name in names if name in named or WEIGHTS.fullmatch(name))
+
+
+class Room:
+    """A hidden folder that one process at a time works in. Its lock goes with the process."""
+
+    def __init__(self, path: Path, target: Path) -> None:
+        """Take it, and clear away what a process that died left behind.
+
+        Raises:
+            BlockingIOError: another process has it, for an export into the target.
+            FileExistsError: a folder of this name that no export made.
+            OSError: the folder cannot be made or cleared.
+        """
+        self.path = path
+        path.mkdir(exist_ok=True)
+        names = os.listdir(path)
+        if names and LOCK not in names:
+            raise FileExistsError(f"{path} is in the way, and no export made it: remove it")
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The lock of an export that ended just now is no longer there.
+            is_mine = os.path.samestat(os.fstat(lock), os.stat(path / LOCK))
+        except OSError as error:
+            os.close(lock)
+            if not isinstance(error, (BlockingIOError, FileNotFoundError)):
+                raise
+            raise busy(target, path) from None
+        if not is_mine:
+            os.close(lock)
+            raise busy(target, path)
+        self._lock: Optional[int] = lock
+        try:
+            self._clear()
+        except BaseException:
+            # What is left is cleared away by the next one, if that can.
+            self._unlock()
+            raise
+
+    def leave(self) -> None:
+        """Remove it. Does nothing a second time.
+
+        Raises:
+            OSError: something in it cannot be removed; it can be taken again.
+        """
+        if self._lock is None:
+            return
+        try:
+            self._clear()
+            (self.path / LOCK).unlink()
+        finally:
+            self._unlock()
+        with contextlib.suppress(OSError):
+            # Another export may be in it already.
+            self.path.rmdir()
+
+    def _clear(self) -> None:
+        for path in self.path.iterdir():
+            if path.name == LOCK:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def busy(target: Path, room: Path) -> BlockingIOError:
+    return BlockingIOError(f"another export into {target} is under way, or ended just now ({room})")
 
 
 class Draft:
-    """An export under way: a hidden folder, in the target if that is there, else beside it.
+    """An export under way, in a hidden folder: in the target if that is there, else beside it.
 
-    Until `publish` the target is as it was; a process that dies leaves the hidden folder alone, and the next
+    Until `switch` the target is as it was; a process that dies leaves the hidden folder alone, and the next
     export into the same target clears it away.
     """
 
@@ -69,27 +145,29 @@ class Draft:
             OSError: the folder cannot be made.
         """
         self.target = target = Path(os.path.abspath(target))
-        self.stale = weights_in(target)
-        if self.stale and not overwrite:
-            raise FileExistsError(f"{target} holds {self.stale[0]}; Export(overwrite=True) replaces a model")
-        self.is_new = not target.exists()
+        self.is_new = not os.path.lexists(target)
+        if not self.is_new and not target.is_dir():
+            raise NotADirectoryError(f"{target} is there, and no folder")
+        replaced(target, overwrite)
         target.parent.mkdir(parents=True, exist_ok=True)
-        self.folder = target.parent / f".{target.name}.partial" if self.is_new else target / ".partial"
-        self.folder.mkdir(exist_ok=True)
-        self._lock: Optional[int] = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        self.room = Room(
+            target.parent / f".{target.name}.partial" if self.is_new else target / ".partial", target
+        )
         try:
-            # The lock goes with its process: a folder without one was left behind by a process that died.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(self._lock), os.stat(self.folder / LOCK)):
-                raise BlockingIOError("the lock is that of an export that ended just now")
-        except OSError:
-            os.close(self._lock)
-            self._lock = None
-            raise BlockingIOError(f"another export into {target} is under way ({self.folder})") from None
-        self._clear()
+            # What was there before the lock was taken may be another export's work by now.
+            if os.path.lexists(target) == self.is_new:
+                raise busy(target, self.room.path)
+            self.stale = replaced(target, overwrite)
+            self.folder = self.room.path / "new"
+            self.folder.mkdir()
+        except BaseException:
+            self.room.leave()
+            raise
         #: HF key -> its file, and where in it.
         self.places: dict[str, tuple[int, Entry]] = {}
         self._open: dict[str, int] = {}
+        #: Names of the weight files: the last one is that by which readers find the others.
+        self._weights: list[str] = []
 
     def reserve(self, tensors: Mapping[str, TensorInfo], file_bytes: int) -> None:
         """Write all headers, and reserve room for all tensors.
@@ -116,6 +194,7 @@ class Draft:
             total = sum(map(nbytes_of, tensors.values()))
             value = {"metadata": {"total_size": total}, "weight_map": index}
             self.add(INDEX, json.dumps(value, indent=2).encode())
+        self._weights = [*names, *([INDEX] if len(names) > 1 else [])]
 
     def add(self, name: str, content: bytes) -> None:
         """Write a small file."""
@@ -143,58 +222,101 @@ class Draft:
             os.fsync(file)
         sync_folder(self.folder)
 
-    def publish(self) -> list[str]:
-        """Put the export in its place; the names of older weight files that were removed.
+    def switch(self) -> None:
+        """Put the weights in their place. A new folder appears at once, as a whole.
 
-        A new folder appears at once. In one that is there already the last rename is that of the file by
-        which readers find the others: the index, or `model.safetensors`.
+        In one that is there already the last rename is that of the file by which readers find the others: the
+        index, or `model.safetensors`. Where config.json or a file like it changes, config.json is taken away
+        before and comes back in `finish`: without it there is no model, where with it old numbers would be
+        read with new weights.
 
         Raises:
-            OSError: the folder was changed meanwhile.
+            OSError: the folder was changed meanwhile, ...; it is as it was.
         """
         self._close_files()
-        self._unlock()
         if self.is_new:
             os.rename(self.folder, self.target)
+            return
+        for name in os.listdir(self.folder):
+            if (self.target / name).is_dir():
+                raise IsADirectoryError(f"{self.target / name} is a folder")
+        away = self.room.path / "old"
+        away.mkdir()
+        moves = [(self.folder / name, self.target / name) for name in self._weights]
+        if self._changed() and (self.target / CONFIG).exists():
+            moves.insert(0, (self.target / CONFIG, away / CONFIG))
+        done: list[tuple[Path, Path]] = []
+        try:
+            for source, target in moves:
+                os.rename(source, target)
+                done.append((source, target))
+        except BaseException:
+            for source, target in reversed(done):
+                with contextlib.suppress(OSError):
+                    os.rename(target, source)
+            raise
+
+    def finish(self) -> list[str]:
+        """Put what goes with the weights in its place; the names of older weight files that were removed.
+
+        Raises:
+            OSError: the folder was changed meanwhile, ...; it has the new weights, and maybe no config.json.
+        """
+        removed = []
+        if self.is_new:
             sync_folder(self.target.parent)
-            return []
-        written = sorted(os.listdir(self.folder), key=lambda name: (name == INDEX, name == SINGLE, name))
-        for name in written:
-            os.rename(self.folder / name, self.target / name)
-        removed = [name for name in self.stale if name not in written]
-        # Of two models in one folder transformers takes the single file.
-        for name in sorted(removed, key=lambda name: name != SINGLE):
-            os.unlink(self.target / name)
-        os.rmdir(self.folder)
-        sync_folder(self.target)
+        else:
+            sync_folder(self.target)
+            removed = [name for name in self.stale if name not in self._weights]
+            # Readers choose between two models in one folder as they like.
+            pointers = [name for name in (SINGLE, INDEX) if name in removed]
+            for name in pointers:
+                os.unlink(self.target / name)
+            for name in self._changed():
+                os.rename(self.folder / name, self.target / name)
+            sync_folder(self.target)
+            for name in removed:
+                if name not in pointers:
+                    os.unlink(self.target / name)
+        with contextlib.suppress(OSError):
+            self.room.leave()
         return removed
 
     def discard(self) -> None:
-        """Remove what was written. Does nothing after `publish`."""
-        self._close_files()
-        if self._lock is not None:
-            self._clear()
-            self._unlock()
-            os.rmdir(self.folder)
+        """Remove what was written. Does nothing after `finish`.
 
-    def _clear(self) -> None:
-        for path in self.folder.iterdir():
-            if path.name == LOCK:
-                continue
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+        Raises:
+            OSError: something cannot be removed.
+        """
+        self._close_files()
+        self.room.leave()
+
+    def _changed(self) -> list[str]:
+        """The small files that the target does not have, or has otherwise; config.json last."""
+        names = sorted(
+            set(os.listdir(self.folder)) - set(self._weights), key=lambda name: (name == CONFIG, name)
+        )
+        return [name for name in names if not same_content(self.folder / name, self.target / name)] and names
 
     def _close_files(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            (self.folder / LOCK).unlink()
-            os.close(self._lock)
-            self._lock = None
+
+def replaced(target: Path, overwrite: bool) -> list[str]:
+    """The weight files that an export takes the place of.
+
+    Raises:
+        FileExistsError: there are some, and they are to stay.
+    """
+    stale = weights_in(target)
+    if stale and not overwrite:
+        raise FileExistsError(f"{target} holds {stale[0]}; Export(overwrite=True) replaces a model")
+    return stale
+
+
+def same_content(one: Path, other: Path) -> bool:
+    return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 @contextlib.contextmanager

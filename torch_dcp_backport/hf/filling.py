@@ -90,6 +90,8 @@ def fill_from_first(call: Call, agreement: Agreement, source: Optional[Source], 
         if source is not None:
             read_bytes += sum(piece.nbytes for pieces in window.values() for piece in pieces)
     _copy_doubles(share)
+    # Another rank may have failed in the last window.
+    settle(call, so_far)
     call.tally.tensors = len(share.parts)
     call.tally.close()
     return read_bytes

@@ -45,6 +45,9 @@ def read_header(path: Union[str, Path]) -> dict[str, Entry]:
             torch does not.
         OSError: the file cannot be read.
     """
+    if not os.path.isfile(path) and os.path.exists(path):
+        # To open a pipe waits for a writer.
+        raise FormatError("not a regular file")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(LENGTH), "little")

@@ -5,17 +5,17 @@ Knows shares and the call; must never allocate a whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Optional
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 
 from torch_dcp_backport.hf.blocks import Share, Window, clipped
-from torch_dcp_backport.transfer import Box, Call, TransferError, raise_together
+from torch_dcp_backport.transfer import Box, Call, Problem, TransferError, raise_together
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.consensus import agree_on_mesh
-from torch_dcp_backport.transfer.errors import UNCHANGED
+from torch_dcp_backport.transfer.errors import UNCHANGED, Finding, spell_doing
 from torch_dcp_backport.transfer.exchange import Exchange, Plan, Route
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.plan import Agreement, Table, Terms
@@ -32,12 +32,41 @@ def first_rank(call: Call) -> int:
     return call.ranks[0] if call.groups else call.rank
 
 
-def agree(call: Call, condition: str = "", note: object = None, device: str = "") -> Agreement:
-    """As `Call.agree`, where nothing is wanted of a transfer; alone, too."""
-    if call.groups:
-        return call.agree({}, Terms(device=device, condition=condition, note=note))
-    call.raise_alone()
-    return Agreement([Table({}, (call.rank,), note=note)], 0, device or "cpu")
+#: Name -> value, spelled out, of what must be the same on every rank.
+Common = Mapping[str, str]
+NOTHING: Common = {}
+
+
+def agree(
+    call: Call, condition: str = "", note: object = None, device: str = "", common: Common = NOTHING
+) -> Agreement:
+    """As `Call.agree`, where nothing is wanted of a transfer; alone, too.
+
+    Raises:
+        RuntimeError: some rank has problems, or another value of what is common; on every rank.
+    """
+    if not call.groups:
+        call.raise_alone()
+        return Agreement([Table({}, (call.rank,), note=note)], 0, device or "cpu")
+    terms = Terms(device=device, condition=f"{condition} {common}", note=(common, note))
+    agreement = call.agree({}, terms)
+    # Every rank finds the same in the same tables.
+    raise_together(call.title, _different(agreement.tables))
+    tables = [table._replace(note=table.note[1]) for table in agreement.tables]
+    return agreement._replace(tables=tables)
+
+
+def _different(tables: Sequence[Table]) -> list[Finding]:
+    """A finding of each rank for each value that is not the first rank's."""
+    (first, *_), expected = tables[0].ranks, tables[0].note[0]
+    return [
+        (rank, Problem("not the same on every rank", name, own[name], f"{value} as on rank {first}"))
+        for table in tables[1:]
+        for own in [table.note[0]]
+        for name, value in expected.items()
+        if own[name] != value
+        for rank in table.ranks
+    ]
 
 
 def publish(call: Call, inventory: Optional[Mapping[Any, object]]) -> dict[Any, Any]:
@@ -71,7 +100,7 @@ def send_window(call: Call, agreement: Agreement, share: Share, window: Window, 
     """Bring a window from the first rank, which reads it, to every rank's parts."""
     have = {key: at_first(call, share, window, key) for key in window}
     want = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
-    _move(call, agreement, _routes(share, have, want), read, share.view)
+    _move(call, agreement, _routes(share, have, want), Memories(read, share.view))
 
 
 def bring_window(call: Call, agreement: Agreement, share: Share, window: Window, write: Memory) -> None:
@@ -81,7 +110,7 @@ def bring_window(call: Call, agreement: Agreement, share: Share, window: Window,
     """
     have = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
     want = {key: at_first(call, share, window, key) for key in window}
-    _move(call, agreement, _routes(share, have, want), share.view, write)
+    _move(call, agreement, _routes(share, have, want), Memories(share.view, write, UNCHANGED))
 
 
 def at_first(call: Call, share: Share, window: Window, key: str) -> Boxes:
@@ -94,13 +123,28 @@ def _routes(share: Share, have: Mapping[str, Boxes], want: Mapping[str, Boxes]) 
     return {key: Route(have[key], want[key], share.tensors[key].dtype) for key in have}
 
 
+class Memories(NamedTuple):
+    """Where boxes come from, and where they go."""
+
+    source: Memory
+    target: Memory
+    #: What an exchange that breaks off leaves; by itself it names what was written.
+    left: str = ""
+
+
 class Blocks(Exchange):
     """An exchange of boxes in memory that callables give."""
 
-    def __init__(self, call: Call, agreement: Agreement, plan: Plan, source: Memory, target: Memory) -> None:
+    def __init__(self, call: Call, agreement: Agreement, plan: Plan, memories: Memories) -> None:
         super().__init__(call, agreement, plan, {}, {})
-        self.source = source
-        self.target = target
+        self.source, self.target, self.left = memories
+
+    def story(self) -> str:
+        if not self.left:
+            return super().story()
+        verb, pieces = self.doing
+        doing = spell_doing(verb, (piece.key for piece in pieces))
+        return f"{self.call.title}: broken off while {doing}; {self.left}"
 
     def read(self, key: Key, box: Box) -> torch.Tensor:
         return self.source(str(key), box)
@@ -110,10 +154,10 @@ class Blocks(Exchange):
 
 
 @torch.no_grad()
-def _move(call: Call, agreement: Agreement, routes: Mapping[Key, Route], read: Memory, write: Memory) -> None:
+def _move(call: Call, agreement: Agreement, routes: Mapping[Key, Route], memories: Memories) -> None:
     if call.groups:
         plan = Plan(routes, call.ranks, call.rank)
-        Blocks(call, agreement, plan, read, write).run(plan.nbytes)
+        Blocks(call, agreement, plan, memories).run(plan.nbytes)
         return
     for key, box, _ in Plan(routes, (call.rank,), call.rank).own():
-        copy_to(write(str(key), box), read(str(key), box))
+        copy_to(memories.target(str(key), box), memories.source(str(key), box))

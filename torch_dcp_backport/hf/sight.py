@@ -36,7 +36,7 @@ def look(call: Call, source: Optional[Source], files: str = "auto") -> Sight:
             the first one is not alone with it.
 
     Raises:
-        RuntimeError: a file is torn, ranks see different files, ...; on every rank.
+        RuntimeError: a file is torn, ranks see different files or ask for different ways, ...; on every rank.
     """
     with call.guard():
         if files not in WAYS:
@@ -50,7 +50,7 @@ def look(call: Call, source: Optional[Source], files: str = "auto") -> Sight:
             digest = "" if absent or source.problems else source.digest()
     elif not call.problems:
         absent = "not asked"
-    agreement = agree(call, condition=f"{files} {digest} {absent}", note=(digest, absent))
+    agreement = agree(call, f"{digest} {absent}", (digest, absent), common={"files": repr(files)})
     seen = [(table.ranks, *table.note) for table in agreement.tables]
     digests = {digest for _, digest, _ in seen}
     is_shared = len(digests) == 1 and "" not in digests and not only_first

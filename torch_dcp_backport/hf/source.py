@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Union
+from typing import Any, Protocol, Union, runtime_checkable
 
 import torch
 
@@ -17,7 +18,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.hf.format import Entry, FormatError, read_header
 from torch_dcp_backport.transfer import Box, Problem, TensorInfo
 from torch_dcp_backport.transfer.layout import whole
-from torch_dcp_backport.transfer.memory import has_slices
+from torch_dcp_backport.transfer.memory import has_slices, is_freed
 from torch_dcp_backport.transfer.staging import part_of
 
 CONFIG = "config.json"
@@ -27,6 +28,7 @@ INDEX = "model.safetensors.index.json"
 SAMPLES, SAMPLE_BYTES = 16, 64
 
 
+@runtime_checkable
 class Source(Protocol):
     """HF tensors that a rank can read parts of."""
 
@@ -125,7 +127,14 @@ class Folder:
         if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
             self.problems.append(Problem("no weight_map", str(self.path / INDEX)))
             return {}
-        self._files.update(dict.fromkeys(sorted(set(index.values())), 0))
+        names = sorted(set(index.values()))
+        outside = [name for name in names if os.path.isabs(name) or ".." in Path(name).parts]
+        if outside:
+            self.problems.append(
+                Problem("a file outside of the folder", str(self.path / INDEX), got=outside[0])
+            )
+            return {}
+        self._files.update(dict.fromkeys(names, 0))
         if has_single and SINGLE not in self._files:
             # transformers would take the single file, and others the index.
             what = f"two models in one folder: {SINGLE}, and the files of {INDEX}"
@@ -163,6 +172,19 @@ class Folder:
         return self._mapped[name]
 
 
+def source_of(source: object) -> Source:
+    """What a caller names as one.
+
+    Raises:
+        TypeError: neither a folder nor a source.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        return Folder(os.fspath(source))
+    if not isinstance(source, Source):
+        raise TypeError(f"a {type(source).__name__} is neither a folder nor an hf.Source")
+    return source
+
+
 class Given:
     """A dict of whole tensors, or of slices of files as safetensors' `get_slice` gives them."""
 
@@ -178,7 +200,7 @@ class Given:
                 usable, shape = dtype is not None, tuple(value.get_shape())
             else:
                 usable = torch.is_tensor(value) and not isinstance(value, compat.DTensor)
-                usable = usable and not value.is_meta and has_slices(value)
+                usable = usable and not value.is_meta and has_slices(value) and not is_freed(value)
                 shape, dtype = tuple(getattr(value, "shape", ())), getattr(value, "dtype", None)
             if not usable or dtype is None:
                 self.problems.append(Problem("not a tensor with values", key, f"{type(value).__name__}"))

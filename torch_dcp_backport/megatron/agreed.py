@@ -1,10 +1,11 @@
 """What the ranks agree on before anything moves: who holds what, and everything that does not fit.
 
-Reads values only where two tensors of the files have to be equal.
+Reads values only where two tensors have to be equal.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Optional
 
@@ -12,18 +13,28 @@ import torch
 
 from torch_dcp_backport.hf import Export, Part, Share, Sight, Source
 from torch_dcp_backport.hf.blocks import windows
+from torch_dcp_backport.hf.comparing import differ
 from torch_dcp_backport.hf.export import exported
 from torch_dcp_backport.hf.filling import STEP_BYTES
 from torch_dcp_backport.hf.moving import agree, first_rank, settle
 from torch_dcp_backport.hf.source import CONFIG
+from torch_dcp_backport.megatron.cuts import Holding
 from torch_dcp_backport.megatron.model import Layers, Local, Models, Parallel, Stand, describe
 from torch_dcp_backport.megatron.names import EMBED, HEAD, VALUE_HEADS
 from torch_dcp_backport.megatron.plan import Head, Spreading, check_files, head_of, left_alone
 from torch_dcp_backport.megatron.shape import Shape, shape_of
 from torch_dcp_backport.transfer import Call, Problem, TensorInfo
 from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.memory import span_of
 from torch_dcp_backport.transfer.plan import Agreement
 from torch_dcp_backport.transfer.staging import part_of
+
+HEAD_OF_ITS_OWN = Problem(
+    "a head of its own",
+    HEAD,
+    "other values",
+    f"the values of {EMBED}, since config.json says tie_word_embeddings=true",
+)
 
 
 class Given(NamedTuple):
@@ -45,16 +56,20 @@ class Agreed(NamedTuple):
     left: Mapping[str, str]
 
 
-def agree_on_load(call: Call, given: Given, sight: Sight, value_head: bool) -> Agreed:
+def agree_on_load(call: Call, given: Optional[Given], sight: Sight, value_head: bool) -> Agreed:
     """Fit this rank's modules to the files.
+
+    Args:
+        given: None after a failure, which is among the call's problems.
 
     Raises:
         RuntimeError: some rank has problems; on every rank, before anything was written.
     """
-    local, shape, agreement = _tell(call, given, sight.config)
+    local, shape, agreement = _tell(call, given, sight.config, {"value_head": bool(value_head)})
     spreading = Spreading(agreement.tables, shape, head_of(shape, sight.tensors, value_head))
     left: dict[str, str] = {}
     if not spreading.problems:
+        call.problems += shared_memory(local, spreading)
         check_files(sight.tensors, spreading)
         left = left_alone(sight.tensors, spreading)
         is_reader = sight.source is not None and call.rank == first_rank(call)
@@ -67,36 +82,55 @@ def agree_on_load(call: Call, given: Given, sight: Sight, value_head: bool) -> A
     return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), left)
 
 
-def agree_on_save(call: Call, given: Given, config: Mapping[str, Any], how: Export) -> Agreed:
+def agree_on_save(call: Call, given: Optional[Given], config: Mapping[str, Any], how: Export) -> Agreed:
     """Fit the ranks' modules to one another.
 
+    Args:
+        given: as of `agree_on_load`.
+
     Raises:
-        RuntimeError: some rank has problems: layers that no rank holds, another shape than config.json says;
-            on every rank.
+        RuntimeError: some rank has problems: layers that no rank holds, another shape than config.json says,
+            a tied head with other values than the embedding; on every rank.
+        TransferError: a rank is gone, or the group's timeout is over.
     """
-    local, shape, agreement = _tell(call, given, config)
+    local, shape, agreement = _tell(call, given, config, dataclasses.asdict(how))
     head = head_held(shape, [table.note for table in agreement.tables])
     spreading = Spreading(agreement.tables, shape, head)
     tensors: dict[str, TensorInfo] = {}
     if not spreading.problems:
-        spreading.problems += spreading.absent()
+        spreading.problems += spreading.faults()
         with call.guard():
-            tensors = exported({key: spreading.infos(key) for key in spreading.spreads}, how)
+            # A tied head is a copy of the embedding, which is what files have.
+            written = [key for key in spreading.spreads if key != HEAD or not shape.tied]
+            tensors = exported({key: spreading.infos(key) for key in written}, how)
     call.problems += spreading.problems
     settle(call)
+    if shape.tied and HEAD in spreading.spreads:
+        info = tensors[EMBED]
+        both = share_of(local, spreading, {EMBED: info, HEAD: info})
+        if differ(call, agreement, both, EMBED, HEAD):
+            call.problems.append(HEAD_OF_ITS_OWN)
+        settle(call)
     return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), {})
 
 
-def _tell(call: Call, given: Given, config: Mapping[str, Any]) -> tuple[Local, Shape, Agreement]:
-    """Tell all ranks what this one holds."""
+def _tell(
+    call: Call, given: Optional[Given], config: Mapping[str, Any], options: Mapping[str, object]
+) -> tuple[Local, Shape, Agreement]:
+    """Tell all ranks what this one holds, and what it was asked for, which must be the same everywhere."""
     shape: Optional[Shape] = None
     local: Optional[Local] = None
-    with call.guard(CONFIG):
-        shape = shape_of(config)
-    with call.guard():
-        local = describe(call, given.models, given.parallel, given.layers)
+    if given is not None:
+        with call.guard(CONFIG):
+            shape = shape_of(config)
+        with call.guard():
+            local = describe(call, given.models, given.parallel, given.layers)
     stand, device = (local.stand, local.device) if local is not None else (None, "")
-    agreement = agree(call, f"{stand} {shape}", stand, device)
+    common = {name: repr(value) for name, value in options.items()}
+    if shape is not None:
+        numbers = dataclasses.asdict(shape)
+        common.update((f"{name} of {CONFIG}", repr(value)) for name, value in numbers.items())
+    agreement = agree(call, f"{stand}", stand, device, common)
     assert local is not None, "else there was a problem"
     assert shape is not None, "else there was a problem"
     return local, shape, agreement
@@ -113,13 +147,31 @@ def share_of(local: Local, spreading: Spreading, tensors: Mapping[str, TensorInf
     return Share(tensors, spreading.spreads, parts)
 
 
+def shared_memory(local: Local, spreading: Spreading) -> list[Problem]:
+    """Parameters of this rank that a load would write over one another."""
+    found = []
+    spans: list[tuple[str, int, int, str, Optional[Holding]]] = []
+    for param in local.stand.params:
+        memory = local.memory[param.name]
+        if memory.is_contiguous() and memory.numel():
+            holding = spreading.holding(local.stand, param)
+            spans.append((str(memory.device), *span_of(memory), param.name, holding))
+    spans.sort(key=lambda span: span[:3])
+    for (device, _, stop, name, one), (other_device, start, _, other_name, other) in zip(spans, spans[1:]):
+        # A tied head may be the embedding itself.
+        if device == other_device and start < stop and one != other:
+            found.append(
+                Problem("the same memory", f"{name} and {other_name}", expected="one tensor", got="two")
+            )
+    return found
+
+
 def head_held(shape: Shape, stands: list[Stand]) -> Head:
     """What a save takes the head for."""
-    rows = {param.shape[0] for stand in stands for param in stand.params if param.role.cut == "head"}
-    if rows == {1} and shape.vocab > 1:
+    rows = {param.shape[:1] for stand in stands for param in stand.params if param.role.cut == "head"}
+    if rows == {(1,)} and shape.vocab > 1:
         return Head(VALUE_HEADS[0], True)
-    # A tied head is a copy of the embedding, which is what files have.
-    return Head(None if shape.tied else HEAD)
+    return Head(None if shape.tied and not rows else HEAD)
 
 
 def other_head(source: Optional[Source]) -> list[Problem]:
@@ -130,7 +182,4 @@ def other_head(source: Optional[Source]) -> list[Problem]:
     for window in windows({EMBED: embedding}, STEP_BYTES) if same else ():
         for piece in window[EMBED]:
             same = same and torch.equal(source.part(HEAD, piece.box), source.part(EMBED, piece.box))
-    if same:
-        return []
-    expected = f"the values of {EMBED}, since config.json says tie_word_embeddings=true"
-    return [Problem("a head of its own", HEAD, "other values", expected)]
+    return [] if same else [HEAD_OF_ITS_OWN]

@@ -6,18 +6,19 @@ Must never write into a parameter, or into the target of an export, before all r
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional, Union
 
 import torch
 
-from torch_dcp_backport.hf import Export, Folder, Source, collect, export, fill_from_first, fill_here, look
+from torch_dcp_backport.hf import Export, Source, collect, export, fill_from_first, fill_here, look
 from torch_dcp_backport.hf.companions import as_config, companions_of, with_dtype
+from torch_dcp_backport.hf.export import checked
 from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.moving import first_rank, groups_of, publish
-from torch_dcp_backport.hf.source import CONFIG
+from torch_dcp_backport.hf.source import CONFIG, source_of
 from torch_dcp_backport.megatron.agreed import Agreed, Given, agree_on_load, agree_on_save
 from torch_dcp_backport.megatron.model import Layers, Models, Parallel
 from torch_dcp_backport.transfer import Call
@@ -87,12 +88,18 @@ def load_hf(
             before anything was written.
         TransferError: a read failed, a rank is gone, or the group's timeout is over; parameters were written.
     """
+    return load(lambda: (source_of(folder), Given(models, parallel, layers)), value_head, files)
+
+
+def load(ask: Callable[[], tuple[Source, Given]], value_head: bool, files: str = "auto") -> Loaded:
+    """As `load_hf`; `ask` makes what this rank passes, where all ranks hear of its failure."""
     with Call(LOAD, "fill", groups_of()) as call:
         source: Optional[Source] = None
+        given: Optional[Given] = None
         with call.guard():
-            source = Folder(folder) if isinstance(folder, (str, Path)) else folder
+            source, given = ask()
         sight = look(call, source, files)
-        agreed = agree_on_load(call, Given(models, parallel, layers), sight, value_head)
+        agreed = agree_on_load(call, given, sight, value_head)
         if sight.is_shared:
             assert sight.source is not None, "every rank reads"
             bytes_read = fill_here(call, sight.source, agreed.share)
@@ -149,19 +156,24 @@ def save_hf(
         TransferError: a rank is gone, or the group's timeout is over. The folder is as it was.
     """
     with Call(SAVE, "collect", groups_of()) as call:
-        how = how or Export()
         companions: dict[str, bytes] = {}
         config: dict[str, Any] = {}
+        target, options = Path(), Export()
+        with call.guard("folder"):
+            target = Path(folder)
+        with call.guard("how"):
+            options = checked(how)
         if call.rank == first_rank(call):
-            with call.guard("like"):
+            with call.guard(f"like={like}" if isinstance(like, (str, Path)) else "like"):
                 companions = companions_of(like)
                 config = as_config(json.loads(companions[CONFIG]))
         config = publish(call, {CONFIG: config})[CONFIG]
-        agreed = agree_on_save(call, Given(models, parallel, layers), config, how)
+        agreed = agree_on_save(call, Given(models, parallel, layers), config, options)
         tensors = agreed.share.tensors
         if companions:
-            companions[CONFIG] = with_dtype(companions[CONFIG], (info.dtype for info in tensors.values()))
-        removed = export(call, agreed.agreement, agreed.share, Path(folder), how, companions)
+            with call.guard(CONFIG):
+                companions[CONFIG] = with_dtype(companions[CONFIG], (info.dtype for info in tensors.values()))
+        removed = export(call, agreed.agreement, agreed.share, target, options, companions)
         return Saved(tuple(tensors), sum(map(nbytes_of, tensors.values())), tuple(removed))
 
 
@@ -179,9 +191,20 @@ def gather_hf(
         RuntimeError: as of `save_hf`, or the first rank has no room; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
     """
+    return gather(lambda: (as_config(config), Given(models, parallel, layers)), dtype)
+
+
+def gather(
+    ask: Callable[[], tuple[dict[str, Any], Given]], dtype: Optional[torch.dtype]
+) -> dict[str, torch.Tensor]:
+    """As `gather_hf`; `ask` makes what this rank passes, where all ranks hear of its failure."""
     with Call(SAVE, "collect", groups_of()) as call:
-        numbers: dict[str, Any] = {}
-        with call.guard("config"):
-            numbers = as_config(config)
-        agreed = agree_on_save(call, Given(models, parallel, layers), numbers, Export(dtype))
+        config: dict[str, Any] = {}
+        given: Optional[Given] = None
+        options = Export()
+        with call.guard():
+            config, given = ask()
+        with call.guard():
+            options = checked(Export(dtype))
+        agreed = agree_on_save(call, given, config, options)
         return collect(call, agreed.agreement, agreed.share)

@@ -79,7 +79,7 @@ def describe(call: Call, models: Models, parallel: Optional[Parallel], layers: O
     Raises:
         ValueError: no model of a known kind, or no way to tell where this rank is.
     """
-    chunks = [unwrapped(model) for model in ([models] if isinstance(models, nn.Module) else models)]
+    chunks = [unwrapped(model) for model in chunks_of(models)]
     styles = {style.name: style for _, style in chunks}
     if len(styles) != 1:
         raise ValueError(f"the chunks are of {len(styles)} kinds ({', '.join(styles) or 'there are none'})")
@@ -107,6 +107,18 @@ def describe(call: Call, models: Models, parallel: Optional[Parallel], layers: O
     if not 0 <= where.tp_rank < where.tp_size:
         raise ValueError(f"a TP rank of {where.tp_rank} of {where.tp_size}")
     return Local(Stand(Place(style.name, *where), tuple(params)), memory)
+
+
+def chunks_of(models: Models) -> Sequence[nn.Module]:
+    """A rank's chunks.
+
+    Raises:
+        TypeError: neither a module nor several.
+    """
+    chunks = [models] if isinstance(models, nn.Module) else models
+    if not isinstance(chunks, Sequence) or not all(isinstance(chunk, nn.Module) for chunk in chunks):
+        raise TypeError(f"models is a {type(models).__name__}, and neither a module nor a sequence of them")
+    return chunks
 
 
 def alone(call: Call) -> Parallel:

@@ -12,7 +12,16 @@ from torch_dcp_backport.hf import gaps, spread_of
 from torch_dcp_backport.hf.format import is_plain
 from torch_dcp_backport.megatron.cuts import Holding, holding_of, value_head
 from torch_dcp_backport.megatron.model import Param, Stand
-from torch_dcp_backport.megatron.names import COMPUTED, EMBED, HEAD, NORM, VALUE_HEADS, hf_keys, hf_order
+from torch_dcp_backport.megatron.names import (
+    COMPUTED,
+    EMBED,
+    HEAD,
+    NORM,
+    ORDER,
+    VALUE_HEADS,
+    hf_keys,
+    hf_order,
+)
 from torch_dcp_backport.megatron.shape import Shape, misfits
 from torch_dcp_backport.transfer import Box, Problem, TensorInfo
 from torch_dcp_backport.transfer.errors import spell
@@ -75,6 +84,12 @@ class Spreading:
         return holding_of(role, keys, self.shape, stand.place, param.shape)
 
     def _add(self, ranks: tuple[int, ...], stand: Stand, param: Param) -> None:
+        size = (1, self.shape.hidden)
+        if self.head.is_value and param.role.cut == "head" and param.shape != size:
+            # Also where it would be left as it is: no file has values for it.
+            key = f"{param.name} of {spell(ranks)}, for a value head"
+            self.problems.append(Problem("wrong shape", key, f"{param.shape}", f"{size}"))
+            return
         try:
             holding = self.holding(stand, param)
         except ValueError as error:
@@ -107,17 +122,22 @@ class Spreading:
         dtypes = dict.fromkeys(param.dtype for _, param in self.holders[key])
         return [TensorInfo(self.size_of(key), dtype) for dtype in dtypes]
 
-    def absent(self) -> list[Problem]:
-        """What a whole model has and no rank holds."""
-        needed = [EMBED, NORM, *([] if self.shape.tied or self.head.is_value else [HEAD])]
-        found = [Problem("held by no rank", key) for key in needed if key not in self.spreads]
-        layers = {param.layer for _, stand in self.stands for param in stand.params}
-        missing = [layer for layer in range(self.shape.layers) if layer not in layers]
-        beyond = sorted(layer for layer in layers if layer is not None and layer >= self.shape.layers)
-        found += [Problem("held by no rank", f"layer {layer}") for layer in missing]
-        return found + [
-            Problem(f"more layers than the {self.shape.layers} of config.json", f"layer {layer}")
-            for layer in beyond
+    def faults(self) -> list[Problem]:
+        """What a whole model has by its config.json and no rank holds, and what is held beyond that."""
+        in_layer = [name for name in ORDER if self.shape.has(name)]
+        needed = {EMBED, NORM}
+        for layer in range(self.shape.layers):
+            needed.update(f"model.layers.{layer}.{name}" for name in in_layer)
+        if not self.shape.tied or self.head.key:
+            needed.add(self.head.key or HEAD)
+        missing = [key for key in sorted(needed, key=hf_order) if key not in self.spreads]
+        beyond = [key for key in self.spreads if key not in needed]
+        return [
+            *(Problem("held by no rank", name) for name in summed(by_layer(missing, self.spreads))),
+            *(
+                Problem(f"held, and not in a {self.shape.kind} model with this config.json", name)
+                for name in summed(by_layer(beyond, needed))
+            ),
         ]
 
 
@@ -207,6 +227,17 @@ def by_layer(keys: Iterable[str], others: Iterable[str]) -> dict[str, list[str]]
         layer = layer_of(key)
         found.setdefault(f"{layer}.*" if layer and layer not in known else key, []).append(key)
     return found
+
+
+def summed(names: Iterable[str]) -> list[str]:
+    """What a message calls keys, with those of the same name in several layers as one."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layers.setdefault(name[len(layer_of(name)) :], []).append(name)
+    return [
+        alike[0] + (f" and in {len(alike) - 1} more layer(s)" if len(alike) > 1 else "")
+        for alike in layers.values()
+    ]
 
 
 def layer_of(key: str) -> str:

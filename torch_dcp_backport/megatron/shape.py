@@ -15,6 +15,7 @@ KINDS = ("qwen2", "qwen3", "llama")
 class Shape:
     """A decoder of one of `KINDS`."""
 
+    kind: str
     layers: int
     hidden: int
     heads: int
@@ -26,6 +27,22 @@ class Shape:
     vocab: int
     #: Whether the files hold no lm_head, since it is the embedding.
     tied: bool
+    #: Whether all four projections of the attention have biases; those of q, k and v Qwen2 has in any case.
+    attention_bias: bool
+    #: Whether those of the MLP have.
+    mlp_bias: bool
+
+    def has(self, name: str) -> bool:
+        """Whether every layer has this tensor, by its HF name in the layer."""
+        module, _, part = name.rpartition(".")
+        module = module.rpartition(".")[2]
+        if module in ("q_norm", "k_norm"):
+            return self.kind == "qwen3"
+        if part == "weight":
+            return True
+        if module in ("gate_proj", "up_proj", "down_proj"):
+            return self.mlp_bias
+        return self.attention_bias or (self.kind == "qwen2" and module != "o_proj")
 
     def hf_shape(self, key: str) -> tuple[int, ...]:
         """The shape of a tensor in the files, by its HF key."""
@@ -79,6 +96,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     else:
         head_dim = number("head_dim", hidden // heads)
     return Shape(
+        kind=kind,
         layers=number("num_hidden_layers"),
         hidden=hidden,
         heads=heads,
@@ -87,6 +105,9 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         intermediate=number("intermediate_size"),
         vocab=number("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
+        # The classes of the others do not read it.
+        attention_bias=kind != "qwen2" and bool(config.get("attention_bias", False)),
+        mlp_bias=kind == "llama" and bool(config.get("mlp_bias", False)),
     )
 
 

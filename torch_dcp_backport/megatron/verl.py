@@ -8,10 +8,12 @@ from typing import Any, Optional
 
 import torch
 
-from torch_dcp_backport.hf import Given
+from torch_dcp_backport import hf
+from torch_dcp_backport.hf import Source
 from torch_dcp_backport.hf.companions import as_config
-from torch_dcp_backport.megatron.bridge import gather_hf, load_hf
-from torch_dcp_backport.megatron.model import PARALLEL_STATE, Layers, Models
+from torch_dcp_backport.megatron.agreed import Given
+from torch_dcp_backport.megatron.bridge import gather, load
+from torch_dcp_backport.megatron.model import PARALLEL_STATE, Layers, Models, chunks_of
 from torch_dcp_backport.megatron.stages import stages
 
 
@@ -37,14 +39,14 @@ def load_state_dict_to_megatron_qwen2(
         RuntimeError: the dict and the model do not fit; on every rank, before anything was written.
         TransferError: a rank is gone, or the group's timeout is over.
     """
-    numbers = {**as_config(config), "tie_word_embeddings": tie_word_embeddings}
-    absent = "" if state_dict else "no state dict"
-    load_hf(
-        wrapped_models,
-        Given(state_dict or {}, numbers, absent),
-        layers=layers_of_megatron(numbers, wrapped_models),
-        value_head=is_value_model,
-    )
+
+    def ask() -> tuple[Source, Given]:
+        if not isinstance(state_dict, (Mapping, type(None))):
+            raise TypeError(f"state_dict is a {type(state_dict).__name__}")
+        numbers, given = said(wrapped_models, config, tie_word_embeddings)
+        return hf.Given(state_dict or {}, numbers, "" if state_dict else "no state dict"), given
+
+    load(ask, is_value_model)
 
 
 def merge_megatron_ckpt_qwen2(
@@ -67,17 +69,24 @@ def merge_megatron_ckpt_qwen2(
         RuntimeError: the model does not fit its configuration, or rank 0 has no room; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
     """
+    return gather(lambda: said(wrapped_models, config, tie_word_embeddings), dtype)
+
+
+def said(models: Models, config: Any, tie_word_embeddings: bool) -> tuple[dict[str, Any], Given]:
+    """The numbers of the model, and this rank's chunks.
+
+    Raises:
+        TypeError, ValueError: an argument of another kind, or layers that cannot be dealt out.
+    """
     numbers = {**as_config(config), "tie_word_embeddings": tie_word_embeddings}
-    return gather_hf(
-        wrapped_models, config=numbers, layers=layers_of_megatron(numbers, wrapped_models), dtype=dtype
-    )
+    return numbers, Given(models, layers=layers_of_megatron(numbers, models))
 
 
 def layers_of_megatron(config: Mapping[str, Any], models: Models) -> Optional[Layers]:
     """This rank's layers, as verl deals them out; None where nothing here says it."""
     state = sys.modules.get(PARALLEL_STATE)
     count = config.get("num_hidden_layers")
-    chunks = 1 if isinstance(models, torch.nn.Module) else len(models)
+    chunks = len(chunks_of(models))
     if not isinstance(count, int):
         return None
     if state is None or not state.model_parallel_is_initialized():

@@ -42,10 +42,20 @@ def is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are beyond its storage: sharding libraries free it and keep the tensor."""
+    if not tensor.numel():
+        return False
+    end = tensor.storage_offset() * tensor.element_size() + span_bytes(tensor)
+    return tensor.untyped_storage().nbytes() < end
+
+
 def why_not_writable(tensor: torch.Tensor) -> str:
     """Why a copy into this tensor would fail; nothing where it would not."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "it was made in inference mode"
+    if is_freed(tensor):
+        return "its memory was freed"
     if any(extent > 1 and not stride for extent, stride in zip(tensor.shape, tensor.stride())):
         return "several of its elements are the same memory (expand)"
     return ""
