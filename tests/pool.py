@@ -206,7 +206,7 @@ def send_values(with_inventory: bool) -> None:
 
 
 def met(path: str, world: int) -> Any:
-    """A store in a file, once all ranks are there: a short timeout is for collectives, and not for imports."""
+    """A store in a file, once all ranks are there: a short timeout is for collectives, not for imports."""
     import torch.distributed as dist
 
     store = dist.FileStore(path, world)
