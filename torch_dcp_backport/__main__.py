@@ -28,6 +28,7 @@ The fix of torch.distributed.checkpoint.state_dict for torch >= 2.4, < 2.7.
   report                     print what a bug report needs, to be pasted
   checkpoint inspect DIR     say what a sharded checkpoint holds; `checkpoint verify DIR` reads all of it
   checkpoint list ROOT       say which steps of a run are good; `checkpoint prune ROOT` removes old ones
+  checkpoint export DIR OUT  write the model of a checkpoint as files for from_pretrained
   run SCRIPT ARGS...         run a script with the fix active, as `python SCRIPT ARGS...` would
   run -m MODULE ARGS...      run a module with the fix active, as `python -m MODULE ARGS...` would
   help [COMMAND]             this, or more about a command
@@ -167,11 +168,10 @@ def report(argv: list[str]) -> int:
 
 
 def checkpoint(argv: list[str]) -> int:
-    if argv[:1] in (["list"], ["prune"]):
-        from torch_dcp_backport.checkpoint import commands
+    if argv and argv[0] in ("list", "prune", "export"):
+        from torch_dcp_backport.checkpoint.commands import ACTIONS
 
-        action = commands.list_steps if argv[0] == "list" else commands.prune
-        return action(argv[1:], f"{PROG} checkpoint {argv[0]}")
+        return ACTIONS[argv[0]](argv[1:], f"{PROG} checkpoint {argv[0]}")
     from torch_dcp_backport.dist_checkpointing.inspection import main as checkpoint
 
     return checkpoint(argv, f"{PROG} checkpoint")

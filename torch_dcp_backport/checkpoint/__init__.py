@@ -4,6 +4,7 @@ verl's names (`verl.utils.checkpoint`) on `dist_checkpointing`. Knows a trainer'
 """
 
 from torch_dcp_backport.checkpoint.expiry import SaveSignals, should_save_ckpt_esi
+from torch_dcp_backport.checkpoint.exporting import export_checkpoint
 from torch_dcp_backport.checkpoint.fsdp import FSDPCheckpointManager
 from torch_dcp_backport.checkpoint.handler import (
     CheckpointHandler,
@@ -20,6 +21,7 @@ __all__ = [
     "FSDPCheckpointManager",
     "OrchestrationMode",
     "SaveSignals",
+    "export_checkpoint",
     "extract_step",
     "find_latest_ckpt_path",
     "get_checkpoint_tracker_filename",

@@ -1,4 +1,4 @@
-"""`checkpoint list ROOT` and `checkpoint prune ROOT`. Imports no torch beyond what its room does."""
+"""`checkpoint list ROOT`, `checkpoint prune ROOT` and `checkpoint export DIR OUT`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from torch_dcp_backport.checkpoint import store
+from torch_dcp_backport.checkpoint.exporting import export_checkpoint
 from torch_dcp_backport.checkpoint.store import Step
+from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.hf import Export
 
 CODES = "exit codes: 0 fine; 1 no good step; 2 wrong usage"
+EXPORT_CODES = "exit codes: 0 fine; 1 damaged, no model, or no room for it; 2 wrong usage"
 
 
 def list_steps(argv: list[str], prog: str) -> int:
@@ -47,6 +53,33 @@ def prune(argv: list[str], prog: str) -> int:
     return 0 if any(not step.fault for step in store.steps_in(args.root)) else 1
 
 
+def export(argv: list[str], prog: str) -> int:
+    """The command `checkpoint export`."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Write the model of a checkpoint as a folder that from_pretrained opens.",
+        epilog=EXPORT_CODES,
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a step, or what a manager wrote")
+    parser.add_argument("target", metavar="OUT", type=Path)
+    parser.add_argument(
+        "--like", metavar="MODEL", help="folder with config.json, tokenizer, ...; by default DIR's"
+    )
+    parser.add_argument("--dtype", help="what weights are cast to, such as bfloat16; by default as saved")
+    parser.add_argument("--overwrite", action="store_true", help="replace a model that OUT holds")
+    args = parser.parse_args(argv)
+    dtype = getattr(torch, args.dtype, args.dtype) if args.dtype else None
+    try:
+        saved = export_checkpoint(
+            args.folder, args.target, like=args.like, how=Export(dtype, overwrite=args.overwrite)
+        )
+    except CheckpointingException as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    print(f"{len(saved.keys)} tensors, {saved.nbytes:,} bytes in {args.target}")
+    return 0
+
+
 def as_dict(step: Step) -> dict[str, object]:
     content = step.manifest
     facts: dict[str, object] = {"step": step.step, "path": str(step.path), "fault": step.fault}
@@ -64,3 +97,6 @@ def line_of(step: Step) -> str:
     return (
         f"{step.step:>10}  {content.nbytes:>16,} bytes  {content.world:>4} ranks  {minutes:8.0f} min  {state}"
     )
+
+
+ACTIONS = {"list": list_steps, "prune": prune, "export": export}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from torch_dcp_backport.checkpoint import extra
-from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
+from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, TIED, WORLD
+from torch_dcp_backport.checkpoint.manager import CONTENTS, BaseCheckpointManager
 from torch_dcp_backport.checkpoint.together import tell_all
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
@@ -33,12 +36,12 @@ from torch_dcp_backport.dist_checkpointing.training_state import (
     restored_of,
     state_of,
 )
+from torch_dcp_backport.hf import Export, save_state_dict
+from torch_dcp_backport.hf.source import CONFIG
+from torch_dcp_backport.hf.state import tied_names, unchecked
 from torch_dcp_backport.state_dict import set_model_state_dict, set_optimizer_state_dict, set_state_dict
 
-#: The sharded checkpoint, and what opens a model with transformers, below the manager's folder.
-SHARDED, HUGGING_FACE = "dist_ckpt", "huggingface"
-CANNOT_LOAD = "cannot load the checkpoint"
-SCHEDULER, WORLD, SAVED = "lr_scheduler", "world", "contents"
+CANNOT_SAVE, CANNOT_LOAD = "cannot save the checkpoint", "cannot load the checkpoint"
 
 
 class FSDPCheckpointManager(BaseCheckpointManager):
@@ -49,13 +52,17 @@ class FSDPCheckpointManager(BaseCheckpointManager):
     """
 
     def write(self, folder: Path, step: int) -> None:
-        path = folder / SHARDED
+        path, target = folder / SHARDED, folder / HUGGING_FACE
+        with begin(CANNOT_SAVE, "save", self.process_group) as call:
+            tell_all(call, lambda: self.write_configuration(target), "writing the configuration")
         halves = self.halves(self.should_save_model, self.should_save_optimizer)
         rank, world = self.place()
 
         def make() -> ShardedStateDict:
             path.mkdir(parents=True, exist_ok=True)
-            state = {"step": step, SAVED: list(self.checkpoint_save_contents)}
+            saved = [name for name in CONTENTS if name in self.checkpoint_save_contents]
+            held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
+            state = {"step": step, SAVED: saved, TIED: tied_names(held)}
             state.update(described(halves, self.process_group))
             if self.should_save_extra:
                 state.update({WORLD: world, extra.RNG: extra.own_object(self.get_rng_state(), rank, world)})
@@ -64,15 +71,20 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             return state
 
         save_made(make, path, SaveOptions(process_group=self.process_group))
-        if rank == 0:
-            self.write_configuration(folder / HUGGING_FACE)
+        if self.should_save_hf_model:
+            model = halves[MODEL] if MODEL in halves else state_of(self.model, ())[MODEL]
+            how = Export(overwrite=True)
+            save_state_dict(tensors_of(model), target, like=target, how=how, process_group=self.process_group)
 
     def write_configuration(self, folder: Path) -> None:
         """What `from_pretrained` needs beside weights, of what the model and the tokenizer offer."""
-        for part in (getattr(self.unwrapped, "config", None), self.processing_class):
+        for part in (configuration_of(self.unwrapped), self.processing_class):
             save_part = getattr(part, "save_pretrained", None)
             if save_part is not None:
                 save_part(str(folder))
+        if self.should_save_hf_model and not (folder / CONFIG).is_file():
+            kind = type(self.unwrapped).__name__
+            raise CheckpointingException(f"no hf_model of a {kind}: it has no config with save_pretrained")
 
     def read(self, folder: Path) -> None:
         path = folder / SHARDED
@@ -155,6 +167,23 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         if not dist.is_initialized():
             return 0, 1
         return dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+
+
+def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """A model's state dict without what modules add to it of other types (extra state)."""
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def configuration_of(model: nn.Module) -> Any:
+    """A model's configuration, which names its class as transformers' `save_pretrained` would."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "architectures", ()) is not None:
+        return config
+    config = copy.deepcopy(config)
+    # FSDP2 makes a class of its own, below which the model's is.
+    kinds = (kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+    config.architectures = [next(kinds).__name__]
+    return config
 
 
 def check_keys(asked: ShardedStateDict, held: Iterable[str]) -> None:

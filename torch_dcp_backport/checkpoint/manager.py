@@ -16,6 +16,8 @@ from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.transfer.groups import Group
 
 CONTENTS = ("model", "optimizer", "extra")
+#: Safetensors files beside: they are for other programs, and never loaded here.
+HF_MODEL = "hf_model"
 #: A step in a path that a trainer made, such as global_step_100/actor.
 STEP_IN_PATH = re.compile(r"global_step_(\d+)")
 
@@ -38,7 +40,8 @@ class BaseCheckpointManager:
         Args:
             processing_class: a tokenizer or processor; saved beside the model where it has `save_pretrained`.
             checkpoint_config: a mapping, or an object, with `save_contents` and `load_contents`: lists of
-                "model", "optimizer", "extra" (scheduler and random states). All three by default.
+                "model", "optimizer", "extra" (scheduler and random states); all three by default. To be saved
+                also "hf_model": weights that `from_pretrained` opens.
 
         Raises:
             ValueError: another content.
@@ -49,13 +52,14 @@ class BaseCheckpointManager:
         self.processing_class = processing_class
         self.checkpoint_config = checkpoint_config
         self.process_group = process_group
-        self.checkpoint_save_contents = contents_of(checkpoint_config, "save_contents")
-        self.checkpoint_load_contents = contents_of(checkpoint_config, "load_contents")
+        self.checkpoint_save_contents = contents_of(checkpoint_config, "save_contents", (*CONTENTS, HF_MODEL))
+        self.checkpoint_load_contents = contents_of(checkpoint_config, "load_contents", CONTENTS)
         self.previous_global_step: Optional[int] = None
 
     should_save_model = property(lambda self: "model" in self.checkpoint_save_contents)
     should_save_optimizer = property(lambda self: "optimizer" in self.checkpoint_save_contents)
     should_save_extra = property(lambda self: "extra" in self.checkpoint_save_contents)
+    should_save_hf_model = property(lambda self: HF_MODEL in self.checkpoint_save_contents)
     should_load_model = property(lambda self: "model" in self.checkpoint_load_contents)
     should_load_optimizer = property(lambda self: "optimizer" in self.checkpoint_load_contents)
     should_load_extra = property(lambda self: "extra" in self.checkpoint_load_contents)
@@ -146,8 +150,8 @@ class BaseCheckpointManager:
         extra.set_rng_state(rng_state, extra.device_type_of(self.model))
 
 
-def contents_of(config: Any, name: str) -> tuple[str, ...]:
-    """What a config says is to be saved or loaded.
+def contents_of(config: Any, name: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """What a config says is to be saved or loaded; `CONTENTS` where it says nothing.
 
     Raises:
         ValueError: something that no checkpoint has.
@@ -158,9 +162,9 @@ def contents_of(config: Any, name: str) -> tuple[str, ...]:
     if found is None:
         return CONTENTS
     contents = (found,) if isinstance(found, str) else tuple(found)
-    unknown = [content for content in contents if content not in CONTENTS]
+    unknown = [content for content in contents if content not in known]
     if unknown:
         raise ValueError(
-            f"{name}={list(contents)}: {unknown[0]!r} is not offered; there are {', '.join(CONTENTS)}"
+            f"{name}={list(contents)}: {unknown[0]!r} is not offered; there are {', '.join(known)}"
         )
     return contents

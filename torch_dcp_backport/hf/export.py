@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 
 from torch_dcp_backport.hf.blocks import Share, Window, windows, within
 from torch_dcp_backport.hf.files import Draft, discarding
-from torch_dcp_backport.hf.format import is_plain
-from torch_dcp_backport.hf.moving import bring_window, first_rank, settle
+from torch_dcp_backport.hf.format import is_plain, nbytes_of
+from torch_dcp_backport.hf.moving import Memory, bring_window, first_rank, settle
 from torch_dcp_backport.transfer import Box, Call, TensorInfo
 from torch_dcp_backport.transfer.chunks import Piece
 from torch_dcp_backport.transfer.layout import whole
@@ -41,6 +41,21 @@ class Export:
     file_bytes: int = 5 * 10**9
     #: Whether a model that the folder holds already is replaced.
     overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What an export wrote; the same on every rank but for `removed`."""
+
+    keys: tuple[str, ...]
+    #: Bytes of tensors.
+    nbytes: int
+    #: On the first rank: files of an older model that are gone.
+    removed: tuple[str, ...] = ()
+
+
+def saved_as(tensors: Mapping[str, TensorInfo], removed: Sequence[str]) -> Saved:
+    return Saved(tuple(tensors), sum(map(nbytes_of, tensors.values())), tuple(removed))
 
 
 class Buffer:
@@ -78,12 +93,34 @@ def offset_of(piece: Piece, info: TensorInfo) -> int:
 def export(
     call: Call, agreement: Agreement, share: Share, folder: Path, how: Export, extras: Mapping[str, bytes]
 ) -> list[str]:
-    """Write what the ranks hold into a folder, from the first rank.
+    """Write what the ranks hold into a folder, from the first rank; as `write_files`."""
+
+    def bring(window: Window, write: Memory) -> None:
+        bring_window(call, agreement, share, window, write)
+
+    removed = write_files(call, share.tensors, bring, Target(folder, how, extras))
+    call.tally.tensors = len(share.parts)
+    call.tally.close()
+    return removed
+
+
+#: Fills the memory of a window's boxes on the first rank; called on every rank.
+Bring = Callable[[Window, Memory], None]
+
+
+class Target(NamedTuple):
+    """Where an export goes, and how."""
+
+    folder: Path
+    how: Export
+    #: Small files that go with it (config.json, a tokenizer's); the first rank's count.
+    extras: Mapping[str, bytes]
+
+
+def write_files(call: Call, tensors: Mapping[str, TensorInfo], bring: Bring, target: Target) -> list[str]:
+    """Write tensors into a folder, from the first rank.
 
     Disk and network work at the same time: while one buffer is written the next one is filled.
-
-    Args:
-        extras: small files that go with it (config.json, a tokenizer's); the first rank's count.
 
     Returns:
         On the first rank the older weight files that were removed.
@@ -95,18 +132,19 @@ def export(
             failed after that of the weights: it says so.
     """
     draft: Optional[Draft] = None
+    folder, how, extras = target
     is_first = call.rank == first_rank(call)
     if is_first and not call.problems:
         with call.guard(str(folder)):
             draft = Draft(folder, how.overwrite)
-            draft.reserve(share.tensors, how.file_bytes)
+            draft.reserve(tensors, how.file_bytes)
             for name, content in extras.items():
                 draft.add(name, content)
     removed: list[str] = []
     with discarding(draft):
         settle(call)
         with ThreadPoolExecutor(1) as disk:
-            _stream(call, agreement, share, draft, disk)
+            _stream(call, tensors, bring, draft, disk)
         if draft is not None:
             with call.guard(str(folder)):
                 draft.sync()
@@ -119,13 +157,15 @@ def export(
             with call.guard(str(folder)):
                 removed = draft.finish()
         settle(call, HALF)
-    call.tally.tensors = len(share.parts)
-    call.tally.close()
     return removed
 
 
 def _stream(
-    call: Call, agreement: Agreement, share: Share, draft: Optional[Draft], disk: ThreadPoolExecutor
+    call: Call,
+    tensors: Mapping[str, TensorInfo],
+    bring: Bring,
+    draft: Optional[Draft],
+    disk: ThreadPoolExecutor,
 ) -> None:
     """Bring all windows to the first rank and write them there."""
     free: deque[Buffer] = deque()
@@ -133,7 +173,7 @@ def _stream(
     if draft is not None:
         with call.room_for("buffers of the files"):
             free.extend(Buffer(BUFFER_BYTES) for _ in range(BUFFERS))
-    for window in windows(share.tensors, BUFFER_BYTES):
+    for window in windows(tensors, BUFFER_BYTES):
         if draft is not None and not call.problems:
             with call.guard("the files"):
                 if not free:
@@ -141,8 +181,8 @@ def _stream(
         settle(call)
         # The one that is filled: no other rank has any.
         buffer = free.popleft() if draft is not None else None
-        write = functools.partial(buffer.view, window, share.tensors) if buffer is not None else nowhere
-        bring_window(call, agreement, share, window, write)
+        write = functools.partial(buffer.view, window, tensors) if buffer is not None else nowhere
+        bring(window, write)
         if buffer is not None and draft is not None:
             writing.append((buffer, disk.submit(buffer.write, window, draft)))
     with call.guard("the files"):
@@ -214,5 +254,6 @@ def exported(tensors: Mapping[str, Sequence[TensorInfo]], how: Export) -> dict[s
         dtypes = sorted({str(info.dtype) for info in infos})
         if len(dtypes) > 1 and how.dtype is None:
             raise ValueError(f"{key} is held as {' and '.join(dtypes)}: pass a dtype")
-        found[key] = TensorInfo(infos[0].shape, how.dtype or infos[0].dtype)
+        shape, dtype = infos[0]
+        found[key] = TensorInfo(shape, how.dtype if how.dtype is not None and is_plain(dtype) else dtype)
     return found

@@ -59,14 +59,14 @@ def agree(
 def _different(tables: Sequence[Table]) -> list[Finding]:
     """A finding of each rank for each value that is not the first rank's."""
     (first, *_), expected = tables[0].ranks, tables[0].note[0]
-    return [
-        (rank, Problem("not the same on every rank", name, own[name], f"{value} as on rank {first}"))
-        for table in tables[1:]
-        for own in [table.note[0]]
-        for name, value in expected.items()
-        if own[name] != value
-        for rank in table.ranks
-    ]
+    findings = []
+    for table in tables[1:]:
+        own = table.note[0]
+        for name in {**expected, **own}:
+            got, value = own.get(name, "nothing"), expected.get(name, "nothing")
+            problem = Problem("not the same on every rank", name, got, f"{value} as on rank {first}")
+            findings += [(rank, problem) for rank in table.ranks if got != value]
+    return findings
 
 
 def publish(call: Call, inventory: Optional[Mapping[Any, object]]) -> dict[Any, Any]:

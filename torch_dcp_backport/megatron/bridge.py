@@ -15,8 +15,7 @@ import torch
 
 from torch_dcp_backport.hf import Export, Source, collect, export, fill_from_first, fill_here, look
 from torch_dcp_backport.hf.companions import as_config, companions_of, with_dtype
-from torch_dcp_backport.hf.export import checked
-from torch_dcp_backport.hf.format import nbytes_of
+from torch_dcp_backport.hf.export import Saved, checked, saved_as
 from torch_dcp_backport.hf.moving import first_rank, groups_of, publish
 from torch_dcp_backport.hf.source import CONFIG, source_of
 from torch_dcp_backport.megatron.agreed import Agreed, Given, agree_on_load, agree_on_save
@@ -45,17 +44,6 @@ class Loaded:
     cast: Mapping[str, torch.dtype]
     #: Bytes of tensors that this rank read of the files.
     bytes_read: int
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What an export wrote; the same on every rank but for `removed`."""
-
-    keys: tuple[str, ...]
-    #: Bytes of tensors.
-    nbytes: int
-    #: On the first rank: files of an older model that are gone.
-    removed: tuple[str, ...] = ()
 
 
 def load_hf(
@@ -173,8 +161,7 @@ def save_hf(
         if companions:
             with call.guard(CONFIG):
                 companions[CONFIG] = with_dtype(companions[CONFIG], (info.dtype for info in tensors.values()))
-        removed = export(call, agreed.agreement, agreed.share, target, options, companions)
-        return Saved(tuple(tensors), sum(map(nbytes_of, tensors.values())), tuple(removed))
+        return saved_as(tensors, export(call, agreed.agreement, agreed.share, target, options, companions))
 
 
 def gather_hf(

@@ -1,0 +1,233 @@
+"""State dicts of DTensors and whole tensors, as safetensors files and back, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from test_safetensors_files import model as write_model
+from torch.distributed.device_mesh import init_device_mesh
+
+from torch_dcp_backport import hf
+
+try:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+except ImportError:  # torch 2.4
+    from torch.distributed._tensor import Replicate, Shard, distribute_tensor
+
+CONFIG = {"model_type": "qwen2"}
+VALUES = {
+    "matrix": torch.arange(70, dtype=torch.float32).view(10, 7),
+    "odd": torch.arange(5, dtype=torch.bfloat16),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.zeros(0, 3),
+    "counts": torch.arange(3),
+    "nan": torch.tensor([float("nan"), -0.0, float("inf")], dtype=torch.float16),
+}
+MESHES: dict[str, Any] = {
+    "rows": ((4,), ("Shard(0)",)),
+    "columns": ((4,), ("Shard(1)",)),
+    "replicas of shards": ((2, 2), ("Replicate()", "Shard(0)")),
+    "both dimensions": ((2, 2), ("Shard(0)", "Shard(1)")),
+}
+
+
+def state_of(name: str, *, blank: bool = False) -> dict[str, torch.Tensor]:
+    """VALUES as DTensors, where their dimensions allow it; zeros of the same kind for `blank`."""
+    shape, written = MESHES[name]
+    mesh = init_device_mesh("cpu", shape)
+    placements = [eval(text, {"Shard": Shard, "Replicate": Replicate}) for text in written]
+    state: dict[str, torch.Tensor] = {}
+    for key, value in VALUES.items():
+        value = torch.zeros_like(value) if blank else value.clone()
+        fits = all(not isinstance(one, Shard) or one.dim < value.dim() for one in placements)
+        state[key] = distribute_tensor(value, mesh, placements) if fits else value
+    return state
+
+
+def bits(value: torch.Tensor) -> torch.Tensor:
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.contiguous().reshape(-1).view(torch.uint8)
+
+
+def save(api: Any, folder: Path, name: str, **options: Any) -> Any:
+    return api.save_state_dict(state_of(name), folder, like=CONFIG, how=api.Export(**options))
+
+
+def load(api: Any, folder: Path, name: str, files: str = "auto") -> tuple[Any, bool]:
+    state = state_of(name, blank=True)
+    filled = api.load_state_dict(state, folder, files=files)
+    return filled, all(torch.equal(bits(state[key]), bits(value)) for key, value in VALUES.items())
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_files_have_what_the_ranks_hold(ranks, tmp_path: Path, name: str) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    saved = ranks(save, tmp_path / "m", name)
+    assert {one.keys for one in saved} == {tuple(VALUES)}
+    found = safetensors.load_file(tmp_path / "m" / "model.safetensors")
+    assert set(found) == set(VALUES)
+    assert all(torch.equal(bits(found[key]), bits(value)) for key, value in VALUES.items())
+    assert all(found[key].shape == value.shape for key, value in VALUES.items())
+    assert json.loads((tmp_path / "m" / "config.json").read_text()) == CONFIG
+
+
+@pytest.mark.parametrize("files", ["shared", "rank0"])
+@pytest.mark.parametrize("name", MESHES)
+def test_files_fill_what_the_ranks_hold(ranks, tmp_path: Path, name: str, files: str) -> None:
+    write_model(tmp_path / "m", {**VALUES, "unknown": torch.ones(2)})
+    for rank, (filled, same) in enumerate(ranks(load, tmp_path / "m", name, files)):
+        assert same
+        assert filled.keys == tuple(VALUES)
+        assert filled.left == ("unknown",)
+        if files == "shared":
+            assert filled.bytes_read <= sum(value.nbytes for value in VALUES.values())
+        else:
+            assert bool(filled.bytes_read) == (rank == 0)
+
+
+def test_one_process_without_a_group(tmp_path: Path) -> None:
+    hf.save_state_dict(VALUES, tmp_path / "m", like=CONFIG, how=hf.Export(file_bytes=100))
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1
+    state = {key: torch.zeros_like(value) for key, value in VALUES.items()}
+    hf.load_state_dict(state, tmp_path / "m")
+    assert all(torch.equal(bits(state[key]), bits(value)) for key, value in VALUES.items())
+
+
+def test_numbers_that_are_no_weights_keep_their_dtype(tmp_path: Path) -> None:
+    hf.save_state_dict(VALUES, tmp_path / "m", like=CONFIG, how=hf.Export(torch.bfloat16))
+    found = hf.Folder(tmp_path / "m").tensors
+    assert found["counts"].dtype == torch.int64
+    assert found["matrix"].dtype == found["scalar"].dtype == torch.bfloat16
+
+
+def tied_state(blank: bool = False) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (4,))
+    # Three rows on four ranks: the last rank's part is empty.
+    value = distribute_tensor(torch.zeros(3, 2) if blank else torch.arange(6.0).view(3, 2), mesh, [Shard(0)])
+    other = distribute_tensor(torch.zeros(3, 2) if blank else torch.ones(3, 2), mesh, [Shard(0)])
+    return {"embed": value, "other": other, "head": value}
+
+
+def save_tied(api: Any, folder: Path) -> Any:
+    return api.save_state_dict(tied_state(), folder, like=CONFIG)
+
+
+def load_tied(api: Any, folder: Path) -> tuple[Any, list[list[float]]]:
+    state = tied_state(blank=True)
+    filled = api.load_state_dict(state, folder)
+    return filled, state["head"].full_tensor().tolist()
+
+
+def test_a_tensor_under_two_names_is_written_once(ranks, tmp_path: Path) -> None:
+    assert {one.keys for one in ranks(save_tied, tmp_path / "m")} == {("embed", "other")}
+    for filled, head in ranks(load_tied, tmp_path / "m"):
+        assert filled.tied == {"head": "embed"}
+        assert head == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+
+
+def differing(api: Any, folder: Path, what: str) -> str:
+    rank = dist.get_rank()
+    odd = rank == 2
+    state = state_of("rows")
+    options: dict[str, Any] = {"like": CONFIG}
+    if what == "a key less" and odd:
+        del state["odd"]
+    if what == "a key more" and odd:
+        state["more"] = torch.ones(1)
+    if what == "another shape" and odd:
+        state["scalar"] = torch.ones(1)
+    if what == "no tensor" and odd:
+        state["scalar"] = 2.5  # type: ignore[assignment]
+    if what == "meta" and odd:
+        state["scalar"] = torch.ones((), device="meta")
+    if what == "freed" and odd:
+        state["scalar"].untyped_storage().resize_(0)
+    if what == "another dtype asked" and odd:
+        options["how"] = api.Export(torch.bfloat16)
+    if what == "another folder" and odd:
+        folder = folder / "other"
+    if what == "no config" and rank == 0:
+        options["like"] = None
+    try:
+        api.save_state_dict(state, folder, **options)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("a key less", r"rank 2: not the same on every rank: odd .*got nothing"),
+        ("a key more", r"not the same on every rank.*more"),
+        ("another shape", r"not the same on every rank.*scalar"),
+        ("no tensor", r"rank 2: .*a float, where a tensor is needed: scalar"),
+        ("meta", r"rank 2: .*on meta has no plain values: scalar"),
+        ("freed", r"rank 2: .*its memory was freed: scalar"),
+        ("another dtype asked", r"not the same on every rank.*how"),
+        ("another folder", r"not the same on every rank.*folder"),
+        ("no config", r"rank 0: .*a NoneType is neither .*: like"),
+    ],
+)
+def test_one_error_on_every_rank_and_no_file(ranks, tmp_path: Path, what: str, says: str) -> None:
+    texts = ranks(differing, tmp_path / "m", what)
+    assert len(set(texts)) == 1
+    assert re.search(says, texts[0], re.DOTALL), texts[0]
+    assert not list(tmp_path.iterdir())
+
+
+def refused(api: Any, folder: Path, name: str) -> tuple[str, bool]:
+    state = state_of(name, blank=True)
+    try:
+        api.load_state_dict(state, folder)
+    except RuntimeError as error:
+        return str(error), all(not bits(value).any() for value in state.values())
+    return "", False
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"odd": None}, "odd: not in the files|not in the files.*odd"),
+        ({"matrix": torch.ones(7, 10)}, "wrong shape"),
+        ({"counts": torch.ones(3)}, "wrong dtype"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(ranks, tmp_path, change, says) -> None:
+    tensors = {key: value for key, value in {**VALUES, **change}.items() if value is not None}
+    write_model(tmp_path / "m", tensors)
+    for text, untouched in ranks(refused, tmp_path / "m", "rows"):
+        assert re.search(says, text), text
+        assert untouched
+
+
+def on_a_part(api: Any, folder: Path) -> str:
+    """Ranks 0 and 1 hold the tensors; all four are asked, and then those two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+    state = {"matrix": distribute_tensor(VALUES["matrix"].clone(), mesh, [Shard(0)])}
+    group = mesh.get_group()
+    mine = folder / str(dist.get_rank() // 2)
+    with contextlib.suppress(FileExistsError):
+        api.save_state_dict(state, mine, like=CONFIG, process_group=group)
+    blank = {"matrix": distribute_tensor(torch.zeros(10, 7), mesh, [Shard(0)])}
+    api.load_state_dict(blank, mine, process_group=group)
+    assert torch.equal(blank["matrix"].full_tensor(), VALUES["matrix"])
+    try:
+        api.save_state_dict(state, folder / "all", like=CONFIG)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_that_is_a_part_of_the_world(ranks, tmp_path: Path) -> None:
+    if Version(torch.__version__).release < (2, 5):
+        pytest.skip("submeshes of torch 2.4 have no group of their own here")
+    assert all("not the same on every rank" in text for text in ranks(on_a_part, tmp_path))

@@ -1,0 +1,134 @@
+"""A saved model as Hugging Face files. One process, no process group, bounded memory.
+
+Must never build a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import torch
+
+from torch_dcp_backport.checkpoint import manifest, store
+from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SHARDED, TIED
+from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.core import Folder
+from torch_dcp_backport.dist_checkpointing.engine.cover import covered, fills
+from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
+from torch_dcp_backport.dist_checkpointing.engine.load import Opened
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Stored
+from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader, wrong_files
+from torch_dcp_backport.dist_checkpointing.inspection import opened_alone
+from torch_dcp_backport.dist_checkpointing.training_state import MODEL
+from torch_dcp_backport.hf.blocks import Window
+from torch_dcp_backport.hf.companions import companions_of, with_dtype
+from torch_dcp_backport.hf.export import Export, Saved, Target, checked, exported, saved_as, write_files
+from torch_dcp_backport.hf.moving import Memory, settle
+from torch_dcp_backport.hf.source import CONFIG
+from torch_dcp_backport.transfer import Call, Problem, TensorInfo
+
+CANNOT_EXPORT = "cannot export the checkpoint"
+PREFIX = f"{MODEL}."
+
+
+def export_checkpoint(
+    folder: Folder,
+    target: Folder,
+    *,
+    like: Optional[Union[Folder, Any]] = None,
+    how: Optional[Export] = None,
+) -> Saved:
+    """Write the model of a checkpoint as a folder that `from_pretrained` opens. Not collective.
+
+    Every byte is compared with its checksum on the way; until all is on the disk the target is as it was.
+
+    Args:
+        folder: what `FSDPCheckpointManager.save_checkpoint` or `save_training_state` wrote.
+        target: where the model goes.
+        like: a folder or a configuration of transformers: config.json, a tokenizer's files and the like. None
+            takes those of the checkpoint.
+        how: dtype, size of files, whether an older model is replaced; None is `Export()`.
+
+    Raises:
+        CheckpointingException: the checkpoint is damaged or has no model, the target holds one, ...
+    """
+    try:
+        with Call(CANNOT_EXPORT, "collect", ()) as call:
+            return _export(call, Path(folder), Path(target), like, how)
+    except RuntimeError as error:
+        raise CheckpointingException(str(error)) from error
+
+
+def _export(call: Call, folder: Path, target: Path, like: Any, how: Optional[Export]) -> Saved:
+    options, extras = Export(), dict[str, bytes]()
+    with call.guard("how"):
+        options = checked(how)
+    if (folder / manifest.NAME).exists():
+        call.problems += [Problem("not what was saved", str(folder), fault) for fault in faults_of(folder)]
+    own_files = folder / HUGGING_FACE
+    with call.guard("like"):
+        if like is None and not (own_files / CONFIG).is_file():
+            raise FileNotFoundError(f"{own_files} has no {CONFIG}: name a model's folder")
+        extras = companions_of(own_files if like is None else like)
+    settle(call)
+    checkpoint = opened_alone(folder / SHARDED if (folder / SHARDED).is_dir() else folder)
+    tied = checkpoint.common_state().get(TIED, {})
+    stored = {
+        key[len(PREFIX) :]: value
+        for key, value in checkpoint.holds.tensors.items()
+        if key.startswith(PREFIX) and key[len(PREFIX) :] not in tied
+    }
+    call.problems += problems_of(checkpoint, stored)
+    tensors: dict[str, TensorInfo] = {}
+    with call.guard():
+        tensors = exported({key: (TensorInfo(one.shape, one.dtype),) for key, one in stored.items()}, options)
+    with call.guard(CONFIG):
+        extras[CONFIG] = with_dtype(extras[CONFIG], (info.dtype for info in tensors.values()))
+    settle(call)
+    reader = Reader(checkpoint.folder, checkpoint.holds.is_ours)
+
+    def bring(window: Window, write: Memory) -> None:
+        try:
+            reader.read(reads_of(window, stored, write))
+        except (Damaged, OSError) as error:
+            raise CheckpointingException(f"{CANNOT_EXPORT}: {checkpoint.folder}: {error}") from error
+
+    return saved_as(tensors, write_files(call, tensors, bring, Target(target, options, extras)))
+
+
+def faults_of(folder: Path) -> list[str]:
+    try:
+        content = manifest.read(folder)
+    except manifest.Damaged as error:
+        return [str(error)]
+    fault = store.examined(folder, content.step).fault
+    return [fault] if fault else []
+
+
+def problems_of(checkpoint: Opened, stored: Mapping[str, Stored]) -> list[Problem]:
+    """What keeps tensors from being read as a whole."""
+    if not stored:
+        return [Problem(f"no model: no tensor's key begins with {PREFIX}", str(checkpoint.folder))]
+    places = [(key, chunk.place) for key, one in stored.items() for chunk in one.chunks]
+    problems = list(wrong_files(checkpoint.folder, places, checkpoint.holds))
+    for key, one in stored.items():
+        boxes = [chunk.box for chunk in one.chunks]
+        if not fills(boxes, one.shape):
+            have, numel = covered(boxes), math.prod(one.shape)
+            if have != numel:
+                problems.append(Problem("not all of it was saved", key, f"{have} elements", f"{numel}"))
+    return problems
+
+
+def reads_of(window: Window, stored: Mapping[str, Stored], write: Memory) -> list[Read]:
+    """What is read for a window of tensors."""
+    reads = []
+    for key, pieces in window.items():
+        for piece in pieces:
+            into: torch.Tensor = write(key, piece.box)
+            for chunk, part in stored[key].parts_of(piece.box):
+                reads.append(Read(key, chunk, part, stored[key].dtype, into, piece.box))
+    return reads

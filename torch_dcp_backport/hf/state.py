@@ -1,0 +1,245 @@
+"""A state dict of DTensors and whole tensors as Hugging Face files, and filled from them.
+
+Collective. Knows where each rank's part of a tensor lies; must never know a model's layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.hf.blocks import Part, Share, gaps, spread_of
+from torch_dcp_backport.hf.companions import companions_of, with_dtype
+from torch_dcp_backport.hf.export import Export, Saved, checked, export, exported, saved_as
+from torch_dcp_backport.hf.filling import fill_from_first, fill_here
+from torch_dcp_backport.hf.format import CODES, is_plain
+from torch_dcp_backport.hf.moving import agree, first_rank, groups_of, publish, settle
+from torch_dcp_backport.hf.sight import look
+from torch_dcp_backport.hf.source import CONFIG, Source, source_of
+from torch_dcp_backport.transfer import Call, Layout, Problem, TensorInfo, layout_of
+from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.memory import has_slices, is_freed, why_not_writable
+from torch_dcp_backport.transfer.plan import Agreement
+
+SAVE = "cannot save as Hugging Face weights"
+LOAD = "cannot load Hugging Face weights"
+
+
+class Held(NamedTuple):
+    """What this rank holds of a tensor."""
+
+    layout: Layout
+    local: torch.Tensor
+
+    @property
+    def info(self) -> TensorInfo:
+        """Of the whole tensor."""
+        return TensorInfo(self.layout.shape, self.local.dtype)
+
+
+class Filled(NamedTuple):
+    """What a load did."""
+
+    #: Keys whose tensors were filled.
+    keys: tuple[str, ...]
+    #: Tensors of the files that the state dict does not have.
+    left: tuple[str, ...]
+    #: Keys that are another key's tensor under a second name, which the files do not have -> that key.
+    tied: Mapping[str, str]
+    #: Bytes of tensors that this rank read of the files.
+    bytes_read: int
+
+
+def save_state_dict(
+    state_dict: Mapping[str, torch.Tensor],
+    folder: Union[str, Path],
+    *,
+    like: Any,
+    how: Optional[Export] = None,
+    process_group: Group = None,
+) -> Saved:
+    """Write a model's state dict as a folder that `from_pretrained` opens. Collective.
+
+    The first rank writes, in bounded memory; until everything is on the disk the folder is as it was.
+
+    Args:
+        state_dict: HF key -> DTensor, or a tensor that every rank holds whole; the same keys on every rank.
+            A tensor under two names (tied weights) is written once, under the first.
+        folder: where the model goes.
+        like: the folder of a model whose config.json, tokenizer and the like are copied, or a configuration
+            of transformers. The first rank's counts.
+        how: dtype, size of files, whether an older model is replaced; None is `Export()`.
+        process_group: the ranks that take part; None is all of them.
+
+    Raises:
+        RuntimeError: ranks hold different tensors, the folder holds a model, the disk is full, ...; the same
+            text on every rank. The folder is as it was.
+        TransferError: a rank is gone, or the group's timeout is over. The folder is as it was.
+    """
+    with Call(SAVE, "collect", groups_of(process_group)) as call:
+        companions: dict[str, bytes] = {}
+        target, options = Path(), Export()
+        with call.guard("folder"):
+            target = Path(folder)
+        with call.guard("how"):
+            options = checked(how)
+        held = held_of(call, state_dict)
+        if call.rank == first_rank(call):
+            with call.guard(f"like={like}" if isinstance(like, (str, Path)) else "like"):
+                companions = companions_of(like)
+        tied = publish(call, tied_names(held))
+        agreement = agree_on_state(call, held, {"how": repr(options), "folder": str(target)})
+        tensors: dict[str, TensorInfo] = {}
+        with call.guard():
+            written = {key: (one.info,) for key, one in held.items() if key not in tied}
+            tensors = exported(written, options)
+        share = share_of(call, held, tensors)
+        if companions:
+            with call.guard(CONFIG):
+                companions[CONFIG] = with_dtype(companions[CONFIG], (info.dtype for info in tensors.values()))
+        settle(call)
+        return saved_as(tensors, export(call, agreement, share, target, options, companions))
+
+
+def load_state_dict(
+    state_dict: Mapping[str, torch.Tensor],
+    folder: Union[str, Path, Source],
+    *,
+    files: str = "auto",
+    process_group: Group = None,
+) -> Filled:
+    """Fill the tensors of a model's state dict from Hugging Face files, in place. Collective.
+
+    Where every rank sees the files each reads the slices that it holds, and nothing else.
+
+    Args:
+        state_dict: as of `save_state_dict`; the tensors themselves are written.
+        folder: a folder with config.json and safetensors files, or an `hf.Source`.
+        files: "shared" (every rank reads), "rank0" (the first reads for all), or "auto": as they are seen.
+
+    Raises:
+        RuntimeError: a tensor that the files do not have, another shape, a torn file, ...; the same text on
+            every rank, before anything was written.
+        TransferError: a read failed, a rank is gone, or the group's timeout is over; tensors were written.
+    """
+    with Call(LOAD, "fill", groups_of(process_group)) as call:
+        source: Optional[Source] = None
+        with call.guard():
+            source = source_of(folder)
+        held = held_of(call, state_dict, is_written=True)
+        sight = look(call, source, files)
+        tied = publish(
+            call, {key: name for key, name in tied_names(held).items() if key not in sight.tensors}
+        )
+        agreement = agree_on_state(call, held, {})
+        tensors: dict[str, TensorInfo] = {}
+        for key, one in held.items():
+            info = sight.tensors.get(key)
+            if info is not None:
+                tensors[key] = info
+                call.problems += misfits(key, one.info, info)
+            elif key not in tied:
+                call.problems.append(Problem("not in the files", key))
+        share = share_of(call, held, tensors)
+        settle(call)
+        if sight.is_shared:
+            assert sight.source is not None, "every rank reads"
+            bytes_read = fill_here(call, sight.source, share)
+        else:
+            bytes_read = fill_from_first(call, agreement, sight.source, share)
+        left = tuple(key for key in sight.tensors if key not in held)
+        return Filled(tuple(tensors), left, tied, bytes_read)
+
+
+def held_of(call: Call, state_dict: Mapping[str, torch.Tensor], is_written: bool = False) -> dict[str, Held]:
+    """This rank's part of every tensor; what is none becomes a problem of the call."""
+    held = {}
+    with call.guard("state_dict"):
+        for key, value in state_dict.items():
+            with call.guard(str(key)):
+                held[key] = part_held(key, value, is_written)
+    return held
+
+
+def part_held(key: object, value: object, is_written: bool) -> Held:
+    """This rank's part of a tensor.
+
+    Raises:
+        TypeError: no tensor, or no text as its key.
+        ValueError: a tensor whose memory cannot be read, or written.
+    """
+    if not isinstance(key, str):
+        raise TypeError(f"a key that is a {type(key).__name__}, and no text")
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"a {type(value).__name__}, where a tensor is needed")
+    held = unchecked(value)
+    local = held.local
+    if local.is_meta or not has_slices(local) or local.dtype not in CODES:
+        raise ValueError(f"a {type(local).__name__} of {local.dtype} on {local.device} has no plain values")
+    why_not = why_not_writable(local) if is_written else "its memory was freed" if is_freed(local) else ""
+    if why_not:
+        raise ValueError(why_not)
+    return held
+
+
+def unchecked(value: torch.Tensor) -> Held:
+    """This rank's part of a tensor, whatever it is."""
+    local = compat.local_part(value) if isinstance(value, compat.DTensor) else value
+    return Held(layout_of(value), compat.arrived(local).detach())
+
+
+def tied_names(held: Mapping[str, Held]) -> dict[str, str]:
+    """Keys whose memory on this rank is that of a key before them -> that key."""
+    first: dict[object, str] = {}
+    tied = {}
+    for key, (layout, local) in held.items():
+        if has_slices(local) and local.numel():
+            memory = (local.device, local.data_ptr(), layout, local.dtype, local.shape, local.stride())
+            if first.setdefault(memory, key) != key:
+                tied[key] = first[memory]
+    return tied
+
+
+def agree_on_state(call: Call, held: Mapping[str, Held], options: Mapping[str, str]) -> Agreement:
+    """Compare what the ranks hold.
+
+    Raises:
+        RuntimeError: some rank has problems, or another tensor than the first; on every rank.
+    """
+    kinds = {one.local.device.type for one in held.values()}
+    common = {key: spelled(one) for key, one in held.items()}
+    return agree(call, device=kinds.pop() if len(kinds) == 1 else "", common={**options, **common})
+
+
+def spelled(held: Held) -> str:
+    shape, mesh, placements = held.layout.shape, held.layout.mesh, held.layout.placements
+    text = f"{held.local.dtype} {shape}"
+    return f"{text}, placements {placements} on the mesh {mesh.signature}" if mesh else text
+
+
+def share_of(call: Call, held: Mapping[str, Held], tensors: Mapping[str, TensorInfo]) -> Share:
+    """What the ranks hold of tensors, and this rank's memory of it."""
+    ranks = call.ranks if call.groups else (call.rank,)
+    spreads = {}
+    parts: dict[str, list[Part]] = {}
+    for key in tensors:
+        layout, local = held[key]
+        boxes = {rank: box for rank in ranks for box in (layout.box(rank),) if box is not None and box.numel}
+        spreads[key] = spread_of(layout.shape, {rank: (box,) for rank, box in boxes.items()})
+        call.problems += gaps(key, spreads[key])
+        if call.rank in boxes:
+            parts[key] = [Part(boxes[call.rank], local)]
+    return Share(tensors, spreads, parts)
+
+
+def misfits(key: str, info: TensorInfo, stored: TensorInfo) -> list[Problem]:
+    """What keeps a tensor of the files from being loaded."""
+    if info.shape != stored.shape:
+        return [Problem("wrong shape", key, f"{stored.shape} in the files", f"{info.shape}")]
+    if info.dtype != stored.dtype and not (is_plain(info.dtype) and is_plain(stored.dtype)):
+        return [Problem("wrong dtype", key, f"{stored.dtype} in the files", f"{info.dtype}")]
+    return []
