@@ -21,6 +21,7 @@ from torch_dcp_backport.checkpoint import FSDPCheckpointManager, export_checkpoi
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
 from torch_dcp_backport.dist_checkpointing import save as save_sharded
 from torch_dcp_backport.dist_checkpointing.training_state import save_training_state
+from torch_dcp_backport.regression import memory, meter
 from torch_dcp_backport.transfer.layout import whole
 
 try:
@@ -126,6 +127,14 @@ def test_a_folder_of_save_training_state_in_another_dtype(tmp_path: Path) -> Non
     for key, value in model.state_dict().items():
         box = whole(tuple(value.shape))
         assert torch.equal(source.part(key, box), value.float())
+
+
+def test_an_export_holds_two_buffers_and_no_model(tmp_path: Path) -> None:
+    saved(tmp_path / "a", torch.nn.Linear(4096, 12288, bias=False))
+    if not meter.forget_peak():
+        pytest.skip("this system does not tell a process's peak memory")
+    with memory.limit(peak=100 * 2**20):  # of 192 MiB
+        export_checkpoint(tmp_path / "a", tmp_path / "b", like=CONFIG)
 
 
 def damaged(folder: Path) -> None:
