@@ -168,13 +168,12 @@ def report(argv: list[str]) -> int:
 
 
 def checkpoint(argv: list[str]) -> int:
-    if argv and argv[0] in ("list", "prune", "export"):
-        from torch_dcp_backport.checkpoint.commands import ACTIONS
+    from torch_dcp_backport.checkpoint.commands import ACTIONS
 
-        return ACTIONS[argv[0]](argv[1:], f"{PROG} checkpoint {argv[0]}")
-    from torch_dcp_backport.dist_checkpointing.inspection import main as checkpoint
-
-    return checkpoint(argv, f"{PROG} checkpoint")
+    parser = argparse.ArgumentParser(prog=f"{PROG} checkpoint", epilog="`ACTION --help` says more")
+    parser.add_argument("action", choices=ACTIONS)
+    action = parser.parse_args(argv[:1]).action
+    return ACTIONS[action](argv[1:], f"{PROG} checkpoint {action}")
 
 
 def run(argv: list[str]) -> int:

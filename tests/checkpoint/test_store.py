@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from torch_dcp_backport.__main__ import main
 from torch_dcp_backport.checkpoint import commands, manifest, store
 from torch_dcp_backport.checkpoint.manifest import Damaged, Manifest
 
@@ -206,3 +207,18 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.prune([str(tmp_path), "--keep", "1"], "checkpoint prune") == 0
     assert list(states(tmp_path)) == [3, 2]
     assert commands.prune([str(tmp_path), "--keep", "0"], "checkpoint prune") == 2
+
+
+def test_a_step_is_verified_by_its_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = published(tmp_path, 2)
+    assert main(["checkpoint", "verify", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("whole: ")
+    (folder / "part" / "file").write_bytes(b"valuez")
+    assert main(["checkpoint", "verify", str(folder), "--json"]) == 1
+    assert "part/file has CRC32" in json.loads(capsys.readouterr().out)["problems"][0]
+    (folder / "manifest.json").write_text("{")
+    assert main(["checkpoint", "verify", str(folder)]) == 1
+    assert "manifest.json cannot be read" in capsys.readouterr().out
+    (folder / "manifest.json").unlink()
+    assert main(["checkpoint", "verify", str(folder)]) == 1
+    assert "holds no distributed checkpoint" in capsys.readouterr().err

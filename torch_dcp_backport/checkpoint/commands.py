@@ -1,4 +1,4 @@
-"""`checkpoint list ROOT`, `checkpoint prune ROOT` and `checkpoint export DIR OUT`."""
+"""The commands `checkpoint list | prune ROOT`, `inspect | verify DIR` and `export DIR OUT`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-from torch_dcp_backport.checkpoint import store
+from torch_dcp_backport.checkpoint import manifest, store
 from torch_dcp_backport.checkpoint.exporting import export_checkpoint
+from torch_dcp_backport.checkpoint.layout import SHARDED
 from torch_dcp_backport.checkpoint.store import Step
-from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, inspection
 from torch_dcp_backport.hf import Export
 
 CODES = "exit codes: 0 fine; 1 no good step; 2 wrong usage"
@@ -51,6 +52,39 @@ def prune(argv: list[str], prog: str) -> int:
     verb = "would remove" if args.dry_run else "removing"
     store.prune(args.root, args.keep, lambda step: print(f"{verb} {line_of(step)}"), args.dry_run)
     return 0 if any(not step.fault for step in store.steps_in(args.root)) else 1
+
+
+def inspect(argv: list[str], prog: str) -> int:
+    """The command `checkpoint inspect`: of a step, what its sharded checkpoint holds."""
+    parts = [str(Path(part) / SHARDED) if (Path(part) / SHARDED).is_dir() else part for part in argv]
+    return inspection.main(["inspect", *parts], prog.rpartition(" ")[0])
+
+
+def verify(argv: list[str], prog: str) -> int:
+    """The command `checkpoint verify`: of a step every file, against its manifest."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Read all of a step, or of a sharded checkpoint, and say whether it is what was saved.",
+        epilog=inspection.CODES,
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path)
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    args = parser.parse_args(argv)
+    if not (args.folder / manifest.NAME).exists():
+        return inspection.main(["verify", *argv], prog.rpartition(" ")[0])
+    nbytes = 0
+    try:
+        content = manifest.read(args.folder)
+        problems = list(manifest.wrong_checksums(args.folder, content))
+        nbytes = content.nbytes
+    except manifest.Damaged as error:
+        problems = [str(error)]
+    if args.json:
+        print(json.dumps({"folder": str(args.folder), "problems": problems, "bytes": nbytes}, indent=2))
+    else:
+        lines = [f"damaged: {len(problems)} problem(s)", *(f"  {problem}" for problem in problems)]
+        print("\n".join(lines) if problems else f"whole: {len(content.files)} files, {nbytes:,} bytes")
+    return 1 if problems else 0
 
 
 def export(argv: list[str], prog: str) -> int:
@@ -99,4 +133,4 @@ def line_of(step: Step) -> str:
     )
 
 
-ACTIONS = {"list": list_steps, "prune": prune, "export": export}
+ACTIONS = {"list": list_steps, "prune": prune, "inspect": inspect, "verify": verify, "export": export}
