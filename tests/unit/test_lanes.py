@@ -35,3 +35,9 @@ def test_what_lanes_leave_out_is_there() -> None:
     assert set(lanes.LEAVES_OUT) <= set(lanes.LANES)
     for paths in lanes.LEAVES_OUT.values():
         assert [path for path in paths if not (LANES.parents[1] / path).exists()] == []
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    # Else pytest stops, but only where both are collected: in a whole lane.
+    names = [path.name for path in (LANES.parents[1] / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
