@@ -15,6 +15,7 @@ from torch_dcp_backport.checkpoint import (
     find_latest_ckpt_path,
     get_checkpoint_tracker_filename,
     should_save_ckpt_esi,
+    store,
 )
 from torch_dcp_backport.checkpoint.expiry import EXPIRY
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
@@ -89,3 +90,13 @@ def test_a_reservation_that_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert not should_save_ckpt_esi(250)
     monkeypatch.setenv(name, "soon")
     assert not should_save_ckpt_esi(250)
+
+
+def test_a_root_whose_name_is_that_of_a_draft_is_a_root(tmp_path: Path) -> None:
+    root = tmp_path / ".runs.tmp-12345678"
+    trainer = Trainer(root)
+    trainer.handler.save_checkpoint(1)
+    trainer.manager.save_checkpoint(root / "alone", global_step=2)
+    assert store.examined(root / "alone", 2).fault == ""
+    assert {path.name for path in root.iterdir()} == {"global_step_1", "alone", store.TRACKER}
+    assert Trainer(root).handler.load_checkpoint() == 1

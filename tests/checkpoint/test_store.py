@@ -163,11 +163,22 @@ def test_what_the_dead_left_is_removed_and_what_the_living_write_is_not(tmp_path
     for path in (old / store.OWNER, old):
         os.utime(path, (0, 0))
     (tmp_path / ".global_step_3.old-00000000").mkdir()
-    (tmp_path / "somebody's").mkdir()
+    others = {"somebody's", ".venv.old-12345678"}
+    for name in others:
+        (tmp_path / name).mkdir()
     store.clean(tmp_path)
     assert not dead.exists()
     assert not old.exists()
-    assert {path.name for path in tmp_path.iterdir()} == {own.name, far.name, "somebody's"}
+    assert {path.name for path in tmp_path.iterdir()} == {own.name, far.name, *others}
+
+
+def test_the_next_writer_of_a_folder_removes_what_a_dead_one_left_of_it(tmp_path: Path) -> None:
+    dead = dead_draft(tmp_path)
+    other = tmp_path / ".another.old-00000000"
+    other.mkdir()
+    draft = store.draft_of(tmp_path / "global_step_5")
+    assert not dead.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {draft.name, other.name}
 
 
 def test_a_step_that_lost_its_name_gets_it_back(tmp_path: Path) -> None:

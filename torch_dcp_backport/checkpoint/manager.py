@@ -86,7 +86,7 @@ class BaseCheckpointManager:
         if hdfs_path is not None:
             raise CheckpointingException("hdfs_path is not supported yet: copy the folder once it is saved")
         path = Path(local_path)
-        if any(store.HIDDEN.fullmatch(part) for part in path.parts):
+        if together.is_in_draft(path):
             self.write(path, global_step)
         else:
             together.write_folder(

@@ -76,8 +76,9 @@ def examined(path: Path, step: int) -> Step:
 
 
 def draft_of(final: Path) -> Path:
-    """Make the hidden folder in which a folder is written."""
+    """Make the hidden folder in which a folder is written, once those of dead writers of it are gone."""
     final.parent.mkdir(parents=True, exist_ok=True)
+    clean(final.parent, re.compile(re.escape(final.name)))
     draft = hidden_name(final, "tmp")
     files.step(f"make {draft.name[-12:]}")
     draft.mkdir()
@@ -181,11 +182,13 @@ def discard(draft: Path) -> None:
     shutil.rmtree(draft, ignore_errors=True)
 
 
-def clean(root: Path) -> None:
-    """Remove what writers left that are gone; a step that lost its name to one comes back."""
+def clean(root: Path, names: re.Pattern[str] = STEP) -> None:
+    """Remove what writers of folders of some names left that are gone; one that lost its name comes back."""
     for path in list(root.iterdir()) if root.is_dir() else []:
         match = HIDDEN.fullmatch(path.name)
-        if match is None or not path.is_dir() or (match["kind"] == "tmp" and is_alive(path)):
+        if match is None or names.fullmatch(match["name"]) is None or not path.is_dir():
+            continue
+        if match["kind"] == "tmp" and is_alive(path):
             continue
         final = path.with_name(match["name"])
         if match["kind"] == "was" and not final.exists():

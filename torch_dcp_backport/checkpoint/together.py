@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Optional
 
@@ -33,6 +34,9 @@ CANNOT_SAVE, CANNOT_LOAD = "cannot save the step", "cannot load the step"
 OLDER = "steps saved before are as they were"
 #: Files that a rank writes, by its number: it has their bytes at hand for the checksum.
 OF_RANK = re.compile(r"(?:__(?P<shard>\d+)_\d+\.distcp|data_(?P<data>\d+)\.pt)")
+
+#: What `write_folder` is writing in this thread.
+_draft: ContextVar[Optional[Path]] = ContextVar("draft", default=None)
 
 
 def tell_all(call: Call, make: Callable[[], object], doing: str) -> Any:
@@ -72,10 +76,12 @@ def write_folder(
 
         def start() -> str:
             nonlocal before
+            draft = store.draft_of(final)
             before = store.identity_of(final)
-            return str(store.draft_of(final))
+            return str(draft)
 
         draft = Path(tell_all(call, start, "making a folder"))
+        token = _draft.set(draft)
         try:
             attempt(call, write, draft)
 
@@ -103,6 +109,14 @@ def write_folder(
             if call.rank == ranks_of(call)[0]:
                 store.discard(draft)
             raise
+        finally:
+            _draft.reset(token)
+
+
+def is_in_draft(path: Path) -> bool:
+    """Whether `write_folder` is writing here: what is written into its draft is published with it."""
+    draft = _draft.get()
+    return draft is not None and (draft == path or draft in path.parents)
 
 
 def attempt(call: Call, work: Callable[[Path], None], folder: Path) -> None:
