@@ -360,6 +360,8 @@ def test_an_interrupt_waits_for_the_files_that_are_being_written(fresh: Fresh) -
                 return stream
         writer = dcp.FileSystemWriter("saved", single_file_per_rank=False, thread_count=2)
         writer.fs = Slow()
+        # A shell starts what runs in the background with interrupts ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         def interrupt():
             begun.wait(30)
             time.sleep(0.5)
