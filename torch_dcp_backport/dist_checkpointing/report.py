@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Optional
 
+from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.transfer.report import Tally
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
@@ -44,6 +45,12 @@ def close(tally: Tally, records: int, nbytes: int, files: int) -> None:
     global _last
     _last = Report(tally.operation, records, nbytes, files, dict(tally.seconds))
     logger.info("%s", _last)
+
+
+def close_save(tally: Tally, output: Output) -> None:
+    """As `close`, of what this rank wrote."""
+    records = [*output.tensors, *output.objects]
+    close(tally, len(records), sum(entry.length for entry in records), 1 if records else 0)
 
 
 def last_report() -> Optional[Report]:

@@ -13,6 +13,7 @@ from torch_dcp_backport.dist_checkpointing import report
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.engine import commit
 from torch_dcp_backport.dist_checkpointing.engine import load as engine
+from torch_dcp_backport.dist_checkpointing.engine.background import begin_save
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
 from torch_dcp_backport.dist_checkpointing.engine.save import Saving
@@ -27,7 +28,9 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     StateDict,
 )
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, split
+from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.dist_checkpointing.validation import StrictHandling, parse_strict_flag, table_of
+from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.groups import Group
 
 CANNOT_SAVE, CANNOT_LOAD = "cannot save the checkpoint", "cannot load the checkpoint"
@@ -46,7 +49,7 @@ def save(
     *,
     balanced: bool = True,
     process_group: Group = None,
-) -> None:
+) -> Optional[AsyncRequest]:
     """Save a sharded state dict. Collective.
 
     Every rank writes one file; what several ranks hold is written once. An older checkpoint in the folder is
@@ -58,11 +61,16 @@ def save(
         checkpoint_dir: a folder that every rank sees; it has to be there.
         sharded_strategy, common_strategy: there is one format; only None, or its name, is taken.
         validate_access_integrity: check that every element has one main replica among the ranks.
-        async_sharded_save: not there yet.
+        async_sharded_save: only plan, and copy what this rank writes to the host; return a request for an
+            `AsyncCallsQueue`, which writes in a thread and makes the checkpoint later. What happens to the
+            tensors after this call is not saved.
         preprocess_common_before_consistancy_check: not needed: the common state of the ranks is not compared.
         content_metadata: saved with the common state, for `load_content_metadata`.
         balanced: let any rank that holds a replica write it, by bytes; else the main replica's.
         process_group: the ranks that save together; None is the default group.
+
+    Returns:
+        None, or the request of a save in the background.
 
     Raises:
         CheckpointingException: the same on every rank. It says whether an older checkpoint was touched.
@@ -71,11 +79,13 @@ def save(
 
     def make() -> ShardedStateDict:
         refuse_strategies(sharded_strategy, common_strategy)
-        if async_sharded_save:
-            raise CheckpointingException("async_sharded_save is not supported yet")
         return sharded_state_dict
 
-    save_made(make, checkpoint_dir, SaveOptions(validate_access_integrity, content, balanced, process_group))
+    options = SaveOptions(validate_access_integrity, content, balanced, process_group)
+    if async_sharded_save:
+        return begin_made(make, checkpoint_dir, options)
+    save_made(make, checkpoint_dir, options)
+    return None
 
 
 class SaveOptions(NamedTuple):
@@ -91,12 +101,26 @@ class SaveOptions(NamedTuple):
 def save_made(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions) -> None:
     """As `save`, of a state dict that is made inside the call: what fails there is heard on every rank."""
     with begin(CANNOT_SAVE, "save", options.process_group) as call:
-        saving = Saving(Path())
-        with guard(call):
-            saving = saving_of(split(make()), Path(checkpoint_dir), options)
-        output = save_together(call, saving)
-        records = [*output.tensors, *output.objects]
-        report.close(call.tally, len(records), sum(entry.length for entry in records), 1 if records else 0)
+        report.close_save(call.tally, save_together(call, saving_from(call, make, checkpoint_dir, options)))
+
+
+def begin_made(
+    make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions
+) -> AsyncRequest:
+    """As `save_made`, in the background."""
+    with begin(CANNOT_SAVE, "save", options.process_group) as call:
+        saving = saving_from(call, make, checkpoint_dir, options)
+        save = begin_save(call, saving, options.process_group)
+    return AsyncRequest(save.write, (), [save.commit])
+
+
+def saving_from(
+    call: Call, make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions
+) -> Saving:
+    """What this rank brings to a save; nothing after a failure, which is among the call's problems."""
+    with guard(call):
+        return saving_of(split(make()), Path(checkpoint_dir), options)
+    return Saving(Path())
 
 
 def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:

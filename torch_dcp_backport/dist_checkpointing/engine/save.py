@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +73,41 @@ def problems_of(saving: Saving) -> list[Problem]:
     return problems
 
 
+class Planned(NamedTuple):
+    """A save that can be written: the old marker is gone, and every rank knows its share."""
+
+    folder: Path
+    share: Share
+    #: This rank's boxes, and the memory that they are in.
+    works: list[Work]
+    #: This rank's objects, as they are written.
+    objects: list[bytes]
+    #: Of the first rank, as are the next two.
+    common: bytes
+    tables: Mapping[int, Table]
+    shares: Mapping[int, Share]
+    path: Path
+
+    def nothing(self) -> Output:
+        """What a rank that wrote nothing says of it."""
+        return Output(self.path.name, 0, [], [])
+
+    @property
+    def nbytes(self) -> int:
+        """Of tensors."""
+        return sum(work.form.nbytes for work in self.works)
+
+    def write(self, moved: Callable[[int], None]) -> Output:
+        """Write this rank's share; no other rank takes part."""
+        with torch.no_grad():
+            return writer.write(self.path, self.works, self.objects, moved)
+
+    def discard(self) -> None:
+        """Remove what `write` left, where it will never be a part of a checkpoint."""
+        with contextlib.suppress(OSError):
+            files.remove([self.path])
+
+
 def save(call: Call, saving: Saving) -> Output:
     """Save what the ranks bring together.
 
@@ -82,6 +117,23 @@ def save(call: Call, saving: Saving) -> Output:
     Raises:
         CheckpointingException: the same on every rank. Until the first rank has removed the old marker
             nothing was touched; from then on the folder holds no checkpoint.
+    """
+    planned = plan_together(call, saving)
+    call.tally.meter.expect(lambda: planned.nbytes)
+    output = planned.nothing()
+    if not call.problems:
+        with call.tally.phase("writing"), guard(call, planned.path.name):
+            output = planned.write(call.tally.meter.add)
+    return commit_together(call, planned, output)
+
+
+def plan_together(call: Call, saving: Saving) -> Planned:
+    """Agree on who writes what, and make the folder no checkpoint.
+
+    A problem of this rank that came up after that is in the call, for the next agreement.
+
+    Raises:
+        CheckpointingException: the same on every rank.
     """
     with guard(call):
         call.problems += problems_of(saving)
@@ -97,7 +149,7 @@ def save(call: Call, saving: Saving) -> Output:
         with guard(call, "common state"):
             common = values.dumps(saving.common)
             warn_of_distrust(common)
-    planned: dict[str, Any] = {}
+    decided: dict[str, Any] = {"tables": {}, "shares": {}}
 
     def plan(tables: Mapping[int, Table]) -> Mapping[int, Share]:
         cells = cells_of(tables)
@@ -106,7 +158,7 @@ def save(call: Call, saving: Saving) -> Output:
         findings = findings or clashes(tables, shares)
         if findings:
             raise Refusal(findings)
-        planned["tables"], planned["shares"] = tables, shares
+        decided.update(tables=tables, shares=shares)
         return shares
 
     share: Share = consult(call, saving.table, plan, PLANNING)
@@ -117,20 +169,23 @@ def save(call: Call, saving: Saving) -> Output:
 
     consult(call, None, clear, CLEARING)
     path = saving.folder / commit.file_of(call.rank)
-    output = Output(path.name, 0, [], [])
     works: list[Work] = []
     with guard(call, path.name):
         works = [work_of(saving, item) for item in share.tensors]
-    call.tally.meter.expect(lambda: sum(work.form.nbytes for work in works))
-    if not call.problems:
-        with call.tally.phase("writing"), guard(call, path.name), torch.no_grad():
-            output = writer.write(
-                path, works, [objects[number] for number in share.objects], call.tally.meter.add
-            )
+    written = [objects[number] for number in share.objects]
+    return Planned(saving.folder, share, works, written, common, **decided, path=path)
+
+
+def commit_together(call: Call, planned: Planned, output: Output) -> Output:
+    """Make a checkpoint of what every rank has written; this rank's output.
+
+    Raises:
+        CheckpointingException: some rank has problems; the same on every rank. There is no checkpoint then.
+    """
 
     def publish(outputs: Mapping[int, Output]) -> Mapping[int, Any]:
-        index = index_of(planned["tables"], planned["shares"], outputs)
-        commit.publish(saving.folder, index, common, outputs)
+        index = index_of(planned.tables, planned.shares, outputs)
+        commit.publish(planned.folder, index, planned.common, outputs)
         return {}
 
     try:
@@ -138,8 +193,7 @@ def save(call: Call, saving: Saving) -> Output:
     except CheckpointingException as error:
         # Where the first rank is gone, its last step may have made this file a part of a checkpoint.
         if error.is_agreed:
-            with contextlib.suppress(OSError):
-                files.remove([path])
+            planned.discard()
         raise
     return output
 

@@ -1,0 +1,295 @@
+"""Saves in the background: the values of the call, one at a time, whole or absent, told on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport.dist_checkpointing import (
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    check_is_distributed_checkpoint,
+    load,
+    save,
+    verify,
+)
+from torch_dcp_backport.dist_checkpointing.engine import writer
+from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from torch_dcp_backport.regression import memory, meter
+
+SHAPE = (3, 5)
+
+
+def state_of(value: float, *, blank: bool = False) -> dict[str, Any]:
+    """A row of a tensor, a strided replica, a tensor in bf16, an object of each rank and a common value."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    fill = 0.0 if blank else value
+    same = torch.zeros(5, 3) if blank else torch.arange(15.0).view(5, 3) + value
+    return {
+        "rows": ShardedTensor.from_rank_offsets("rows", torch.full(SHAPE, fill + rank), (0, rank, world)),
+        "same": ShardedTensor.from_rank_offsets("same", same.t(), replica_id=rank),
+        "half": ShardedTensor.from_rank_offsets(
+            "half", torch.full((7,), fill, dtype=torch.bfloat16), (0, rank, world)
+        ),
+        "object": ShardedObject("object", None if blank else [value, rank], (world,), (rank,)),
+        "step": 0 if blank else value,
+    }
+
+
+def values_of(state: dict[str, Any]) -> list[Any]:
+    data = [state[key].data.clone() for key in ("rows", "same", "half")]
+    return [*(part.float().tolist() for part in data), list(state["object"].data), state["step"]]
+
+
+def loaded(folder: Path) -> list[Any]:
+    state = load(state_of(0, blank=True), folder)
+    return [
+        *(state[key].float().tolist() for key in ("rows", "same", "half")),
+        state["object"],
+        state["step"],
+    ]
+
+
+def spoil(state: dict[str, Any]) -> None:
+    """What training does to the tensors next."""
+    for key in ("rows", "same", "half"):
+        state[key].data.fill_(-1)
+    state["object"].data[0] = "spoilt"
+
+
+class Gate:
+    """Lets writers go on when it is opened."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.opened = threading.Event()
+        self.fails = fails
+
+    @contextlib.contextmanager
+    def around(self):
+        native = writer.write
+
+        def write(*args: Any) -> Any:
+            assert threading.current_thread() is not threading.main_thread()
+            assert self.opened.wait(30)
+            if self.fails:
+                raise OSError(28, "No space left on device")
+            return native(*args)
+
+        writer.write = write  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self.opened.set()
+            writer.write = native
+
+
+def begin(folder: Path, value: float) -> tuple[AsyncRequest, list[Any]]:
+    state = state_of(value)
+    expected = values_of(state)
+    request = save(state, folder, async_sharded_save=True)
+    assert request is not None
+    spoil(state)
+    return request, expected
+
+
+def goes_on(api: Any, folder: Path) -> None:
+    gate, queue = Gate(), AsyncCallsQueue()
+    with gate.around():
+        request, expected = begin(folder, 4)
+        called: list[int] = []
+        request.add_finalize_fn(lambda: called.append(dist.get_rank()))
+        assert queue.schedule_async_request(request) == 1
+        assert queue.get_num_unfinalized_calls() == 1
+        assert queue.maybe_finalize_async_calls() == []
+        assert called == []
+        assert not check_is_distributed_checkpoint(folder)
+        if dist.get_rank() == 0:
+            gate.opened.set()
+            assert queue._thread is not None
+            queue._thread.join()
+        if dist.get_world_size() > 1:
+            # The other ranks still write.
+            assert queue.maybe_finalize_async_calls() == []
+        gate.opened.set()
+        assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+    assert called == [dist.get_rank()]
+    assert queue.get_num_unfinalized_calls() == 0
+    assert queue.maybe_finalize_async_calls(blocking=True) == []
+    assert loaded(folder) == expected
+    queue.close()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_values_of_the_call_are_saved_once_every_rank_has_written(
+    ranks, tmp_path: Path, world: int
+) -> None:
+    ranks(goes_on, tmp_path, world=world)
+    assert verify(tmp_path) == []
+
+
+def one_after_the_other(api: Any, folders: list[Path]) -> None:
+    queue = AsyncCallsQueue()
+    expected = []
+    for number, folder in enumerate(folders):
+        request, values = begin(folder, number)
+        expected.append(values)
+        assert queue.schedule_async_request(request) == number + 1
+        # The one before is a checkpoint by now.
+        assert all(check_is_distributed_checkpoint(before) for before in folders[:number])
+    queue.close()
+    assert [loaded(folder) for folder in folders] == expected
+
+
+def test_one_save_at_a_time(ranks, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    ranks(one_after_the_other, folders, world=2)
+
+
+def one_fails(api: Any, folder: Path) -> str:
+    gate, queue = Gate(fails=dist.get_rank() == 1), AsyncCallsQueue()
+    gate.opened.set()
+    called: list[int] = []
+    with gate.around():
+        request, _ = begin(folder, 1)
+        request.add_finalize_fn(lambda: called.append(1))
+        queue.schedule_async_request(request)
+        try:
+            queue.close()
+        except CheckpointingException as error:
+            text = str(error)
+    assert called == []
+    assert queue.get_num_unfinalized_calls() == 0
+    # The next one is none the worse.
+    gate.fails = False
+    request, expected = begin(folder, 2)
+    queue.schedule_async_request(request)
+    queue.close()
+    assert loaded(folder) == expected
+    return text
+
+
+def test_a_rank_that_cannot_write_is_an_error_on_all(ranks, tmp_path: Path) -> None:
+    texts = ranks(one_fails, tmp_path, world=3)
+    assert len(set(texts)) == 1
+    assert "rank 1: OSError: [Errno 28] No space left on device" in texts[0]
+
+
+def refused(api: Any, folder: Path, what: str) -> str:
+    state = state_of(1)
+    if dist.get_rank() == 1 and what == "shape":
+        state["rows"] = ShardedTensor.from_rank_offsets("rows", torch.ones(2, 2), (0, 1, 2))
+    if dist.get_rank() == 1 and what == "object":
+        state["object"].data = threading.Lock()
+    target = folder / "gone" if dist.get_rank() == 1 and what == "folder" else folder
+    try:
+        save(state, target, async_sharded_save=True)
+    except CheckpointingException as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "says"), [("shape", "rows"), ("object", "object"), ("folder", "no such folder")]
+)
+def test_what_cannot_be_saved_is_said_at_once(ranks, tmp_path: Path, what: str, says: str) -> None:
+    texts = ranks(refused, tmp_path, what, world=2)
+    assert len(set(texts)) == 1
+    assert says in texts[0]
+    assert not list(tmp_path.iterdir())
+
+
+def never_run(api: Any, folder: Path) -> str:
+    request, _ = begin(folder, 1)
+    with pytest.raises(CheckpointingException) as caught:
+        request.finalize_fns[0]()
+    return str(caught.value)
+
+
+def test_a_request_that_nobody_ran_is_no_checkpoint(ranks, tmp_path: Path) -> None:
+    texts = ranks(never_run, tmp_path, world=2)
+    assert len(set(texts)) == 1
+    assert "its async_fn did not run" in texts[0]
+    assert not check_is_distributed_checkpoint(tmp_path)
+
+
+def test_without_a_queue_and_without_a_group(tmp_path: Path) -> None:
+    request, expected = begin(tmp_path, 3)
+    request.execute_sync()
+    assert loaded(tmp_path) == expected
+    frozen = request.freeze()
+    assert frozen.is_frozen
+    with pytest.raises(RuntimeError, match="under way"):
+        frozen.add_finalize_fn(print)
+
+
+def test_it_holds_one_copy_and_lets_it_go(tmp_path: Path) -> None:
+    if not meter.forget_peak():
+        pytest.skip("this system does not tell a process's peak memory")
+    data = torch.ones(8, 2**20)
+    state = {"w": ShardedTensor.from_rank_offsets("w", data)}
+    with memory.limit(keeps=data.nbytes + 2**16, peak=data.nbytes + 16 * 2**20) as held:
+        request = save(state, tmp_path, async_sharded_save=True)
+    assert held.kept >= data.nbytes
+    with memory.limit(peak=16 * 2**20):
+        assert request is not None
+        request.execute_sync()
+    assert not any(isinstance(part, torch.Tensor) and part.nbytes >= data.nbytes for part in owned(request))
+
+
+def owned(request: AsyncRequest) -> list[Any]:
+    """What a request that is over still holds."""
+    background = request.async_fn.__self__  # type: ignore[union-attr]
+    return [part for work in background.planned.works for part in work]
+
+
+PROGRAM = """
+import os, sys, threading, time, torch
+from torch_dcp_backport.dist_checkpointing import ShardedTensor, save
+from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+native, writing = files.reserve, threading.Event()
+def slow(*args):
+    writing.set()
+    time.sleep(float(sys.argv[2]))
+    native(*args)
+files.reserve = slow
+queue = AsyncCallsQueue()
+queue.schedule_async_request(
+    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(9))}, sys.argv[1], async_sharded_save=True)
+)
+assert writing.wait(30)
+print("goes on", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_process_that_ends_leaves_no_checkpoint(tmp_path: Path, kill: bool) -> None:
+    """At its own end it waits for its file; killed it does not. Nobody finalized: there is no checkpoint."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    command = [sys.executable, "-c", PROGRAM, str(folder), "60" if kill else "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "goes on\n"
+        if kill:
+            os.kill(process.pid, signal.SIGKILL)
+    assert process.returncode == (-signal.SIGKILL if kill else 0)
+    assert not check_is_distributed_checkpoint(folder)
+    sizes = [path.stat().st_size for path in folder.glob("*.distcp")]
+    assert sizes == ([0] if kill else [max(sizes)])
+    request, expected = begin(folder, 1)
+    request.execute_sync()
+    assert loaded(folder) == expected

@@ -1,0 +1,85 @@
+"""A save whose files are written while training goes on: planned and copied now, committed later.
+
+No collective runs in the background.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+
+from torch_dcp_backport.dist_checkpointing import report
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, consult, guard
+from torch_dcp_backport.dist_checkpointing.engine.save import (
+    Planned,
+    Saving,
+    commit_together,
+    plan_together,
+)
+from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
+from torch_dcp_backport.transfer import Call
+from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.layout import whole
+
+COPYING = Topic("copying", "an older checkpoint in the folder is gone")
+
+
+class Background:
+    """One rank's part of a save under way."""
+
+    def __init__(self, planned: Planned, title: str, group: Group) -> None:
+        self.planned = planned
+        self.title = title
+        self.group = group
+        self._output: Optional[Output] = None
+        self._error: Optional[Exception] = None
+
+    def write(self) -> None:
+        """Write this rank's files. Raises nothing: what fails is told in `commit`."""
+        try:
+            self._output = self.planned.write(lambda nbytes: None)
+        except Exception as error:
+            self._error = error
+        finally:
+            # The copies are of no more use.
+            self.planned.works.clear()
+
+    def commit(self) -> None:
+        """Make a checkpoint of what the ranks wrote. Collective.
+
+        Raises:
+            CheckpointingException: a rank could not write, or is gone; the same on every rank.
+        """
+        with begin(self.title, "save", self.group) as call:
+            with guard(call, self.planned.path.name):
+                if self._error is not None:
+                    raise self._error
+                if self._output is None:
+                    raise CheckpointingException("nothing was written: its async_fn did not run to its end")
+            output = self._output or self.planned.nothing()
+            report.close_save(call.tally, commit_together(call, self.planned, output))
+
+
+def begin_save(call: Call, saving: Saving, group: Group) -> Background:
+    """Plan, and copy this rank's own share; what the caller does to its tensors afterwards is not saved.
+
+    Raises:
+        CheckpointingException: some rank has problems; the same on every rank.
+    """
+    planned = plan_together(call, saving)
+    with call.tally.phase("copying"), guard(call, "a copy of this rank's share"):
+        copy_works(planned.works)
+    consult(call, None, lambda ranks: {}, COPYING)
+    return Background(planned, call.title, group)
+
+
+@torch.no_grad()
+def copy_works(works: list[Work]) -> None:
+    """Put copies on the host in the place of the caller's memory."""
+    for number, work in enumerate(works):
+        part = work.part
+        copy = torch.empty(part.shape, dtype=part.dtype)
+        copy.copy_(part)
+        works[number] = Work(copy, whole(tuple(part.shape)), whole(tuple(part.shape)))

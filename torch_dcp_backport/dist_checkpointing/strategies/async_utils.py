@@ -1,0 +1,136 @@
+"""Saves in the background: what `save(async_sharded_save=True)` returns, and the queue that runs it.
+
+Names and fields are those of `megatron.core.dist_checkpointing.strategies.async_utils`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Optional
+
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, consult
+from torch_dcp_backport.transfer.groups import Group
+
+logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
+
+CANNOT_FINALIZE = "cannot finalize the checkpoint"
+ASKING = Topic("asking whether all ranks have written", "the folder holds no checkpoint yet")
+
+
+class AsyncRequest(NamedTuple):
+    """A save that was planned and copied: the caller's tensors may change now."""
+
+    #: Writes this rank's files; not collective, and raises nothing.
+    async_fn: Optional[Callable[..., None]]
+    async_fn_args: tuple[Any, ...]
+    #: Called in this order once every rank has written. The first one makes the checkpoint; collective.
+    finalize_fns: list[Callable[[], None]]
+    async_fn_kwargs: Mapping[str, Any] = MappingProxyType({})
+    #: Nothing is left to do in it here.
+    preload_fn: Optional[Callable[[], Any]] = None
+    is_frozen: bool = False
+    call_idx: int = 0
+
+    def add_finalize_fn(self, fn: Callable[[], None]) -> None:
+        """Add what is to be called after the checkpoint is whole, on every rank.
+
+        Raises:
+            RuntimeError: the request is under way.
+        """
+        if self.is_frozen:
+            raise RuntimeError("the request is under way: no finalize function can be added")
+        self.finalize_fns.append(fn)
+
+    def execute_sync(self) -> None:
+        """Write, and finalize. Collective."""
+        if self.async_fn is not None:
+            self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
+        for finalize in self.finalize_fns:
+            finalize()
+
+    def freeze(self) -> AsyncRequest:
+        """The same request, to which nothing can be added."""
+        return self._replace(is_frozen=True)
+
+
+class AsyncCallsQueue:
+    """Runs one request after the other in a thread. All ranks make the same calls in the same order."""
+
+    def __init__(self, persistent: bool = False, *, process_group: Group = None) -> None:
+        """`persistent` makes no difference: a thread costs nothing to start.
+
+        `process_group`: the ranks that save together, as it was passed to `save`.
+        """
+        self.process_group = process_group
+        self._request: Optional[AsyncRequest] = None
+        self._thread: Optional[threading.Thread] = None
+        self._scheduled = 0
+
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+        """Start a request, and return its number. Waits for the one before, and finalizes it. Collective.
+
+        Raises:
+            CheckpointingException: the one before failed; the same on every rank. This one was not started.
+        """
+        if self._request is not None:
+            began = time.monotonic()
+            self.maybe_finalize_async_calls(blocking=True)
+            logger.info("waited %.1f s for the save before", time.monotonic() - began)
+        self._scheduled += 1
+        request = async_request.freeze()._replace(call_idx=self._scheduled)
+        if request.preload_fn is not None:
+            request.preload_fn()
+        if request.async_fn is not None:
+            # Not a daemon: at the end of the process it is waited for, though nobody will finalize it.
+            self._thread = threading.Thread(
+                target=request.async_fn, args=request.async_fn_args, kwargs=dict(request.async_fn_kwargs)
+            )
+            self._thread.start()
+        self._request = request
+        return self._scheduled
+
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        """Finalize the request under way once every rank has written its files. Collective.
+
+        Args:
+            blocking: wait for it.
+            no_dist: makes no difference: whether all ranks have written is asked in any case.
+
+        Returns:
+            The number of the request, if it was finalized.
+
+        Raises:
+            CheckpointingException: it failed on some rank; the same on every rank. It is not tried again.
+        """
+        request, thread = self._request, self._thread
+        if request is None:
+            return []
+        if blocking and thread is not None:
+            thread.join()
+
+        def decide(ended: Mapping[int, bool]) -> Mapping[int, bool]:
+            return dict.fromkeys(ended, all(ended.values()))
+
+        if not blocking:
+            is_ended = thread is None or not thread.is_alive()
+            with begin(CANNOT_FINALIZE, "save", self.process_group) as call:
+                if not consult(call, is_ended, decide, ASKING):
+                    return []
+            if thread is not None:
+                thread.join()
+        self._request = self._thread = None
+        for finalize in request.finalize_fns:
+            finalize()
+        return [request.call_idx]
+
+    def get_num_unfinalized_calls(self) -> int:
+        """1 while a request is under way, or has not been finalized; else 0."""
+        return int(self._request is not None)
+
+    def close(self) -> None:
+        """Wait for the request under way, and finalize it. Collective."""
+        self.maybe_finalize_async_calls(blocking=True)
