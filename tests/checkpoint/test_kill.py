@@ -32,6 +32,7 @@ def saved_until(trainer: Trainer, step: int, limit: int) -> int:
         files.on_step = die
         try:
             trainer.handler.save_checkpoint(step)
+            trainer.handler.finish()
             os.write(writes, str(count).encode())
         finally:
             os._exit(0)
@@ -42,20 +43,22 @@ def saved_until(trainer: Trainer, step: int, limit: int) -> int:
 
 
 @pytest.mark.parametrize("step", [2, 3], ids=["the same step again", "the next step"])
-@pytest.mark.parametrize("keep", [None, 1])
-def test_killed_at_every_step(tmp_path: Path, step: int, keep: int | None) -> None:
+@pytest.mark.parametrize(("keep", "is_async"), [(None, False), (1, False), (1, True)])
+def test_killed_at_every_step(tmp_path: Path, step: int, keep: int | None, is_async: bool) -> None:
     older, before = Trainer(tmp_path / "unused"), {}
     total = None
     for limit in range(1000):
         root = tmp_path / str(limit)
         older.handler.default_local_dir = root
         older.handler.max_ckpt_to_keep = None
+        older.manager.is_async = False
         for number in (1, 2):
             older.train(number, number)
             older.handler.save_checkpoint(number)
             before[number] = older.state()
         older.train(step + 10, 5)
         older.handler.max_ckpt_to_keep = keep
+        older.manager.is_async = is_async
         total = saved_until(older, step, limit)
         after = older.state()
         fresh = Trainer(root)

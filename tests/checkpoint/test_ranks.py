@@ -64,6 +64,57 @@ def test_as_it_was_on_the_same_ranks_and_on_others(ranks, tmp_path) -> None:
     assert {state["position"] for state in three} == {1}
 
 
+def differs(api: Any, root: Path, what: str) -> tuple[str, str]:
+    """What a save and a load say where one rank asks for something else."""
+    odd = dist.get_rank() == 1
+    trained(root, 1)
+    config = {
+        "async_save": {"async_save": True},
+        "save_contents": {"save_contents": ["model"]},
+        "load_contents": {"load_contents": ["model"]},
+    }.get(what, {})
+    trainer = Trainer(root / "other" if odd and what == "root" else root, config=config if odd else None)
+    if odd and what == "scheduler":
+        trainer.manager.lr_scheduler = None
+    if odd and what == "resume_mode":
+        trainer.handler.resume_mode, trainer.handler.resume_from_path = "resume_path", root / "global_step_1"
+    texts = []
+    calls = (
+        (lambda: trainer.handler.save_checkpoint(9 if odd and what == "step" else 2)),
+        trainer.handler.load_checkpoint,
+    )
+    for call in calls:
+        try:
+            call()
+            texts.append("")
+        except CheckpointingException as error:
+            texts.append(str(error))
+    dist.barrier()
+    assert not list(root.glob(".*"))
+    return texts[0], texts[1]
+
+
+@pytest.mark.parametrize(
+    ("what", "save_says", "load_says"),
+    [
+        ("async_save", "async_save", ""),
+        ("save_contents", "save_contents", ""),
+        ("load_contents", "", "load_contents"),
+        ("root", "folder", "default_local_dir"),
+        ("step", "folder", ""),
+        ("scheduler", "scheduler", ""),
+        ("resume_mode", "", "resume_mode"),
+    ],
+)
+def test_ranks_that_ask_for_different_things_are_told(
+    ranks, tmp_path: Path, what: str, save_says: str, load_says: str
+) -> None:
+    (texts,) = set(ranks(differs, tmp_path, what, world=2))
+    for text, says in zip(texts, (save_says, load_says)):
+        assert bool(text) == bool(says), text
+        assert not says or f"rank 1: not the same on every rank: {says} (" in text
+
+
 class Engine:
     """Around a manager, and fails where it is told to."""
 

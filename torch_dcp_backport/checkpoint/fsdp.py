@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from torch_dcp_backport.checkpoint import extra
 from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, TIED, WORLD
 from torch_dcp_backport.checkpoint.manager import CONTENTS, BaseCheckpointManager
-from torch_dcp_backport.checkpoint.together import tell_all
+from torch_dcp_backport.checkpoint.together import tell_all, write_later
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     ShardedTensor,
@@ -26,6 +27,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.serialization import (
     LoadOptions,
     SaveOptions,
+    begin_made,
     load_made,
     save_made,
 )
@@ -54,7 +56,13 @@ class FSDPCheckpointManager(BaseCheckpointManager):
     def write(self, folder: Path, step: int) -> None:
         path, target = folder / SHARDED, folder / HUGGING_FACE
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
-            tell_all(call, lambda: self.write_configuration(target), "writing the configuration")
+            common = {
+                "async_save": str(self.is_async),
+                "save_contents": ", ".join(self.checkpoint_save_contents),
+                "scheduler": type(self.lr_scheduler).__name__,
+            }
+            configure = functools.partial(self.write_configuration, target)
+            tell_all(call, configure, "writing the configuration", common)
         halves = self.halves(self.should_save_model, self.should_save_optimizer)
         rank, world = self.place()
 
@@ -70,7 +78,11 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                     state[SCHEDULER] = self.lr_scheduler.state_dict()
             return state
 
-        save_made(make, path, SaveOptions(process_group=self.process_group))
+        options = SaveOptions(process_group=self.process_group)
+        if self.is_async:
+            write_later(begin_made(make, path, options))
+        else:
+            save_made(make, path, options)
         if self.should_save_hf_model:
             model = halves[MODEL] if MODEL in halves else state_of(self.model, ())[MODEL]
             how = Export(overwrite=True)
@@ -127,7 +139,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             return {name: state[name] for name in (SAVED, WORLD) if name in state}
 
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
-            return tell_all(call, common, "reading what was saved")  # type: ignore[no-any-return]
+            same = {"folder": str(path), "load_contents": ", ".join(self.checkpoint_load_contents)}
+            return tell_all(call, common, "reading what was saved", same)  # type: ignore[no-any-return]
 
     def halves(self, has_model: bool, has_optimizer: bool) -> dict[str, Any]:
         """The state dicts of the model and of its optimizers, with DTensors."""

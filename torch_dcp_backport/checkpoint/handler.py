@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Optional
 import torch.distributed as dist
 
 from torch_dcp_backport.checkpoint import store, together
+from torch_dcp_backport.checkpoint.saves import Saves
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.dist_checkpointing.engine import files, values
@@ -103,15 +104,18 @@ class CheckpointHandler:
         self.on_data = on_data
         self.verify = verify
         self.process_group = process_group
+        self._saves = Saves(process_group)
 
     def save_checkpoint(self, step: int) -> Path:
-        """Save a step. Collective.
+        """Save a step; with a manager's `async_save`, begin to. Collective.
 
         Returns:
-            Its folder, which is whole.
+            Its folder, which is whole; with `async_save` it will be there after `finish`, which the next save
+            begins with.
 
         Raises:
-            CheckpointingException: the same on every rank; the steps saved before are as they were.
+            CheckpointingException: the same on every rank; the steps saved before are as they were. Of
+                `async_save` also what the save before failed with; this one was not begun then.
         """
         root = self.default_local_dir
         final = root / store.name_of(step)
@@ -121,10 +125,21 @@ class CheckpointHandler:
             for old in store.retired(store.steps_in(root), self.max_ckpt_to_keep):
                 store.remove(old.path)
 
-        together.write_folder(
-            final, step, lambda draft: self.write(draft, step), then=follow, group=self.process_group
-        )
+        self._saves.save(final, step, lambda draft: self.write(draft, step), follow)
         return final
+
+    def finish(self, blocking: bool = True) -> bool:
+        """Publish the step that is being saved in the background; whether none is left. Collective.
+
+        Call it before the process ends, and with `blocking=False` now and then between saves.
+
+        Args:
+            blocking: wait for it; else it is published only if every rank has written its part.
+
+        Raises:
+            CheckpointingException: it failed; the same on every rank. The steps before are as they were.
+        """
+        return self._saves.finish(blocking)
 
     def write(self, draft: Path, step: int) -> None:
         self.engine.save_checkpoint(local_path=str(draft), global_step=step, max_ckpt_to_keep=None)
@@ -141,10 +156,17 @@ class CheckpointHandler:
             CheckpointingException: there are steps and none of them could be loaded, or `resume_from_path`
                 could not; the same on every rank.
         """
+        self.finish()
         if self.resume_mode == "disable":
             return 0
         with begin(CANNOT_RESUME, "load", self.process_group) as call:
-            found = Found(*together.tell_all(call, self.found, "looking for steps"))
+            common = {
+                "default_local_dir": str(self.default_local_dir),
+                "resume_mode": self.resume_mode,
+                "resume_from_path": str(self.resume_from_path),
+                "verify": str(self.verify),
+            }
+            found = Found(*together.tell_all(call, self.found, "looking for steps", common))
             is_first = call.rank == ranks_of(call)[0]
         failures = list(found.faults)
         for step, path in found.good:

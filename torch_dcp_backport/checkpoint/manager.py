@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 from torch_dcp_backport.checkpoint import extra, store, together
+from torch_dcp_backport.checkpoint.saves import Saves
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.transfer.groups import Group
@@ -41,7 +42,8 @@ class BaseCheckpointManager:
             processing_class: a tokenizer or processor; saved beside the model where it has `save_pretrained`.
             checkpoint_config: a mapping, or an object, with `save_contents` and `load_contents`: lists of
                 "model", "optimizer", "extra" (scheduler and random states); all three by default. To be saved
-                also "hf_model": weights that `from_pretrained` opens.
+                also "hf_model": weights that `from_pretrained` opens. With `async_save=True` a save copies
+                what this rank writes to the host, and writes it in a thread; see `finish`.
 
         Raises:
             ValueError: another content.
@@ -54,7 +56,9 @@ class BaseCheckpointManager:
         self.process_group = process_group
         self.checkpoint_save_contents = contents_of(checkpoint_config, "save_contents", (*CONTENTS, HF_MODEL))
         self.checkpoint_load_contents = contents_of(checkpoint_config, "load_contents", CONTENTS)
+        self.is_async = bool(setting(checkpoint_config, "async_save"))
         self.previous_global_step: Optional[int] = None
+        self._saves = Saves(process_group)
 
     should_save_model = property(lambda self: "model" in self.checkpoint_save_contents)
     should_save_optimizer = property(lambda self: "optimizer" in self.checkpoint_save_contents)
@@ -89,14 +93,17 @@ class BaseCheckpointManager:
         if together.is_in_draft(path):
             self.write(path, global_step)
         else:
-            together.write_folder(
+            self._saves.save(
                 path,
                 global_step,
                 lambda draft: self.write(draft, global_step),
-                then=lambda: self.ensure_checkpoint_capacity(path, max_ckpt_to_keep),
-                group=self.process_group,
+                lambda: self.ensure_checkpoint_capacity(path, max_ckpt_to_keep),
             )
         self.previous_global_step = global_step
+
+    def finish(self, blocking: bool = True) -> bool:
+        """Publish what `async_save` is writing; as `CheckpointHandler.finish`."""
+        return self._saves.finish(blocking)
 
     def load_checkpoint(
         self,
@@ -115,11 +122,15 @@ class BaseCheckpointManager:
         """
         if hdfs_path is not None or del_local_after_load:
             raise CheckpointingException("hdfs_path and del_local_after_load are not supported")
+        self.finish()
         if local_path is not None:
             together.read_folder(Path(local_path), self.read, is_verified=False, group=self.process_group)
 
     def write(self, folder: Path, step: int) -> None:
-        """Write the parts into a folder that may not be there yet. Collective."""
+        """Write the parts into a folder that may not be there yet. Collective.
+
+        What is to be written in the background goes to `together.write_later`.
+        """
         raise NotImplementedError
 
     def read(self, folder: Path) -> None:
@@ -156,9 +167,7 @@ def contents_of(config: Any, name: str, known: tuple[str, ...]) -> tuple[str, ..
     Raises:
         ValueError: something that no checkpoint has.
     """
-    found: Optional[Union[str, Iterable[str]]] = None
-    if config is not None:
-        found = config.get(name) if hasattr(config, "get") else getattr(config, name, None)
+    found: Optional[Union[str, Iterable[str]]] = setting(config, name)
     if found is None:
         return CONTENTS
     contents = (found,) if isinstance(found, str) else tuple(found)
@@ -168,3 +177,10 @@ def contents_of(config: Any, name: str, known: tuple[str, ...]) -> tuple[str, ..
             f"{name}={list(contents)}: {unknown[0]!r} is not offered; there are {', '.join(known)}"
         )
     return contents
+
+
+def setting(config: Any, name: str) -> Any:
+    """What a config says; None where it says nothing."""
+    if config is None:
+        return None
+    return config.get(name) if hasattr(config, "get") else getattr(config, name, None)

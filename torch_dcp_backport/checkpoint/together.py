@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
@@ -17,6 +19,7 @@ from torch_dcp_backport.checkpoint import manifest, store
 from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
+    Refusal,
     Topic,
     begin,
     consult,
@@ -25,6 +28,7 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     ranks_of,
     record,
 )
+from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.transfer import Call, Problem
 from torch_dcp_backport.transfer.groups import Group
 
@@ -35,41 +39,71 @@ OLDER = "steps saved before are as they were"
 #: Files that a rank writes, by its number: it has their bytes at hand for the checksum.
 OF_RANK = re.compile(r"(?:__(?P<shard>\d+)_\d+\.distcp|data_(?P<data>\d+)\.pt)")
 
-#: What `write_folder` is writing in this thread.
-_draft: ContextVar[Optional[Path]] = ContextVar("draft", default=None)
+#: The folder that `begin_folder` is making in this thread, and what is to be written into it later.
+_writing: ContextVar[Optional[tuple[Path, list[AsyncRequest]]]] = ContextVar("writing", default=None)
 
 
-def tell_all(call: Call, make: Callable[[], object], doing: str) -> Any:
+#: Name -> value, spelled out, of what must be the same on every rank.
+Common = Mapping[str, str]
+NOTHING: Common = {}
+
+
+def tell_all(call: Call, make: Callable[[], object], doing: str, common: Common = NOTHING) -> Any:
     """What the first rank makes, on every rank.
 
     Raises:
-        CheckpointingException: it could not, or a rank has a problem; the same on every rank.
+        CheckpointingException: it could not, a rank has a problem, or another value of what is common; the
+            same on every rank.
     """
 
-    def decide(ranks: Mapping[int, Any]) -> Mapping[int, Any]:
+    def decide(said: Mapping[int, Common]) -> Mapping[int, Any]:
+        refuse_different(said)
         answer = make()
-        return dict.fromkeys(ranks, answer)
+        return dict.fromkeys(said, answer)
 
-    return consult(call, None, decide, Topic(doing))
+    return consult(call, common, decide, Topic(doing))
 
 
-def write_folder(
-    final: Path,
-    step: int,
-    write: Callable[[Path], None],
-    *,
-    then: Callable[[], None] = lambda: None,
-    group: Group = None,
-) -> Manifest:
-    """Write a folder beside its place and give it its name once it is whole. Collective.
+def refuse_different(said: Mapping[int, Common]) -> None:
+    """Compare what must be the same on every rank.
+
+    Raises:
+        Refusal: it is not.
+    """
+    first = next(iter(said))
+    findings = [
+        (rank, Problem("not the same on every rank", name, own[name], f"{value} as on rank {first}"))
+        for rank, own in said.items()
+        for name, value in said[first].items()
+        if own[name] != value
+    ]
+    if findings:
+        raise Refusal(findings)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A folder that is being written."""
+
+    final: Path
+    step: int
+    draft: Path
+    #: On the first rank: `identity_of(final)` when the draft was made.
+    before: Optional[int]
+    #: What is still to be written; empty on every rank, or on none.
+    requests: Sequence[AsyncRequest]
+
+
+def begin_folder(final: Path, step: int, write: Callable[[Path], None], group: Group = None) -> Begun:
+    """Make a folder beside its place, and begin to write it. Collective.
 
     Args:
         final: what it is to be called; an older folder of this name stays until then.
-        write: called on every rank with the draft, which is there.
-        then: called on the first rank when the folder has its name; what it raises is only logged.
+        write: called on every rank with the draft, which is there. What it leaves to be done in the
+            background it gives to `write_later`.
 
     Raises:
-        CheckpointingException: the same on every rank; what was there before is as it was.
+        CheckpointingException: the same on every rank; nothing is left.
     """
     with begin(CANNOT_SAVE, "save", group) as call:
         before: Optional[int] = None
@@ -80,43 +114,79 @@ def write_folder(
             before = store.identity_of(final)
             return str(draft)
 
-        draft = Path(tell_all(call, start, "making a folder"))
-        token = _draft.set(draft)
+        common = {"folder": str(final), "step": str(step)}
+        draft = Path(tell_all(call, start, "making a folder", common))
+        requests: list[AsyncRequest] = []
+        token = _writing.set((draft, requests))
         try:
-            attempt(call, write, draft)
-
-            def finish(entries: Mapping[int, Mapping[str, Entry]]) -> Mapping[int, Any]:
-                content = Manifest(step, len(entries), time.time(), all_entries(draft, entries.values()))
-                manifest.write(draft, content)
-                store.publish(draft, final, before)
-                try:
-                    then()
-                except Exception:
-                    logger.exception("%s is saved; what was to follow failed", final)
-                return dict.fromkeys(entries, content)
-
-            entries: Mapping[str, Entry] = {}
-            with guard(call):
-                entries = {} if call.problems else entries_of(draft, call.rank)
-            result: Manifest = consult(
-                call,
-                entries,
-                finish,
-                Topic("publishing", OLDER, f"list the steps to see whether {final.name} is one"),
-            )
-            return result
-        except BaseException:
-            if call.rank == ranks_of(call)[0]:
-                store.discard(draft)
-            raise
+            with discarding(call, draft):
+                attempt(call, write, draft)
+                common = {"saves in the background": str(len(requests))}
+                tell_all(call, lambda: None, "writing", common)
         finally:
-            _draft.reset(token)
+            _writing.reset(token)
+    return Begun(final, step, draft, before, requests)
+
+
+def finish_folder(begun: Begun, then: Callable[[], None] = lambda: None, group: Group = None) -> Manifest:
+    """Give a folder its name, once every rank has written its part. Collective.
+
+    Args:
+        then: called on the first rank when the folder has its name; what it raises is only logged.
+
+    Raises:
+        CheckpointingException: the same on every rank; what was there before is as it was.
+    """
+    draft, final = begun.draft, begun.final
+    with begin(CANNOT_SAVE, "save", group) as call, discarding(call, draft):
+        attempt(call, lambda _: complete(begun), draft)
+
+        def publish(entries: Mapping[int, Mapping[str, Entry]]) -> Mapping[int, Any]:
+            content = Manifest(begun.step, len(entries), time.time(), all_entries(draft, entries.values()))
+            manifest.write(draft, content)
+            store.publish(draft, final, begun.before)
+            try:
+                then()
+            except Exception:
+                logger.exception("%s is saved; what was to follow failed", final)
+            return dict.fromkeys(entries, content)
+
+        entries: Mapping[str, Entry] = {}
+        with guard(call):
+            entries = {} if call.problems else entries_of(draft, call.rank)
+        unheard = f"list the steps to see whether {final.name} is one"
+        result: Manifest = consult(call, entries, publish, Topic("publishing", OLDER, unheard))
+        return result
+
+
+def complete(begun: Begun) -> None:
+    for request in begun.requests:
+        for finalize in request.finalize_fns:
+            finalize()
+
+
+@contextmanager
+def discarding(call: Call, draft: Path) -> Iterator[None]:
+    """Leave nothing of a draft that will not be published."""
+    try:
+        yield
+    except BaseException:
+        if call.rank == ranks_of(call)[0]:
+            store.discard(draft)
+        raise
+
+
+def write_later(request: AsyncRequest) -> None:
+    """Leave a part of the folder that `begin_folder` makes here to be written in the background."""
+    writing = _writing.get()
+    assert writing is not None, "a folder is being written"
+    writing[1].append(request)
 
 
 def is_in_draft(path: Path) -> bool:
-    """Whether `write_folder` is writing here: what is written into its draft is published with it."""
-    draft = _draft.get()
-    return draft is not None and (draft == path or draft in path.parents)
+    """Whether `begin_folder` is making this folder: what is written into its draft is published with it."""
+    writing = _writing.get()
+    return writing is not None and (writing[0] == path or writing[0] in path.parents)
 
 
 def attempt(call: Call, work: Callable[[Path], None], folder: Path) -> None:

@@ -1,0 +1,89 @@
+"""The saves of one manager or handler, one at a time: published at once, or once they are written.
+
+Collective. Must never lose a save without a word.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Optional
+
+from torch_dcp_backport.checkpoint import together
+from torch_dcp_backport.checkpoint.together import Begun
+from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from torch_dcp_backport.transfer.groups import Group
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+
+class Saves:
+    """At most one save is under way."""
+
+    def __init__(self, process_group: Group = None) -> None:
+        self.process_group = process_group
+        self._queue = AsyncCallsQueue(process_group=process_group)
+        self._final: Optional[Path] = None
+
+    def save(
+        self,
+        final: Path,
+        step: int,
+        write: Callable[[Path], None],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write a folder, or begin to, once the save before is published.
+
+        Args:
+            write, then: as of `together.begin_folder` and `finish_folder`.
+
+        Raises:
+            CheckpointingException: this save failed, or the one before did, and this one was not begun; the
+                same on every rank. What was saved before is as it was.
+        """
+        self.finish()
+        begun = together.begin_folder(final, step, write, self.process_group)
+        if not begun.requests:
+            together.finish_folder(begun, then, self.process_group)
+            return
+        self._final = final
+        _unfinished.add(self)
+        self._queue.schedule_async_request(
+            AsyncRequest(write_all, (begun,), [lambda: self._publish(begun, then)])
+        )
+
+    def finish(self, blocking: bool = True) -> bool:
+        """Publish the save under way once every rank has written its part; whether none is left under way.
+
+        Raises:
+            CheckpointingException: it failed; the same on every rank. It is not tried again.
+        """
+        self._queue.maybe_finalize_async_calls(blocking)
+        return not self._queue.get_num_unfinalized_calls()
+
+    def _publish(self, begun: Begun, then: Callable[[], None]) -> None:
+        self._final = None
+        together.finish_folder(begun, then, self.process_group)
+
+    def warn(self) -> None:
+        if self._final is not None:
+            logger.error("%s was never published: call finish() before the process ends", self._final)
+
+
+def write_all(begun: Begun) -> None:
+    """Write what was left to be written. Runs in a thread; raises nothing, as no `async_fn` of ours does."""
+    for request in begun.requests:
+        if request.async_fn is not None:
+            request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+
+
+_unfinished: weakref.WeakSet[Saves] = weakref.WeakSet()
+
+
+@atexit.register
+def _warn() -> None:
+    for saves in list(_unfinished):
+        saves.warn()
