@@ -182,3 +182,40 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointingException, match="overwrite=True"):
         export_checkpoint(tmp_path / "a", tmp_path / "b", like=CONFIG)
     export_checkpoint(tmp_path / "a", tmp_path / "b", like=CONFIG, how=hf.Export(overwrite=True))
+
+
+def test_a_companion_that_was_damaged_gives_no_model(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    folder = trainer.handler.save_checkpoint(1)
+    config = folder / "huggingface" / "config.json"
+    assert not config.exists()
+    trainer.model.config = Config()
+    folder = trainer.handler.save_checkpoint(2)
+    config = folder / "huggingface" / "config.json"
+    export_checkpoint(folder, tmp_path / "out")
+    config.write_text(config.read_text().replace("qwen2", "qwen3"))
+    with pytest.raises(CheckpointingException, match=r"huggingface/config.json has CRC32"):
+        export_checkpoint(folder, tmp_path / "other")
+
+
+class Config:
+    """A configuration as transformers', as far as it is used here."""
+
+    architectures = ("Model",)
+
+    def save_pretrained(self, folder: str) -> None:
+        os.makedirs(folder, exist_ok=True)
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+
+
+def test_a_checkpoint_is_not_written_into(tmp_path: Path) -> None:
+    saved(tmp_path / "a")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for target in (tmp_path / "a", tmp_path / "a" / "huggingface", tmp_path / "link" / "x"):
+        with pytest.raises(CheckpointingException, match="is in the checkpoint"):
+            export_checkpoint(tmp_path / "a", target, like=CONFIG, how=hf.Export(overwrite=True))
+
+
+def test_a_dtype_that_is_none_is_wrong_usage(tmp_path: Path, capsys) -> None:
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "b"), "--dtype", "save"]) == 2
+    assert "torch has no such dtype" in capsys.readouterr().err

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
+import signal
 import time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from trainer import Loader, Trainer
 
 from torch_dcp_backport.checkpoint import (
     CheckpointHandler,
+    SaveSignals,
     extract_step,
     find_latest_ckpt_path,
     get_checkpoint_tracker_filename,
@@ -100,3 +105,125 @@ def test_a_root_whose_name_is_that_of_a_draft_is_a_root(tmp_path: Path) -> None:
     assert store.examined(root / "alone", 2).fault == ""
     assert {path.name for path in root.iterdir()} == {"global_step_1", "alone", store.TRACKER}
     assert Trainer(root).handler.load_checkpoint() == 1
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_step_that_was_resumed_and_what_follows_outlive_a_damaged_newer_one(
+    tmp_path: Path, keep: int
+) -> None:
+    trainer = Trainer(tmp_path)
+    for step in (5, 10):
+        trainer.handler.save_checkpoint(step)
+    shard = next((tmp_path / "global_step_10").rglob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[-300] ^= 1
+    shard.write_bytes(content)
+    resumed = Trainer(tmp_path, max_ckpt_to_keep=keep)
+    assert resumed.handler.load_checkpoint() == 5
+    assert resumed.handler.save_checkpoint(6).is_dir()
+    assert Trainer(tmp_path).handler.load_checkpoint() == 6
+    assert (tmp_path / "global_step_5").is_dir() == (keep == 2)
+
+
+def test_a_run_that_went_back_goes_on_from_there(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    for step in (5, 10):
+        trainer.handler.save_checkpoint(step)
+    options = {"resume_mode": "resume_path", "resume_from_path": tmp_path / "global_step_5"}
+    back = Trainer(tmp_path, max_ckpt_to_keep=1, **options)
+    assert back.handler.load_checkpoint() == 5
+    assert back.handler.save_checkpoint(6).is_dir()
+    assert Trainer(tmp_path).handler.load_checkpoint() == 6
+
+
+@pytest.mark.parametrize("step", [-1, 7.0, True, None, "7"])
+def test_a_step_that_is_no_number_is_refused(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(CheckpointingException, match="expected a whole number from 0 on"):
+        Trainer(tmp_path).handler.save_checkpoint(step)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_may_be_a_number_of_numpy(tmp_path: Path) -> None:
+    Trainer(tmp_path).handler.save_checkpoint(numpy.int64(7))
+    assert Trainer(tmp_path).handler.load_checkpoint() == 7
+
+
+class Odd:
+    """Of a class that no load makes unasked."""
+
+
+def scheduler(trainer: Trainer, state: Any) -> None:
+    trainer.schedule.odd = state
+
+
+def options(trainer: Trainer, state: Any) -> None:
+    trainer.optimizer.param_groups[0]["odd"] = state
+
+
+def loader(trainer: Trainer, state: Any) -> None:
+    trainer.loader.position = state
+
+
+@pytest.mark.parametrize("where", [scheduler, options, loader])
+def test_what_would_not_load_is_refused_by_the_save(tmp_path: Path, where: Any) -> None:
+    trainer = Trainer(tmp_path, max_ckpt_to_keep=1)
+    trainer.handler.save_checkpoint(1)
+    where(trainer, Odd())
+    with pytest.raises(CheckpointingException, match="would not load again: .*Odd"):
+        trainer.handler.save_checkpoint(2)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step_1"]
+    trainer.manager.trust = trainer.handler.trust = True
+    trainer.handler.save_checkpoint(2)
+    assert Trainer(tmp_path, trust=True).handler.trust
+    assert trainer.handler.load_checkpoint() == 2
+
+
+def test_values_of_python_that_are_harmless_come_back(tmp_path: Path) -> None:
+    harmless = [
+        frozenset({1}),
+        range(3),
+        slice(1, 2),
+        datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
+        datetime.timedelta(3),
+        Decimal("1.5"),
+        {1, 2},
+        1 + 2j,
+    ]
+    trainer = Trainer(tmp_path)
+    trainer.loader.position = harmless  # type: ignore[assignment]
+    trainer.handler.save_checkpoint(1)
+    trainer.loader.position = 0
+    trainer.handler.load_checkpoint()
+    assert trainer.loader.position == harmless
+
+
+def test_a_root_that_is_no_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(CheckpointingException, match="is no folder"):
+            Trainer(tmp_path / name).handler.load_checkpoint()
+
+
+def test_a_manager_alone_finds_what_lost_its_name(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.manager.save_checkpoint(tmp_path / "actor", global_step=1)
+    (tmp_path / "actor").rename(tmp_path / ".actor.was-00000000")
+    trainer.manager.load_checkpoint(tmp_path / "actor")
+    trainer.handler.save_checkpoint(3)
+    (tmp_path / "global_step_3").rename(tmp_path / ".global_step_3.was-00000000")
+    options = {"resume_mode": "resume_path", "resume_from_path": tmp_path / "global_step_3"}
+    assert Trainer(tmp_path, **options).handler.load_checkpoint() == 3
+
+
+def test_reservations_that_are_over_do_not_hide_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", "1")
+    monkeypatch.setenv("SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", str(time.time() + 30))
+    assert should_save_ckpt_esi(1, 60)
+
+
+def test_signals_are_watched_once(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with SaveSignals() as signals, pytest.raises(RuntimeError, match="watched already"):
+        signals.__enter__()
+    assert signal.getsignal(signal.SIGUSR1) is before

@@ -14,6 +14,7 @@ import pytest
 from torch_dcp_backport.__main__ import main
 from torch_dcp_backport.checkpoint import commands, manifest, store
 from torch_dcp_backport.checkpoint.manifest import Damaged, Manifest
+from torch_dcp_backport.dist_checkpointing.engine import files
 
 
 def published(root: Path, step: int, content: bytes = b"values") -> Path:
@@ -23,7 +24,7 @@ def published(root: Path, step: int, content: bytes = b"values") -> Path:
     (draft / "part").mkdir()
     (draft / "part" / "file").write_bytes(content)
     entries = {"part/file": manifest.entry_of(draft / "part/file")}
-    manifest.write(draft, Manifest(step, 4, 0.0, entries))
+    manifest.write(draft, Manifest(step, 4, 0.0, store.Shelf(root).next_order(), entries))
     store.publish(draft, final, before)
     return final
 
@@ -33,7 +34,7 @@ def states(root: Path) -> dict[int, str]:
 
 
 def test_newest_first_and_good(tmp_path: Path) -> None:
-    for step in (20, 100, 3):
+    for step in (3, 20, 100):
         published(tmp_path, step)
     assert list(states(tmp_path).items()) == [(100, ""), (20, ""), (3, "")]
     assert sorted(path.name for path in (tmp_path / "global_step_3").iterdir()) == ["manifest.json", "part"]
@@ -125,6 +126,88 @@ def test_retention_keeps_the_newest_good_ones(tmp_path: Path, keep, bad, left) -
         store.remove(step.path)
     assert tuple(states(tmp_path)) == left
     assert not list(tmp_path.glob(".*"))
+
+
+def test_after_a_step_back_the_newest_is_what_was_published_last(tmp_path: Path) -> None:
+    for step in (5, 10, 6):
+        published(tmp_path, step)
+    assert list(states(tmp_path)) == [6, 10, 5]
+    store.Shelf(tmp_path).retire(1)
+    assert list(states(tmp_path)) == [6]
+
+
+def test_what_could_not_be_loaded_does_not_count(tmp_path: Path) -> None:
+    folders = {step: published(tmp_path, step) for step in (5, 10, 11)}
+    store.Shelf(tmp_path).retire(1, {folders[11]})
+    assert list(states(tmp_path)) == [11, 10]
+
+
+def test_prune_reads_what_is_to_stay(tmp_path: Path) -> None:
+    folders = {step: published(tmp_path, step) for step in (5, 6, 10)}
+    (folders[10] / "part" / "file").write_bytes(b"valuez")
+    assert commands.prune([str(tmp_path), "--keep", "1"], "checkpoint prune") == 0
+    assert list(states(tmp_path)) == [10, 6]
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"crc32": 1, "content": 2}', "null"])
+def test_a_manifest_of_anything_is_a_fault_and_no_error(tmp_path: Path, content: str) -> None:
+    folder = published(tmp_path, 1)
+    (folder / "manifest.json").write_text(content)
+    assert "manifest.json cannot be read" in store.examined(folder, 1).fault
+
+
+def test_a_zombie_is_dead(tmp_path: Path) -> None:
+    child = os.fork()
+    if not child:
+        store.draft_of(tmp_path / "global_step_1")
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    store.clean(tmp_path)
+    assert not list(tmp_path.iterdir())
+    os.waitpid(child, 0)
+
+
+def test_a_writer_that_died_before_it_gave_its_name_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
+    def killed(name: str) -> None:
+        if name.startswith("name "):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "on_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store.draft_of(tmp_path / "global_step_1")
+    assert len(list(tmp_path.iterdir())) == 1
+    store.clean(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_to_a_step_is_removed_and_what_it_links_to_stays(tmp_path: Path) -> None:
+    elsewhere = published(tmp_path / "elsewhere", 1)
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "global_step_1").symlink_to(elsewhere)
+    published(root, 1)
+    assert [path.name for path in root.iterdir()] == ["global_step_1"]
+    assert not (root / "global_step_1").is_symlink()
+    assert store.examined(elsewhere, 1).fault == ""
+
+
+def test_a_step_between_two_renames_of_a_living_writer_is_left_to_it(tmp_path: Path) -> None:
+    folder = published(tmp_path, 5)
+    draft = store.draft_of(folder)
+    away = folder.rename(tmp_path / ".global_step_5.was-00000000")
+    store.clean(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {draft.name, away.name}
+
+
+def test_what_cannot_be_put_back_is_logged_alone(tmp_path: Path, monkeypatch, caplog) -> None:
+    published(tmp_path, 5).rename(tmp_path / ".global_step_5.was-00000000")
+
+    def refused(*paths: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(store.os, "rename", refused)
+    store.clean(tmp_path)
+    assert "cannot be put back" in caplog.text
 
 
 def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:

@@ -231,3 +231,46 @@ def test_a_group_that_is_a_part_of_the_world(ranks, tmp_path: Path) -> None:
     if Version(torch.__version__).release < (2, 5):
         pytest.skip("submeshes of torch 2.4 have no group of their own here")
     assert all("not the same on every rank" in text for text in ranks(on_a_part, tmp_path))
+
+
+def test_other_values_under_a_second_name_are_refused(tmp_path: Path) -> None:
+    value = torch.zeros(3)
+    write_model(tmp_path / "m", {"a": torch.ones(3), "b": torch.full((3,), 2.0)})
+    with pytest.raises(RuntimeError, match="another value under a second name of the same tensor: b"):
+        hf.load_state_dict({"a": value, "b": value}, tmp_path / "m")
+    assert value.tolist() == [0, 0, 0]
+    write_model(tmp_path / "same", {"a": torch.ones(3), "b": torch.ones(3)})
+    assert hf.load_state_dict({"a": value, "b": value}, tmp_path / "same").tied == {"b": "a"}
+    assert value.tolist() == [1, 1, 1]
+    write_model(tmp_path / "last", {"b": torch.full((3,), 5.0)})
+    assert hf.load_state_dict({"a": value, "b": value}, tmp_path / "last").tied == {"a": "b"}
+    assert value.tolist() == [5, 5, 5]
+
+
+def tied_on_one(api: Any, folder: Path) -> list[str]:
+    a = torch.zeros(3)
+    state = {"a": a, "b": a if dist.get_rank() == 0 else torch.zeros(3)}
+    texts = []
+    calls = (
+        (lambda: api.load_state_dict(state, folder)),
+        (lambda: api.save_state_dict(state, "x", like=CONFIG)),
+    )
+    for call in calls:
+        try:
+            call()
+        except RuntimeError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_ties_of_one_rank_are_told(ranks, tmp_path: Path) -> None:
+    write_model(tmp_path / "m", {"a": torch.ones(3)})
+    (texts,) = {tuple(texts) for texts in ranks(tied_on_one, tmp_path / "m", world=2)}
+    assert len(texts) == 2
+    assert all("rank 1: tied on some ranks alone: b" in text for text in texts)
+
+
+def test_a_name_that_files_need_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="a tensor cannot be called __metadata__"):
+        hf.save_state_dict({"__metadata__": torch.ones(1)}, tmp_path / "m", like=CONFIG)
+    assert not list(tmp_path.iterdir())

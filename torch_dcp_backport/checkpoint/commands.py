@@ -102,7 +102,10 @@ def export(argv: list[str], prog: str) -> int:
     parser.add_argument("--dtype", help="what weights are cast to, such as bfloat16; by default as saved")
     parser.add_argument("--overwrite", action="store_true", help="replace a model that OUT holds")
     args = parser.parse_args(argv)
-    dtype = getattr(torch, args.dtype, args.dtype) if args.dtype else None
+    dtype = getattr(torch, args.dtype, None) if args.dtype else None
+    if args.dtype and not isinstance(dtype, torch.dtype):
+        print(f"{prog}: --dtype {args.dtype}: torch has no such dtype", file=sys.stderr)
+        return 2
     try:
         saved = export_checkpoint(
             args.folder, args.target, like=args.like, how=Export(dtype, overwrite=args.overwrite)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -28,12 +29,11 @@ def should_save_ckpt_esi(
     Args are in seconds. False without a reservation, and after its end (verl's says True for ever on
     SageMaker). By this machine's clock: pass it to `SaveSignals.should_save`, which tells all ranks.
     """
+    needed = max_steps_duration + save_ckpt_duration + redundant_time
     for name in EXPIRY:
-        try:
-            left = float(os.environ[name]) - time.time()
-        except (KeyError, ValueError):
-            continue
-        return 0 < left <= max_steps_duration + save_ckpt_duration + redundant_time
+        with contextlib.suppress(KeyError, ValueError):
+            if 0 < float(os.environ[name]) - time.time() <= needed:
+                return True
     return False
 
 
@@ -47,6 +47,8 @@ class SaveSignals:
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> SaveSignals:
+        if self._former:
+            raise RuntimeError("these signals are watched already")
         for number in self.signals:
             self._former[number] = signal.signal(number, self._note)
         return self

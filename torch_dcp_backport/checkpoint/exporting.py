@@ -5,7 +5,10 @@ Must never build a model.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -68,6 +71,10 @@ def _export(call: Call, folder: Path, target: Path, like: Any, how: Optional[Exp
         options = checked(how)
     if (folder / manifest.NAME).exists():
         call.problems += [Problem("not what was saved", str(folder), fault) for fault in faults_of(folder)]
+    with call.guard("OUT"):
+        real, within = Path(os.path.realpath(target)), Path(os.path.realpath(folder))
+        if within in (real, *real.parents):
+            raise ValueError(f"{target} is in the checkpoint, which would no longer be what was saved")
     own_files = folder / HUGGING_FACE
     with call.guard("like"):
         if like is None and not (own_files / CONFIG).is_file():
@@ -75,7 +82,10 @@ def _export(call: Call, folder: Path, target: Path, like: Any, how: Optional[Exp
         extras = companions_of(own_files if like is None else like)
     settle(call)
     checkpoint = opened_alone(folder / SHARDED if (folder / SHARDED).is_dir() else folder)
-    tied = checkpoint.common_state().get(TIED, {})
+    tied: Mapping[str, str] = {}
+    # Its bytes are as they were saved; objects in it that are not made here do not matter.
+    with contextlib.suppress(CheckpointingException):
+        tied = checkpoint.common_state().get(TIED, {})
     stored = {
         key[len(PREFIX) :]: value
         for key, value in checkpoint.holds.tensors.items()
@@ -105,7 +115,11 @@ def faults_of(folder: Path) -> list[str]:
     except manifest.Damaged as error:
         return [str(error)]
     fault = store.examined(folder, content.step).fault
-    return [fault] if fault else []
+    if fault:
+        return [fault]
+    # Those of the sharded checkpoint are verified record by record when they are read.
+    small = {name: entry for name, entry in content.files.items() if not name.endswith(".distcp")}
+    return list(manifest.wrong_checksums(folder, dataclasses.replace(content, files=small)))
 
 
 def problems_of(checkpoint: Opened, stored: Mapping[str, Stored]) -> list[Problem]:

@@ -15,14 +15,14 @@ from torch import nn
 from torch_dcp_backport.checkpoint import extra
 from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, TIED, WORLD
 from torch_dcp_backport.checkpoint.manager import CONTENTS, BaseCheckpointManager
-from torch_dcp_backport.checkpoint.together import tell_all, write_later
+from torch_dcp_backport.checkpoint.together import make_folder, tell_all, write_later
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     ShardedTensor,
     load_common_state_dict,
 )
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.serialization import (
     LoadOptions,
@@ -61,13 +61,15 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 "save_contents": ", ".join(self.checkpoint_save_contents),
                 "scheduler": type(self.lr_scheduler).__name__,
             }
+            halves: dict[str, Any] = {}
+            with guard(call):
+                halves = self.halves(self.should_save_model, self.should_save_optimizer)
             configure = functools.partial(self.write_configuration, target)
             tell_all(call, configure, "writing the configuration", common)
-        halves = self.halves(self.should_save_model, self.should_save_optimizer)
         rank, world = self.place()
 
         def make() -> ShardedStateDict:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
             saved = [name for name in CONTENTS if name in self.checkpoint_save_contents]
             held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
             state = {"step": step, SAVED: saved, TIED: tied_names(held)}
@@ -78,7 +80,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                     state[SCHEDULER] = self.lr_scheduler.state_dict()
             return state
 
-        options = SaveOptions(process_group=self.process_group)
+        options = SaveOptions(must_load=not self.trust, process_group=self.process_group)
         if self.is_async:
             write_later(begin_made(make, path, options))
         else:
@@ -100,8 +102,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
 
     def read(self, folder: Path) -> None:
         path = folder / SHARDED
-        common = self.agree_on(path)
-        state = self.halves(self.should_load_model, self.should_load_optimizer)
+        common, state = self.agree_on(path)
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
         is_whole = set(self.checkpoint_load_contents) >= set(common[SAVED])
@@ -115,7 +116,9 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             return asked
 
         strict = "raise_all" if is_whole else "raise_unexpected"
-        loaded = load_made(make, path, LoadOptions(strict=strict, process_group=self.process_group))
+        loaded = load_made(
+            make, path, LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
+        )
         self.restore({key: restored_of(part, loaded[key]) for key, part in state.items()})
         if self.should_load_extra:
             if self.lr_scheduler is not None and SCHEDULER in loaded:
@@ -125,11 +128,11 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             # Last: what comes before may make random numbers.
             self.load_rng_state(loaded[extra.RNG][0])
 
-    def agree_on(self, path: Path) -> Mapping[str, Any]:
-        """The common state, once it has what is to be loaded."""
+    def agree_on(self, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """The common state, once it has what is to be loaded, and the state dicts that are to be filled."""
 
         def common() -> Mapping[str, Any]:
-            state = load_common_state_dict(path)
+            state = load_common_state_dict(path, trust=self.trust)
             absent = [name for name in self.checkpoint_load_contents if name not in state.get(SAVED, ())]
             if absent:
                 held = ", ".join(state.get(SAVED, ())) or "nothing that this manager knows"
@@ -139,8 +142,11 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             return {name: state[name] for name in (SAVED, WORLD) if name in state}
 
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
+            halves: dict[str, Any] = {}
+            with guard(call):
+                halves = self.halves(self.should_load_model, self.should_load_optimizer)
             same = {"folder": str(path), "load_contents": ", ".join(self.checkpoint_load_contents)}
-            return tell_all(call, common, "reading what was saved", same)  # type: ignore[no-any-return]
+            return tell_all(call, common, "reading what was saved", same), halves
 
     def halves(self, has_model: bool, has_optimizer: bool) -> dict[str, Any]:
         """The state dicts of the model and of its optimizers, with DTensors."""

@@ -6,6 +6,8 @@ Names and arguments are those of verl's `CheckpointHandler`. Collective.
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 from torch_dcp_backport.checkpoint import store, together
 from torch_dcp_backport.checkpoint.saves import Saves
+from torch_dcp_backport.checkpoint.store import Shelf
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.dist_checkpointing.engine import files, values
@@ -58,6 +61,7 @@ class CheckpointHandler:
         mode: OrchestrationMode = OrchestrationMode.SPMD,
         on_data: str = "error",
         verify: bool = True,
+        trust: bool = False,
         process_group: Group = None,
     ) -> None:
         """Remember what to save, and where. Not collective.
@@ -74,6 +78,8 @@ class CheckpointHandler:
             on_data: what to do where the states of data loaders do not fit the ranks of today: "error", or
                 "restart" the data.
             verify: compare every file with its checksum before a step is loaded.
+            trust: take states of data loaders with objects of any class, which runs what the file says; else
+                the save refuses them. For the rest see the manager's.
 
         Raises:
             ValueError: an option that is not there, or not there yet.
@@ -104,7 +110,10 @@ class CheckpointHandler:
         self.on_data = on_data
         self.verify = verify
         self.process_group = process_group
+        self.trust = trust
         self._saves = Saves(process_group)
+        #: Steps that could not be loaded.
+        self._distrusted: set[Path] = set()
 
     def save_checkpoint(self, step: int) -> Path:
         """Save a step; with a manager's `async_save`, begin to. Collective.
@@ -118,14 +127,14 @@ class CheckpointHandler:
                 `async_save` also what the save before failed with; this one was not begun then.
         """
         root = self.default_local_dir
-        final = root / store.name_of(step)
+        final, shelf = root / store.name_of(step), Shelf(root)
 
         def follow() -> None:
             store.write_tracker(root, step)
-            for old in store.retired(store.steps_in(root), self.max_ckpt_to_keep):
-                store.remove(old.path)
+            self._distrusted.discard(final)
+            shelf.retire(self.max_ckpt_to_keep, self._distrusted)
 
-        self._saves.save(final, step, lambda draft: self.write(draft, step), follow)
+        self._saves.save(final, step, lambda draft: self.write(draft, step), shelf, follow)
         return final
 
     def finish(self, blocking: bool = True) -> bool:
@@ -145,6 +154,8 @@ class CheckpointHandler:
         self.engine.save_checkpoint(local_path=str(draft), global_step=step, max_ckpt_to_keep=None)
         if self.is_data_source and has_state(self.train_dataloader):
             state = values.dumps(self.train_dataloader.state_dict())
+            if not self.trust:
+                check_loadable("the data loader's state", state)
             files.publish(draft / f"data_{self.data_rank}.pt", state)
 
     def load_checkpoint(self) -> int:
@@ -176,6 +187,7 @@ class CheckpointHandler:
                 if self.resume_mode == "resume_path":
                     raise
                 failures.append(f"{path}: {error}")
+                self._distrusted.add(Path(path))
                 continue
             if is_first:
                 tell(failures, step, found.tracked)
@@ -190,11 +202,14 @@ class CheckpointHandler:
         """The steps to try. Runs on the first rank; removes what writers left that are gone."""
         if self.resume_mode == "resume_path":
             path = Path(str(self.resume_from_path))
+            store.clean(path.parent, re.compile(re.escape(path.name)))
             step = store.examined(path, extract_step(path))
             if step.fault:
                 raise CheckpointingException(f"{path}: {step.fault}")
             return Found([(step.step, str(path))], [], None)
         root = self.default_local_dir
+        if os.path.lexists(root) and not root.is_dir():
+            raise NotADirectoryError(f"{root} is no folder")
         store.clean(root)
         steps = store.steps_in(root)
         good = [(step.step, str(step.path)) for step in steps if not step.fault]
@@ -205,7 +220,7 @@ class CheckpointHandler:
         states = None
         if has_state(self.train_dataloader):
             # Before anything is loaded: what is wrong here must not leave a model that is.
-            states = data_state(folder, self.data_rank, self.data_world, self.on_data)
+            states = data_state(folder, self.data_rank, self.data_world, self.on_data, self.trust)
         self.engine.load_checkpoint(str(folder))
         if states is not None:
             self.train_dataloader.load_state_dict(states)
@@ -242,7 +257,7 @@ def has_state(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def data_state(folder: Path, rank: int, world: int, on_data: str) -> Optional[Mapping[str, Any]]:
+def data_state(folder: Path, rank: int, world: int, on_data: str, trust: bool) -> Optional[Mapping[str, Any]]:
     """The state of a rank's data loader; that of all, where another number of ranks saved the same on each.
 
     Raises:
@@ -251,11 +266,11 @@ def data_state(folder: Path, rank: int, world: int, on_data: str) -> Optional[Ma
     paths = sorted(folder.glob("data_*.pt"))
     reason = f"{folder} has no state of a data loader"
     if len(paths) == world:
-        return loaded(folder / f"data_{rank}.pt")
+        return loaded(folder / f"data_{rank}.pt", trust)
     if paths:
         contents = {path.read_bytes() for path in paths}
         if len(contents) == 1:
-            return loaded(paths[0])
+            return loaded(paths[0], trust)
         reason = f"{len(paths)} data loaders were saved with states that differ, and {world} are loaded"
     if on_data == "restart":
         logger.warning("%s: the data starts from the beginning", reason)
@@ -263,12 +278,24 @@ def data_state(folder: Path, rank: int, world: int, on_data: str) -> Optional[Ma
     raise CheckpointingException(f"{reason} (on_data='restart' starts the data from the beginning)")
 
 
-def loaded(path: Path) -> Mapping[str, Any]:
+def loaded(path: Path, trust: bool) -> Mapping[str, Any]:
     try:
-        state: Mapping[str, Any] = values.loads(path.read_bytes())
+        state: Mapping[str, Any] = values.loads(path.read_bytes(), trust)
     except (OSError, values.Unloadable) as error:
         raise CheckpointingException(f"{path}: {error}") from error
     return state
+
+
+def check_loadable(what: str, data: bytes) -> None:
+    """Refuse at the save what no load would take.
+
+    Raises:
+        CheckpointingException: naming what it has.
+    """
+    try:
+        values.loads(data)
+    except values.Unloadable as error:
+        raise CheckpointingException(f"{what} would not load again: {error}") from error
 
 
 def extract_step(path: Folder) -> int:

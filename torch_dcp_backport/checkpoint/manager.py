@@ -5,13 +5,13 @@ Names, arguments and defaults are those of verl's `BaseCheckpointManager`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Optional, Union
 
 from torch_dcp_backport.checkpoint import extra, store, together
 from torch_dcp_backport.checkpoint.saves import Saves
+from torch_dcp_backport.checkpoint.store import Shelf
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.transfer.groups import Group
@@ -19,8 +19,6 @@ from torch_dcp_backport.transfer.groups import Group
 CONTENTS = ("model", "optimizer", "extra")
 #: Safetensors files beside: they are for other programs, and never loaded here.
 HF_MODEL = "hf_model"
-#: A step in a path that a trainer made, such as global_step_100/actor.
-STEP_IN_PATH = re.compile(r"global_step_(\d+)")
 
 
 class BaseCheckpointManager:
@@ -34,6 +32,7 @@ class BaseCheckpointManager:
         processing_class: Any = None,
         checkpoint_config: Any = None,
         *,
+        trust: bool = False,
         process_group: Group = None,
     ) -> None:
         """Remember the parts.
@@ -44,6 +43,9 @@ class BaseCheckpointManager:
                 "model", "optimizer", "extra" (scheduler and random states); all three by default. To be saved
                 also "hf_model": weights that `from_pretrained` opens. With `async_save=True` a save copies
                 what this rank writes to the host, and writes it in a thread; see `finish`.
+
+            trust: save and load objects of any class in the state of the scheduler and in options of the
+                optimizer, which runs what the file says; else they are refused by the save.
 
         Raises:
             ValueError: another content.
@@ -56,6 +58,7 @@ class BaseCheckpointManager:
         self.process_group = process_group
         self.checkpoint_save_contents = contents_of(checkpoint_config, "save_contents", (*CONTENTS, HF_MODEL))
         self.checkpoint_load_contents = contents_of(checkpoint_config, "load_contents", CONTENTS)
+        self.trust = trust
         self.is_async = bool(setting(checkpoint_config, "async_save"))
         self.previous_global_step: Optional[int] = None
         self._saves = Saves(process_group)
@@ -97,6 +100,7 @@ class BaseCheckpointManager:
                 path,
                 global_step,
                 lambda draft: self.write(draft, global_step),
+                shelf_of(path),
                 lambda: self.ensure_checkpoint_capacity(path, max_ckpt_to_keep),
             )
         self.previous_global_step = global_step
@@ -124,7 +128,9 @@ class BaseCheckpointManager:
             raise CheckpointingException("hdfs_path and del_local_after_load are not supported")
         self.finish()
         if local_path is not None:
-            together.read_folder(Path(local_path), self.read, is_verified=False, group=self.process_group)
+            path = Path(local_path)
+            together.put_back(path, self.process_group)
+            together.read_folder(path, self.read, is_verified=False, group=self.process_group)
 
     def write(self, folder: Path, step: int) -> None:
         """Write the parts into a folder that may not be there yet. Collective.
@@ -139,18 +145,9 @@ class BaseCheckpointManager:
 
     def ensure_checkpoint_capacity(self, path: Path, keep: Optional[int]) -> None:
         """Remove what retention does not keep beside a checkpoint. Runs on the first rank."""
-        step_folder = next((one for one in [path, *path.parents] if STEP_IN_PATH.fullmatch(one.name)), None)
-        if step_folder is None or not keep:
-            return
-        below = path.relative_to(step_folder)
-        steps = [
-            store.examined(other / below, int(match[1]))
-            for other in step_folder.parent.iterdir()
-            for match in [STEP_IN_PATH.fullmatch(other.name)]
-            if match and (other / below).is_dir()
-        ]
-        for step in store.retired(sorted(steps, key=lambda step: step.step, reverse=True), keep):
-            store.remove(step.path)
+        shelf = shelf_of(path)
+        if shelf is not None:
+            shelf.retire(keep)
 
     def get_rng_state(self) -> dict[str, Any]:
         """The states of this rank's generators."""
@@ -159,6 +156,14 @@ class BaseCheckpointManager:
     def load_rng_state(self, rng_state: dict[str, Any]) -> None:
         """Set this rank's generators."""
         extra.set_rng_state(rng_state, extra.device_type_of(self.model))
+
+
+def shelf_of(path: Path) -> Optional[Shelf]:
+    """Where a path of a trainer has its place among those of other steps; None without a step in it."""
+    for folder in (path, *path.parents):
+        if store.STEP.fullmatch(folder.name):
+            return Shelf(folder.parent, path.relative_to(folder))
+    return None
 
 
 def contents_of(config: Any, name: str, known: tuple[str, ...]) -> tuple[str, ...]:

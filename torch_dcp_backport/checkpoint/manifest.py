@@ -32,6 +32,8 @@ class Manifest:
     world: int
     #: Seconds since 1970, by the clock of the first rank. Only shown, never compared.
     made_at: float
+    #: One more than the highest of the steps that were beside it: the order in which they were published.
+    order: int
     #: Path below the folder, with "/" -> what the file was when it was saved.
     files: Mapping[str, Entry]
 
@@ -69,6 +71,7 @@ def write(folder: Path, manifest: Manifest) -> None:
         "step": manifest.step,
         "world": manifest.world,
         "made_at": manifest.made_at,
+        "order": manifest.order,
         "files": {name: list(manifest.files[name]) for name in sorted(manifest.files)},
     }
     text = json.dumps(content, indent=1)
@@ -91,10 +94,11 @@ def read(folder: Path) -> Manifest:
         if content["format"] != FORMAT:
             raise Damaged(f"{NAME} is of format {content['format']!r}; this release reads {FORMAT}")
         entries = {name: Entry(*map(int, entry)) for name, entry in content["files"].items()}
-        return Manifest(int(content["step"]), int(content["world"]), float(content["made_at"]), entries)
+        made_at, order = float(content["made_at"]), int(content["order"])
+        return Manifest(int(content["step"]), int(content["world"]), made_at, order, entries)
     except FileNotFoundError:
         raise Damaged(f"no {NAME}: the save did not come to its end") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{NAME} cannot be read: {error!r}") from error
 
 

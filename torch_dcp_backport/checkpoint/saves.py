@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Optional
 
 from torch_dcp_backport.checkpoint import together
+from torch_dcp_backport.checkpoint.store import Shelf
 from torch_dcp_backport.checkpoint.together import Begun
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from torch_dcp_backport.transfer.groups import Group
@@ -33,12 +34,13 @@ class Saves:
         final: Path,
         step: int,
         write: Callable[[Path], None],
+        shelf: Optional[Shelf] = None,
         then: Callable[[], None] = lambda: None,
     ) -> None:
         """Write a folder, or begin to, once the save before is published.
 
         Args:
-            write, then: as of `together.begin_folder` and `finish_folder`.
+            write, shelf, then: as of `together.begin_folder` and `finish_folder`.
 
         Raises:
             CheckpointingException: this save failed, or the one before did, and this one was not begun; the
@@ -47,12 +49,12 @@ class Saves:
         self.finish()
         begun = together.begin_folder(final, step, write, self.process_group)
         if not begun.requests:
-            together.finish_folder(begun, then, self.process_group)
+            together.finish_folder(begun, shelf, then, self.process_group)
             return
         self._final = final
         _unfinished.add(self)
         self._queue.schedule_async_request(
-            AsyncRequest(write_all, (begun,), [lambda: self._publish(begun, then)])
+            AsyncRequest(write_all, (begun,), [lambda: self._publish(begun, shelf, then)])
         )
 
     def finish(self, blocking: bool = True) -> bool:
@@ -64,9 +66,9 @@ class Saves:
         self._queue.maybe_finalize_async_calls(blocking)
         return not self._queue.get_num_unfinalized_calls()
 
-    def _publish(self, begun: Begun, then: Callable[[], None]) -> None:
+    def _publish(self, begun: Begun, shelf: Optional[Shelf], then: Callable[[], None]) -> None:
         self._final = None
-        together.finish_folder(begun, then, self.process_group)
+        together.finish_folder(begun, shelf, then, self.process_group)
 
     def warn(self) -> None:
         if self._final is not None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import operator
 import os
 import re
 import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -48,19 +49,44 @@ class Step:
     #: Why it must not be loaded; "" where nothing speaks against it.
     fault: str
 
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sorts steps as they were published: after a step back, a lower one may be newer."""
+        return (self.manifest.order if self.manifest is not None else 0), self.step
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """The places of one run's folders: root/global_step_N, or something below it."""
+
+    root: Path
+    below: Path = Path()
+
+    def steps(self) -> list[Step]:
+        """Every folder, newest first, by what is on disk alone."""
+        found = []
+        for path in self.root.iterdir() if self.root.is_dir() else ():
+            match = STEP.fullmatch(path.name)
+            if match is not None and (path / self.below).is_dir():
+                found.append(examined(path / self.below, int(match[1])))
+        return sorted(found, key=lambda step: step.age, reverse=True)
+
+    def next_order(self) -> int:
+        return 1 + max((step.age[0] for step in self.steps()), default=0)
+
+    def retire(self, keep: Optional[int], distrusted: Collection[Path] = ()) -> None:
+        """Remove what retention does not keep."""
+        for step in retired(self.steps(), keep, distrusted):
+            remove(step.path)
+
 
 def name_of(step: int) -> str:
     return f"global_step_{step}"
 
 
 def steps_in(root: Path) -> list[Step]:
-    """Every step folder below a root, newest first, by what is on disk alone."""
-    found = []
-    for path in root.iterdir() if root.is_dir() else ():
-        match = STEP.fullmatch(path.name)
-        if match is not None and path.is_dir():
-            found.append(examined(path, int(match[1])))
-    return sorted(found, key=lambda step: step.step, reverse=True)
+    """Every step folder of a root, newest first."""
+    return Shelf(root).steps()
 
 
 def examined(path: Path, step: int) -> Step:
@@ -75,15 +101,34 @@ def examined(path: Path, step: int) -> Step:
     return Step(step, path, content, "; ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else ""))
 
 
+def checked_step(step: object) -> int:
+    """The number of a step.
+
+    Raises:
+        ValueError: it is none that a folder's name could have.
+    """
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"step={step!r}: expected a whole number from 0 on")
+    return number
+
+
 def draft_of(final: Path) -> Path:
     """Make the hidden folder in which a folder is written, once those of dead writers of it are gone."""
     final.parent.mkdir(parents=True, exist_ok=True)
     clean(final.parent, re.compile(re.escape(final.name)))
     draft = hidden_name(final, "tmp")
     files.step(f"make {draft.name[-12:]}")
-    draft.mkdir()
+    # Until it says whose it is, it is one that anybody may remove.
+    nameless = hidden_name(final, "old")
+    nameless.mkdir()
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started_at(os.getpid())}
-    (draft / OWNER).write_text(json.dumps(owner))
+    (nameless / OWNER).write_text(json.dumps(owner))
+    files.step(f"name {draft.name[-12:]}")
+    os.rename(nameless, draft)
     return draft
 
 
@@ -128,7 +173,7 @@ def publish(draft: Path, final: Path, before: Optional[int]) -> None:
     files.remove([final / OWNER])
     if replaced is not None:
         files.step("remove the folder that was replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
+        discard(replaced)
 
 
 def sync_tree(folder: Path) -> None:
@@ -157,15 +202,20 @@ def tracked(root: Path) -> Optional[int]:
         return None
 
 
-def retired(steps: list[Step], keep: Optional[int]) -> list[Step]:
-    """What retention removes: all that is older than the newest `keep` good steps, damaged or not."""
+def retired(steps: list[Step], keep: Optional[int], distrusted: Collection[Path] = ()) -> list[Step]:
+    """What retention removes: all that is older than the newest `keep` good steps, damaged or not.
+
+    Args:
+        steps: newest first.
+        distrusted: folders that could not be loaded: they do not count as good.
+    """
     if not keep or keep < 1:
         return []
-    good = [step for step in steps if not step.fault]
+    good = [step for step in steps if not step.fault and step.path not in distrusted]
     if len(good) < keep:
         return []
-    last = good[keep - 1].step
-    return [step for step in steps if step.step < last]
+    last = good[keep - 1]
+    return [step for step in steps if step.age < last.age and (step.age[0] or step.step < last.step)]
 
 
 def remove(folder: Path) -> None:
@@ -174,29 +224,41 @@ def remove(folder: Path) -> None:
     files.step(f"rename {folder.name} away")
     os.rename(folder, hidden)
     files.step(f"remove {folder.name}")
-    shutil.rmtree(hidden, ignore_errors=True)
+    discard(hidden)
 
 
-def discard(draft: Path) -> None:
-    """Remove a draft that will not be published."""
-    shutil.rmtree(draft, ignore_errors=True)
+def discard(folder: Path) -> None:
+    """Remove a folder that nobody will look for; of a link to one, the link."""
+    if folder.is_symlink():
+        with contextlib.suppress(OSError):
+            folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def clean(root: Path, names: re.Pattern[str] = STEP) -> None:
-    """Remove what writers of folders of some names left that are gone; one that lost its name comes back."""
-    for path in list(root.iterdir()) if root.is_dir() else []:
-        match = HIDDEN.fullmatch(path.name)
-        if match is None or names.fullmatch(match["name"]) is None or not path.is_dir():
-            continue
-        if match["kind"] == "tmp" and is_alive(path):
+    """Remove what writers of folders of some names left that are gone; one that lost its name comes back.
+
+    What cannot be removed stays, and is logged.
+    """
+    hidden = {path: HIDDEN.fullmatch(path.name) for path in root.iterdir()} if root.is_dir() else {}
+    left = {path: match for path, match in hidden.items() if match and names.fullmatch(match["name"])}
+    alive = {match["name"] for path, match in left.items() if match["kind"] == "tmp" and is_alive(path)}
+    for path, match in left.items():
+        if match["name"] in alive and match["kind"] != "old":
+            # Being written, or between the two renames of the one that writes.
             continue
         final = path.with_name(match["name"])
-        if match["kind"] == "was" and not final.exists():
-            logger.warning("%s: put back, as what was to replace it was never published", final)
-            os.rename(path, final)
+        try:
+            if match["kind"] == "was" and not os.path.lexists(final):
+                logger.warning("%s: put back, as what was to replace it was never published", final)
+                os.rename(path, final)
+                continue
+        except OSError as error:
+            logger.error("%s: cannot be put back: %s", final, error)
             continue
         logger.info("%s: left behind by a writer that is gone; removed", path)
-        shutil.rmtree(path, ignore_errors=True)
+        discard(path)
 
 
 def is_alive(draft: Path) -> bool:
@@ -221,7 +283,9 @@ def walk_times(folder: Path) -> Iterator[float]:
 def started_at(pid: int) -> Optional[str]:
     """When a process of this machine began, in the kernel's ticks: numbers of processes are used again."""
     with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # Dead, and its parent has not asked.
+        return None if state in "ZX" else facts[18]
     with contextlib.suppress(OSError):
         os.kill(pid, 0)
         return ""
@@ -229,8 +293,16 @@ def started_at(pid: int) -> Optional[str]:
 
 
 def prune(root: Path, keep: int, told: Callable[[Step], None], is_dry: bool = False) -> None:
-    """Remove what retention would, and say each."""
-    for step in retired(steps_in(root), keep):
+    """Remove what retention would, and say each. What is to stay counts once all its bytes were read."""
+    steps, distrusted, good = steps_in(root), set[Path](), 0
+    for step in steps:
+        if step.manifest is None or step.fault or good == keep:
+            continue
+        if any(manifest.wrong_checksums(step.path, step.manifest)):
+            distrusted.add(step.path)
+        else:
+            good += 1
+    for step in retired(steps, keep, distrusted):
         told(step)
         if not is_dry:
             remove(step.path)

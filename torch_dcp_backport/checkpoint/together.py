@@ -17,6 +17,7 @@ from typing import Any, Optional
 
 from torch_dcp_backport.checkpoint import manifest, store
 from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
+from torch_dcp_backport.checkpoint.store import Shelf
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     Refusal,
@@ -110,6 +111,7 @@ def begin_folder(final: Path, step: int, write: Callable[[Path], None], group: G
 
         def start() -> str:
             nonlocal before
+            store.checked_step(step)
             draft = store.draft_of(final)
             before = store.identity_of(final)
             return str(draft)
@@ -125,13 +127,16 @@ def begin_folder(final: Path, step: int, write: Callable[[Path], None], group: G
                 tell_all(call, lambda: None, "writing", common)
         finally:
             _writing.reset(token)
-    return Begun(final, step, draft, before, requests)
+    return Begun(final, store.checked_step(step), draft, before, requests)
 
 
-def finish_folder(begun: Begun, then: Callable[[], None] = lambda: None, group: Group = None) -> Manifest:
+def finish_folder(
+    begun: Begun, shelf: Optional[Shelf], then: Callable[[], None] = lambda: None, group: Group = None
+) -> Manifest:
     """Give a folder its name, once every rank has written its part. Collective.
 
     Args:
+        shelf: where the folder has its place among others; the first rank's counts.
         then: called on the first rank when the folder has its name; what it raises is only logged.
 
     Raises:
@@ -142,7 +147,9 @@ def finish_folder(begun: Begun, then: Callable[[], None] = lambda: None, group: 
         attempt(call, lambda _: complete(begun), draft)
 
         def publish(entries: Mapping[int, Mapping[str, Entry]]) -> Mapping[int, Any]:
-            content = Manifest(begun.step, len(entries), time.time(), all_entries(draft, entries.values()))
+            order = 1 if shelf is None else shelf.next_order()
+            listed = all_entries(draft, entries.values())
+            content = Manifest(begun.step, len(entries), time.time(), order, listed)
             manifest.write(draft, content)
             store.publish(draft, final, begun.before)
             try:
@@ -174,6 +181,18 @@ def discarding(call: Call, draft: Path) -> Iterator[None]:
         if call.rank == ranks_of(call)[0]:
             store.discard(draft)
         raise
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder below the draft that `begin_folder` made.
+
+    Raises:
+        FileNotFoundError: the draft is no longer there: another rank gave up.
+    """
+    writing = _writing.get()
+    if writing is not None and not writing[0].is_dir():
+        raise FileNotFoundError(f"{writing[0]} is gone: the save was given up by another rank")
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def write_later(request: AsyncRequest) -> None:
@@ -222,6 +241,13 @@ def all_entries(draft: Path, known: Iterable[Mapping[str, Entry]]) -> dict[str, 
     return listed
 
 
+def put_back(folder: Path, group: Group = None) -> None:
+    """Have a folder that lost its name to a writer that is gone where it was. Collective."""
+    with begin(CANNOT_LOAD, "load", group) as call:
+        names = re.compile(re.escape(folder.name))
+        tell_all(call, lambda: store.clean(folder.parent, names), "looking", {"folder": str(folder)})
+
+
 def read_folder(
     folder: Path, read: Callable[[Path], None], *, is_verified: bool, group: Group = None
 ) -> None:
@@ -237,7 +263,7 @@ def read_folder(
                 content = manifest.read(folder)
                 wrong = manifest.wrong_checksums(folder, content, ranks.index(call.rank), len(ranks))
                 call.problems += [Problem("not what was saved", str(folder), text) for text in wrong]
-            consult(call, None, nothing, Topic("verifying"))
+            consult(call, None, nothing, Topic("verifying the files"))
         attempt(call, read, folder)
         consult(call, None, nothing, Topic("loading", "values may have been loaded in part"))
 

@@ -81,7 +81,7 @@ def save(
         refuse_strategies(sharded_strategy, common_strategy)
         return sharded_state_dict
 
-    options = SaveOptions(validate_access_integrity, content, balanced, process_group)
+    options = SaveOptions(validate_access_integrity, content, balanced, process_group=process_group)
     if async_sharded_save:
         return begin_made(make, checkpoint_dir, options)
     save_made(make, checkpoint_dir, options)
@@ -95,6 +95,8 @@ class SaveOptions(NamedTuple):
     #: Saved beside the common state.
     content: Mapping[str, Any] = {}
     is_balanced: bool = True
+    #: Whether a common state that a load without `trust` refuses is refused.
+    must_load: bool = False
     process_group: Group = None
 
 
@@ -140,6 +142,7 @@ def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
         {**parts.common, **options.content},
         options.is_checked,
         options.is_balanced,
+        options.must_load,
     )
 
 

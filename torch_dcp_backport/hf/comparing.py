@@ -14,6 +14,7 @@ from torch_dcp_backport.hf.blocks import Share, windows
 from torch_dcp_backport.hf.export import Buffer, nowhere
 from torch_dcp_backport.hf.filling import STEP_BYTES
 from torch_dcp_backport.hf.moving import bring_window, first_rank, settle
+from torch_dcp_backport.hf.source import Source
 from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.plan import Agreement
 
@@ -43,3 +44,20 @@ def differ(call: Call, agreement: Agreement, share: Share, one: str, other: str)
             for first, second in zip(pieces, seconds):
                 are_equal = are_equal and torch.equal(buffer.bytes_of(first), buffer.bytes_of(second))
     return not are_equal
+
+
+def equal_in(source: Source, one: str, other: str) -> bool:
+    """Whether two tensors of a source have the same shape, dtype and bits."""
+    if source.tensors[one] != source.tensors[other]:
+        return False
+    pairs = (
+        (source.part(one, piece.box), source.part(other, piece.box))
+        for window in windows({one: source.tensors[one]}, STEP_BYTES)
+        for piece in window[one]
+    )
+    # As bytes: NaN is not equal to itself.
+    return all(torch.equal(as_bytes(first), as_bytes(second)) for first, second in pairs)
+
+
+def as_bytes(part: torch.Tensor) -> torch.Tensor:
+    return part.contiguous().reshape(-1).view(torch.uint8)

@@ -125,6 +125,8 @@ def make_header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, Ent
     places: dict[str, tuple[int, int]] = {}
     end = 0
     for name, info in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+        if name == METADATA:
+            raise ValueError(f"a tensor cannot be called {name}: files have something else there")
         if info.dtype not in CODES:
             raise ValueError(f"{name}: safetensors has no {info.dtype}")
         start, end = end, end + nbytes_of(info)

@@ -14,6 +14,7 @@ import torch
 from torch_dcp_backport import compat
 from torch_dcp_backport.hf.blocks import Part, Share, gaps, spread_of
 from torch_dcp_backport.hf.companions import companions_of, with_dtype
+from torch_dcp_backport.hf.comparing import equal_in
 from torch_dcp_backport.hf.export import Export, Saved, checked, export, exported, saved_as
 from torch_dcp_backport.hf.filling import fill_from_first, fill_here
 from torch_dcp_backport.hf.format import CODES, is_plain
@@ -48,7 +49,7 @@ class Filled(NamedTuple):
     keys: tuple[str, ...]
     #: Tensors of the files that the state dict does not have.
     left: tuple[str, ...]
-    #: Keys that are another key's tensor under a second name, which the files do not have -> that key.
+    #: Keys that are the tensor of a filled one under another name -> that key.
     tied: Mapping[str, str]
     #: Bytes of tensors that this rank read of the files.
     bytes_read: int
@@ -91,7 +92,7 @@ def save_state_dict(
         if call.rank == first_rank(call):
             with call.guard(f"like={like}" if isinstance(like, (str, Path)) else "like"):
                 companions = companions_of(like)
-        tied = publish(call, tied_names(held))
+        tied = agree_on_ties(call, held)
         agreement = agree_on_state(call, held, {"how": repr(options), "folder": str(target)})
         tensors: dict[str, TensorInfo] = {}
         with call.guard():
@@ -132,18 +133,20 @@ def load_state_dict(
             source = source_of(folder)
         held = held_of(call, state_dict, is_written=True)
         sight = look(call, source, files)
-        tied = publish(
-            call, {key: name for key, name in tied_names(held).items() if key not in sight.tensors}
-        )
+        tied = agree_on_ties(call, held)
         agreement = agree_on_state(call, held, {})
-        tensors: dict[str, TensorInfo] = {}
-        for key, one in held.items():
-            info = sight.tensors.get(key)
-            if info is not None:
-                tensors[key] = info
-                call.problems += misfits(key, one.info, info)
-            elif key not in tied:
-                call.problems.append(Problem("not in the files", key))
+        filled: dict[str, str] = {}
+        for keys in names_of(held, tied):
+            present = [key for key in keys if key in sight.tensors]
+            for key in present:
+                call.problems += misfits(key, held[key].info, sight.tensors[key])
+            if not present:
+                call.problems.append(Problem("not in the files", keys[0]))
+            elif sight.source is not None and call.rank == first_rank(call):
+                for key in present[1:]:
+                    call.problems += other_values(call, sight.source, key, present[0])
+            filled.update(dict.fromkeys(keys, present[0] if present else ""))
+        tensors = {key: sight.tensors[key] for key in held if filled[key] == key}
         share = share_of(call, held, tensors)
         settle(call)
         if sight.is_shared:
@@ -152,7 +155,8 @@ def load_state_dict(
         else:
             bytes_read = fill_from_first(call, agreement, sight.source, share)
         left = tuple(key for key in sight.tensors if key not in held)
-        return Filled(tuple(tensors), left, tied, bytes_read)
+        others = {key: name for key, name in filled.items() if key != name}
+        return Filled(tuple(tensors), left, others, bytes_read)
 
 
 def held_of(call: Call, state_dict: Mapping[str, torch.Tensor], is_written: bool = False) -> dict[str, Held]:
@@ -202,6 +206,36 @@ def tied_names(held: Mapping[str, Held]) -> dict[str, str]:
             if first.setdefault(memory, key) != key:
                 tied[key] = first[memory]
     return tied
+
+
+def names_of(held: Mapping[str, Held], tied: Mapping[str, str]) -> list[list[str]]:
+    """The keys of each tensor, in the order of the state dict."""
+    names: dict[str, list[str]] = {}
+    for key in held:
+        names.setdefault(tied.get(key, key), []).append(key)
+    return list(names.values())
+
+
+def agree_on_ties(call: Call, held: Mapping[str, Held]) -> dict[str, str]:
+    """The first rank's `tied_names`; where they are not this rank's, that is a problem of the call."""
+    own = tied_names(held)
+    unknown: dict[str, Optional[str]] = {key: None for key, one in held.items() if not one.local.numel()}
+    found = publish(call, {**unknown, **own})
+    for key, one in held.items():
+        if not one.local.numel() or found.get(key, "") is None or found.get(key) == own.get(key):
+            continue
+        mine, first = (f"the memory of {ties[key]}" if key in ties else "its own" for ties in (own, found))
+        call.problems.append(Problem("tied on some ranks alone", key, mine, f"{first} as on the first rank"))
+    return {key: name for key, name in found.items() if name is not None}
+
+
+def other_values(call: Call, source: Source, key: str, first: str) -> list[Problem]:
+    """A problem where the files have different values for one tensor under two names."""
+    with call.guard(key):
+        if not equal_in(source, key, first):
+            what = "another value under a second name of the same tensor"
+            return [Problem(what, key, "other values", f"those of {first}")]
+    return []
 
 
 def agree_on_state(call: Call, held: Mapping[str, Held], options: Mapping[str, str]) -> Agreement:

@@ -9,13 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Optional
 
-import torch
-
 from torch_dcp_backport.hf import Export, Part, Share, Sight, Source
-from torch_dcp_backport.hf.blocks import windows
-from torch_dcp_backport.hf.comparing import differ
+from torch_dcp_backport.hf.comparing import differ, equal_in
 from torch_dcp_backport.hf.export import exported
-from torch_dcp_backport.hf.filling import STEP_BYTES
 from torch_dcp_backport.hf.moving import agree, first_rank, settle
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.megatron.cuts import Holding
@@ -177,9 +173,4 @@ def head_held(shape: Shape, stands: list[Stand]) -> Head:
 def other_head(source: Optional[Source]) -> list[Problem]:
     """A problem where the files hold a head of their own, and config.json says that there is none."""
     assert source is not None, "it is a reader's"
-    head, embedding = source.tensors[HEAD], source.tensors[EMBED]
-    same = head.shape == embedding.shape
-    for window in windows({EMBED: embedding}, STEP_BYTES) if same else ():
-        for piece in window[EMBED]:
-            same = same and torch.equal(source.part(HEAD, piece.box), source.part(EMBED, piece.box))
-    return [] if same else [HEAD_OF_ITS_OWN]
+    return [] if equal_in(source, HEAD, EMBED) else [HEAD_OF_ITS_OWN]

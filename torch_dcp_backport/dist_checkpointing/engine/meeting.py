@@ -102,7 +102,8 @@ def consult(
     with call.tally.phase(topic.doing):
         with guard(call):
             own = _packed(own)
-        message = pickle.dumps((list(map(tuple, call.problems)), own if not call.problems else b""))
+        problems = list(map(tuple, call.problems))
+        message = pickle.dumps((topic.doing, problems, own if not problems else b""))
         if is_alone(call):
             reply = _decision(call, {call.rank: message}, (), decide, topic.doing)[call.rank]
         else:
@@ -132,11 +133,18 @@ def _decision(
     """The first rank's answers: to everyone the findings, or to each its own."""
     said = {rank: pickle.loads(message) for rank, message in messages.items()}
     findings: Findings = [(rank, Problem(f"the rank is gone, or too late, while {doing}")) for rank in gone]
-    findings += [(rank, Problem(*problem)) for rank in sorted(said) for problem in said[rank][0]]
+    findings += [(rank, Problem(*problem)) for rank in sorted(said) for problem in said[rank][1]]
+    if not findings:
+        # An answer to another question would be taken for this one's.
+        findings = [
+            (rank, Problem("the rank is somewhere else in its calls", "", other, doing))
+            for rank, (other, _, _) in sorted(said.items())
+            if other != doing
+        ]
     answers: dict[int, bytes] = {}
     if not findings:
         try:
-            decided = decide({rank: pickle.loads(said[rank][1]) for rank in sorted(said)})
+            decided = decide({rank: pickle.loads(said[rank][2]) for rank in sorted(said)})
             # Ranks often have the same answer.
             known = {id(value): _packed(value) for value in (*decided.values(), None)}
             answers = {rank: known[id(decided.get(rank))] for rank in messages}

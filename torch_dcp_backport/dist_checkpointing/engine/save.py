@@ -59,6 +59,8 @@ class Saving(NamedTuple):
     is_checked: bool = True
     #: Whether any holder of a box may write it.
     is_balanced: bool = True
+    #: Whether a common state that a load without `trust` refuses is refused here.
+    must_load: bool = False
 
 
 def problems_of(saving: Saving) -> list[Problem]:
@@ -148,7 +150,7 @@ def plan_together(call: Call, saving: Saving) -> Planned:
     if call.rank == ranks_of(call)[0]:
         with guard(call, "common state"):
             common = values.dumps(saving.common)
-            warn_of_distrust(common)
+            check_trust(common, saving.must_load)
     decided: dict[str, Any] = {"tables": {}, "shares": {}}
 
     def plan(tables: Mapping[int, Table]) -> Mapping[int, Share]:
@@ -198,11 +200,17 @@ def commit_together(call: Call, planned: Planned, output: Output) -> Output:
     return output
 
 
-def warn_of_distrust(common: bytes) -> None:
-    """Say at the save what a load would refuse."""
+def check_trust(common: bytes, must_load: bool) -> None:
+    """Say at the save what a load would refuse.
+
+    Raises:
+        CheckpointingException: it has to load.
+    """
     try:
         values.loads(common)
     except values.Unloadable as error:
+        if must_load:
+            raise CheckpointingException(f"would not load again: {error}") from error
         logger.warning("the common state will not load as it is: %s", error)
 
 

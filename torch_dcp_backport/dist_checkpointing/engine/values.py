@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
 import importlib
 import io
 import re
 from collections import OrderedDict
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Optional
 
 import torch
@@ -22,7 +25,8 @@ class Unloadable(Exception):
 @functools.lru_cache(maxsize=1)
 def safe_classes() -> tuple[Any, ...]:
     """Harmless classes of the values in checkpoints, beyond tensors and Python's own."""
-    kinds: list[Any] = [argparse.Namespace, OrderedDict]
+    kinds: list[Any] = [argparse.Namespace, OrderedDict, frozenset, range, slice, Decimal, Fraction]
+    kinds += [datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone]
     try:
         import numpy
     except ImportError:
