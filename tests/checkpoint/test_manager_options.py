@@ -108,9 +108,7 @@ def test_a_root_whose_name_is_that_of_a_draft_is_a_root(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_the_step_that_was_resumed_and_what_follows_outlive_a_damaged_newer_one(
-    tmp_path: Path, keep: int
-) -> None:
+def test_what_was_resumed_and_follows_outlives_a_damaged_newer_step(tmp_path: Path, keep: int) -> None:
     trainer = Trainer(tmp_path)
     for step in (5, 10):
         trainer.handler.save_checkpoint(step)
@@ -169,7 +167,7 @@ def test_what_would_not_load_is_refused_by_the_save(tmp_path: Path, where: Any) 
     trainer = Trainer(tmp_path, max_ckpt_to_keep=1)
     trainer.handler.save_checkpoint(1)
     where(trainer, Odd())
-    with pytest.raises(CheckpointingException, match="would not load again: .*Odd"):
+    with pytest.raises(CheckpointingException, match=r"would not load again: .*Odd"):
         trainer.handler.save_checkpoint(2)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step_1"]
     trainer.manager.trust = trainer.handler.trust = True

@@ -168,8 +168,6 @@ class CheckpointHandler:
                 could not; the same on every rank.
         """
         self.finish()
-        if self.resume_mode == "disable":
-            return 0
         with begin(CANNOT_RESUME, "load", self.process_group) as call:
             common = {
                 "default_local_dir": str(self.default_local_dir),
@@ -200,6 +198,8 @@ class CheckpointHandler:
 
     def found(self) -> Found:
         """The steps to try. Runs on the first rank; removes what writers left that are gone."""
+        if self.resume_mode == "disable":
+            return Found([], [], None)
         if self.resume_mode == "resume_path":
             path = Path(str(self.resume_from_path))
             store.clean(path.parent, re.compile(re.escape(path.name)))
