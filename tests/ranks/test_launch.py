@@ -48,7 +48,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[launch.R
         launch.Job("hang", "launch_targets:hang", 2, seconds=4),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "GRACE_SECONDS", 2.0)
+        patch.setattr(launch, "GRACE_SECONDS", 8.0)
         began = time.monotonic()
         found = launch.run(
             launch.STOCK, jobs, environment={"PYTHONPATH": os.pathsep.join((str(folder), str(root)))}

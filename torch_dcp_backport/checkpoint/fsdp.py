@@ -15,6 +15,7 @@ from torch import nn
 from torch_dcp_backport.checkpoint import extra
 from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, TIED, WORLD
 from torch_dcp_backport.checkpoint.manager import CONTENTS, BaseCheckpointManager
+from torch_dcp_backport.checkpoint.store import checked_step
 from torch_dcp_backport.checkpoint.together import make_folder, tell_all, write_later
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
@@ -72,7 +73,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             make_folder(path)
             saved = [name for name in CONTENTS if name in self.checkpoint_save_contents]
             held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
-            state = {"step": step, SAVED: saved, TIED: tied_names(held)}
+            state = {"step": checked_step(step), SAVED: saved, TIED: tied_names(held)}
             state.update(described(halves, self.process_group))
             if self.should_save_extra:
                 state.update({WORLD: world, extra.RNG: extra.own_object(self.get_rng_state(), rank, world)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import datetime
 import functools
 import importlib
@@ -25,7 +26,19 @@ class Unloadable(Exception):
 @functools.lru_cache(maxsize=1)
 def safe_classes() -> tuple[Any, ...]:
     """Harmless classes of the values in checkpoints, beyond tensors and Python's own."""
-    kinds: list[Any] = [argparse.Namespace, OrderedDict, frozenset, range, slice, Decimal, Fraction]
+    kinds: list[Any] = [
+        argparse.Namespace,
+        OrderedDict,
+        set,
+        frozenset,
+        complex,
+        range,
+        slice,
+        Decimal,
+        Fraction,
+    ]
+    # Bytes in a pickle of Python 2's form; torch knows it from 2.5 on.
+    kinds.append(codecs.encode)
     kinds += [datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone]
     try:
         import numpy
