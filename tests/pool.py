@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional
 
 OURS = "torch_dcp_backport.state_dict"
@@ -155,6 +155,23 @@ class Pools:
     def close(self) -> None:
         for pool in self.open.values():
             pool.close()
+
+
+def fixtures(api: str, **limits: float) -> tuple[Any, Any]:
+    """The fixtures `pools` and `ranks` of a folder of tests, with the limits of `Pools`."""
+    import pytest  # no rank has it
+
+    @pytest.fixture(scope="session")
+    def pools() -> Iterator[Pools]:
+        pools = Pools(api, **limits)
+        yield pools
+        pools.close()
+
+    @pytest.fixture
+    def ranks(pools: Pools) -> Callable[..., list[Any]]:
+        return pools.run
+
+    return pools, ranks
 
 
 def serve_forks(switch: str, modules: tuple[str, ...], ranks: Sequence[Any]) -> None:

@@ -115,6 +115,37 @@ def test_ranks_that_ask_for_different_things_are_told(
         assert not says or f"rank 1: not the same on every rank: {says} (" in text
 
 
+def asks_alone(api: Any, root: Path, what: str) -> str:
+    """What a manager says where one rank asks for what is not offered, or for nothing."""
+    odd = dist.get_rank() == 1
+    manager, folder = Trainer(root).manager, root / "global_step_1" / "actor"
+    calls = {
+        "save": lambda: manager.save_checkpoint(folder, "hdfs://there" if odd else None, 1),
+        "load nothing": lambda: manager.load_checkpoint(None if odd else folder),
+        "load and delete": lambda: manager.load_checkpoint(folder, del_local_after_load=odd),
+    }
+    if what != "save":
+        manager.save_checkpoint(folder, None, 1)
+    with pytest.raises(CheckpointingException) as caught:
+        calls[what]()
+    dist.barrier()
+    assert folder.exists() == (what != "save")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("save", "rank 1: hdfs_path is not supported yet"),
+        ("load nothing", "rank 1: not the same on every rank: folder (expected "),
+        ("load and delete", "rank 1: hdfs_path and del_local_after_load are not supported"),
+    ],
+)
+def test_what_one_rank_asks_for_alone_is_told_on_all(ranks, tmp_path: Path, what: str, says: str) -> None:
+    (text,) = set(ranks(asks_alone, tmp_path, what, world=2))
+    assert says in text
+
+
 class Engine:
     """Around a manager, and fails where it is told to."""
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import io
+import pickle
 import zipfile
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dcp_backport.dist_checkpointing.engine import foreign
+from torch_dcp_backport.dist_checkpointing.engine import foreign, writer
 from torch_dcp_backport.dist_checkpointing.engine.assign import cut, shares_of
 from torch_dcp_backport.dist_checkpointing.engine.cover import covered, fills, overlapping
+from torch_dcp_backport.dist_checkpointing.engine.crc import combined
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Memory
 from torch_dcp_backport.dist_checkpointing.engine.load import keeps_values
 from torch_dcp_backport.dist_checkpointing.engine.metadata import (
@@ -123,6 +127,29 @@ def test_a_table_verifies_every_run_of_grains() -> None:
     words = bytes_to_words(total.table)
     assert (form.grain, len(words), words[-1]) == (4096, 13, total.crc)
     assert form_of(torch.float32, (2**31,)).table_bytes <= 2**20
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300), st.integers(0, 70_000))
+def test_checksums_of_parts_give_that_of_the_whole(first: bytes, second: bytes, zeros: int) -> None:
+    second += bytes(zeros)
+    assert combined(crc32(first), crc32(second), len(second)) == crc32(first + second)
+
+
+@pytest.mark.parametrize("numels", [(), (3,), (10**6,), (16_384, 2 * 10**6, 1, 40_000, 10**6 + 1)])
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_the_checksum_of_a_file_is_known_once_it_is_written(
+    tmp_path: Path, numels: tuple[int, ...], is_flat: bool
+) -> None:
+    works = []
+    for numel in numels:
+        data = torch.randn(numel) if is_flat else torch.randn(numel, 2)[:, 0]
+        works.append(writer.Work(data, whole((numel,)), whole((numel,))))
+    for objects in ([], [b"", b"abc", bytes(100_000)]):
+        path = tmp_path / f"{len(objects)}"
+        output = writer.write(path, works, objects, lambda nbytes: None)
+        data = path.read_bytes() if path.exists() else b""
+        assert (output.nbytes, output.crc) == (len(data), crc32(data))
+        assert pickle.loads(pickle.dumps(output)) == output
 
 
 def test_sizes_beyond_four_gib_have_their_fields() -> None:

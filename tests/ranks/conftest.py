@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import pool
 import pytest
 import torch
 from packaging.version import Version
@@ -33,16 +34,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
-@pytest.fixture(scope="session")
-def pools() -> Iterator[Pools]:
-    pools = Pools(OURS)
-    yield pools
-    pools.close()
-
-
-@pytest.fixture
-def ranks(pools: Pools) -> Callable[..., list[Any]]:
-    return pools.run
+pools, ranks = pool.fixtures(OURS)
 
 
 @pytest.fixture

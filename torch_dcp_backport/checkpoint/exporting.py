@@ -27,8 +27,7 @@ from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader, wr
 from torch_dcp_backport.dist_checkpointing.inspection import opened_alone
 from torch_dcp_backport.dist_checkpointing.training_state import MODEL
 from torch_dcp_backport.hf.blocks import Window
-from torch_dcp_backport.hf.companions import companions_of, with_dtype
-from torch_dcp_backport.hf.export import Export, Saved, Target, checked, exported, saved_as, write_files
+from torch_dcp_backport.hf.export import Export, Saved, exported, target_of, write_files
 from torch_dcp_backport.hf.moving import Memory, settle
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.transfer import Call, Problem, TensorInfo
@@ -65,21 +64,17 @@ def export_checkpoint(
         raise CheckpointingException(str(error)) from error
 
 
-def _export(call: Call, folder: Path, target: Path, like: Any, how: Optional[Export]) -> Saved:
-    options, extras = Export(), dict[str, bytes]()
-    with call.guard("how"):
-        options = checked(how)
+def _export(call: Call, folder: Path, out: Path, like: Any, how: Optional[Export]) -> Saved:
+    own_files = folder / HUGGING_FACE
+    if like is None and not (own_files / CONFIG).is_file():
+        raise CheckpointingException(f"{CANNOT_EXPORT}: {own_files} has no {CONFIG}: name a model's folder")
+    target = target_of(call, out, own_files if like is None else like, how)
     if (folder / manifest.NAME).exists():
         call.problems += [Problem("not what was saved", str(folder), fault) for fault in faults_of(folder)]
     with call.guard("OUT"):
-        real, within = Path(os.path.realpath(target)), Path(os.path.realpath(folder))
+        real, within = Path(os.path.realpath(out)), Path(os.path.realpath(folder))
         if within in (real, *real.parents):
-            raise ValueError(f"{target} is in the checkpoint, which would no longer be what was saved")
-    own_files = folder / HUGGING_FACE
-    with call.guard("like"):
-        if like is None and not (own_files / CONFIG).is_file():
-            raise FileNotFoundError(f"{own_files} has no {CONFIG}: name a model's folder")
-        extras = companions_of(own_files if like is None else like)
+            raise ValueError(f"{out} is in the checkpoint, which would no longer be what was saved")
     settle(call)
     checkpoint = opened_alone(folder / SHARDED if (folder / SHARDED).is_dir() else folder)
     tied: Mapping[str, str] = {}
@@ -94,9 +89,8 @@ def _export(call: Call, folder: Path, target: Path, like: Any, how: Optional[Exp
     call.problems += problems_of(checkpoint, stored)
     tensors: dict[str, TensorInfo] = {}
     with call.guard():
-        tensors = exported({key: (TensorInfo(one.shape, one.dtype),) for key, one in stored.items()}, options)
-    with call.guard(CONFIG):
-        extras[CONFIG] = with_dtype(extras[CONFIG], (info.dtype for info in tensors.values()))
+        infos = {key: (TensorInfo(one.shape, one.dtype),) for key, one in stored.items()}
+        tensors = exported(infos, target.how)
     settle(call)
     reader = Reader(checkpoint.folder, checkpoint.holds.is_ours)
 
@@ -106,7 +100,7 @@ def _export(call: Call, folder: Path, target: Path, like: Any, how: Optional[Exp
         except (Damaged, OSError) as error:
             raise CheckpointingException(f"{CANNOT_EXPORT}: {checkpoint.folder}: {error}") from error
 
-    return saved_as(tensors, write_files(call, tensors, bring, Target(target, options, extras)))
+    return write_files(call, tensors, bring, target)
 
 
 def faults_of(folder: Path) -> list[str]:

@@ -16,7 +16,14 @@ from torch_dcp_backport.checkpoint import extra
 from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, TIED, WORLD
 from torch_dcp_backport.checkpoint.manager import CONTENTS, BaseCheckpointManager
 from torch_dcp_backport.checkpoint.store import checked_step
-from torch_dcp_backport.checkpoint.together import make_folder, tell_all, write_later
+from torch_dcp_backport.checkpoint.together import (
+    CANNOT_LOAD,
+    CANNOT_SAVE,
+    entries_into,
+    make_folder,
+    tell_all,
+    write_later,
+)
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     ShardedTensor,
@@ -43,8 +50,6 @@ from torch_dcp_backport.hf import Export, save_state_dict
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.hf.state import tied_names, unchecked
 from torch_dcp_backport.state_dict import set_model_state_dict, set_optimizer_state_dict, set_state_dict
-
-CANNOT_SAVE, CANNOT_LOAD = "cannot save the checkpoint", "cannot load the checkpoint"
 
 
 class FSDPCheckpointManager(BaseCheckpointManager):
@@ -81,7 +86,9 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                     state[SCHEDULER] = self.lr_scheduler.state_dict()
             return state
 
-        options = SaveOptions(must_load=not self.trust, process_group=self.process_group)
+        options = SaveOptions(
+            must_load=not self.trust, process_group=self.process_group, written=entries_into(path)
+        )
         if self.is_async:
             write_later(begin_made(make, path, options))
         else:

@@ -154,8 +154,9 @@ class CheckpointHandler:
         self.engine.save_checkpoint(local_path=str(draft), global_step=step, max_ckpt_to_keep=None)
         if self.is_data_source and has_state(self.train_dataloader):
             state = values.dumps(self.train_dataloader.state_dict())
-            if not self.trust:
-                check_loadable("the data loader's state", state)
+            reason = "" if self.trust else values.why_not_loadable(state)
+            if reason:
+                raise CheckpointingException(f"the data loader's state would not load again: {reason}")
             files.publish(draft / f"data_{self.data_rank}.pt", state)
 
     def load_checkpoint(self) -> int:
@@ -284,18 +285,6 @@ def loaded(path: Path, trust: bool) -> Mapping[str, Any]:
     except (OSError, values.Unloadable) as error:
         raise CheckpointingException(f"{path}: {error}") from error
     return state
-
-
-def check_loadable(what: str, data: bytes) -> None:
-    """Refuse at the save what no load would take.
-
-    Raises:
-        CheckpointingException: naming what it has.
-    """
-    try:
-        values.loads(data)
-    except values.Unloadable as error:
-        raise CheckpointingException(f"{what} would not load again: {error}") from error
 
 
 def extract_step(path: Folder) -> int:

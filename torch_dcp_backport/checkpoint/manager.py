@@ -43,7 +43,6 @@ class BaseCheckpointManager:
                 "model", "optimizer", "extra" (scheduler and random states); all three by default. To be saved
                 also "hf_model": weights that `from_pretrained` opens. With `async_save=True` a save copies
                 what this rank writes to the host, and writes it in a thread; see `finish`.
-
             trust: save and load objects of any class in the state of the scheduler and in options of the
                 optimizer, which runs what the file says; else they are refused by the save.
 
@@ -90,16 +89,22 @@ class BaseCheckpointManager:
         Raises:
             CheckpointingException: the same on every rank; older checkpoints are as they were.
         """
-        if hdfs_path is not None:
-            raise CheckpointingException("hdfs_path is not supported yet: copy the folder once it is saved")
         path = Path(local_path)
+
+        def write(draft: Path) -> None:
+            if hdfs_path is not None:
+                raise CheckpointingException(
+                    "hdfs_path is not supported yet: copy the folder once it is saved"
+                )
+            self.write(draft, global_step)
+
         if together.is_in_draft(path):
-            self.write(path, global_step)
+            write(path)
         else:
             self._saves.save(
                 path,
                 global_step,
-                lambda draft: self.write(draft, global_step),
+                write,
                 shelf_of(path),
                 lambda: self.ensure_checkpoint_capacity(path, max_ckpt_to_keep),
             )
@@ -118,18 +123,21 @@ class BaseCheckpointManager:
         """Load what `save_checkpoint` wrote, on any number of ranks. Collective.
 
         Args:
-            local_path: None loads nothing.
+            local_path: the same on every rank; None loads nothing.
             del_local_after_load: not offered: the folder may be the only one that is good.
 
         Raises:
             CheckpointingException: the same on every rank.
         """
-        if hdfs_path is not None or del_local_after_load:
-            raise CheckpointingException("hdfs_path and del_local_after_load are not supported")
         self.finish()
-        if local_path is not None:
-            path = Path(local_path)
-            together.put_back(path, self.process_group)
+        path = None if local_path is None else Path(local_path)
+
+        def check() -> None:
+            if hdfs_path is not None or del_local_after_load:
+                raise CheckpointingException("hdfs_path and del_local_after_load are not supported")
+
+        together.put_back(path, check, self.process_group)
+        if path is not None:
             together.read_folder(path, self.read, is_verified=False, group=self.process_group)
 
     def write(self, folder: Path, step: int) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from torch_dcp_backport.checkpoint import manifest, store
 from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
@@ -29,24 +29,33 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     ranks_of,
     record,
 )
+from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch_dcp_backport.hf.moving import NOTHING, Common, differences
 from torch_dcp_backport.transfer import Call, Problem
 from torch_dcp_backport.transfer.groups import Group
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
-CANNOT_SAVE, CANNOT_LOAD = "cannot save the step", "cannot load the step"
+#: One text at every depth: where a rank fails before the others agree on something, they hear of it there.
+CANNOT_SAVE, CANNOT_LOAD = "cannot save the checkpoint", "cannot load the checkpoint"
 OLDER = "steps saved before are as they were"
-#: Files that a rank writes, by its number: it has their bytes at hand for the checksum.
+#: Files that a rank writes, by its number.
 OF_RANK = re.compile(r"(?:__(?P<shard>\d+)_\d+\.distcp|data_(?P<data>\d+)\.pt)")
 
-#: The folder that `begin_folder` is making in this thread, and what is to be written into it later.
-_writing: ContextVar[Optional[tuple[Path, list[AsyncRequest]]]] = ContextVar("writing", default=None)
+
+class Writing(NamedTuple):
+    """A folder that `begin_folder` is making."""
+
+    draft: Path
+    #: What is still to be written.
+    requests: list[AsyncRequest]
+    #: Files of this rank whose checksums came up while they were written; by their paths.
+    entries: dict[Path, Entry]
 
 
-#: Name -> value, spelled out, of what must be the same on every rank.
-Common = Mapping[str, str]
-NOTHING: Common = {}
+#: In this thread.
+_writing: ContextVar[Optional[Writing]] = ContextVar("writing", default=None)
 
 
 def tell_all(call: Call, make: Callable[[], object], doing: str, common: Common = NOTHING) -> Any:
@@ -58,28 +67,13 @@ def tell_all(call: Call, make: Callable[[], object], doing: str, common: Common 
     """
 
     def decide(said: Mapping[int, Common]) -> Mapping[int, Any]:
-        refuse_different(said)
+        findings = differences(said)
+        if findings:
+            raise Refusal(findings)
         answer = make()
         return dict.fromkeys(said, answer)
 
     return consult(call, common, decide, Topic(doing))
-
-
-def refuse_different(said: Mapping[int, Common]) -> None:
-    """Compare what must be the same on every rank.
-
-    Raises:
-        Refusal: it is not.
-    """
-    first = next(iter(said))
-    findings = [
-        (rank, Problem("not the same on every rank", name, own[name], f"{value} as on rank {first}"))
-        for rank, own in said.items()
-        for name, value in said[first].items()
-        if own[name] != value
-    ]
-    if findings:
-        raise Refusal(findings)
 
 
 @dataclass(frozen=True)
@@ -88,11 +82,14 @@ class Begun:
 
     final: Path
     step: int
-    draft: Path
     #: On the first rank: `identity_of(final)` when the draft was made.
     before: Optional[int]
-    #: What is still to be written; empty on every rank, or on none.
-    requests: Sequence[AsyncRequest]
+    #: The requests are empty on every rank, or on none.
+    writing: Writing
+
+    @property
+    def requests(self) -> Sequence[AsyncRequest]:
+        return self.writing.requests
 
 
 def begin_folder(final: Path, step: int, write: Callable[[Path], None], group: Group = None) -> Begun:
@@ -118,16 +115,16 @@ def begin_folder(final: Path, step: int, write: Callable[[Path], None], group: G
 
         common = {"folder": str(final), "step": str(step)}
         draft = Path(tell_all(call, start, "making a folder", common))
-        requests: list[AsyncRequest] = []
-        token = _writing.set((draft, requests))
+        writing = Writing(draft, [], {})
+        token = _writing.set(writing)
         try:
             with discarding(call, draft):
                 attempt(call, write, draft)
-                common = {"saves in the background": str(len(requests))}
+                common = {"saves in the background": str(len(writing.requests))}
                 tell_all(call, lambda: None, "writing", common)
         finally:
             _writing.reset(token)
-    return Begun(final, store.checked_step(step), draft, before, requests)
+    return Begun(final, store.checked_step(step), before, writing)
 
 
 def finish_folder(
@@ -142,7 +139,7 @@ def finish_folder(
     Raises:
         CheckpointingException: the same on every rank; what was there before is as it was.
     """
-    draft, final = begun.draft, begun.final
+    draft, final = begun.writing.draft, begun.final
     with begin(CANNOT_SAVE, "save", group) as call, discarding(call, draft):
         attempt(call, lambda _: complete(begun), draft)
 
@@ -160,7 +157,7 @@ def finish_folder(
 
         entries: Mapping[str, Entry] = {}
         with guard(call):
-            entries = {} if call.problems else entries_of(draft, call.rank)
+            entries = {} if call.problems else entries_of(begun.writing, call.rank)
         unheard = f"list the steps to see whether {final.name} is one"
         result: Manifest = consult(call, entries, publish, Topic("publishing", OLDER, unheard))
         return result
@@ -190,8 +187,8 @@ def make_folder(path: Path) -> None:
         FileNotFoundError: the draft is no longer there: another rank gave up.
     """
     writing = _writing.get()
-    if writing is not None and not writing[0].is_dir():
-        raise FileNotFoundError(f"{writing[0]} is gone: the save was given up by another rank")
+    if writing is not None and not writing.draft.is_dir():
+        raise FileNotFoundError(f"{writing.draft} is gone: the save was given up by another rank")
     path.mkdir(parents=True, exist_ok=True)
 
 
@@ -199,13 +196,25 @@ def write_later(request: AsyncRequest) -> None:
     """Leave a part of the folder that `begin_folder` makes here to be written in the background."""
     writing = _writing.get()
     assert writing is not None, "a folder is being written"
-    writing[1].append(request)
+    writing.requests.append(request)
+
+
+def entries_into(folder: Path) -> Callable[[Output], None]:
+    """What takes down the checksums of records that are written into a folder of the draft made here."""
+    writing = _writing.get()
+    assert writing is not None, "a folder is being written"
+    entries = writing.entries
+
+    def note(output: Output) -> None:
+        entries[folder / output.file] = Entry(output.nbytes, output.crc)
+
+    return note
 
 
 def is_in_draft(path: Path) -> bool:
     """Whether `begin_folder` is making this folder: what is written into its draft is published with it."""
     writing = _writing.get()
-    return writing is not None and (writing[0] == path or writing[0] in path.parents)
+    return writing is not None and (writing.draft == path or writing.draft in path.parents)
 
 
 def attempt(call: Call, work: Callable[[Path], None], folder: Path) -> None:
@@ -222,13 +231,14 @@ def attempt(call: Call, work: Callable[[Path], None], folder: Path) -> None:
         record(call, problem_from(error), error)
 
 
-def entries_of(draft: Path, rank: int) -> dict[str, Entry]:
+def entries_of(writing: Writing, rank: int) -> dict[str, Entry]:
     """Sizes and checksums of the files that a rank wrote, of those that have its number."""
     own = {}
-    for name in manifest.paths_in(draft):
-        match = OF_RANK.fullmatch(name.rpartition("/")[2])
+    for name in manifest.paths_in(writing.draft):
+        path = writing.draft / name
+        match = OF_RANK.fullmatch(path.name)
         if match is not None and int(match["shard"] or match["data"]) == rank:
-            own[name] = manifest.entry_of(draft / name)
+            own[name] = writing.entries.get(path) or manifest.entry_of(path)
     return own
 
 
@@ -241,11 +251,25 @@ def all_entries(draft: Path, known: Iterable[Mapping[str, Entry]]) -> dict[str, 
     return listed
 
 
-def put_back(folder: Path, group: Group = None) -> None:
-    """Have a folder that lost its name to a writer that is gone where it was. Collective."""
+def put_back(folder: Optional[Path], check: Callable[[], None], group: Group = None) -> None:
+    """Have a folder that lost its name to a writer that is gone where it was. Collective.
+
+    Args:
+        folder: None is none.
+        check: called on every rank; what it raises is raised on all.
+
+    Raises:
+        CheckpointingException: the same on every rank.
+    """
+
+    def look() -> None:
+        if folder is not None:
+            store.clean(folder.parent, re.compile(re.escape(folder.name)))
+
     with begin(CANNOT_LOAD, "load", group) as call:
-        names = re.compile(re.escape(folder.name))
-        tell_all(call, lambda: store.clean(folder.parent, names), "looking", {"folder": str(folder)})
+        with guard(call):
+            check()
+        tell_all(call, look, "looking", {"folder": str(folder)})
 
 
 def read_folder(

@@ -18,6 +18,7 @@ from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
 from torch_dcp_backport.dist_checkpointing.engine.save import Saving
 from torch_dcp_backport.dist_checkpointing.engine.save import save as save_together
+from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.dist_checkpointing.loading import Loading, boxed
 from torch_dcp_backport.dist_checkpointing.mapping import (
     CommonStateDict,
@@ -98,6 +99,8 @@ class SaveOptions(NamedTuple):
     #: Whether a common state that a load without `trust` refuses is refused.
     must_load: bool = False
     process_group: Group = None
+    #: Called with what this rank wrote, by the thread that did.
+    written: Callable[[Output], None] = lambda output: None
 
 
 def save_made(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions) -> None:
@@ -143,6 +146,7 @@ def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
         options.is_checked,
         options.is_balanced,
         options.must_load,
+        options.written,
     )
 
 

@@ -35,6 +35,7 @@ def companions_of(like: Any) -> dict[str, bytes]:
     Raises:
         OSError: the folder is not there, or has no config.json.
         TypeError: neither a folder nor a configuration.
+        ValueError: config.json is not JSON.
     """
     if not isinstance(like, (str, Path)):
         return {CONFIG: json.dumps(as_config(like), indent=2, sort_keys=True, default=str).encode()}
@@ -45,6 +46,7 @@ def companions_of(like: Any) -> dict[str, bytes]:
     }
     if CONFIG not in files:
         raise FileNotFoundError(f"{like} has no {CONFIG}")
+    as_config(json.loads(files[CONFIG]))
     return files
 
 

@@ -11,14 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
 from torch_dcp_backport.hf.blocks import Share, Window, windows, within
+from torch_dcp_backport.hf.companions import companions_of, with_dtype
 from torch_dcp_backport.hf.files import Draft, discarding
 from torch_dcp_backport.hf.format import is_plain, nbytes_of
 from torch_dcp_backport.hf.moving import Memory, bring_window, first_rank, settle
+from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.transfer import Box, Call, TensorInfo
 from torch_dcp_backport.transfer.chunks import Piece
 from torch_dcp_backport.transfer.layout import whole
@@ -54,8 +56,17 @@ class Saved:
     removed: tuple[str, ...] = ()
 
 
-def saved_as(tensors: Mapping[str, TensorInfo], removed: Sequence[str]) -> Saved:
-    return Saved(tuple(tensors), sum(map(nbytes_of, tensors.values())), tuple(removed))
+#: Fills the memory of a window's boxes on the first rank; called on every rank.
+Bring = Callable[[Window, Memory], None]
+
+
+class Target(NamedTuple):
+    """Where an export goes, and how."""
+
+    folder: Path
+    how: Export
+    #: Small files that go with it (config.json, a tokenizer's); the first rank's count.
+    companions: Mapping[str, bytes]
 
 
 class Buffer:
@@ -90,40 +101,23 @@ def offset_of(piece: Piece, info: TensorInfo) -> int:
 
 
 @torch.no_grad()
-def export(
-    call: Call, agreement: Agreement, share: Share, folder: Path, how: Export, extras: Mapping[str, bytes]
-) -> list[str]:
+def export(call: Call, agreement: Agreement, share: Share, target: Target) -> Saved:
     """Write what the ranks hold into a folder, from the first rank; as `write_files`."""
 
     def bring(window: Window, write: Memory) -> None:
         bring_window(call, agreement, share, window, write)
 
-    removed = write_files(call, share.tensors, bring, Target(folder, how, extras))
+    saved = write_files(call, share.tensors, bring, target)
     call.tally.tensors = len(share.parts)
     call.tally.close()
-    return removed
+    return saved
 
 
-#: Fills the memory of a window's boxes on the first rank; called on every rank.
-Bring = Callable[[Window, Memory], None]
-
-
-class Target(NamedTuple):
-    """Where an export goes, and how."""
-
-    folder: Path
-    how: Export
-    #: Small files that go with it (config.json, a tokenizer's); the first rank's count.
-    extras: Mapping[str, bytes]
-
-
-def write_files(call: Call, tensors: Mapping[str, TensorInfo], bring: Bring, target: Target) -> list[str]:
+def write_files(call: Call, tensors: Mapping[str, TensorInfo], bring: Bring, target: Target) -> Saved:
     """Write tensors into a folder, from the first rank.
 
-    Disk and network work at the same time: while one buffer is written the next one is filled.
-
-    Returns:
-        On the first rank the older weight files that were removed.
+    Disk and network work at the same time: while one buffer is written the next one is filled. config.json
+    gets the dtype of what is written.
 
     Raises:
         RuntimeError: the folder holds a model, there is no room, a write failed, ...; on every rank. The
@@ -132,14 +126,15 @@ def write_files(call: Call, tensors: Mapping[str, TensorInfo], bring: Bring, tar
             failed after that of the weights: it says so.
     """
     draft: Optional[Draft] = None
-    folder, how, extras = target
-    is_first = call.rank == first_rank(call)
-    if is_first and not call.problems:
-        with call.guard(str(folder)):
-            draft = Draft(folder, how.overwrite)
-            draft.reserve(tensors, how.file_bytes)
-            for name, content in extras.items():
-                draft.add(name, content)
+    folder, how, companions = target
+    if call.rank == first_rank(call) and not call.problems:
+        with call.guard(CONFIG):
+            config = with_dtype(companions[CONFIG], (info.dtype for info in tensors.values()))
+            with call.guard(str(folder)):
+                draft = Draft(folder, how.overwrite)
+                draft.reserve(tensors, how.file_bytes)
+                for name, content in {**companions, CONFIG: config}.items():
+                    draft.add(name, content)
     removed: list[str] = []
     with discarding(draft):
         settle(call)
@@ -157,7 +152,7 @@ def write_files(call: Call, tensors: Mapping[str, TensorInfo], bring: Bring, tar
             with call.guard(str(folder)):
                 removed = draft.finish()
         settle(call, HALF)
-    return removed
+    return Saved(tuple(tensors), sum(map(nbytes_of, tensors.values())), tuple(removed))
 
 
 def _stream(
@@ -222,6 +217,19 @@ def collect(call: Call, agreement: Agreement, share: Share) -> dict[str, torch.T
     call.tally.tensors = len(share.parts)
     call.tally.close()
     return tensors
+
+
+def target_of(call: Call, folder: Union[str, Path], like: Any, how: Optional[Export]) -> Target:
+    """What a save is asked for; small files on the first rank alone. Faults are problems of the call."""
+    path, options, companions = Path(), Export(), dict[str, bytes]()
+    with call.guard("folder"):
+        path = Path(folder)
+    with call.guard("how"):
+        options = checked(how)
+    if call.rank == first_rank(call):
+        with call.guard(f"like={like}" if isinstance(like, (str, Path)) else "like"):
+            companions = companions_of(like)
+    return Target(path, options, companions)
 
 
 def checked(how: Optional[Export]) -> Export:

@@ -5,7 +5,7 @@ Knows shares and the call; must never allocate a whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -51,21 +51,22 @@ def agree(
     terms = Terms(device=device, condition=f"{condition} {common}", note=(common, note))
     agreement = call.agree({}, terms)
     # Every rank finds the same in the same tables.
-    raise_together(call.title, _different(agreement.tables))
+    said = {rank: table.note[0] for table in agreement.tables for rank in table.ranks}
+    raise_together(call.title, differences(said))
     tables = [table._replace(note=table.note[1]) for table in agreement.tables]
     return agreement._replace(tables=tables)
 
 
-def _different(tables: Sequence[Table]) -> list[Finding]:
+def differences(said: Mapping[int, Common]) -> list[Finding]:
     """A finding of each rank for each value that is not the first rank's."""
-    (first, *_), expected = tables[0].ranks, tables[0].note[0]
+    first, expected = next(iter(said.items()))
     findings = []
-    for table in tables[1:]:
-        own = table.note[0]
+    for rank, own in said.items():
         for name in {**expected, **own}:
             got, value = own.get(name, "nothing"), expected.get(name, "nothing")
-            problem = Problem("not the same on every rank", name, got, f"{value} as on rank {first}")
-            findings += [(rank, problem) for rank in table.ranks if got != value]
+            if got != value:
+                problem = Problem("not the same on every rank", name, got, f"{value} as on rank {first}")
+                findings.append((rank, problem))
     return findings
 
 

@@ -13,14 +13,13 @@ import torch
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.hf.blocks import Part, Share, gaps, spread_of
-from torch_dcp_backport.hf.companions import companions_of, with_dtype
 from torch_dcp_backport.hf.comparing import equal_in
-from torch_dcp_backport.hf.export import Export, Saved, checked, export, exported, saved_as
+from torch_dcp_backport.hf.export import Export, Saved, export, exported, target_of
 from torch_dcp_backport.hf.filling import fill_from_first, fill_here
 from torch_dcp_backport.hf.format import CODES, is_plain
 from torch_dcp_backport.hf.moving import agree, first_rank, groups_of, publish, settle
 from torch_dcp_backport.hf.sight import look
-from torch_dcp_backport.hf.source import CONFIG, Source, source_of
+from torch_dcp_backport.hf.source import Source, source_of
 from torch_dcp_backport.transfer import Call, Layout, Problem, TensorInfo, layout_of
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.memory import has_slices, is_freed, why_not_writable
@@ -82,28 +81,17 @@ def save_state_dict(
         TransferError: a rank is gone, or the group's timeout is over. The folder is as it was.
     """
     with Call(SAVE, "collect", groups_of(process_group)) as call:
-        companions: dict[str, bytes] = {}
-        target, options = Path(), Export()
-        with call.guard("folder"):
-            target = Path(folder)
-        with call.guard("how"):
-            options = checked(how)
+        target = target_of(call, folder, like, how)
         held = held_of(call, state_dict)
-        if call.rank == first_rank(call):
-            with call.guard(f"like={like}" if isinstance(like, (str, Path)) else "like"):
-                companions = companions_of(like)
         tied = agree_on_ties(call, held)
-        agreement = agree_on_state(call, held, {"how": repr(options), "folder": str(target)})
+        agreement = agree_on_state(call, held, {"how": repr(target.how), "folder": str(target.folder)})
         tensors: dict[str, TensorInfo] = {}
         with call.guard():
             written = {key: (one.info,) for key, one in held.items() if key not in tied}
-            tensors = exported(written, options)
+            tensors = exported(written, target.how)
         share = share_of(call, held, tensors)
-        if companions:
-            with call.guard(CONFIG):
-                companions[CONFIG] = with_dtype(companions[CONFIG], (info.dtype for info in tensors.values()))
         settle(call)
-        return saved_as(tensors, export(call, agreement, share, target, options, companions))
+        return export(call, agreement, share, target)
 
 
 def load_state_dict(

@@ -14,9 +14,9 @@ from typing import Any, Optional, Union
 import torch
 
 from torch_dcp_backport.hf import Export, Source, collect, export, fill_from_first, fill_here, look
-from torch_dcp_backport.hf.companions import as_config, companions_of, with_dtype
-from torch_dcp_backport.hf.export import Saved, checked, saved_as
-from torch_dcp_backport.hf.moving import first_rank, groups_of, publish
+from torch_dcp_backport.hf.companions import as_config
+from torch_dcp_backport.hf.export import Saved, checked, target_of
+from torch_dcp_backport.hf.moving import groups_of, publish
 from torch_dcp_backport.hf.source import CONFIG, source_of
 from torch_dcp_backport.megatron.agreed import Agreed, Given, agree_on_load, agree_on_save
 from torch_dcp_backport.megatron.model import Layers, Models, Parallel
@@ -144,24 +144,13 @@ def save_hf(
         TransferError: a rank is gone, or the group's timeout is over. The folder is as it was.
     """
     with Call(SAVE, "collect", groups_of()) as call:
-        companions: dict[str, bytes] = {}
+        target = target_of(call, folder, like, how)
         config: dict[str, Any] = {}
-        target, options = Path(), Export()
-        with call.guard("folder"):
-            target = Path(folder)
-        with call.guard("how"):
-            options = checked(how)
-        if call.rank == first_rank(call):
-            with call.guard(f"like={like}" if isinstance(like, (str, Path)) else "like"):
-                companions = companions_of(like)
-                config = as_config(json.loads(companions[CONFIG]))
+        if target.companions:
+            config = json.loads(target.companions[CONFIG])
         config = publish(call, {CONFIG: config})[CONFIG]
-        agreed = agree_on_save(call, Given(models, parallel, layers), config, options)
-        tensors = agreed.share.tensors
-        if companions:
-            with call.guard(CONFIG):
-                companions[CONFIG] = with_dtype(companions[CONFIG], (info.dtype for info in tensors.values()))
-        return saved_as(tensors, export(call, agreed.agreement, agreed.share, target, options, companions))
+        agreed = agree_on_save(call, Given(models, parallel, layers), config, target.how)
+        return export(call, agreed.agreement, agreed.share, target)
 
 
 def gather_hf(

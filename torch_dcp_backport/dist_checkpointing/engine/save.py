@@ -61,6 +61,8 @@ class Saving(NamedTuple):
     is_balanced: bool = True
     #: Whether a common state that a load without `trust` refuses is refused here.
     must_load: bool = False
+    #: Called with what this rank wrote, by the thread that did.
+    written: Callable[[Output], None] = lambda output: None
 
 
 def problems_of(saving: Saving) -> list[Problem]:
@@ -89,6 +91,7 @@ class Planned(NamedTuple):
     tables: Mapping[int, Table]
     shares: Mapping[int, Share]
     path: Path
+    written: Callable[[Output], None]
 
     def nothing(self) -> Output:
         """What a rank that wrote nothing says of it."""
@@ -102,7 +105,9 @@ class Planned(NamedTuple):
     def write(self, moved: Callable[[int], None]) -> Output:
         """Write this rank's share; no other rank takes part."""
         with torch.no_grad():
-            return writer.write(self.path, self.works, self.objects, moved)
+            output = writer.write(self.path, self.works, self.objects, moved)
+        self.written(output)
+        return output
 
     def discard(self) -> None:
         """Remove what `write` left, where it will never be a part of a checkpoint."""
@@ -175,7 +180,7 @@ def plan_together(call: Call, saving: Saving) -> Planned:
     with guard(call, path.name):
         works = [work_of(saving, item) for item in share.tensors]
     written = [objects[number] for number in share.objects]
-    return Planned(saving.folder, share, works, written, common, **decided, path=path)
+    return Planned(saving.folder, share, works, written, common, **decided, path=path, written=saving.written)
 
 
 def commit_together(call: Call, planned: Planned, output: Output) -> Output:
@@ -206,12 +211,11 @@ def check_trust(common: bytes, must_load: bool) -> None:
     Raises:
         CheckpointingException: it has to load.
     """
-    try:
-        values.loads(common)
-    except values.Unloadable as error:
-        if must_load:
-            raise CheckpointingException(f"would not load again: {error}") from error
-        logger.warning("the common state will not load as it is: %s", error)
+    reason = values.why_not_loadable(common)
+    if reason and must_load:
+        raise CheckpointingException(f"would not load again: {reason}")
+    if reason:
+        logger.warning("the common state will not load as it is: %s", reason)
 
 
 def work_of(saving: Saving, item: Item) -> Work:

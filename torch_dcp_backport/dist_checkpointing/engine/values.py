@@ -101,6 +101,15 @@ def is_torchscript(data: bytes) -> bool:
     return "constants.pkl" in reader.get_all_records()
 
 
+def why_not_loadable(data: bytes) -> str:
+    """Why a load without `trust` would refuse what a save is about to write; "" where it would not."""
+    try:
+        loads(data)
+    except Unloadable as error:
+        return str(error)
+    return ""
+
+
 def loads(data: bytes, trust: bool = False) -> Any:
     """The value in `data`; tensors on the CPU.
 

@@ -16,6 +16,7 @@ import torch
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.dist_checkpointing.engine.crc import combined
 from torch_dcp_backport.dist_checkpointing.engine.records import Form, RunningSum, form_of
 from torch_dcp_backport.dist_checkpointing.engine.runs import pieces
 from torch_dcp_backport.transfer import Box
@@ -60,15 +61,17 @@ class Output(NamedTuple):
     nbytes: int
     tensors: list[Written]
     objects: list[Written]
+    #: The CRC32 of the file.
+    crc: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = [[array("Q", column) for column in zip(*part)] for part in (self.tensors, self.objects)]
-        return _output_of, (self.file, self.nbytes, *columns)
+        return _output_of, (self.file, self.nbytes, self.crc, *columns)
 
 
-def _output_of(file: str, nbytes: int, *columns: Any) -> Output:
+def _output_of(file: str, nbytes: int, crc: int, *columns: Any) -> Output:
     tensors, objects = ([Written(*row) for row in zip(*part)] for part in columns)
-    return Output(file, nbytes, tensors, objects)
+    return Output(file, nbytes, tensors, objects, crc)
 
 
 def write(
@@ -106,7 +109,7 @@ def write(
         os.fsync(fd)
     finally:
         os.close(fd)
-    return output
+    return output._replace(crc=sink.crc)
 
 
 class Sink:
@@ -114,6 +117,8 @@ class Sink:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        #: Of everything before `end`.
+        self.crc = 0
         self._waiting = bytearray()
         self._flushed = 0
 
@@ -122,11 +127,13 @@ class Sink:
         return self._flushed + len(self._waiting)
 
     def put(self, data: bytes) -> None:
+        self.crc = zlib.crc32(data, self.crc)
         self._waiting += data
         if len(self._waiting) > LITTLE:
             self.flush()
 
     def put_large(self, data: memoryview) -> None:
+        """As `put`, at once; its checksum is counted by `fill`."""
         self.flush()
         files.write_all(self.fd, data, self._flushed)
         self._flushed += data.nbytes
@@ -137,8 +144,10 @@ class Sink:
         self._flushed += nbytes
         return self._flushed - nbytes
 
-    def fill(self, data: bytes, at: int) -> None:
+    def fill(self, data: bytes, at: int, behind: int) -> None:
+        """Fill the room, with `behind` as the checksum of what was put behind it."""
         files.write_all(self.fd, data, at)
+        self.crc = combined(zlib.crc32(data, self.crc), behind, self.end - at - len(data))
 
     def flush(self) -> None:
         files.write_all(self.fd, self._waiting, self._flushed)
@@ -162,7 +171,7 @@ def write_tensor(
             total.add(part)
             sink.put_large(part)
             moved(part.nbytes)
-        sink.fill(form.head(total.crc), at)
+        sink.fill(form.head(total.crc), at, total.crc)
         sink.put(form.tail(total.crc, total.table))
     return Written(at, form.length, total.crc)
 
@@ -208,5 +217,6 @@ def shifted(box: Box, by: Box) -> Box:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    # A dimension of one element may have any stride.
+    array: Any = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(array)

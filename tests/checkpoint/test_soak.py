@@ -1,0 +1,147 @@
+"""Trainings killed at random moments: what a save acknowledged is never lost, and what is resumed is right.
+
+SOAK_KILLS=1000 python3 tools/lanes.py test 2.6 -- tests/checkpoint/test_soak.py -s --timeout 3600
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import io
+import os
+import pickle
+import random
+import select
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from trainer import Trainer
+
+from torch_dcp_backport.checkpoint import store
+
+KILLS = int(os.environ.get("SOAK_KILLS", "8"))
+STARTED = 60.0  # seconds until a training must have resumed
+
+
+def train(trainer: Trainer, step: int) -> None:
+    """Bring it from the step before to this one, as any training on any ranks would."""
+    trainer.train(seed=step, gradient=step % 5 + 1)
+
+
+def digest(trainer: Trainer) -> str:
+    """Of all that has to come back; draws random numbers, which every step seeds anew."""
+    state = trainer.state()
+    tensors = b"".join(tensor.numpy().tobytes() for tensor in state["parameters"] + state["moments"])
+    others = repr((state["rate"], state["position"], state["draws"])).encode()
+    return hashlib.sha256(tensors + others).hexdigest()
+
+
+def digests() -> Iterator[str]:
+    """What an undisturbed training has at step 1, 2, ..."""
+    trainer = Trainer(Path("unused"))
+    step = 0
+    while True:
+        step += 1
+        train(trainer, step)
+        yield digest(trainer)
+
+
+def go_on(root: Path, rank: int, world: int, is_async: bool, rendezvous: Path, pipe: int) -> None:
+    """Resume, and train until the process is killed; tells what was resumed, and each step that is safe."""
+
+    def tell(*said: Any) -> None:
+        if rank == 0:
+            os.write(pipe, pickle.dumps(said))
+
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=STARTED),
+        )
+    trainer = Trainer(root, config={"async_save": is_async}, max_ckpt_to_keep=2)
+    step = trainer.handler.load_checkpoint()
+    tell("resumed", step, digest(trainer) if step else "")
+    while True:
+        train(trainer, step + 1)
+        trainer.handler.save_checkpoint(step + 1)
+        step += 1
+        # In the background it is published by the next save.
+        safe = step - 1 if is_async else step
+        tell("saved", safe, "")
+
+
+def heard(pipe: int, seconds: float) -> list[tuple[str, int, str]]:
+    """What came through a pipe until it was quiet for a while."""
+    said = b""
+    while select.select([pipe], [], [], seconds)[0]:
+        data = os.read(pipe, 2**16)
+        if not data:
+            break
+        said, seconds = said + data, 0.0
+    messages, file = [], io.BytesIO(said)
+    with contextlib.suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            messages.append(pickle.load(file))
+    return messages
+
+
+def killed(root: Path, world: int, is_async: bool, moment: float, rendezvous: Path) -> list[Any]:
+    """Train in processes that are killed so many seconds after they resumed; what they told until then."""
+    reads, writes = os.pipe()
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if not child:
+            try:
+                os.close(reads)
+                go_on(root, rank, world, is_async, rendezvous, writes)
+            finally:
+                os._exit(1)
+        children.append(child)
+    os.close(writes)
+    messages = heard(reads, STARTED)
+    time.sleep(moment)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+    ends = [os.waitpid(child, 0)[1] for child in children]
+    messages += heard(reads, 1.0)
+    os.close(reads)
+    assert all(os.WIFSIGNALED(end) for end in ends), "it ended by itself; see above"
+    return messages
+
+
+@pytest.mark.timeout(60 + 5 * KILLS)
+def test_random_kills(tmp_path: Path) -> None:
+    root, chance = tmp_path / "root", random.Random(KILLS)
+    reference, expected = digests(), [""]
+    acknowledged = resumed = saves = in_a_save = 0
+    for number in range(KILLS + 1):
+        world, is_async = chance.choice([1, 2]), chance.random() < 0.5
+        moment = chance.uniform(0, 0.25)
+        (kind, resumed, found), *later = killed(root, world, is_async, moment, tmp_path / f"store-{number}")
+        assert kind == "resumed"
+        while len(expected) <= resumed:
+            expected.append(next(reference))
+        assert resumed >= acknowledged, f"step {acknowledged} was saved, and {resumed} resumed"
+        assert found == expected[resumed], f"step {resumed} has other values than were saved"
+        saves += sum(step > acknowledged for _, step, _ in later)
+        acknowledged = max([resumed, *(step for _, step, _ in later)])
+        in_a_save += any(root.glob(".*.tmp-*"))
+        faults = [step.fault for step in store.steps_in(root) if step.fault]
+        assert not faults, "a step has its name before it is whole"
+    assert saves > KILLS / 4
+    left = Trainer(root)
+    assert left.handler.load_checkpoint() >= acknowledged
+    assert not list(root.glob(".*"))
+    print(f"\n{KILLS} kills, {in_a_save} while a step was written; {saves} acknowledged saves, none lost")
