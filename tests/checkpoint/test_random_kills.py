@@ -1,6 +1,6 @@
 """Trainings killed at random moments: what a save acknowledged is never lost, and what is resumed is right.
 
-SOAK_KILLS=1000 python3 tools/lanes.py test 2.6 -- tests/checkpoint/test_soak.py -s --timeout 3600
+SOAK_KILLS=1000 python3 tools/lanes.py test 2.6 -- tests/checkpoint/test_random_kills.py -s --timeout 3600
 """
 
 from __future__ import annotations
