@@ -28,9 +28,10 @@ from torch_dcp_backport.dist_checkpointing.inspection import opened_alone
 from torch_dcp_backport.dist_checkpointing.training_state import MODEL
 from torch_dcp_backport.hf.blocks import Window
 from torch_dcp_backport.hf.export import Export, Saved, exported, target_of, write_files
-from torch_dcp_backport.hf.moving import Memory, settle
+from torch_dcp_backport.hf.moving import settle
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.transfer import Call, Problem, TensorInfo
+from torch_dcp_backport.transfer.memories import Memory
 
 CANNOT_EXPORT = "cannot export the checkpoint"
 PREFIX = f"{MODEL}."

@@ -5,7 +5,7 @@ Between the state dict and the engine: knows parts and keys, and leaves bytes to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch_dcp_backport.dist_checkpointing.engine.load import Opened, Wanted
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     Refusal,
     Topic,
+    begin,
     consult,
     guard,
     ranks_of,
@@ -24,6 +25,7 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
 )
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Place
 from torch_dcp_backport.dist_checkpointing.engine.reader import Reader, wrong_files
+from torch_dcp_backport.dist_checkpointing.engine.sharing import read_shared
 from torch_dcp_backport.dist_checkpointing.engine.table import Table, cells_of, findings_of, keys_of
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedTensor, StateDict
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import NOTHING, Split, assembled, merged
@@ -36,6 +38,7 @@ from torch_dcp_backport.dist_checkpointing.validation import (
 )
 from torch_dcp_backport.transfer import Call, Problem
 from torch_dcp_backport.transfer.errors import DOUBTFUL
+from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.memory import has_slices, layout_text, why_not_writable
 
 
@@ -43,7 +46,13 @@ class Loading:
     """One load of this rank: what it wants of a checkpoint, and what it got."""
 
     def __init__(
-        self, call: Call, checkpoint: Opened, parts: Split, mode: StrictHandling, trust: bool
+        self,
+        call: Call,
+        checkpoint: Opened,
+        parts: Split,
+        mode: StrictHandling,
+        trust: bool,
+        shared_in: Sequence[Group] = (),
     ) -> None:
         self.call = call
         self.checkpoint = checkpoint
@@ -51,6 +60,8 @@ class Loading:
         self.parts = parts
         self.mode = mode
         self.trust = trust
+        #: The process group whose ranks read together; none where each reads for itself.
+        self.shared_in = shared_in
         self.reader = Reader(checkpoint.folder, self.index.is_ours, call.tally.meter.add)
         self.tensors = [part for part in parts.tensors if part.key in self.index.tensors]
         #: What each is loaded into; None where it is still to be made.
@@ -144,7 +155,7 @@ class Loading:
         )
         with call.tally.phase("reading"), guard(call), torch.no_grad():
             try:
-                self.reader.read(engine.reads_of(self.index, wanted))
+                self.read_tensors(wanted)
                 for entry in self.parts.objects:
                     key = self.objects.get(entry.unique_key)
                     if key is not None:
@@ -158,6 +169,13 @@ class Loading:
                 result = self.result()
         consult(call, None, lambda _: {}, Topic("settling", DOUBTFUL))
         return result
+
+    def read_tensors(self, wanted: Sequence[Wanted]) -> None:
+        for group in self.shared_in:
+            with begin(self.call.title, self.call.tally.operation, group) as call:
+                read_shared(call, self.reader, self.index, wanted)
+            return
+        self.reader.read(engine.reads_of(self.index, wanted))
 
     def result(self) -> StateDict:
         """The common state, what was loaded, and what is not saved, as one state dict."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
 from torch_dcp_backport.dist_checkpointing import report
-from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
+from torch_dcp_backport.dist_checkpointing.core import SHARDED_BACKEND, CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.engine import commit
 from torch_dcp_backport.dist_checkpointing.engine import load as engine
 from torch_dcp_backport.dist_checkpointing.engine.background import begin_save
@@ -30,6 +30,11 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
 )
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, split
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch_dcp_backport.dist_checkpointing.strategies.base import (
+    ShardedStrategy,
+    refuse_strategies,
+    sharing_groups,
+)
 from torch_dcp_backport.dist_checkpointing.validation import StrictHandling, parse_strict_flag, table_of
 from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.groups import Group
@@ -60,7 +65,7 @@ def save(
         sharded_state_dict: nested dicts and lists of ShardedTensors, ShardedObjects and factories; of other
             values (the common state) those of the first rank are saved.
         checkpoint_dir: a folder that every rank sees; it has to be there.
-        sharded_strategy, common_strategy: there is one format; only None, or its name, is taken.
+        sharded_strategy, common_strategy: there is one format; None, its name, or a strategy for it.
         validate_access_integrity: check that every element has one main replica among the ranks.
         async_sharded_save: only plan, and copy what this rank writes to the host; return a request for an
             `AsyncCallsQueue`, which writes in a thread and makes the checkpoint later. What happens to the
@@ -150,18 +155,6 @@ def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
     )
 
 
-def refuse_strategies(*strategies: Any) -> None:
-    """There is one format, which Megatron names so.
-
-    Raises:
-        CheckpointingException: a strategy for another one.
-    """
-    for strategy in strategies:
-        name = strategy[0] if isinstance(strategy, tuple) else getattr(strategy, "backend", strategy)
-        if name not in (None, "torch_dist", "torch"):
-            raise CheckpointingException(f"no such format: {name!r} (there is torch_dist alone)")
-
-
 def load(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: Folder,
@@ -180,7 +173,10 @@ def load(
             that has every value of the saved one, and None becomes a tensor on the CPU. Other values do not
             count.
         checkpoint_dir: a checkpoint of `save`, of Megatron ("torch_dist"), or of torch's own `dcp.save`.
-        sharded_strategy, common_strategy: there is one format; only None, or its name, is taken.
+        sharded_strategy: None, the name of the one format, or a strategy for it. With one from
+            `strategies.fully_parallel` the ranks of its group read together: what several of them want is
+            read by one, and sent to the others.
+        common_strategy: as far as it names the one format.
         validate_access_integrity: check that the ranks together load every element of every tensor.
         strict: what to do about missing and unexpected keys.
         trust: make objects of any class, which runs what the file says.
@@ -198,9 +194,10 @@ def load(
         refuse_strategies(sharded_strategy, common_strategy)
         return sharded_state_dict
 
-    return load_made(
-        make, checkpoint_dir, LoadOptions(validate_access_integrity, strict, trust, process_group)
+    options = LoadOptions(
+        validate_access_integrity, strict, trust, process_group, sharing_groups(sharded_strategy)
     )
+    return load_made(make, checkpoint_dir, options)
 
 
 class LoadOptions(NamedTuple):
@@ -210,6 +207,8 @@ class LoadOptions(NamedTuple):
     strict: Union[str, StrictHandling] = StrictHandling.ASSUME_OK_UNEXPECTED
     trust: bool = False
     process_group: Group = None
+    #: The process group whose ranks read together; none where each reads for itself.
+    shared_in: tuple[Group, ...] = ()
 
 
 def load_made(
@@ -223,7 +222,7 @@ def load_made(
         checkpoint = engine.open_together(call, folder)
         with guard(call):
             parts = split(make(checkpoint))
-        loading = Loading(call, checkpoint, parts, mode, options.trust)
+        loading = Loading(call, checkpoint, parts, mode, options.trust, options.shared_in)
         missing = loading.agree(options.is_checked)
         result = loading.read()
         places = [place for _, place in loading.places()]
@@ -314,6 +313,25 @@ def load_content_metadata(
         preloaded_state_dict = load_common_state_dict(checkpoint_dir)
     content: Optional[dict[str, Any]] = preloaded_state_dict.get(CONTENT_METADATA)
     return content
+
+
+def get_default_save_sharded_strategy(backend: str = SHARDED_BACKEND, version: int = 1) -> ShardedStrategy:
+    """The one strategy; `save` does the same without it.
+
+    Raises:
+        CheckpointingException: another format.
+    """
+    return ShardedStrategy(backend, version)
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: Folder) -> ShardedStrategy:
+    """The one strategy; `load` does the same without it. Not collective.
+
+    Raises:
+        CheckpointingException: the folder holds no checkpoint.
+    """
+    open_alone(checkpoint_dir)
+    return ShardedStrategy()
 
 
 def remove_sharded_tensors(checkpoint_dir: Folder, key_prefix: str) -> None:

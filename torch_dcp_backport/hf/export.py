@@ -19,11 +19,12 @@ from torch_dcp_backport.hf.blocks import Share, Window, windows, within
 from torch_dcp_backport.hf.companions import companions_of, with_dtype
 from torch_dcp_backport.hf.files import Draft, discarding
 from torch_dcp_backport.hf.format import is_plain, nbytes_of
-from torch_dcp_backport.hf.moving import Memory, bring_window, first_rank, settle
+from torch_dcp_backport.hf.moving import bring_window, first_rank, settle
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.transfer import Box, Call, TensorInfo
 from torch_dcp_backport.transfer.chunks import Piece
 from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.memories import Memory
 from torch_dcp_backport.transfer.plan import Agreement
 from torch_dcp_backport.transfer.staging import part_of
 

@@ -5,22 +5,21 @@ Knows shares and the call; must never allocate a whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Optional
+from collections.abc import Mapping
+from typing import Any, Optional
 
-import torch
 import torch.distributed as dist
 
 from torch_dcp_backport.hf.blocks import Share, Window, clipped
-from torch_dcp_backport.transfer import Box, Call, Problem, TransferError, raise_together
+from torch_dcp_backport.transfer import Call, Problem, TransferError, raise_together
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.consensus import agree_on_mesh
-from torch_dcp_backport.transfer.errors import UNCHANGED, Finding, spell_doing
-from torch_dcp_backport.transfer.exchange import Exchange, Plan, Route
+from torch_dcp_backport.transfer.errors import UNCHANGED, Finding
+from torch_dcp_backport.transfer.exchange import Route
 from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.memories import Memories, Memory, move
 from torch_dcp_backport.transfer.plan import Agreement, Table, Terms
 from torch_dcp_backport.transfer.spread import Boxes
-from torch_dcp_backport.transfer.staging import copy_to
 
 
 def groups_of(group: Group = None) -> tuple[Group, ...]:
@@ -93,15 +92,11 @@ def settle(call: Call, so_far: str = UNCHANGED) -> None:
     raise_together(call.title, findings, call.cause, kind, so_far)
 
 
-#: Gives the memory of a box of an HF tensor.
-Memory = Callable[[str, Box], torch.Tensor]
-
-
 def send_window(call: Call, agreement: Agreement, share: Share, window: Window, read: Memory) -> None:
     """Bring a window from the first rank, which reads it, to every rank's parts."""
     have = {key: at_first(call, share, window, key) for key in window}
     want = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
-    _move(call, agreement, _routes(share, have, want), Memories(read, share.view))
+    move(call, agreement, _routes(share, have, want), Memories(read, share.view))
 
 
 def bring_window(call: Call, agreement: Agreement, share: Share, window: Window, write: Memory) -> None:
@@ -111,7 +106,7 @@ def bring_window(call: Call, agreement: Agreement, share: Share, window: Window,
     """
     have = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
     want = {key: at_first(call, share, window, key) for key in window}
-    _move(call, agreement, _routes(share, have, want), Memories(share.view, write, UNCHANGED))
+    move(call, agreement, _routes(share, have, want), Memories(share.view, write, UNCHANGED))
 
 
 def at_first(call: Call, share: Share, window: Window, key: str) -> Boxes:
@@ -122,43 +117,3 @@ def at_first(call: Call, share: Share, window: Window, key: str) -> Boxes:
 
 def _routes(share: Share, have: Mapping[str, Boxes], want: Mapping[str, Boxes]) -> dict[Key, Route]:
     return {key: Route(have[key], want[key], share.tensors[key].dtype) for key in have}
-
-
-class Memories(NamedTuple):
-    """Where boxes come from, and where they go."""
-
-    source: Memory
-    target: Memory
-    #: What an exchange that breaks off leaves; by itself it names what was written.
-    left: str = ""
-
-
-class Blocks(Exchange):
-    """An exchange of boxes in memory that callables give."""
-
-    def __init__(self, call: Call, agreement: Agreement, plan: Plan, memories: Memories) -> None:
-        super().__init__(call, agreement, plan, {}, {})
-        self.source, self.target, self.left = memories
-
-    def story(self) -> str:
-        if not self.left:
-            return super().story()
-        verb, pieces = self.doing
-        doing = spell_doing(verb, (piece.key for piece in pieces))
-        return f"{self.call.title}: broken off while {doing}; {self.left}"
-
-    def read(self, key: Key, box: Box) -> torch.Tensor:
-        return self.source(str(key), box)
-
-    def write(self, key: Key, box: Box) -> torch.Tensor:
-        return self.target(str(key), box)
-
-
-@torch.no_grad()
-def _move(call: Call, agreement: Agreement, routes: Mapping[Key, Route], memories: Memories) -> None:
-    if call.groups:
-        plan = Plan(routes, call.ranks, call.rank)
-        Blocks(call, agreement, plan, memories).run(plan.nbytes)
-        return
-    for key, box, _ in Plan(routes, (call.rank,), call.rank).own():
-        copy_to(memories.target(str(key), box), memories.source(str(key), box))

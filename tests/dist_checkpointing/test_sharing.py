@@ -1,0 +1,218 @@
+"""Loads in which ranks read together: the same values, every byte from the disk once, faults told on all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spreads import differences, state_of
+
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
+from torch_dcp_backport.dist_checkpointing.engine import sharing
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place, Stored
+from torch_dcp_backport.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from torch_dcp_backport.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from torch_dcp_backport.regression import meter
+from torch_dcp_backport.transfer import Box
+from torch_dcp_backport.transfer.spread import intersection
+
+MIB = 2**20
+SHAPE = (2048, 4096)  # 32 MiB of float32; a quarter of a row has 4 KiB
+
+
+def reading(room: Any, state: Any, folder: Path, group: Any = None) -> Any:
+    strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), group)
+    return room.load(state, folder, strategy)
+
+
+def saved(room: Any, folder: Path, seed: int) -> None:
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"))
+    room.save(state_of(seed, 0, True), folder, strategy)
+
+
+def loaded(room: Any, folder: Path, seed: int, spread: int, is_halved: bool) -> list[str]:
+    group, world = None, dist.get_world_size()
+    if is_halved and world > 1:
+        halves = [dist.new_group(range(world // 2)), dist.new_group(range(world // 2, world))]
+        group = halves[dist.get_rank() >= world // 2]
+    return differences(reading(room, state_of(seed, spread, False), folder, group), seed, spread)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_spread_to_any_other(ranks: Any, tmp_path: Path, seed: int) -> None:
+    old, new = [(4, 4), (4, 3), (3, 4), (1, 4), (4, 1), (2, 4)][seed]
+    ranks(saved, tmp_path, seed, world=old)
+    for spread in range(3):
+        assert ranks(loaded, tmp_path, seed, spread, spread == 2, world=new) == [[]] * new
+
+
+def part_of(dim: int | None, groups: int = 1, dtype: torch.dtype = torch.float32) -> ShardedTensor:
+    """This rank's part of a tensor: cut along an axis within each of some groups of ranks, or whole."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if dim is None:
+        return ShardedTensor.from_rank_offsets("w", torch.zeros(SHAPE, dtype=dtype), replica_id=rank)
+    cuts = world // groups
+    size = list(SHAPE)
+    size[dim] //= cuts
+    place = (dim, rank % cuts, cuts)
+    return ShardedTensor.from_rank_offsets(
+        "w", torch.zeros(size, dtype=dtype), place, replica_id=rank // cuts
+    )
+
+
+def values() -> torch.Tensor:
+    return torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).view(SHAPE)
+
+
+def save_large(room: Any, folder: Path) -> None:
+    part = part_of(0)
+    part.data.copy_(values()[tuple(slice(o, o + n) for o, n in zip(part.global_offset, part.local_shape))])
+    room.save({"w": part, "other": torch.tensor([1, 2])}, folder)
+
+
+def read_large(
+    room: Any, folder: Path, dim: int | None, groups: int, dtype: torch.dtype
+) -> tuple[int, float]:
+    """(bytes that this rank asked of files, peak above what was there)"""
+    part = part_of(dim, groups, dtype)
+    expected = values()[tuple(slice(o, o + n) for o, n in zip(part.global_offset, part.local_shape))].to(
+        dtype
+    )
+    reading(room, {"w": part}, folder)
+    assert torch.equal(part.data, expected)
+    part.data.zero_()
+    known = meter.forget_peak()
+    before = meter.resident()
+    reading(room, {"w": part}, folder)
+    peak = float(meter.peak_resident() - before) if known else 0.0
+    assert torch.equal(part.data, expected)
+    return room.last_report().nbytes, peak
+
+
+@pytest.mark.parametrize(
+    ("dim", "groups", "dtype"),
+    [
+        (None, 1, torch.float32),  # DDP: replicas of all of it
+        (1, 1, torch.float32),  # rows to columns
+        (0, 2, torch.float32),  # HSDP
+        (1, 2, torch.bfloat16),
+    ],
+)
+def test_every_byte_is_read_once(
+    ranks: Any, tmp_path: Path, dim: int | None, groups: int, dtype: torch.dtype
+) -> None:
+    ranks(save_large, tmp_path)
+    results = ranks(read_large, tmp_path, dim, groups, dtype)
+    nbytes = 4 * SHAPE[0] * SHAPE[1]
+    assert nbytes <= sum(read for read, _ in results) <= 1.02 * nbytes
+    assert max(read for read, _ in results) <= 1.1 * nbytes / 4
+    # A window, and the buffers of the transfer.
+    assert max(peak for _, peak in results) <= 40 * MIB
+
+
+def damaged(room: Any, folder: Path) -> str:
+    part = part_of(None)
+    with pytest.raises(CheckpointingException) as caught:
+        reading(room, {"w": part}, folder)
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_flipped_bit_is_told_on_every_rank(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_large, tmp_path)
+    path = tmp_path / "__2_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    (text,) = set(ranks(damaged, tmp_path))
+    assert "damaged" in text
+    assert "__2_0.distcp" in text
+    assert "do not use what was being loaded" in text
+
+
+def twice(room: Any, folder: Path) -> None:
+    """One key under two names, once whole and once a part of it."""
+    first, second = part_of(None), part_of(0)
+    second.replica_id = 99
+    reading(room, {"a": first, "b": second}, folder)
+    assert torch.equal(first.data, values())
+    offset = second.global_offset[0]
+    assert torch.equal(second.data, values()[offset : offset + second.local_shape[0]])
+
+
+def test_two_parts_with_elements_in_common(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_large, tmp_path)
+    ranks(twice, tmp_path)
+
+
+def test_another_format_is_refused() -> None:
+    with pytest.raises(CheckpointingException, match=r"no such format: 'zarr' \(there is torch_dist alone\)"):
+        get_default_save_sharded_strategy("zarr")
+
+
+@st.composite
+def wants(draw: Any) -> tuple[Index, dict[int, sharing.Wants]]:
+    """A stored tensor in a grid of chunks, and disjoint boxes that ranks want of it."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=0, max_size=3)))
+
+    def grid() -> list[Box]:
+        boxes = [Box((0,) * len(shape), shape)]
+        for dim, extent in enumerate(shape):
+            place = draw(st.integers(0, extent))
+            if 0 < place < extent:
+                boxes = [part for box in boxes for part in (box.head(dim, place), box.tail(dim, place))]
+        return boxes
+
+    chunks = [Chunk(box, Place("f", number, 1)) for number, box in enumerate(grid())]
+    index = Index()
+    index.tensors["w"] = Stored(torch.float32, shape, chunks)
+    by_rank = {}
+    for rank in range(draw(st.integers(1, 4))):
+        boxes = [box for box in grid() if draw(st.booleans())]
+        by_rank[rank] = (("w", tuple(boxes)),)
+    return index, by_rank
+
+
+@settings(deadline=None)
+@given(wants(), st.sampled_from([16, 64, sharing.PORTION]))
+def test_what_is_shared_out_is_what_was_wanted(case: Any, portion: int) -> None:
+    index, by_rank = case
+    native, sharing.PORTION = sharing.PORTION, portion
+    try:
+        shares = sharing.shared_out(index, by_rank)
+    finally:
+        sharing.PORTION = native
+    everything = Box((0,) * len(index.tensors["w"].shape), index.tensors["w"].shape)
+
+    def count(boxes: Iterable[Box]) -> torch.Tensor:
+        counts = torch.zeros(everything.size, dtype=torch.int64)
+        for box in boxes:
+            counts[box.within(everything)] += 1
+        return counts
+
+    for rank, rows in by_rank.items():
+        got = [box for _, _, box in shares.alone[rank]]
+        got += [box for one in shares.portions for taker, box in one.parts if taker == rank]
+        assert torch.equal(count(got), count(rows[0][1]))
+    # Read once, by one of those that want it, for at least one other.
+    assert count(one.box for one in shares.portions).max() <= 1
+    for one in shares.portions:
+        takers = {taker for taker, _ in one.parts}
+        assert one.reader in takers
+        assert len(takers) > 1
+        assert all(intersection(one.box, box) == box for _, box in one.parts)
+    parts = [(one.chunk, one.box) for one in shares.portions]
+    parts += [(chunk, box) for listed in shares.alone.values() for _, chunk, box in listed]
+    assert all(intersection(chunk.box, box) == box for chunk, box in parts)

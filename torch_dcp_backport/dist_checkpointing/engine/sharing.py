@@ -1,0 +1,289 @@
+"""Reads that ranks share: what several of them want is read by one, which sends it to the others.
+
+Collective over these ranks. Holds two windows of bytes beside the tensors that are loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Optional
+
+import torch
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.dist_checkpointing.engine.assign import cut
+from torch_dcp_backport.dist_checkpointing.engine.load import Wanted, reads_of
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, consult
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index
+from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
+from torch_dcp_backport.transfer import Box, Call
+from torch_dcp_backport.transfer.chunks import Key
+from torch_dcp_backport.transfer.errors import DOUBTFUL
+from torch_dcp_backport.transfer.exchange import Route
+from torch_dcp_backport.transfer.memories import Memories, move
+from torch_dcp_backport.transfer.plan import Agreement, Terms
+from torch_dcp_backport.transfer.spread import Boxes, intersection
+from torch_dcp_backport.transfer.staging import part_of
+
+#: Bytes that one rank reads between two exchanges.
+WINDOW = 16 * 2**20
+#: A portion has at most about so many bytes.
+PORTION = 4 * 2**20
+#: Where a portion begins in a window: at a multiple of every itemsize.
+ALIGNED = 16
+SHARING = Topic("sharing out what is read")
+
+#: The boxes of each key that a rank wants; equal ones are equal objects once they were told.
+Wants = tuple[tuple[str, tuple[Box, ...]], ...]
+
+
+class Portion(NamedTuple):
+    """A box of a stored chunk that one rank reads for several."""
+
+    key: str
+    chunk: Chunk
+    box: Box
+    reader: int
+    #: What each rank wants of it.
+    parts: tuple[tuple[int, Box], ...]
+
+
+class Shares(NamedTuple):
+    """Who reads what; the same on every rank."""
+
+    portions: list[Portion]
+    #: What a rank alone wants.
+    alone: dict[int, list[tuple[str, Chunk, Box]]]
+
+
+def read_shared(call: Call, reader: Reader, index: Index, wanted: Sequence[Wanted]) -> None:
+    """Read what this rank wants, and let the others have what they want of it.
+
+    Args:
+        wanted: tensors that are in the checkpoint; of this rank.
+
+    Raises:
+        Damaged: a record that this rank read is not what was saved; other ranks have got it by then.
+        CheckpointingException, RuntimeError: a rank is gone, or has no memory.
+    """
+    held, doubles = disjoint(wanted)
+    own = tuple((key, tuple(one.row.box for one in many)) for key, many in held.items())
+
+    def tell(said: Mapping[int, Wants]) -> Mapping[int, dict[int, Wants]]:
+        known: dict[Wants, Wants] = {}
+        # Replicas want the same: it is sent once.
+        wants = {rank: known.setdefault(one, one) for rank, one in said.items()}
+        return dict.fromkeys(said, wants)
+
+    shares = shared_out(index, consult(call, own, tell, SHARING))
+    windows = list(windows_of(index, shares.portions))
+    buffer = torch.empty(0, dtype=torch.uint8)
+    with call.room_for("what is read for others"):
+        most = max((extent_of(index, window, call.rank) for window in windows), default=0)
+        buffer = compat.host_buffer(most)
+    kinds = {one.data.device.type for one in wanted if one.data is not None}
+    agreement = call.agree({}, Terms(device=kinds.pop() if len(kinds) == 1 else ""))
+    failure: Optional[Exception] = None
+
+    def attempt(reads: Sequence[Read]) -> None:
+        nonlocal failure
+        try:
+            reader.read(reads)
+        except Exception as error:
+            # The other ranks wait for what was read; they hear of this when all was sent.
+            failure = failure or error
+
+    attempt([*reads_of(index, doubles), *reads_alone(index, held, shares.alone[call.rank])])
+    for window in windows:
+        filled = views_of(index, window, call.rank, buffer)
+        attempt(list(filled.values()))
+        source, target = functools.partial(_filled, filled), functools.partial(_wanted, held)
+        send(call, agreement, index, window, Memories(source, target, DOUBTFUL))
+        reader.moved(sum(nbytes_received(index, portion, call.rank) for portion in window))
+    if failure is not None:
+        raise failure
+
+
+def disjoint(wanted: Sequence[Wanted]) -> tuple[dict[str, list[Wanted]], list[Wanted]]:
+    """What a rank wants by key, and what has elements in common with that: a tensor under two names."""
+    held: dict[str, list[Wanted]] = {}
+    doubles: list[Wanted] = []
+    for one in wanted:
+        others = held.setdefault(one.row.key, [])
+        has_some = any(intersection(other.row.box, one.row.box) for other in others)
+        (doubles if has_some else others).append(one)
+    return held, doubles
+
+
+def shared_out(index: Index, wants: Mapping[int, Wants]) -> Shares:
+    """Who reads what: each byte that several ranks want by one of them, and each rank about as many bytes."""
+    alone: dict[int, list[tuple[str, Chunk, Box]]] = {rank: [] for rank in wants}
+    load = dict.fromkeys(wants, 0)
+    shared: list[tuple[str, Chunk, Box, list[tuple[int, Box]]]] = []
+    for key, chunk, parts in parts_by_chunk(index, wants):
+        itemsize = index.tensors[key].dtype.itemsize
+        for slab in slabs(chunk.box, parts):
+            around = bounds(part for _, part in slab)
+            distinct = {part for _, part in slab}
+            is_dense = 2 * sum(part.numel for part in distinct) >= around.numel
+            if is_dense and len({rank for rank, _ in slab}) > 1:
+                for box in cut(around, -(-around.numel * itemsize // PORTION)):
+                    shared.append((key, chunk, box, parts_in(box, slab)))
+                continue
+            for rank, part in slab:
+                alone[rank].append((key, chunk, part))
+                load[rank] += part.numel * itemsize
+    portions = []
+    for key, chunk, box, inside in shared:
+        reader = min((rank for rank, _ in inside), key=lambda rank: (load[rank], rank))
+        load[reader] += box.numel * index.tensors[key].dtype.itemsize
+        portions.append(Portion(key, chunk, box, reader, tuple(inside)))
+    return Shares(portions, alone)
+
+
+def parts_in(box: Box, parts: Sequence[tuple[int, Box]]) -> list[tuple[int, Box]]:
+    """What ranks want of a box."""
+    inside = ((rank, intersection(part, box)) for rank, part in parts)
+    return [(rank, part) for rank, part in inside if part is not None]
+
+
+def parts_by_chunk(
+    index: Index, wants: Mapping[int, Wants]
+) -> Iterator[tuple[str, Chunk, list[tuple[int, Box]]]]:
+    """(key, chunk, what each rank wants of it), in an order that is the same on every rank."""
+    boxes: dict[str, dict[Box, list[int]]] = {}
+    for rank, rows in wants.items():
+        for key, listed in rows:
+            for box in listed:
+                boxes.setdefault(key, {}).setdefault(box, []).append(rank)
+    for key, by_box in boxes.items():
+        found: dict[Box, tuple[Chunk, list[tuple[int, Box]]]] = {}
+        for box, ranks in by_box.items():
+            for chunk, part in index.tensors[key].parts_of(box):
+                found.setdefault(chunk.box, (chunk, []))[1].extend((rank, part) for rank in ranks)
+        for chunk, parts in found.values():
+            yield key, chunk, parts
+
+
+def slabs(chunk: Box, parts: Sequence[tuple[int, Box]]) -> Iterator[list[tuple[int, Box]]]:
+    """Parts of a chunk, cut along its outermost axis: those of a slab begin and end together there."""
+    dim = next((dim for dim, extent in enumerate(chunk.size) if extent > 1), None)
+    if dim is None or len({part for _, part in parts}) == 1:
+        yield list(parts)
+        return
+    edges = sorted({edge for _, part in parts for edge in (part.offset[dim], ends_of(part)[dim])})
+    for start, stop in zip(edges, edges[1:]):
+        inside = [
+            (rank, part.tail(dim, start - part.offset[dim]).head(dim, stop - start))
+            for rank, part in parts
+            if part.offset[dim] <= start and stop <= ends_of(part)[dim]
+        ]
+        if inside:
+            yield inside
+
+
+def ends_of(box: Box) -> tuple[int, ...]:
+    return tuple(map(sum, zip(box.offset, box.size)))
+
+
+def bounds(boxes: Iterator[Box]) -> Box:
+    """The smallest box around some."""
+    listed = list(boxes)
+    offset = tuple(map(min, zip(*(box.offset for box in listed))))
+    ends = tuple(map(max, zip(*map(ends_of, listed))))
+    return Box(offset, tuple(end - start for start, end in zip(offset, ends)))
+
+
+def nbytes_of(index: Index, portion: Portion) -> int:
+    """What a portion takes of a window."""
+    nbytes = portion.box.numel * index.tensors[portion.key].dtype.itemsize
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
+def nbytes_received(index: Index, portion: Portion, rank: int) -> int:
+    if portion.reader == rank:
+        return 0
+    itemsize = index.tensors[portion.key].dtype.itemsize
+    return sum(part.numel for taker, part in portion.parts if taker == rank) * itemsize
+
+
+def windows_of(index: Index, portions: Sequence[Portion]) -> Iterator[list[Portion]]:
+    """Portions that are read and sent together: no rank reads more than a window, or one portion."""
+    window: list[Portion] = []
+    used: dict[int, int] = {}
+    for portion in portions:
+        nbytes = nbytes_of(index, portion)
+        if window and used.get(portion.reader, 0) + nbytes > WINDOW:
+            yield window
+            window, used = [], {}
+        window.append(portion)
+        used[portion.reader] = used.get(portion.reader, 0) + nbytes
+    if window:
+        yield window
+
+
+def extent_of(index: Index, window: Sequence[Portion], rank: int) -> int:
+    return sum(nbytes_of(index, portion) for portion in window if portion.reader == rank)
+
+
+#: (key, box) -> a read into a part of the buffer.
+Filled = dict[tuple[str, Box], Read]
+
+
+def views_of(index: Index, window: Sequence[Portion], rank: int, buffer: torch.Tensor) -> Filled:
+    """What this rank reads of a window, and where in its buffer."""
+    filled: Filled = {}
+    start = 0
+    for portion in window:
+        if portion.reader == rank:
+            dtype, box = index.tensors[portion.key].dtype, portion.box
+            view = buffer[start : start + box.numel * dtype.itemsize].view(dtype).view(box.size)
+            filled[portion.key, box] = Read(portion.key, portion.chunk, box, dtype, view, box)
+            start += nbytes_of(index, portion)
+    return filled
+
+
+def send(
+    call: Call, agreement: Agreement, index: Index, window: Sequence[Portion], memories: Memories
+) -> None:
+    """Bring the portions of a window from their readers to all that want parts of them."""
+    have: dict[str, dict[int, list[Box]]] = {}
+    want: dict[str, dict[int, list[Box]]] = {}
+    for portion in window:
+        have.setdefault(portion.key, {}).setdefault(portion.reader, []).append(portion.box)
+        for rank, part in portion.parts:
+            want.setdefault(portion.key, {}).setdefault(rank, []).append(part)
+    routes: dict[Key, Route] = {}
+    for key, holders in have.items():
+        shape, dtype = index.tensors[key].shape, index.tensors[key].dtype
+        routes[key] = Route(spread(shape, holders), spread(shape, want[key]), dtype)
+    move(call, agreement, routes, memories)
+
+
+def spread(shape: tuple[int, ...], boxes: Mapping[int, Sequence[Box]]) -> Boxes:
+    return Boxes(shape, tuple((rank, tuple(boxes[rank])) for rank in sorted(boxes)))
+
+
+def reads_alone(
+    index: Index, held: Mapping[str, Sequence[Wanted]], alone: Sequence[tuple[str, Chunk, Box]]
+) -> Iterator[Read]:
+    for key, chunk, part in alone:
+        one = next(one for one in held[key] if intersection(one.row.box, part) == part)
+        assert one.data is not None, "it was made"
+        yield Read(key, chunk, part, index.tensors[key].dtype, one.data, one.row.box)
+
+
+def _wanted(held: Mapping[str, Sequence[Wanted]], key: str, box: Box) -> torch.Tensor:
+    """The memory into which a box is loaded."""
+    one = next(one for one in held[key] if intersection(one.row.box, box) == box)
+    assert one.data is not None, "it was made"
+    return part_of(one.data, one.row.box, box)
+
+
+def _filled(filled: Filled, key: str, box: Box) -> torch.Tensor:
+    """A box of what this rank has read for others."""
+    read = next(
+        read for (name, around), read in filled.items() if name == key and intersection(around, box) == box
+    )
+    return part_of(read.target, read.part, box)

@@ -1,0 +1,68 @@
+"""An exchange of boxes in memory that callables give: windows of files, slices of fused parameters.
+
+Knows routes and the call. For the rooms beside the shim; nothing in the shim imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from torch_dcp_backport.transfer.call import Call
+from torch_dcp_backport.transfer.chunks import Key
+from torch_dcp_backport.transfer.errors import spell_doing
+from torch_dcp_backport.transfer.exchange import Exchange, Plan, Route
+from torch_dcp_backport.transfer.layout import Box
+from torch_dcp_backport.transfer.plan import Agreement
+from torch_dcp_backport.transfer.staging import copy_to
+
+#: Gives the memory of a box of a tensor, by its key.
+Memory = Callable[[str, Box], torch.Tensor]
+
+
+class Memories(NamedTuple):
+    """Where boxes come from, and where they go."""
+
+    source: Memory
+    target: Memory
+    #: What an exchange that breaks off leaves; by itself it names what was written.
+    left: str = ""
+
+
+class Blocks(Exchange):
+    """An exchange between memories."""
+
+    def __init__(self, call: Call, agreement: Agreement, plan: Plan, memories: Memories) -> None:
+        super().__init__(call, agreement, plan, {}, {})
+        self.source, self.target, self.left = memories
+
+    def story(self) -> str:
+        if not self.left:
+            return super().story()
+        verb, pieces = self.doing
+        doing = spell_doing(verb, (piece.key for piece in pieces))
+        return f"{self.call.title}: broken off while {doing}; {self.left}"
+
+    def read(self, key: Key, box: Box) -> torch.Tensor:
+        return self.source(str(key), box)
+
+    def write(self, key: Key, box: Box) -> torch.Tensor:
+        return self.target(str(key), box)
+
+
+@torch.no_grad()
+def move(call: Call, agreement: Agreement, routes: Mapping[Key, Route], memories: Memories) -> None:
+    """Move boxes between ranks, and within each; in one process alone, too.
+
+    Raises:
+        RuntimeError: a rank has no room for its buffers; before anything is written.
+        TransferError: a rank is gone, or the group's timeout is over.
+    """
+    if call.groups:
+        plan = Plan(routes, call.ranks, call.rank)
+        Blocks(call, agreement, plan, memories).run(plan.nbytes)
+        return
+    for key, box, _ in Plan(routes, (call.rank,), call.rank).own():
+        copy_to(memories.target(str(key), box), memories.source(str(key), box))
