@@ -2,11 +2,12 @@
 PYTHON ?= python3
 LANES = $(PYTHON) tools/lanes.py
 
-.PHONY: help demo test test-ends test-pythons test-matrix examples clients megatron conformance reliability \
+.PHONY: help demo demo-reshard test test-ends test-pythons test-matrix examples clients megatron conformance reliability \
 	patched-page lint wheel
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
+	@echo 'make demo-reshard  a training state saved by 4 ranks and loaded by others: a table and reshard.png'
 	@echo 'make test          the suite on torch 2.6.0 (patched) and on a current torch (does nothing)'
 	@echo 'make wheel         a wheel to pin, in dist/, checked in clean environments'
 	@echo 'make lint          ruff and mypy --strict'
@@ -18,6 +19,10 @@ help:
 # The main job: a real model's out-of-memory on torch 2.6.0, and the cure.
 demo:
 	$(LANES) run 2.6 -- python -m torch_dcp_backport verify --plot memory.png
+
+# Sharded checkpoints on other ranks and meshes, beside torch's own.
+demo-reshard:
+	$(LANES) run 2.6 -- python benchmarks/checkpoints.py --plot reshard.png
 
 # torch 2.6.0 (patched) and a current torch (does nothing); ALSO="2.4 2.5" for more lanes at the same time, with less
 # in each (see LEAVES_OUT in tools/lanes.py) unless WHOLE=--whole.
@@ -47,9 +52,9 @@ examples:
 clients:
 	$(LANES) test clients-2.5 clients -- tests/clients --timeout 900
 
-# megatron-core's own models on the CPU, and every test of the two rooms.
+# megatron-core's own models on the CPU; the other tests of the two rooms are in the lanes of `make test`.
 megatron:
-	$(LANES) test megatron -- tests/hf tests/megatron
+	$(LANES) test megatron -- tests/megatron/test_megatron_core.py
 
 # Records what native torch, ours and stock torch give in every scenario, and writes docs/conformance.md.
 conformance:

@@ -1,4 +1,4 @@
-"""A pytest plugin: where the time of a run went, by file. Loaded by tools/lanes.py."""
+"""A pytest plugin: where the time of a run went, by folder and by file. Loaded by tools/lanes.py."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.section("seconds by file")
-    rest = sum(_seconds.values())
+    folders: Counter[str] = Counter()
+    for path, seconds in _seconds.items():
+        folders[path.rpartition("/")[0]] += seconds  # type: ignore[assignment]
+    terminalreporter.section("seconds by folder, and by file")
+    for path, seconds in folders.most_common():
+        terminalreporter.write_line(f"{seconds:8.1f}  {path}/")
     for path, seconds in _seconds.most_common(SHOWN):
         terminalreporter.write_line(f"{seconds:8.1f}  {path}")
-        rest -= seconds
-    terminalreporter.write_line(f"{rest:8.1f}  the others")
