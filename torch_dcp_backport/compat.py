@@ -246,9 +246,9 @@ def backend_device_types(group: dist.ProcessGroup) -> list[str]:
 def host_buffer(nbytes: int) -> torch.Tensor:
     """Uninitialised bytes on the host, pinned where an accelerator can read them directly."""
     try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
     except (RuntimeError, AssertionError):  # no accelerator, or one that pins in another way
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def mesh_groups(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:

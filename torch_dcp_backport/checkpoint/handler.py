@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Optional
 import torch.distributed as dist
 
 from torch_dcp_backport.checkpoint import store, together
+from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint.saves import Saves
 from torch_dcp_backport.checkpoint.store import Shelf
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
@@ -127,15 +128,20 @@ class CheckpointHandler:
                 `async_save` also what the save before failed with; this one was not begun then.
         """
         root = self.default_local_dir
-        final, shelf = root / store.name_of(step), Shelf(root)
 
-        def follow() -> None:
-            store.write_tracker(root, step)
+        def locate() -> Path:
+            return root / store.name_of(store.checked_step(step))
+
+        def shelf_of(final: Path) -> Shelf:
+            return Shelf(final.parent)
+
+        def follow(final: Path) -> None:
+            store.write_tracker(final.parent, step)
             self._distrusted.discard(final)
-            shelf.retire(self.max_ckpt_to_keep, self._distrusted)
+            shelf_of(final).retire(self.max_ckpt_to_keep, self._distrusted)
 
-        self._saves.save(final, step, lambda draft: self.write(draft, step), shelf, follow)
-        return final
+        self._saves.save(locate, step, lambda draft: self.write(draft, step), shelf_of, follow)
+        return locate()
 
     def finish(self, blocking: bool = True) -> bool:
         """Publish the step that is being saved in the background; whether none is left. Collective.
@@ -169,6 +175,40 @@ class CheckpointHandler:
                 could not; the same on every rank.
         """
         self.finish()
+        if isinstance(self.engine, BaseCheckpointManager):
+            # A save of its own that failed is no fault of any step.
+            self.engine.finish()
+        failures: dict[str, str] = {}
+        while True:
+            found, is_first = self.look()
+            left = [(step, path) for step, path in found.good if path not in failures]
+            for step, path in left:
+                try:
+                    self.load_step(Path(path))
+                except CheckpointingException as error:
+                    if self.resume_mode == "resume_path":
+                        raise
+                    failures[path] = f"{path}: {error}"
+                    self._distrusted.add(Path(path).absolute())
+                    continue
+                if is_first:
+                    tell([*found.faults, *failures.values()], step, found.tracked)
+                    store.believe(Path(path))
+                    for other, text in failures.items():
+                        store.distrust(Path(other), text)
+                return step
+            if not left:
+                break
+            # Another process may have published since, and retention have taken what was found.
+        texts = [*found.faults, *failures.values()]
+        if texts:
+            raise CheckpointingException(
+                f"{CANNOT_RESUME}: no step in {self.default_local_dir} is good: {'; '.join(texts)}"
+            )
+        return 0
+
+    def look(self) -> tuple[Found, bool]:
+        """What the first rank found, and whether this is the first. Collective."""
         with begin(CANNOT_RESUME, "load", self.process_group) as call:
             common = {
                 "default_local_dir": str(self.default_local_dir),
@@ -177,25 +217,10 @@ class CheckpointHandler:
                 "verify": str(self.verify),
             }
             found = Found(*together.tell_all(call, self.found, "looking for steps", common))
-            is_first = call.rank == ranks_of(call)[0]
-        failures = list(found.faults)
-        for step, path in found.good:
-            try:
-                together.read_folder(Path(path), self.read, is_verified=self.verify, group=self.process_group)
-            except CheckpointingException as error:
-                if self.resume_mode == "resume_path":
-                    raise
-                failures.append(f"{path}: {error}")
-                self._distrusted.add(Path(path))
-                continue
-            if is_first:
-                tell(failures, step, found.tracked)
-            return step
-        if failures:
-            raise CheckpointingException(
-                f"{CANNOT_RESUME}: no step in {self.default_local_dir} is good: {'; '.join(failures)}"
-            )
-        return 0
+            return found, call.rank == ranks_of(call)[0]
+
+    def load_step(self, path: Path) -> None:
+        together.read_folder(path, self.read, is_verified=self.verify, group=self.process_group)
 
     def found(self) -> Found:
         """The steps to try. Runs on the first rank; removes what writers left that are gone."""

@@ -5,6 +5,7 @@ Names, arguments and defaults are those of verl's `BaseCheckpointManager`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -82,31 +83,31 @@ class BaseCheckpointManager:
         Args:
             local_path: every rank sees it. Below a folder that a handler is writing, it is written in place.
             hdfs_path: not there yet; only None is taken.
-            global_step: of the training.
+            global_step: of the training; 0 is that of a global_step_N in the path, if there is one.
             max_ckpt_to_keep: how many good ones of the same name below other global_step_N folders to keep,
                 by what is on disk; None keeps all.
 
         Raises:
             CheckpointingException: the same on every rank; older checkpoints are as they were.
         """
-        path = Path(local_path)
 
         def write(draft: Path) -> None:
             if hdfs_path is not None:
                 raise CheckpointingException(
                     "hdfs_path is not supported yet: copy the folder once it is saved"
                 )
-            self.write(draft, global_step)
+            self.write(draft, step)
 
-        if together.is_in_draft(path):
-            write(path)
+        step = global_step or step_in(local_path)
+        if together.is_in_draft(local_path):
+            write(Path(local_path))
         else:
             self._saves.save(
-                path,
-                global_step,
+                lambda: Path(local_path),
+                step,
                 write,
-                shelf_of(path),
-                lambda: self.ensure_checkpoint_capacity(path, max_ckpt_to_keep),
+                shelf_of,
+                lambda path: self.ensure_checkpoint_capacity(path, max_ckpt_to_keep),
             )
         self.previous_global_step = global_step
 
@@ -130,13 +131,13 @@ class BaseCheckpointManager:
             CheckpointingException: the same on every rank.
         """
         self.finish()
-        path = None if local_path is None else Path(local_path)
 
-        def check() -> None:
+        def locate() -> Optional[Path]:
             if hdfs_path is not None or del_local_after_load:
                 raise CheckpointingException("hdfs_path and del_local_after_load are not supported")
+            return None if local_path is None else Path(local_path)
 
-        together.put_back(path, check, self.process_group)
+        path = together.put_back(locate, self.process_group)
         if path is not None:
             together.read_folder(path, self.read, is_verified=False, group=self.process_group)
 
@@ -164,6 +165,13 @@ class BaseCheckpointManager:
     def load_rng_state(self, rng_state: dict[str, Any]) -> None:
         """Set this rank's generators."""
         extra.set_rng_state(rng_state, extra.device_type_of(self.model))
+
+
+def step_in(path: object) -> int:
+    """The step in a path; 0 where it has none, or is no path."""
+    parts = Path(path).parts if isinstance(path, (str, os.PathLike)) else ()
+    matches = (store.STEP.fullmatch(part) for part in reversed(parts) if isinstance(part, str))
+    return next((int(match[1]) for match in matches if match is not None), 0)
 
 
 def shelf_of(path: Path) -> Optional[Shelf]:

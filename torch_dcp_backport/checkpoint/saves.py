@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Optional
@@ -31,31 +30,35 @@ class Saves:
 
     def save(
         self,
-        final: Path,
+        locate: Callable[[], Path],
         step: int,
         write: Callable[[Path], None],
-        shelf: Optional[Shelf] = None,
-        then: Callable[[], None] = lambda: None,
-    ) -> None:
+        shelf_of: Callable[[Path], Optional[Shelf]],
+        then: Callable[[Path], None],
+    ) -> Path:
         """Write a folder, or begin to, once the save before is published.
 
         Args:
-            write, shelf, then: as of `together.begin_folder` and `finish_folder`.
+            locate, write, shelf_of, then: as of `together.begin_folder` and `finish_folder`.
+
+        Returns:
+            The folder.
 
         Raises:
             CheckpointingException: this save failed, or the one before did, and this one was not begun; the
                 same on every rank. What was saved before is as it was.
         """
         self.finish()
-        begun = together.begin_folder(final, step, write, self.process_group)
+        begun = together.begin_folder(locate, step, write, self.process_group)
         if not begun.requests:
-            together.finish_folder(begun, shelf, then, self.process_group)
-            return
-        self._final = final
+            together.finish_folder(begun, shelf_of, then, self.process_group)
+            return begun.final
+        self._final = begun.final
         _unfinished.add(self)
         self._queue.schedule_async_request(
-            AsyncRequest(write_all, (begun,), [lambda: self._publish(begun, shelf, then)])
+            AsyncRequest(write_all, (begun,), [lambda: self._publish(begun, shelf_of, then)])
         )
+        return begun.final
 
     def finish(self, blocking: bool = True) -> bool:
         """Publish the save under way once every rank has written its part; whether none is left under way.
@@ -66,9 +69,12 @@ class Saves:
         self._queue.maybe_finalize_async_calls(blocking)
         return not self._queue.get_num_unfinalized_calls()
 
-    def _publish(self, begun: Begun, shelf: Optional[Shelf], then: Callable[[], None]) -> None:
+    def _publish(
+        self, begun: Begun, shelf_of: Callable[[Path], Optional[Shelf]], then: Callable[[Path], None]
+    ) -> None:
         self._final = None
-        together.finish_folder(begun, shelf, then, self.process_group)
+        _unfinished.discard(self)
+        together.finish_folder(begun, shelf_of, then, self.process_group)
 
     def warn(self) -> None:
         if self._final is not None:
@@ -76,13 +82,17 @@ class Saves:
 
 
 def write_all(begun: Begun) -> None:
-    """Write what was left to be written. Runs in a thread; raises nothing, as no `async_fn` of ours does."""
+    """Write what was left to be written. Runs in a thread; what fails is told by `finish_folder`."""
     for request in begun.requests:
-        if request.async_fn is not None:
-            request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+        try:
+            if request.async_fn is not None:
+                request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+        except Exception as error:
+            begun.writing.failures.append(error)
 
 
-_unfinished: weakref.WeakSet[Saves] = weakref.WeakSet()
+#: Held here, whatever becomes of their managers.
+_unfinished: set[Saves] = set()
 
 
 @atexit.register

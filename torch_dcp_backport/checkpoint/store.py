@@ -34,6 +34,10 @@ HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|was|old)-[0-9a-f]{8}")
 OWNER = "owner.json"
 #: Seconds without a change after which a hidden folder of another machine is taken for abandoned.
 ABANDONED = 3600.0
+#: A draft is made again where others clear up at the same moment.
+ATTEMPTS = 20
+#: In a step that could not be loaded where an older one could: retention does not count it.
+NOT_LOADED = "could-not-be-loaded.txt"
 
 
 class AnotherWriter(Exception):
@@ -120,15 +124,21 @@ def draft_of(final: Path) -> Path:
     """Make the hidden folder in which a folder is written, once those of dead writers of it are gone."""
     final.parent.mkdir(parents=True, exist_ok=True)
     clean(final.parent, re.compile(re.escape(final.name)))
-    draft = hidden_name(final, "tmp")
-    files.step(f"make {draft.name[-12:]}")
-    # Until it says whose it is, it is one that anybody may remove.
-    nameless = hidden_name(final, "old")
-    nameless.mkdir()
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started_at(os.getpid())}
-    (nameless / OWNER).write_text(json.dumps(owner))
-    files.step(f"name {draft.name[-12:]}")
-    os.rename(nameless, draft)
+    for attempt in range(ATTEMPTS):
+        draft, nameless = hidden_name(final, "tmp"), hidden_name(final, "old")
+        files.step(f"make {draft.name[-12:]}")
+        try:
+            # Until it says whose it is, it is one that anybody may remove.
+            nameless.mkdir()
+            (nameless / OWNER).write_text(json.dumps(owner))
+            files.step(f"name {draft.name[-12:]}")
+            os.rename(nameless, draft)
+            break
+        except FileNotFoundError:
+            # Another process cleared up meanwhile.
+            if attempt == ATTEMPTS - 1:
+                raise
     return draft
 
 
@@ -153,8 +163,11 @@ def publish(draft: Path, final: Path, before: Optional[int]) -> None:
     Raises:
         AnotherWriter: the folder that has the name is not the one that had it then.
     """
-    if identity_of(final) != before:
+    now = identity_of(final)
+    if now is not None and now != before:
         raise AnotherWriter(f"another writer published {final.name} in {final.parent}")
+    # Retention may have taken it.
+    before = now
     replaced = None
     sync_tree(draft)
     if before is not None:
@@ -168,8 +181,12 @@ def publish(draft: Path, final: Path, before: Optional[int]) -> None:
         if replaced is not None:
             os.rename(replaced, final)
         raise
-    files.step("sync the root")
-    files.sync_folder(final.parent)
+    # From here on it is found: what fails must not tell that it is not.
+    try:
+        files.step("sync the root")
+        files.sync_folder(final.parent)
+    except OSError:
+        logger.exception("%s is published; a loss of power may take it back", final)
     files.remove([final / OWNER])
     if replaced is not None:
         files.step("remove the folder that was replaced")
@@ -211,11 +228,29 @@ def retired(steps: list[Step], keep: Optional[int], distrusted: Collection[Path]
     """
     if not keep or keep < 1:
         return []
-    good = [step for step in steps if not step.fault and step.path not in distrusted]
+    good = [step for step in steps if not (step.fault or step.path in distrusted or is_distrusted(step))]
     if len(good) < keep:
         return []
     last = good[keep - 1]
     return [step for step in steps if step.age < last.age and (step.age[0] or step.step < last.step)]
+
+
+def is_distrusted(step: Step) -> bool:
+    return (step.path / NOT_LOADED).exists()
+
+
+def distrust(folder: Path, reason: str) -> None:
+    """Remember beyond this process that a step could not be loaded."""
+    try:
+        (folder / NOT_LOADED).write_text(reason)
+    except OSError:
+        logger.exception("%s: it will be taken for good after a restart", folder)
+
+
+def believe(folder: Path) -> None:
+    """A step was loaded: forget that it could not be."""
+    with contextlib.suppress(OSError):
+        (folder / NOT_LOADED).unlink()
 
 
 def remove(folder: Path) -> None:

@@ -6,6 +6,7 @@ Collective. Every rank hears of any rank's failure, and the first rank alone nam
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,16 +19,13 @@ from typing import Any, NamedTuple, Optional
 from torch_dcp_backport.checkpoint import manifest, store
 from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
 from torch_dcp_backport.checkpoint.store import Shelf
-from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     Refusal,
     Topic,
     begin,
     consult,
     guard,
-    problem_from,
     ranks_of,
-    record,
 )
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -50,8 +48,10 @@ class Writing(NamedTuple):
     draft: Path
     #: What is still to be written.
     requests: list[AsyncRequest]
-    #: Files of this rank whose checksums came up while they were written; by their paths.
-    entries: dict[Path, Entry]
+    #: Files of this rank whose checksums came up while they were written; with what they were on disk then.
+    entries: dict[Path, tuple[Entry, tuple[int, ...]]]
+    #: What failed in the background.
+    failures: list[Exception]
 
 
 #: In this thread.
@@ -92,11 +92,13 @@ class Begun:
         return self.writing.requests
 
 
-def begin_folder(final: Path, step: int, write: Callable[[Path], None], group: Group = None) -> Begun:
+def begin_folder(
+    locate: Callable[[], Path], step: int, write: Callable[[Path], None], group: Group = None
+) -> Begun:
     """Make a folder beside its place, and begin to write it. Collective.
 
     Args:
-        final: what it is to be called; an older folder of this name stays until then.
+        locate: tells what it is to be called; an older folder of this name stays until then.
         write: called on every rank with the draft, which is there. What it leaves to be done in the
             background it gives to `write_later`.
 
@@ -105,21 +107,25 @@ def begin_folder(final: Path, step: int, write: Callable[[Path], None], group: G
     """
     with begin(CANNOT_SAVE, "save", group) as call:
         before: Optional[int] = None
+        final, common = Path(), dict[str, str]()
+        with guard(call):
+            # The working directory may be another one when the rest is written.
+            final = locate().absolute()
+            common = {"folder": str(final), "step": str(store.checked_step(step))}
 
         def start() -> str:
             nonlocal before
-            store.checked_step(step)
             draft = store.draft_of(final)
             before = store.identity_of(final)
             return str(draft)
 
-        common = {"folder": str(final), "step": str(step)}
         draft = Path(tell_all(call, start, "making a folder", common))
-        writing = Writing(draft, [], {})
+        writing = Writing(draft, [], {}, [])
         token = _writing.set(writing)
         try:
             with discarding(call, draft):
-                attempt(call, write, draft)
+                with guard(call):
+                    write(draft)
                 common = {"saves in the background": str(len(writing.requests))}
                 tell_all(call, lambda: None, "writing", common)
         finally:
@@ -128,12 +134,15 @@ def begin_folder(final: Path, step: int, write: Callable[[Path], None], group: G
 
 
 def finish_folder(
-    begun: Begun, shelf: Optional[Shelf], then: Callable[[], None] = lambda: None, group: Group = None
+    begun: Begun,
+    shelf_of: Callable[[Path], Optional[Shelf]],
+    then: Callable[[Path], None] = lambda final: None,
+    group: Group = None,
 ) -> Manifest:
     """Give a folder its name, once every rank has written its part. Collective.
 
     Args:
-        shelf: where the folder has its place among others; the first rank's counts.
+        shelf_of: tells where the folder has its place among others; called on the first rank.
         then: called on the first rank when the folder has its name; what it raises is only logged.
 
     Raises:
@@ -141,16 +150,21 @@ def finish_folder(
     """
     draft, final = begun.writing.draft, begun.final
     with begin(CANNOT_SAVE, "save", group) as call, discarding(call, draft):
-        attempt(call, lambda _: complete(begun), draft)
+        with guard(call):
+            complete(begun)
+        if begun.requests:
+            # A file may have been written by another rank than the one whose number it has.
+            consult(call, None, nothing, Topic("writing in the background"))
 
         def publish(entries: Mapping[int, Mapping[str, Entry]]) -> Mapping[int, Any]:
+            shelf = shelf_of(final)
             order = 1 if shelf is None else shelf.next_order()
             listed = all_entries(draft, entries.values())
             content = Manifest(begun.step, len(entries), time.time(), order, listed)
             manifest.write(draft, content)
             store.publish(draft, final, begun.before)
             try:
-                then()
+                then(final)
             except Exception:
                 logger.exception("%s is saved; what was to follow failed", final)
             return dict.fromkeys(entries, content)
@@ -164,6 +178,8 @@ def finish_folder(
 
 
 def complete(begun: Begun) -> None:
+    if begun.writing.failures:
+        raise begun.writing.failures[0]
     for request in begun.requests:
         for finalize in request.finalize_fns:
             finalize()
@@ -193,7 +209,10 @@ def make_folder(path: Path) -> None:
 
 
 def write_later(request: AsyncRequest) -> None:
-    """Leave a part of the folder that `begin_folder` makes here to be written in the background."""
+    """Leave a part of the folder that `begin_folder` makes here to be written in the background.
+
+    What its `async_fn` raises is raised on every rank when the folder is finished.
+    """
     writing = _writing.get()
     assert writing is not None, "a folder is being written"
     writing.requests.append(request)
@@ -206,29 +225,25 @@ def entries_into(folder: Path) -> Callable[[Output], None]:
     entries = writing.entries
 
     def note(output: Output) -> None:
-        entries[folder / output.file] = Entry(output.nbytes, output.crc)
+        path = folder / output.file
+        if output.nbytes:
+            entries[path] = Entry(output.nbytes, output.crc), state_of(path)
 
     return note
 
 
-def is_in_draft(path: Path) -> bool:
+def state_of(path: Path) -> tuple[int, ...]:
+    """What is another one once a file was written anew."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def is_in_draft(path: object) -> bool:
     """Whether `begin_folder` is making this folder: what is written into its draft is published with it."""
     writing = _writing.get()
-    return writing is not None and (writing.draft == path or writing.draft in path.parents)
-
-
-def attempt(call: Call, work: Callable[[Path], None], folder: Path) -> None:
-    """Let the caller's code work on a folder; what it raises is a problem of this rank.
-
-    Raises:
-        CheckpointingException: one that every rank has already.
-    """
-    try:
-        work(folder)
-    except Exception as error:
-        if isinstance(error, CheckpointingException) and error.is_agreed:
-            raise
-        record(call, problem_from(error), error)
+    if writing is None or not isinstance(path, (str, os.PathLike)):
+        return False
+    return writing.draft in (Path(path), *Path(path).parents)
 
 
 def entries_of(writing: Writing, rank: int) -> dict[str, Entry]:
@@ -238,7 +253,9 @@ def entries_of(writing: Writing, rank: int) -> dict[str, Entry]:
         path = writing.draft / name
         match = OF_RANK.fullmatch(path.name)
         if match is not None and int(match["shard"] or match["data"]) == rank:
-            own[name] = writing.entries.get(path) or manifest.entry_of(path)
+            entry, state = writing.entries.get(path, (None, ()))
+            is_same = entry is not None and state == state_of(path)
+            own[name] = entry if entry is not None and is_same else manifest.entry_of(path)
     return own
 
 
@@ -251,16 +268,16 @@ def all_entries(draft: Path, known: Iterable[Mapping[str, Entry]]) -> dict[str, 
     return listed
 
 
-def put_back(folder: Optional[Path], check: Callable[[], None], group: Group = None) -> None:
-    """Have a folder that lost its name to a writer that is gone where it was. Collective.
+def put_back(locate: Callable[[], Optional[Path]], group: Group = None) -> Optional[Path]:
+    """Have a folder that lost its name to a writer that is gone where it was; its path. Collective.
 
     Args:
-        folder: None is none.
-        check: called on every rank; what it raises is raised on all.
+        locate: tells its path; None is none. What it raises is raised on all ranks.
 
     Raises:
         CheckpointingException: the same on every rank.
     """
+    folder: Optional[Path] = None
 
     def look() -> None:
         if folder is not None:
@@ -268,8 +285,9 @@ def put_back(folder: Optional[Path], check: Callable[[], None], group: Group = N
 
     with begin(CANNOT_LOAD, "load", group) as call:
         with guard(call):
-            check()
+            folder = locate()
         tell_all(call, look, "looking", {"folder": str(folder)})
+    return folder
 
 
 def read_folder(
@@ -288,7 +306,8 @@ def read_folder(
                 wrong = manifest.wrong_checksums(folder, content, ranks.index(call.rank), len(ranks))
                 call.problems += [Problem("not what was saved", str(folder), text) for text in wrong]
             consult(call, None, nothing, Topic("verifying the files"))
-        attempt(call, read, folder)
+        with guard(call):
+            read(folder)
         consult(call, None, nothing, Topic("loading", "values may have been loaded in part"))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import load as engine
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened, Wanted
@@ -172,8 +173,12 @@ class Loading:
 
     def read_tensors(self, wanted: Sequence[Wanted]) -> None:
         for group in self.shared_in:
-            with begin(self.call.title, self.call.tally.operation, group) as call:
-                read_shared(call, self.reader, self.index, wanted)
+            try:
+                with begin(self.call.title, self.call.tally.operation, group) as call:
+                    read_shared(call, self.reader, self.index, wanted)
+            except CheckpointingException as error:
+                # Only this group has it; the other ranks hear of it when all settle.
+                raise RuntimeError(str(error)) from error
             return
         self.reader.read(engine.reads_of(self.index, wanted))
 

@@ -129,7 +129,8 @@ def saving_from(
 ) -> Saving:
     """What this rank brings to a save; nothing after a failure, which is among the call's problems."""
     with guard(call):
-        return saving_of(split(make()), Path(checkpoint_dir), options)
+        # The working directory may be another one when a save in the background ends.
+        return saving_of(split(make()), Path(checkpoint_dir).absolute(), options)
     return Saving(Path())
 
 

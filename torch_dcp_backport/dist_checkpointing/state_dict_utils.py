@@ -28,7 +28,6 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
     StateDict,
-    apply_factories,
     apply_factory_merges,
 )
 
@@ -68,11 +67,9 @@ def split(sharded_state_dict: Mapping[Any, Any]) -> Split:
     """
     if not isinstance(sharded_state_dict, dict):
         raise CheckpointingException(f"expected a dict, got {type(sharded_state_dict).__name__}")
-    original = dict_list_map_outplace(adopted, sharded_state_dict)
-    built = dict_list_map_outplace(lambda value: value, original)
-    apply_factories(built)
+    original = structure_of(sharded_state_dict)
     # What a factory of Megatron's builds is Megatron's.
-    built = dict_list_map_outplace(adopted, built)
+    built = structure_of(mapped(original, built_of))
     result = Split(built, [], [], original)
     for path, value in leaves_of(built):
         if isinstance(value, ShardedTensor):
@@ -90,6 +87,36 @@ def split(sharded_state_dict: Mapping[Any, Any]) -> Split:
                 f"{what} is in a {type(value).__name__} at {name}; put it in a list or a dict"
             )
     return result
+
+
+def built_of(value: Any) -> Any:
+    return value.build() if isinstance(value, ShardedTensorFactory) else value
+
+
+def is_branch(x: Any) -> bool:
+    """Whether something is a part of a structure; a Counter and the like are values, as a tuple is."""
+    return type(x) in (dict, list)
+
+
+def structure_of(x: Any) -> Any:
+    """The same structure of plain dicts and lists, with parts of Megatron's as our own.
+
+    Subclasses of dict and list (an OrderedDict) become plain where parts are in them, else they are values.
+    """
+    if isinstance(x, (dict, list)) and (is_branch(x) or hidden_in(x) is not None):
+        items = x.items() if isinstance(x, dict) else enumerate(x)
+        pairs = [(key, structure_of(value)) for key, value in items]
+        return dict(pairs) if isinstance(x, dict) else [value for _, value in pairs]
+    return adopted(x)
+
+
+def mapped(x: Any, make: Callable[[Any], Any]) -> Any:
+    """A structure with other leaves."""
+    if not is_branch(x):
+        return make(x)
+    if isinstance(x, dict):
+        return {key: mapped(value, make) for key, value in x.items()}
+    return [mapped(value, make) for value in x]
 
 
 def hidden_in(leaf: Any) -> Optional[Any]:
@@ -117,7 +144,7 @@ def hidden_in(leaf: Any) -> Optional[Any]:
 
 def leaves_of(x: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     """(path, value) of what is in nested dicts and lists."""
-    if isinstance(x, (dict, list)):
+    if is_branch(x):
         items = x.items() if isinstance(x, dict) else enumerate(x)
         return [leaf for key, value in items for leaf in leaves_of(value, (*path, key))]
     return [(path, x)]
@@ -128,7 +155,7 @@ def kept_of(x: Any, keeps: Callable[[Any], bool]) -> Any:
 
     A list of which only a part is left is a dict from place to value.
     """
-    if not isinstance(x, (dict, list)):
+    if not is_branch(x):
         return x if keeps(x) else NOTHING
     items = x.items() if isinstance(x, dict) else enumerate(x)
     kept = {key: part for key, value in items for part in [kept_of(value, keeps)] if part is not NOTHING}
@@ -147,14 +174,14 @@ def assembled(asked: Any, common: Any, loaded: Callable[[Any], Any]) -> Any:
         common: that of the checkpoint; NOTHING where there is none.
         loaded: a sharded part -> its value; NOTHING where it is left out.
     """
-    if isinstance(asked, dict):
+    if is_branch(asked) and isinstance(asked, dict):
         result = dict(common) if isinstance(common, dict) else {}
         for key, value in asked.items():
             part = assembled(value, result.get(key, NOTHING), loaded)
             if part is not NOTHING:
                 result[key] = part
         return result if result or not asked or isinstance(common, dict) else NOTHING
-    if isinstance(asked, list):
+    if is_branch(asked):
         known = dict(enumerate(common)) if isinstance(common, list) else common
         # A list of which only a part is common, by place; another dict stood where a list is asked for.
         known = known if isinstance(known, dict) and all(isinstance(place, int) for place in known) else {}
@@ -172,9 +199,11 @@ def assembled(asked: Any, common: Any, loaded: Callable[[Any], Any]) -> Any:
 
 def closed_up(x: Any) -> Any:
     """The structure without NOTHING in its lists."""
+    if not is_branch(x):
+        return x
     if isinstance(x, dict):
         return {key: closed_up(value) for key, value in x.items()}
-    return [closed_up(value) for value in x if value is not NOTHING] if isinstance(x, list) else x
+    return [closed_up(value) for value in x if value is not NOTHING]
 
 
 def factories_of(x: Any) -> Any:

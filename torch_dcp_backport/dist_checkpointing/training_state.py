@@ -5,6 +5,7 @@ The only module of this room that knows what a model is; nothing else here impor
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, Optional, Union
 
@@ -134,9 +135,9 @@ def described(value: Any, group: Group, path: str = "") -> Any:
     """The same structure with a ShardedTensor for every tensor."""
     if isinstance(value, torch.Tensor):
         return ShardedTensor.from_dtensor(path, value, process_group=group)
-    if isinstance(value, dict):
+    if type(value) in (dict, OrderedDict):
         return {key: described(part, group, joined(path, key)) for key, part in value.items()}
-    if isinstance(value, list):
+    if type(value) is list:
         return [described(part, group, joined(path, number)) for number, part in enumerate(value)]
     return value
 
@@ -152,9 +153,9 @@ def restored_of(asked: Any, loaded: Any) -> Any:
     """
     if isinstance(asked, torch.Tensor):
         return asked
-    if isinstance(asked, dict) and isinstance(loaded, dict):
+    if type(asked) in (dict, OrderedDict) and isinstance(loaded, dict):
         parts = {key: restored_of(asked[key], loaded[key]) for key in asked if key in loaded}
         return {**parts, **{key: value for key, value in loaded.items() if key not in asked}}
-    if isinstance(asked, list) and isinstance(loaded, list) and len(asked) == len(loaded):
+    if type(asked) is list and isinstance(loaded, list) and len(asked) == len(loaded):
         return [restored_of(part, other) for part, other in zip(asked, loaded)]
     return loaded

@@ -74,7 +74,7 @@ class Buffer:
     """Bytes on the host that hold a window, and their way to the files."""
 
     def __init__(self, nbytes: int) -> None:
-        self.store = torch.empty(nbytes, dtype=torch.uint8)
+        self.store = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def view(self, window: Window, tensors: Mapping[str, TensorInfo], key: str, box: Box) -> torch.Tensor:
         piece = within(window[key], box)
@@ -207,7 +207,10 @@ def collect(call: Call, agreement: Agreement, share: Share) -> dict[str, torch.T
     tensors: dict[str, torch.Tensor] = {}
     if call.rank == first_rank(call):
         with call.room_for("whole tensors"):
-            tensors = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in share.tensors.items()}
+            tensors = {
+                key: torch.empty(info.shape, dtype=info.dtype, device="cpu")
+                for key, info in share.tensors.items()
+            }
     settle(call)
 
     def write(key: str, box: Box) -> torch.Tensor:

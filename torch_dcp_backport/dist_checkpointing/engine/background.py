@@ -80,6 +80,6 @@ def copy_works(works: list[Work]) -> None:
     """Put copies on the host in the place of the caller's memory."""
     for number, work in enumerate(works):
         part = work.part
-        copy = torch.empty(part.shape, dtype=part.dtype)
+        copy = torch.empty(part.shape, dtype=part.dtype, device="cpu")
         copy.copy_(part)
         works[number] = Work(copy, whole(tuple(part.shape)), whole(tuple(part.shape)))

@@ -30,7 +30,7 @@ LEFT_BY_OTHERS = ("integrity.json",)
 #: The names that this room and torch give to files of records.
 RECORDS = re.compile(r"__\d+_\d+\.distcp")
 MARKER = config_bytes(CheckpointingConfig(SHARDED_BACKEND))
-#: Seconds for which another rank's file may stay unseen: network file systems remember what was not there.
+#: Seconds for which other ranks' files may stay unseen: network file systems remember what was not there.
 PATIENCE = 5.0
 
 
@@ -60,10 +60,11 @@ def publish(folder: Path, index: Index, common: bytes, outputs: Mapping[int, Out
     Raises:
         Refusal: a rank's file is not in this folder.
     """
+    end = time.monotonic() + PATIENCE
     findings = [
         (rank, Problem("a rank's file is not seen by the first rank", output.file, got, "a shared folder"))
         for rank, output in outputs.items()
-        for got in [unseen(folder / output.file, output.nbytes)]
+        for got in [unseen(folder / output.file, output.nbytes, end)]
         if got
     ]
     if findings:
@@ -97,9 +98,8 @@ def forget(folder: Path, index: Index, is_forgotten: Callable[[str], bool]) -> N
     files.remove([folder / name for name in before - set(kept.ends)])
 
 
-def unseen(path: Path, nbytes: int) -> str:
-    """What is wrong with a file that another rank wrote; nothing where it has all its bytes."""
-    end = time.monotonic() + PATIENCE
+def unseen(path: Path, nbytes: int, end: float) -> str:
+    """What is wrong at the end of patience with a file that a rank wrote; "" where it has all its bytes."""
     while nbytes:
         try:
             size = path.stat().st_size

@@ -58,10 +58,16 @@ def problem_from(error: Exception, key: str = "") -> Problem:
 
 @contextlib.contextmanager
 def guard(call: Call, key: str = "") -> Iterator[None]:
-    """Turn an exception into a problem of this rank: the others wait in the next consultation."""
+    """Turn an exception into a problem of this rank: the others wait in the next consultation.
+
+    Raises:
+        CheckpointingException: one that every rank has already.
+    """
     try:
         yield
     except Exception as error:
+        if isinstance(error, CheckpointingException) and error.is_agreed:
+            raise
         record(call, problem_from(error, key), error)
 
 

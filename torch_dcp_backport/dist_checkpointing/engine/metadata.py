@@ -158,7 +158,8 @@ def to_bytes(index: Index) -> bytes:
             places[metadata.MetadataIndex(key)] = info_of(place)
             sums.append(place.crc or 0)
         # Planner data of None breaks torch's own dcp_to_torch_save.
-        whole: Any = metadata.Metadata(entries, planner_data={}, storage_data=places)
+        planner_data = index.planner_data or {}
+        whole: Any = metadata.Metadata(entries, planner_data=planner_data, storage_data=places)
         whole.storage_meta = metadata.StorageMeta()
         setattr(whole, OURS, {"format": FORMAT, "crc32": words_to_bytes(sums), "common": index.common})
         data = pickle.dumps(whole)

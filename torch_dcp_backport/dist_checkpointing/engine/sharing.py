@@ -78,7 +78,7 @@ def read_shared(call: Call, reader: Reader, index: Index, wanted: Sequence[Wante
 
     shares = shared_out(index, consult(call, own, tell, SHARING))
     windows = list(windows_of(index, shares.portions))
-    buffer = torch.empty(0, dtype=torch.uint8)
+    buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
     with call.room_for("what is read for others"):
         most = max((extent_of(index, window, call.rank) for window in windows), default=0)
         buffer = compat.host_buffer(most)
@@ -125,15 +125,16 @@ def shared_out(index: Index, wants: Mapping[int, Wants]) -> Shares:
         itemsize = index.tensors[key].dtype.itemsize
         for slab in slabs(chunk.box, parts):
             around = bounds(part for _, part in slab)
-            distinct = {part for _, part in slab}
-            is_dense = 2 * sum(part.numel for part in distinct) >= around.numel
-            if is_dense and len({rank for rank, _ in slab}) > 1:
-                for box in cut(around, -(-around.numel * itemsize // PORTION)):
-                    shared.append((key, chunk, box, parts_in(box, slab)))
-                continue
-            for rank, part in slab:
-                alone[rank].append((key, chunk, part))
-                load[rank] += part.numel * itemsize
+            is_dense = 2 * sum(part.numel for part in {part for _, part in slab}) >= around.numel
+            count = -(-around.numel * itemsize // PORTION) if is_dense else 1
+            for box in cut(around, count):
+                inside = parts_in(box, slab)
+                if is_dense and len({rank for rank, _ in inside}) > 1:
+                    shared.append((key, chunk, box, inside))
+                    continue
+                for rank, part in inside:
+                    alone[rank].append((key, chunk, part))
+                    load[rank] += part.numel * itemsize
     portions = []
     for key, chunk, box, inside in shared:
         reader = min((rank for rank, _ in inside), key=lambda rank: (load[rank], rank))

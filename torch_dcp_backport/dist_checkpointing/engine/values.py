@@ -9,10 +9,11 @@ import functools
 import importlib
 import io
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -40,19 +41,25 @@ def safe_classes() -> tuple[Any, ...]:
     # Bytes in a pickle of Python 2's form; torch knows it from 2.5 on.
     kinds.append(codecs.encode)
     kinds += [datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone]
+    # Empty bytes are made by their class.
+    kinds += [Counter, bytes]
+    numpys = _numpys()
+    return tuple(kinds) if numpys is None else (*kinds, *numpys.stand_ins())
+
+
+@functools.lru_cache(maxsize=1)
+def _numpys() -> Any:
+    """The stand-ins of numpy's values; None where there is no numpy."""
     try:
-        import numpy
+        return importlib.import_module("torch_dcp_backport.dist_checkpointing.engine.numpys")
     except ImportError:
-        return tuple(kinds)
-    try:
-        multiarray: Any = importlib.import_module("numpy._core.multiarray")
-    except ImportError:  # numpy 1
-        multiarray = importlib.import_module("numpy.core.multiarray")
-    dtypes = getattr(numpy, "dtypes", None)
-    kinds += [numpy.ndarray, numpy.dtype, multiarray._reconstruct, multiarray.scalar]
-    if dtypes is not None:
-        kinds += [value for value in vars(dtypes).values() if isinstance(value, type)]
-    return tuple(kinds)
+        return None
+
+
+def without_stand_ins(value: Any) -> Any:
+    """The same value with numpy's own arrays and dtypes."""
+    numpys = _numpys()
+    return value if numpys is None else _replaced(value, numpys.plain, {})
 
 
 def dumps(value: object) -> bytes:
@@ -61,30 +68,45 @@ def dumps(value: object) -> bytes:
     return file.getvalue()
 
 
-def without_the_rest(value: Any, known: Optional[dict[int, Any]] = None) -> Any:
+def without_the_rest(value: Any) -> Any:
     """The same value, with copies of tensors that are a part of their memory: all of that would be saved.
 
-    What has none such in it is the caller's own object; other classes than those below are not looked into.
+    What has none such in it is the caller's own object; only classes of `_replaced` are looked into.
+    """
+
+    def own(part: Any) -> Any:
+        if type(part) is not torch.Tensor or part.layout is not torch.strided or part.is_meta:
+            return part
+        is_part = part.untyped_storage().nbytes() > part.nbytes
+        return part.detach().clone().requires_grad_(part.requires_grad) if is_part else part
+
+    return _replaced(value, own, {})
+
+
+def _replaced(value: Any, replace: Callable[[Any], Any], known: dict[int, Any]) -> Any:
+    """The same structure with other leaves; what has no other one in it is the object that it was.
 
     Args:
         known: id of a value -> what it became; what is there twice stays one.
     """
-    known = {} if known is None else known
     if id(value) in known:
         return known[id(value)]
     known[id(value)] = value
     kind = type(value)
-    if kind is torch.Tensor and value.layout is torch.strided and not value.is_meta:
-        if value.untyped_storage().nbytes() > value.nbytes:
-            known[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
-    elif kind in (dict, OrderedDict):
-        pairs = [(key, part, without_the_rest(part, known)) for key, part in value.items()]
+    if kind in (dict, OrderedDict):
+        pairs = [(key, part, _replaced(part, replace, known)) for key, part in value.items()]
         if any(part is not made for _, part, made in pairs):
             known[id(value)] = kind((key, made) for key, _, made in pairs)
     elif kind in (list, tuple):
-        parts = [without_the_rest(part, known) for part in value]
+        parts = [_replaced(part, replace, known) for part in value]
         if any(part is not made for part, made in zip(value, parts)):
             known[id(value)] = kind(parts)
+    elif kind is argparse.Namespace:
+        made = _replaced(vars(value), replace, known)
+        if made is not vars(value):
+            known[id(value)] = argparse.Namespace(**made)
+    else:
+        known[id(value)] = replace(value)
     return known[id(value)]
 
 
@@ -130,7 +152,7 @@ def loads(data: bytes, trust: bool = False) -> Any:
         raise Unloadable("it is a TorchScript program, which torch up to 2.5 runs when it is loaded")
     try:
         with compat.allowed_globals(safe):
-            return torch.load(file, map_location="cpu", weights_only=True)
+            return without_stand_ins(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:
         # torch's text has a page of advice, and escape sequences.
         name = re.search(r"(?:GLOBAL|class|global) ([\w.]+) was not", str(error))

@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Optional
 
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, consult
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, consult, guard
 from torch_dcp_backport.transfer.groups import Group
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
 CANNOT_FINALIZE = "cannot finalize the checkpoint"
 ASKING = Topic("asking whether all ranks have written", "the folder holds no checkpoint yet")
+FINALIZING = Topic("finalizing", "the checkpoint may be whole by now")
 
 
 class AsyncRequest(NamedTuple):
@@ -89,7 +90,13 @@ class AsyncCallsQueue:
             self._thread = threading.Thread(
                 target=request.async_fn, args=request.async_fn_args, kwargs=dict(request.async_fn_kwargs)
             )
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                # The other ranks go on; so must this one.
+                logger.warning("no thread can be started (%s): the files are written now", error)
+                self._thread = None
+                request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
         self._request = request
         return self._scheduled
 
@@ -123,8 +130,11 @@ class AsyncCallsQueue:
             if thread is not None:
                 thread.join()
         self._request = self._thread = None
-        for finalize in request.finalize_fns:
-            finalize()
+        with begin(CANNOT_FINALIZE, "save", self.process_group) as call:
+            with guard(call):
+                for finalize in request.finalize_fns:
+                    finalize()
+            consult(call, None, lambda ranks: {}, FINALIZING)
         return [request.call_idx]
 
     def get_num_unfinalized_calls(self) -> int:

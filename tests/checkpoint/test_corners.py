@@ -1,0 +1,319 @@
+"""What happens beside a save: other processes, other saves, other paths, classes and devices."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import shutil
+import threading
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_async_saves import ASYNC, slow
+from trainer import Trainer, same
+
+from torch_dcp_backport import dist_checkpointing
+from torch_dcp_backport.checkpoint import FSDPCheckpointManager, saves, store, together
+from torch_dcp_backport.checkpoint.layout import SHARDED
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
+from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+
+def good(root: Path) -> list[int]:
+    return sorted(step.step for step in store.steps_in(root) if not step.fault)
+
+
+def are_whole(root: Path) -> bool:
+    """Whether every step has the bytes that its manifest says."""
+    from torch_dcp_backport.checkpoint import manifest
+
+    steps = store.steps_in(root)
+    return all(not list(manifest.wrong_checksums(step.path, manifest.read(step.path))) for step in steps)
+
+
+def test_another_process_clears_up_while_a_draft_is_made(tmp_path: Path, monkeypatch) -> None:
+    trainer, times = Trainer(tmp_path), 0
+
+    def clear_up(name: str) -> None:
+        nonlocal times
+        if name.startswith("name ") and times < 3:
+            times += 1
+            store.clean(tmp_path)
+
+    monkeypatch.setattr(files, "on_step", clear_up)
+    trainer.handler.save_checkpoint(1)
+    assert (times, good(tmp_path)) == (3, [1])
+
+
+def test_a_failed_save_of_the_manager_is_no_fault_of_a_step(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "root")
+    for step in (1, 2):
+        trainer.train(step)
+        trainer.handler.save_checkpoint(step)
+    trainer.manager.is_async = True
+    with slow(fails=True) as opened:
+        opened.set()
+        trainer.manager.save_checkpoint(tmp_path / "other", global_step=9)
+        with pytest.raises(CheckpointingException, match="No space left"):
+            trainer.handler.load_checkpoint()
+    assert trainer.handler.load_checkpoint() == 2
+
+
+def test_values_of_the_schedule_keep_their_classes(tmp_path: Path) -> None:
+    def made() -> Trainer:
+        trainer = Trainer(tmp_path)
+        trainer.schedule = torch.optim.lr_scheduler.MultiStepLR(trainer.optimizer, [2, 4])
+        trainer.manager.lr_scheduler = trainer.schedule
+        return trainer
+
+    trainer = made()
+    trainer.optimizer.param_groups[0]["note"] = OrderedDict(b=1, a=2)
+    trainer.handler.save_checkpoint(1)
+    resumed = made()
+    resumed.optimizer.param_groups[0]["note"] = OrderedDict()
+    resumed.handler.load_checkpoint()
+    assert type(resumed.schedule.milestones) is Counter
+    for one in (trainer, resumed):
+        for _ in range(3):
+            one.optimizer.step()
+            one.schedule.step()
+    assert resumed.schedule.get_last_lr() == trainer.schedule.get_last_lr()
+
+
+class Rewriting(FSDPCheckpointManager):
+    """Writes its records twice, with other values."""
+
+    def write(self, folder: Path, step: int) -> None:
+        super().write(folder, step)
+        for value in (1.0, 2.0):
+            # The second time the same size, and other bytes.
+            part = ShardedTensor.from_rank_offsets("w", torch.full((3,), value))
+            dist_checkpointing.save({"w": part}, folder / SHARDED)
+
+
+def test_what_is_written_again_is_what_the_manifest_has(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.handler.engine = Rewriting(trainer.model, trainer.optimizer)
+    for step in (1, 2):
+        trainer.handler.save_checkpoint(step)
+    assert good(tmp_path) == [1, 2]
+    assert are_whole(tmp_path)
+
+
+class NoText:
+    def __str__(self) -> str:
+        raise ValueError("it has no text")
+
+
+def paths(api: Any, root: Path, path: Any, method: str) -> str:
+    manager, odd = Trainer(root).manager, dist.get_rank() == 1
+    path = NoText() if path == "no text" else path
+    folder = root / "global_step_2"
+    calls = {
+        "step": lambda: manager.save_checkpoint(folder, None, path if odd else 2),
+        "save": lambda: manager.save_checkpoint(path if odd else folder, None, 2),
+        "load": lambda: manager.load_checkpoint(path if odd else folder),
+    }
+    with pytest.raises(CheckpointingException) as caught:
+        calls[method]()
+    # In step again.
+    manager.save_checkpoint(root / "global_step_3", None, 3)
+    dist.barrier()
+    assert good(root) == [3]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [(None, "save"), (5, "save"), (b"x", "load"), ("no text", "step")],
+)
+def test_a_path_of_one_rank_that_is_none(ranks, tmp_path: Path, path: Any, method: str) -> None:
+    (text,) = set(ranks(paths, tmp_path, path, method, world=2))
+    assert "rank 1: " in text
+
+
+def without_thread(api: Any, root: Path) -> None:
+    trainer, native = Trainer(root, config=ASYNC), threading.Thread.start
+    trainer.train(dist.get_rank())
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if dist.get_rank() == 1:
+        threading.Thread.start = refuse
+    try:
+        trainer.handler.save_checkpoint(1)
+    finally:
+        threading.Thread.start = native
+    trainer.handler.finish()
+    dist.barrier()
+    assert good(root) == [1]
+
+
+def test_a_rank_without_a_thread_writes_at_once(ranks, tmp_path: Path) -> None:
+    ranks(without_thread, tmp_path, world=2)
+
+
+def flip(folder: Path) -> None:
+    path = next(folder.glob("**/*.distcp"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_step_that_could_not_be_loaded_does_not_count_after_restarts(tmp_path: Path) -> None:
+    first = Trainer(tmp_path, max_ckpt_to_keep=3)
+    first.handler.save_checkpoint(1)
+    first.handler.save_checkpoint(2)
+    flip(tmp_path / "global_step_2")
+    for resumed, saved in ((1, 3), (3, 4)):
+        trainer = Trainer(tmp_path, max_ckpt_to_keep=3)
+        assert trainer.handler.load_checkpoint() == resumed
+        trainer.handler.save_checkpoint(saved)
+    assert good(tmp_path) == [1, 2, 3, 4]
+    # Mended, it is loaded, and counts.
+    flip(tmp_path / "global_step_2")
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / f"global_step_{step}")
+    trainer = Trainer(tmp_path, max_ckpt_to_keep=2)
+    assert trainer.handler.load_checkpoint() == 2
+    trainer.handler.save_checkpoint(5)
+    assert good(tmp_path) == [2, 5]
+
+
+class Later(FSDPCheckpointManager):
+    """Has more to write in the background, by `work`."""
+
+    work: Any = None
+
+    def write(self, folder: Path, step: int) -> None:
+        super().write(folder, step)
+        together.write_later(AsyncRequest(self.work, (folder,), []))
+
+
+def later(api: Any, root: Path, what: str) -> list[str]:
+    trainer = Trainer(root, config=ASYNC)
+    manager = trainer.handler.engine = Later(trainer.model, trainer.optimizer, checkpoint_config=ASYNC)
+    said = []
+
+    def work(folder: Path) -> None:
+        if what == "fails" and dist.get_rank() == 1:
+            raise OSError(5, "Input/output error")
+        if what == "another number" and dist.get_rank() == 1:
+            (folder / "tp_1").mkdir()
+            with open(folder / "tp_1" / "data_0.pt", "wb") as file:
+                for _ in range(20):
+                    file.write(bytes(1000))
+                    file.flush()
+                    threading.Event().wait(0.02)
+
+    manager.work = work
+    trainer.handler.save_checkpoint(1)
+    try:
+        trainer.handler.finish()
+    except CheckpointingException as error:
+        said.append(str(error))
+    dist.barrier()
+    assert are_whole(root)
+    return [*said, str(good(root))]
+
+
+def test_a_part_in_the_background_that_fails(ranks, tmp_path: Path) -> None:
+    text, steps = ranks(later, tmp_path, "fails", world=2)[0]
+    assert "rank 1: OSError: [Errno 5] Input/output error" in text
+    assert steps == "[]"
+
+
+def test_a_file_with_another_ranks_number(ranks, tmp_path: Path) -> None:
+    assert ranks(later, tmp_path, "another number", world=2) == [["[1]"], ["[1]"]]
+
+
+def test_a_handler_that_is_gone_before_its_step_is_published(tmp_path: Path, caplog) -> None:
+    trainer = Trainer(tmp_path, config=ASYNC)
+    trainer.handler.save_checkpoint(1)
+    held = trainer.handler._saves
+    del trainer
+    gc.collect()
+    with caplog.at_level(logging.ERROR):
+        saves._warn()
+    assert "global_step_1 was never published" in caplog.text
+    held.finish()
+    assert held not in saves._unfinished
+
+
+def test_a_step_that_is_removed_while_it_is_saved_again(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, config=ASYNC)
+    trainer.handler.save_checkpoint(1)
+    trainer.handler.finish()
+    trainer.handler.save_checkpoint(1)
+    store.remove(tmp_path / "global_step_1")
+    trainer.handler.finish()
+    assert good(tmp_path) == [1]
+
+
+def finalizes(api: Any, folder: Path) -> str:
+    from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    queue, replica = AsyncCallsQueue(), dist.get_rank()
+    part = ShardedTensor.from_rank_offsets("w", torch.ones(3), replica_id=replica)
+    request = dist_checkpointing.save({"w": part}, folder, async_sharded_save=True)
+    assert request is not None
+
+    def fail() -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("of the user's own")
+
+    request.add_finalize_fn(fail)
+    queue.schedule_async_request(request)
+    with pytest.raises(CheckpointingException) as caught:
+        queue.close()
+    return str(caught.value)
+
+
+def test_a_finalize_function_that_fails_on_one_rank(ranks, tmp_path: Path) -> None:
+    (text,) = set(ranks(finalizes, tmp_path, world=2))
+    assert "rank 1: ValueError: of the user's own" in text
+    assert dist_checkpointing.verify(tmp_path) == []
+
+
+def test_the_step_of_a_path(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.manager.save_checkpoint(tmp_path / "global_step_5")
+    assert good(tmp_path) == [5]
+
+
+def test_empty_bytes_are_harmless(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.loader.position = b""  # type: ignore[assignment]
+    trainer.handler.save_checkpoint(1)
+    resumed = Trainer(tmp_path)
+    resumed.handler.load_checkpoint()
+    assert resumed.loader.position == b""
+
+
+def test_a_default_device_makes_no_difference(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, config={**ASYNC, "save_contents": ["model", "optimizer", "extra"]})
+    trainer.train(1)
+    with torch.device("meta"):
+        trainer.handler.save_checkpoint(1)
+        trainer.handler.finish()
+    expected, fresh = trainer.state(), Trainer(tmp_path)
+    fresh.handler.load_checkpoint()
+    assert same(fresh.state(), expected)
+
+
+def test_another_working_directory_at_the_end(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(Path("root"), config=ASYNC)
+    trainer.handler.save_checkpoint(1)
+    (tmp_path / "elsewhere").mkdir()
+    os.chdir(tmp_path / "elsewhere")
+    trainer.handler.finish()
+    assert good(tmp_path / "root") == [1]
+    assert store.tracked(tmp_path / "root") == 1

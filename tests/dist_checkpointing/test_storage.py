@@ -1,0 +1,172 @@
+"""torch's `dcp.save` and `dcp.load` with this room's writer and reader: with the other's, and with damage."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from packaging.version import Version
+from qwen import build, differences, expected, fill
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_dcp_backport import dist_checkpointing
+from torch_dcp_backport.dist_checkpointing.storage import CheckedReader, CheckedWriter
+from torch_dcp_backport.dist_checkpointing.training_state import sharded_state_dict, state_of
+from torch_dcp_backport.regression import meter
+
+MIB = 2**20
+# torch 2.4's FSDP2 refuses every state dict on a 2-D mesh, with or without us.
+HSDP = "HSDP" if Version(torch.__version__).release >= (2, 5) else "FSDP"
+
+
+@dataclasses.dataclass
+class Odd:
+    value: int = 3
+
+
+def extra(filled: bool) -> dict[str, Any]:
+    step = 7 if filled else 0
+    return {"step": step, "nested": {"rates": [0.5 * step, "a"], "empty": torch.ones(0, 3) * step}}
+
+
+def saved(api: Any, folder: Path, is_ours: bool, kind: str = "FSDP") -> None:
+    model, optimizer = build(kind)
+    fill(sharded_state_dict(model, optimizer))
+    state = {**state_of(model, optimizer), "extra": extra(True)}
+    dcp.save(state, storage_writer=CheckedWriter(folder) if is_ours else dcp.FileSystemWriter(folder))
+
+
+def loaded(api: Any, folder: Path, is_ours: bool, kind: str) -> None:
+    model, optimizer = build(kind)
+    state = {**state_of(model, optimizer), "extra": extra(False)}
+    dcp.load(state, storage_reader=CheckedReader(folder) if is_ours else dcp.FileSystemReader(folder))
+    assert state["extra"]["step"] == 7
+    assert state["extra"]["nested"]["rates"] == [3.5, "a"]
+    assert differences(sharded_state_dict(model, optimizer)) == []
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(True, False), (False, True), (True, True)])
+def test_each_reads_what_the_other_wrote(ranks: Any, tmp_path: Path, writer: bool, reader: bool) -> None:
+    ranks(saved, tmp_path, writer, world=4)
+    for kind, world in (("FSDP", 4), ("FSDP", 3), (HSDP, 4)):
+        ranks(loaded, tmp_path, reader, kind, world=world)
+
+
+def loaded_by_load(api: Any, folder: Path) -> None:
+    model, optimizer = build("FSDP")
+    state = sharded_state_dict(model, optimizer)
+    dist_checkpointing.load({"model": state["model"]}, folder)
+    assert differences(state["model"]) == []
+
+
+def test_it_is_a_checkpoint_of_this_room(ranks: Any, tmp_path: Path) -> None:
+    ranks(saved, tmp_path, True, world=4)
+    assert dist_checkpointing.verify(tmp_path) == []
+    ranks(loaded_by_load, tmp_path, world=2)
+    # torch's own tool wants its planner's data.
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_to_torch_save(tmp_path, tmp_path / "whole.pt")
+    state = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert state["extra"]["nested"]["rates"] == [3.5, "a"]
+    part = dist_checkpointing.load_tensors_metadata(tmp_path)["model.embed_tokens.weight"]
+    assert torch.equal(state["model"]["embed_tokens.weight"], expected(part))
+
+
+def damaged(api: Any, folder: Path, kind: str) -> str:
+    model, optimizer = build(kind)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state_of(model, optimizer), storage_reader=CheckedReader(folder))
+    return str(caught.value)
+
+
+def test_a_flipped_bit_is_told_on_every_rank(ranks: Any, tmp_path: Path) -> None:
+    ranks(saved, tmp_path, True, world=2)
+    path = tmp_path / "__1_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+    for text in ranks(damaged, tmp_path, "FSDP", world=2):
+        assert "wrong checksum" in text
+
+
+def fails(api: Any, folder: Path) -> str:
+    model, optimizer = build("FSDP")
+    if dist.get_rank() == 1:
+
+        def full(fd: int, length: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        from torch_dcp_backport.dist_checkpointing.engine import files
+
+        files.reserve = full
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state_of(model, optimizer), storage_writer=CheckedWriter(folder))
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_failed_save_leaves_no_mixture(ranks: Any, pools: Any, tmp_path: Path) -> None:
+    ranks(saved, tmp_path, True, world=2)
+    for text in ranks(fails, tmp_path, world=2):
+        assert "No space left on device" in text
+    pools.get(2).close()  # what it imports has changed
+    assert not dist_checkpointing.check_is_distributed_checkpoint(tmp_path)
+    with pytest.raises(dist_checkpointing.CheckpointingException, match="no whole"):
+        CheckedReader(tmp_path).read_metadata()
+    ranks(saved, tmp_path, True, world=2)
+    ranks(loaded, tmp_path, True, "FSDP", world=2)
+
+
+def large(api: Any, folder: Path, world: int) -> tuple[float, float]:
+    """(bytes read / own bytes, peak above the state) of a load on another number of ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local = torch.ones(8192 // dist.get_world_size(), 4096)
+    state = {"w": DTensor.from_local(local, mesh, [Shard(0)])}
+    if dist.get_world_size() == world:
+        dcp.save(state, storage_writer=CheckedWriter(folder))
+        return 0.0, 0.0
+    dcp.load(state, storage_reader=CheckedReader(folder))
+    local.zero_()
+    known, before = meter.forget_peak(), meter.resident()
+    reads = int(Path("/proc/self/io").read_text().split()[1]) if os.path.exists("/proc/self/io") else 0
+    dcp.load(state, storage_reader=CheckedReader(folder))
+    peak = float(meter.peak_resident() - before) if known else 0.0
+    reads = int(Path("/proc/self/io").read_text().split()[1]) - reads if reads else local.nbytes
+    assert bool((local == 1).all())
+    return reads / local.nbytes, peak
+
+
+def test_it_reads_slices_of_chunks(ranks: Any, tmp_path: Path) -> None:
+    ranks(large, tmp_path, 2, world=2)
+    for ratio, peak in ranks(large, tmp_path, 2, world=4):
+        assert ratio <= 1.02
+        assert peak <= 16 * MIB
+
+
+def test_objects_of_other_classes_need_trust(tmp_path: Path) -> None:
+    dcp.save({"odd": Odd(5)}, storage_writer=CheckedWriter(tmp_path))
+    with pytest.raises(CheckpointException, match="Odd, which is not known to be harmless"):
+        dcp.load({"odd": Odd()}, storage_reader=CheckedReader(tmp_path))
+    state = {"odd": Odd()}
+    dcp.load(state, storage_reader=CheckedReader(tmp_path, trust=True))
+    assert state["odd"] == Odd(5)
+
+
+def test_what_names_a_folder(tmp_path: Path) -> None:
+    assert CheckedReader.validate_checkpoint_id(tmp_path)
+    assert not CheckedReader.validate_checkpoint_id(tmp_path / "none")
+    assert CheckedWriter.validate_checkpoint_id(tmp_path / "none")
+    assert not CheckedWriter.validate_checkpoint_id("s3://there")

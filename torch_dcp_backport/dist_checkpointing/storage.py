@@ -1,0 +1,255 @@
+"""This room's files for programs that call torch's `dcp.save` and `dcp.load`.
+
+    dcp.save(state_dict, storage_writer=CheckedWriter(folder))
+    dcp.load(state_dict, storage_reader=CheckedReader(folder))
+
+torch plans, and tells every rank of a failure; what is on disk is as that of `save`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
+from torch_dcp_backport.dist_checkpointing.engine import commit, metadata, values, writer
+from torch_dcp_backport.dist_checkpointing.engine.files import Source
+from torch_dcp_backport.dist_checkpointing.engine.load import Opened, opened, small_files
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place, Stored
+from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
+from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
+from torch_dcp_backport.transfer import Box
+from torch_dcp_backport.transfer.layout import whole
+
+
+def is_path(checkpoint_id: Folder) -> bool:
+    """Whether something names a folder of this machine's file systems: no URL."""
+    return "://" not in os.fspath(checkpoint_id)
+
+
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class CheckedReader(storage.StorageReader):
+    """Reads what any `dcp.save`, Megatron or this room wrote: parts of records alone, verified.
+
+    Of files of this package every byte that is read is verified, of torch's those records that are read as a
+    whole. `.metadata` runs no code; nor do objects, unless `trust` is said.
+    """
+
+    def __init__(self, path: Folder, *, trust: bool = False) -> None:
+        """`trust`: let torch make objects of any class, which runs what the file says."""
+        self.folder = Path(path)
+        self.trust = trust
+        self._opened: Optional[Opened] = None
+        self._chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
+
+    def reset(self, checkpoint_id: Optional[Folder] = None) -> None:
+        if checkpoint_id is not None:
+            self.folder = Path(checkpoint_id)
+        self._opened = None
+        self._chunks.clear()
+
+    @property
+    def holds(self) -> Index:
+        if self._opened is None:
+            self._opened = opened(self.folder, small_files(self.folder))
+        return self._opened.holds
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """torch's index, made anew of what was checked.
+
+        Raises:
+            CheckpointingException: no checkpoint, or a damaged one.
+        """
+        # Bytes of ours, which name torch's own classes alone.
+        made: Metadata = pickle.loads(metadata.to_bytes(self.holds))
+        return made
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for, in the order in which it is stored.
+
+        Raises:
+            Damaged: a record is not what was saved.
+        """
+        by_file: dict[str, list[tuple[Place, Optional[Chunk], ReadItem]]] = {}
+        for item in plan.items:
+            place, chunk = self.place_of(item)
+            by_file.setdefault(place.file, []).append((place, chunk, item))
+        reader = Reader(self.folder, self.holds.is_ours)
+        for name in sorted(by_file):
+            with reader.open(name) as source, torch.no_grad():
+                for place, chunk, item in sorted(by_file[name], key=lambda entry: entry[0].offset):
+                    if chunk is None:
+                        data = reader.read_object(place)
+                        if not self.trust:
+                            self.check(item.storage_index.fqn, data)
+                        planner.load_bytes(item, io.BytesIO(data))
+                    else:
+                        self.read_tensor(reader, source, chunk, item, planner)
+        return done(None)
+
+    def place_of(self, item: ReadItem) -> tuple[Place, Optional[Chunk]]:
+        index = item.storage_index
+        if item.type == LoadItemType.BYTE_IO:
+            return self.holds.objects[index.fqn], None
+        offset = tuple(index.offset or ())
+        chunk = self.chunks_of(index.fqn).get(offset)
+        if chunk is None:
+            raise CheckpointingException(f"{self.folder} has no chunk of {index.fqn} at {offset}")
+        return chunk.place, chunk
+
+    def chunks_of(self, key: str) -> dict[tuple[int, ...], Chunk]:
+        """The chunks of a tensor by where they begin; of two at one place one has no elements."""
+        if key not in self._chunks:
+            chunks = sorted(self.holds.tensors[key].chunks, key=lambda chunk: chunk.box.numel)
+            self._chunks[key] = {chunk.box.offset: chunk for chunk in chunks}
+        return self._chunks[key]
+
+    def read_tensor(
+        self, reader: Reader, source: Source, chunk: Chunk, item: ReadItem, planner: LoadPlanner
+    ) -> None:
+        target = planner.resolve_tensor(item)
+        offset = tuple(map(sum, zip(chunk.box.offset, item.storage_offsets)))
+        part = Box(offset, tuple(item.lengths))
+        key, into = item.storage_index.fqn, target.detach()
+        if tuple(into.shape) != part.size:
+            raise CheckpointingException(f"{key}: a part of {part.size} is to go into {tuple(into.shape)}")
+        if part.numel:
+            read = Read(key, chunk, part, self.holds.tensors[key].dtype, into, part)
+            reader.read_part(source, read)
+        planner.commit_tensor(item, target)
+
+    def check(self, key: str, data: bytes) -> None:
+        reason = values.why_not_loadable(data)
+        if reason:
+            raise CheckpointingException(f"{key} cannot be loaded: {reason}")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Folder) -> bool:
+        return is_path(checkpoint_id) and Path(checkpoint_id).is_dir()
+
+
+class CheckedWriter(storage.StorageWriter):
+    """Writes one file of verifiable records for each rank; the folder is a checkpoint at the very end.
+
+    An older checkpoint in the folder is unmade first. Any `dcp.load` reads what this writes.
+    """
+
+    def __init__(self, path: Folder) -> None:
+        self.folder = Path(path)
+
+    def reset(self, checkpoint_id: Optional[Folder] = None) -> None:
+        if checkpoint_id is not None:
+            self.folder = Path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name each rank's file, and make the folder no checkpoint. Runs on the coordinator."""
+        commit.clear(self.folder)
+        return [
+            dataclasses.replace(plan, storage_data=commit.file_of(number))
+            for number, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's records, and have them on disk.
+
+        Raises:
+            OSError: no room, or a failed write.
+        """
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        with torch.no_grad():
+            resolve: Callable[[WriteItem], Any] = planner.resolve_data
+            works = [work_of(resolve(item)) for item in tensors]
+            data = [bytes(resolve(item).getbuffer()) for item in objects]
+            output = writer.write(self.folder / plan.storage_data, works, data, lambda nbytes: None)
+        return done(list(results_of(output, tensors, objects)))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the folder a checkpoint of what every rank wrote. Runs on the coordinator.
+
+        Raises:
+            Refusal: a rank's file is not in this folder.
+        """
+        places = {one.index: one.storage_data for result in results for one in result}
+        index = index_of(metadata, {(key.fqn, key.offset): place for key, place in places.items()})
+        outputs = {
+            number: Output(name, end, [], []) for number, (name, end) in enumerate(sorted(index.ends.items()))
+        }
+        commit.publish(self.folder, index, values.dumps({}), outputs)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Folder) -> bool:
+        return is_path(checkpoint_id)
+
+
+def work_of(tensor: torch.Tensor) -> Work:
+    box = whole(tuple(tensor.shape))
+    return Work(tensor.detach(), box, box)
+
+
+def results_of(
+    output: Output, tensors: Sequence[WriteItem], objects: Sequence[WriteItem]
+) -> Iterator[WriteResult]:
+    for items, written in ((tensors, output.tensors), (objects, output.objects)):
+        for item, one in zip(items, written):
+            yield WriteResult(item.index, one.length, Place(output.file, *one))
+
+
+def index_of(whole: Metadata, places: dict[tuple[str, Any], Place]) -> Index:
+    """Where every record came to lie, by torch's own account of what was planned."""
+    index = Index()
+    index.planner_data = whole.planner_data
+    for key, entry in whole.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            index.objects[key] = places[key, MetadataIndex(key).offset]
+            continue
+        chunks = [
+            Chunk(Box(tuple(chunk.offsets), tuple(chunk.sizes)), places[key, chunk.offsets])
+            for chunk in entry.chunks
+        ]
+        index.tensors[key] = Stored(entry.properties.dtype, tuple(entry.size), chunks)
+    return index
