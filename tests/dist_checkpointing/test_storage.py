@@ -17,6 +17,7 @@ from qwen import build, differences, expected, fill
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcp_backport import dist_checkpointing
+from torch_dcp_backport.compat import DTensor, Shard
 from torch_dcp_backport.dist_checkpointing.storage import CheckedReader, CheckedWriter
 from torch_dcp_backport.dist_checkpointing.training_state import sharded_state_dict, state_of
 from torch_dcp_backport.regression import meter
@@ -130,7 +131,6 @@ def test_a_failed_save_leaves_no_mixture(ranks: Any, pools: Any, tmp_path: Path)
 def large(api: Any, folder: Path, world: int) -> tuple[float, float]:
     """(bytes read / own bytes, peak above the state) of a load on another number of ranks."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     local = torch.ones(8192 // dist.get_world_size(), 4096)
