@@ -98,10 +98,11 @@ class BaseCheckpointManager:
                 )
             self.write(draft, step)
 
-        step = global_step or step_in(local_path)
+        step = global_step
         if together.is_in_draft(local_path):
             write(Path(local_path))
         else:
+            step = step or step_in(local_path)
             self._saves.save(
                 lambda: Path(local_path),
                 step,

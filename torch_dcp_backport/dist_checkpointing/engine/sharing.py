@@ -97,7 +97,7 @@ def read_shared(call: Call, reader: Reader, index: Index, wanted: Sequence[Wante
     attempt([*reads_of(index, doubles), *reads_alone(index, held, shares.alone[call.rank])])
     for window in windows:
         filled = views_of(index, window, call.rank, buffer)
-        attempt(list(filled.values()))
+        attempt([read for reads in filled.values() for read in reads])
         source, target = functools.partial(_filled, filled), functools.partial(_wanted, held)
         send(call, agreement, index, window, Memories(source, target, DOUBTFUL))
         reader.moved(sum(nbytes_received(index, portion, call.rank) for portion in window))
@@ -228,8 +228,8 @@ def extent_of(index: Index, window: Sequence[Portion], rank: int) -> int:
     return sum(nbytes_of(index, portion) for portion in window if portion.reader == rank)
 
 
-#: (key, box) -> a read into a part of the buffer.
-Filled = dict[tuple[str, Box], Read]
+#: key -> reads into parts of the buffer.
+Filled = dict[str, list[Read]]
 
 
 def views_of(index: Index, window: Sequence[Portion], rank: int, buffer: torch.Tensor) -> Filled:
@@ -240,7 +240,8 @@ def views_of(index: Index, window: Sequence[Portion], rank: int, buffer: torch.T
         if portion.reader == rank:
             dtype, box = index.tensors[portion.key].dtype, portion.box
             view = buffer[start : start + box.numel * dtype.itemsize].view(dtype).view(box.size)
-            filled[portion.key, box] = Read(portion.key, portion.chunk, box, dtype, view, box)
+            read = Read(portion.key, portion.chunk, box, dtype, view, box)
+            filled.setdefault(portion.key, []).append(read)
             start += nbytes_of(index, portion)
     return filled
 
@@ -284,7 +285,5 @@ def _wanted(held: Mapping[str, Sequence[Wanted]], key: str, box: Box) -> torch.T
 
 def _filled(filled: Filled, key: str, box: Box) -> torch.Tensor:
     """A box of what this rank has read for others."""
-    read = next(
-        read for (name, around), read in filled.items() if name == key and intersection(around, box) == box
-    )
+    read = next(read for read in filled[key] if intersection(read.part, box) == box)
     return part_of(read.target, read.part, box)
