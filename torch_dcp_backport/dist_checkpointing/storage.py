@@ -17,18 +17,9 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
+from torch.distributed.checkpoint import planner as planning
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -95,19 +86,19 @@ class CheckedReader(storage.StorageReader):
     ) -> None:
         pass
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+    def prepare_local_plan(self, plan: planning.LoadPlan) -> planning.LoadPlan:
         return plan
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+    def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
         """Read what the plan asks for, in the order in which it is stored.
 
         Raises:
             Damaged: a record is not what was saved.
         """
-        by_file: dict[str, list[tuple[Place, Optional[Chunk], ReadItem]]] = {}
+        by_file: dict[str, list[tuple[Place, Optional[Chunk], planning.ReadItem]]] = {}
         for item in plan.items:
             place, chunk = self.place_of(item)
             by_file.setdefault(place.file, []).append((place, chunk, item))
@@ -124,9 +115,9 @@ class CheckedReader(storage.StorageReader):
                         self.read_tensor(reader, source, chunk, item, planner)
         return done(None)
 
-    def place_of(self, item: ReadItem) -> tuple[Place, Optional[Chunk]]:
+    def place_of(self, item: planning.ReadItem) -> tuple[Place, Optional[Chunk]]:
         index = item.storage_index
-        if item.type == LoadItemType.BYTE_IO:
+        if item.type == planning.LoadItemType.BYTE_IO:
             return self.holds.objects[index.fqn], None
         offset = tuple(index.offset or ())
         chunk = self.chunks_of(index.fqn).get(offset)
@@ -142,7 +133,12 @@ class CheckedReader(storage.StorageReader):
         return self._chunks[key]
 
     def read_tensor(
-        self, reader: Reader, source: Source, chunk: Chunk, item: ReadItem, planner: LoadPlanner
+        self,
+        reader: Reader,
+        source: Source,
+        chunk: Chunk,
+        item: planning.ReadItem,
+        planner: planning.LoadPlanner,
     ) -> None:
         target = planner.resolve_tensor(item)
         offset = tuple(map(sum, zip(chunk.box.offset, item.storage_offsets)))
@@ -181,11 +177,11 @@ class CheckedWriter(storage.StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def prepare_local_plan(self, plan: planning.SavePlan) -> planning.SavePlan:
         self.folder.mkdir(parents=True, exist_ok=True)
         return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def prepare_global_plan(self, plans: list[planning.SavePlan]) -> list[planning.SavePlan]:
         """Name each rank's file, and make the folder no checkpoint. Runs on the coordinator."""
         commit.clear(self.folder)
         return [
@@ -193,16 +189,16 @@ class CheckedWriter(storage.StorageWriter):
             for number, plan in enumerate(plans)
         ]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: planning.SavePlan, planner: planning.SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's records, and have them on disk.
 
         Raises:
             OSError: no room, or a failed write.
         """
-        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type != planning.WriteItemType.BYTE_IO]
+        objects = [item for item in plan.items if item.type == planning.WriteItemType.BYTE_IO]
         with torch.no_grad():
-            resolve: Callable[[WriteItem], Any] = planner.resolve_data
+            resolve: Callable[[planning.WriteItem], Any] = planner.resolve_data
             works = [work_of(resolve(item)) for item in tensors]
             data = [bytes(resolve(item).getbuffer()) for item in objects]
             output = writer.write(self.folder / plan.storage_data, works, data, lambda nbytes: None)
@@ -232,7 +228,7 @@ def work_of(tensor: torch.Tensor) -> Work:
 
 
 def results_of(
-    output: Output, tensors: Sequence[WriteItem], objects: Sequence[WriteItem]
+    output: Output, tensors: Sequence[planning.WriteItem], objects: Sequence[planning.WriteItem]
 ) -> Iterator[WriteResult]:
     for items, written in ((tensors, output.tensors), (objects, output.objects)):
         for item, one in zip(items, written):
