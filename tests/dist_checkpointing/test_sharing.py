@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool import Pool, RankError
 from spreads import differences, state_of
 
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
@@ -140,6 +141,61 @@ def test_a_flipped_bit_is_told_on_every_rank(ranks: Any, tmp_path: Path) -> None
     assert "damaged" in text
     assert "__2_0.distcp" in text
     assert "do not use what was being loaded" in text
+
+
+def killed(room: Any, folder: Path) -> str:
+    """A rank dies between two windows; the others are told, and end."""
+    import os
+
+    sharing.PORTION = sharing.WINDOW = 2**20
+    native, count = sharing.send, 0
+
+    def send(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 3 and dist.get_rank() == 3:
+            os.kill(os.getpid(), 9)
+        native(*args)
+
+    sharing.send = send  # type: ignore[assignment]
+    part = part_of(None)
+    try:
+        reading(room, {"w": part}, folder)
+    except CheckpointingException as error:
+        return str(error)
+    return "nothing was told"
+
+
+def test_a_rank_that_dies(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_large, tmp_path)
+    pool = Pool(4, "torch_dcp_backport.dist_checkpointing", timeout=5.0, limit=60.0)
+    with pytest.raises(RankError) as caught:
+        pool.run(killed, tmp_path)
+    # No other process died of it.
+    assert str(caught.value).count("died") == 1
+    assert "the process of rank 3 died" in str(caught.value)
+
+
+def asks_alone(room: Any, folder: Path, groups: str) -> str:
+    """Ranks that do not agree on who reads together."""
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    part = part_of(None)
+    state = {"w": part}
+    group = {"half and whole": {0: halves[0]}, "no group": {2: object()}}.get(groups, {}).get(rank)
+    load = room.load if groups == "some alone" and rank > 1 else lambda *args: reading(room, *args, group)
+    with pytest.raises(CheckpointingException) as caught:
+        load(state, folder)
+    assert not part.data.any()
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("groups", ["some alone", "half and whole", "no group"])
+def test_ranks_with_other_groups_are_told(ranks: Any, tmp_path: Path, groups: str) -> None:
+    ranks(save_large, tmp_path)
+    (text,) = set(ranks(asks_alone, tmp_path, groups))
+    assert ("do not have the same group" in text) or (groups == "no group" and "rank 2" in text)
 
 
 def twice(room: Any, folder: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import warnings
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcp_backport import dist_checkpointing
 from torch_dcp_backport.compat import DTensor, Shard
+from torch_dcp_backport.dist_checkpointing.engine import metadata
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Place
 from torch_dcp_backport.dist_checkpointing.storage import CheckedReader, CheckedWriter
 from torch_dcp_backport.dist_checkpointing.training_state import sharded_state_dict, state_of
 from torch_dcp_backport.regression import meter
@@ -163,6 +166,47 @@ def test_objects_of_other_classes_need_trust(tmp_path: Path) -> None:
     state = {"odd": Odd()}
     dcp.load(state, storage_reader=CheckedReader(tmp_path, trust=True))
     assert state["odd"] == Odd(5)
+
+
+def test_torch_makes_nothing_of_the_files_own_bytes(tmp_path: Path) -> None:
+    """Flags of a dtype that the check passes over, and numpy's own unpickling takes."""
+    import numpy
+    from test_values import ARRAY, EIGHT, crafted, dtype, text
+
+    state = b"K\x03" + text("<") + b"NNN" + b"J\x00\x00\x10\x00" * 2 + b"K\x00"
+    array = ARRAY + b"(K\x01(K\x01t" + dtype("S8", state) + b"\x89" + EIGHT + b"tb"
+    folder = tmp_path / "crafted"
+    dcp.save({"odd": numpy.zeros(1, "S8")}, storage_writer=CheckedWriter(folder))
+    path = folder / "__0_0.distcp"
+    # As an attacker would: with the sizes and checksums of the new bytes.
+    data = crafted(array)
+    index = metadata.from_bytes((folder / ".metadata").read_bytes())
+    index.objects["odd"] = Place(path.name, 0, len(data), crc32(data))
+    path.write_bytes(data)
+    (folder / ".metadata").write_bytes(metadata.to_bytes(index))
+    loaded = {"odd": None}
+    dcp.load(loaded, storage_reader=CheckedReader(folder))
+    assert loaded["odd"].dtype == numpy.dtype("S8")
+    assert loaded["odd"].tobytes() == b"A" * 8
+
+
+def keys_of(folder: Path, reader: Any) -> list[str]:
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return list(state)
+
+
+def test_keys_come_in_torchs_order(tmp_path: Path) -> None:
+    state = {"step": "a", "w": torch.ones(2), "name": "b", "v": torch.ones(3)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "native"))
+    dcp.save(state, storage_writer=CheckedWriter(tmp_path / "ours"))
+    expected = keys_of(tmp_path / "native", dcp.FileSystemReader(tmp_path / "native"))
+    for folder in (tmp_path / "native", tmp_path / "ours"):
+        for reader in (CheckedReader(folder), dcp.FileSystemReader(folder)):
+            assert keys_of(folder, reader) == expected
 
 
 def test_what_names_a_folder(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ def test_arrays_of_numpy(array: Any) -> None:
         numpy.bytes_(b"a\0b"),
         numpy.complex64(1 + 2j),
         numpy.dtype("float32"),
+        numpy.bytes_(b""),
+        numpy.str_(""),
         b"",
         b"x",
         Counter("aab"),
@@ -85,6 +87,11 @@ PLAIN = b"K\x03" + text("<") + b"NNN" + b"J\xff\xff\xff\xff" * 2 + b"K\x00"
 FIELDS = b"K\x03" + text("|") + b"N" + b"(" + text("a") + b"t" + b"}" + b"K\x08K\x01K\x00"
 
 
+#: An array, and the state of one number.
+ARRAY = call(f"{module()}._reconstruct", b"cnumpy\nndarray\n", b"(K\x00t", text("b"))
+STATE = b"(K\x01(K\x01t" + dtype("f8", PLAIN) + b"\x89" + EIGHT + b"tb"
+
+
 def crafted(body: bytes) -> bytes:
     """What torch.save writes, with another pickle in it."""
     native, made = io.BytesIO(), io.BytesIO()
@@ -116,14 +123,58 @@ def crafted(body: bytes) -> bytes:
         + EIGHT
         + b"tb",
         call(f"{module()}._reconstruct", b"cnumpy\ndtype\n", b"(K\x00t", text("b")),
+        # Made by numpy's class: of any memory, or of none.
+        call("numpy.ndarray", b"(K\x01t", text("O"), EIGHT),
+        call("numpy.ndarray", b"(K\x08t", text("u1"), EIGHT, b"J\xf8\xff\xff\xff"),
+        b"cnumpy\nndarray\n(M\x00\x10t\x81",
+        call("torch_dcp_backport.dist_checkpointing.engine.numpys.Array", b"(K\x08t", text("u1"), EIGHT),
+        ARRAY + STATE + STATE,
+        call(
+            "torch._utils._rebuild_device_tensor_from_numpy", ARRAY + STATE, text("f8"), text("cpu"), b"\x89"
+        ),
     ],
-    ids=["object", "fields", "several", "too long", "array of objects", "too short", "another class"],
+    ids=[
+        "object",
+        "fields",
+        "several",
+        "too long",
+        "array of objects",
+        "too short",
+        "another class",
+        "objects from a buffer",
+        "before a buffer",
+        "nothing",
+        "our own class",
+        "two states",
+        "a tensor",
+    ],
 )
 def test_no_memory_is_taken_for_pointers(body: bytes) -> None:
     with pytest.raises(values.Unloadable):
         values.loads(crafted(body))
 
 
+def test_values_in_odd_places() -> None:
+    array, kind = numpy.arange(3), numpy.dtype("f4")
+    cycle: list[Any] = [array]
+    cycle.append(cycle)
+    tensor = torch.ones(2)
+    tensor.note = array  # type: ignore[attr-defined]
+    made = values.loads(
+        values.dumps([{kind}, {kind: 1}, {(kind, 2): array}, Counter(a=2), slice(array), cycle, tensor])
+    )
+    assert made[0] == {kind}
+    assert made[1] == {kind: 1}
+    assert list(made[2]) == [(kind, 2)]
+    assert made[5][1] is made[5]
+    for found in (made[2][kind, 2], made[4].stop, made[5][0], made[6].note):
+        assert type(found) is numpy.ndarray
+        assert numpy.array_equal(found, array)
+        assert found.flags.owndata
+
+
 def test_the_craft_is_right() -> None:
+    (array,) = values.loads(crafted(b"]" + ARRAY + STATE + b"a"))
+    assert type(array) is numpy.ndarray
     number = values.loads(crafted(call(f"{module()}.scalar", dtype("f8", PLAIN), EIGHT)))
     assert type(number) is numpy.float64

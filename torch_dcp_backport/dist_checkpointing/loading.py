@@ -5,7 +5,7 @@ Between the state dict and the engine: knows parts and keys, and leaves bytes to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from torch_dcp_backport.dist_checkpointing.validation import (
 )
 from torch_dcp_backport.transfer import Call, Problem
 from torch_dcp_backport.transfer.errors import DOUBTFUL
-from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.groups import Group, group_ranks, members
 from torch_dcp_backport.transfer.memory import has_slices, layout_text, why_not_writable
 
 
@@ -103,12 +103,17 @@ class Loading:
             call.problems += engine.problems_of(self.index, self.wanted())
             call.problems += wrong_files(self.checkpoint.folder, self.places(), self.index)
             self.common = self.checkpoint.common_state(self.trust)
-        table = Table([])
+        table, together = Table([]), tuple[int, ...]()
         with guard(call):
             table = table_of(self.parts.tensors, self.parts.objects)
+        for group in self.shared_in:
+            with guard(call, "the group that reads together"):
+                together = group_ranks(group)
 
-        def decide(tables: Mapping[int, Table]) -> Mapping[int, set[str]]:
-            findings = findings_of(tables, cells_of(tables)) if is_checked else []
+        def decide(said: Mapping[int, tuple[Table, tuple[int, ...]]]) -> Mapping[int, set[str]]:
+            tables = {rank: one for rank, (one, _) in said.items()}
+            findings = list(apart({rank: ranks for rank, (_, ranks) in said.items()}))
+            findings += findings_of(tables, cells_of(tables)) if is_checked else []
             missing: set[str] = set()
             if StrictHandling.requires_global_app_metadata(self.mode):
                 missing = self.missing_of(tables)
@@ -120,7 +125,7 @@ class Loading:
                 raise Refusal(findings)
             return dict.fromkeys(tables, missing)
 
-        missing: set[str] = consult(call, table, decide, Topic("planning"))
+        missing: set[str] = consult(call, (table, together), decide, Topic("planning"))
         if self.mode.logs and (missing or self.unexpected):
             logger.warning("%s: %s", self.checkpoint.folder, mismatch_text(missing, self.unexpected))
         return missing
@@ -175,10 +180,17 @@ class Loading:
         for group in self.shared_in:
             try:
                 with begin(self.call.title, self.call.tally.operation, group) as call:
-                    read_shared(call, self.reader, self.index, wanted)
-            except CheckpointingException as error:
-                # Only this group has it; the other ranks hear of it when all settle.
-                raise RuntimeError(str(error)) from error
+                    failure = read_shared(call, self.reader, self.index, wanted)
+            except Exception as error:
+                if members(group) is not members(self.call.group):
+                    # The other ranks hear of it when all settle, in the group of the load.
+                    raise RuntimeError(str(error)) from error
+                # Every rank has it, or they are out of step, and messages under way: no other may follow.
+                told = CheckpointingException(str(error))
+                told.is_agreed = True
+                raise told from error
+            if failure is not None:
+                raise failure
             return
         self.reader.read(engine.reads_of(self.index, wanted))
 
@@ -189,6 +201,17 @@ class Loading:
             return self.loaded.get(id(part), NOTHING)
 
         return merged(assembled(self.parts.built, self.common, value_of), self.parts.original)
+
+
+def apart(groups: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[int, Problem]]:
+    """Findings of ranks whose group reads together, and another rank of it does not in the same one."""
+    for rank, ranks in groups.items():
+        for other in ranks:
+            if groups.get(other) != ranks or rank not in ranks:
+                got, expected = f"ranks {groups.get(other, 'none')} on rank {other}", f"ranks {ranks}"
+                what = "the ranks that read together do not have the same group"
+                yield rank, Problem(what, "", got, expected)
+                break
 
 
 def unwritable(parts: list[ShardedTensor]) -> list[Problem]:

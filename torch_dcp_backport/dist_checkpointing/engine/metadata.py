@@ -100,6 +100,8 @@ class Index:
         self.is_ours = False
         #: The planner's data of plain torch; None in Megatron's.
         self.planner_data: Any = None
+        #: All keys as torch has them, which a load without a state dict keeps; none where that is not known.
+        self.order: list[str] = []
         #: (bytes, checksum) of `common.pt`, in ours.
         self.common: Optional[tuple[int, int]] = None
 
@@ -157,6 +159,7 @@ def to_bytes(index: Index) -> bytes:
             entries[key] = metadata.BytesStorageMetadata()
             places[metadata.MetadataIndex(key)] = info_of(place)
             sums.append(place.crc or 0)
+        entries = {key: entries[key] for key in index.order or entries}
         # Planner data of None breaks torch's own dcp_to_torch_save.
         planner_data = index.planner_data or {}
         whole: Any = metadata.Metadata(entries, planner_data=planner_data, storage_data=places)
@@ -198,6 +201,7 @@ def from_bytes(data: bytes) -> Index:
 def _index_of(whole: Any, ours: Any) -> Index:
     index = Index()
     index.planner_data = getattr(whole, "planner_data", None)
+    index.order = list(whole.state_dict_metadata)
     sums: Sequence[Optional[int]] = [None] * len(whole.storage_data)
     if ours is not None:
         if ours["format"] > FORMAT:

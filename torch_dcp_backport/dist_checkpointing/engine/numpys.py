@@ -1,76 +1,97 @@
-"""numpy's scalars and arrays in files: made of their bytes, by nothing that the file can choose.
+"""numpy's scalars, arrays and dtypes in files: made of their bytes, by nothing that the file can choose.
 
-Stand-ins under numpy's names. numpy's own take a dtype's flags and fields from the file, and then the values
-for pointers.
+Stand-ins under numpy's names, which `torch.load` calls in place of numpy's own: those take flags, fields,
+buffers and strides from the file, and then its values for pointers. Plain objects until they are replaced.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Optional
 
 import numpy
 
 #: Booleans, numbers and text: dtypes without references in them.
-KINDS = "?biufcSU"
+KINDS = "biufcSU"
+HOW = "trust=True makes any, and runs what the file says"
 
 
 class Dtype:
-    """A dtype of the known kinds."""
+    """Stands for a dtype of the known kinds."""
 
     def __init__(self, name: object = "", align: object = False, copy: object = False) -> None:
         if type(name) is not str:
-            raise ValueError(f"a numpy dtype of a {type(name).__name__}")
-        self.real = numpy.dtype(name)
-        if self.real.kind not in KINDS or self.real.hasobject:
-            raise ValueError(f"a numpy dtype {name!r}, which is none of numbers or text")
+            raise ValueError(f"a numpy dtype of a {type(name).__name__} ({HOW})")
+        self.value = numpy.dtype(name)
+        if self.value.kind not in KINDS or self.value.hasobject:
+            raise ValueError(f"a numpy dtype {name!r}, which is none of numbers or text ({HOW})")
 
     def __setstate__(self, state: Any) -> None:
-        _, order, subdtype, names, fields, *_ = state
-        if (subdtype, names, fields) != (None, None, None) or order not in ("<", ">", "|", "="):
-            raise ValueError("a numpy dtype with parts")
+        _, order, *parts = state
+        if parts[:3] != [None] * 3 or len(parts) != 6 or order not in ("<", ">", "|", "="):
+            raise ValueError(f"a numpy dtype with parts or metadata ({HOW})")
         if order in ("<", ">"):
-            self.real = self.real.newbyteorder(order)
+            self.value = self.value.newbyteorder(order)
 
 
-class Array(numpy.ndarray):
-    """An array that is made by its state alone."""
+class Array:
+    """Stands for an array of such a dtype."""
+
+    value: Optional[Any] = None
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, is_fortran, data = state
-        real = checked(dtype)
-        if type(shape) is not tuple or any(type(extent) is not int or extent < 0 for extent in shape):
+        kind = dtype_of(dtype)
+        if self.value is not None or type(shape) is not tuple or len(shape) > 32:
+            raise ValueError("a numpy array that is none")
+        if any(type(extent) is not int or extent < 0 for extent in shape):
             raise ValueError("a numpy array without a shape")
-        if type(data) is not bytes or len(data) != math.prod(shape) * real.itemsize:
+        nbytes = math.prod(shape) * kind.itemsize
+        if type(data) is not bytes or len(data) != nbytes or (math.prod(shape) and not nbytes):
             raise ValueError("a numpy array with other bytes than its shape has")
-        setting: Any = super().__setstate__
-        setting((1, shape, real, bool(is_fortran), data))
+        native = kind.newbyteorder("=")
+        if not data:
+            self.value = numpy.zeros(shape, native)
+            return
+        order: Any = "F" if is_fortran else "C"
+        made = numpy.frombuffer(data, dtype=kind).reshape(shape, order=order)
+        # As numpy's own: with memory of its own, in this machine's byte order.
+        self.value = made.astype(native, order="K", copy=True)
 
 
-def checked(dtype: Any) -> Any:
-    if type(dtype) is not Dtype:
-        raise ValueError(f"a numpy value of a {type(dtype).__name__}, and no dtype")
-    return dtype.real
+class Name:
+    """Stands for numpy's class where a file names it."""
+
+    def __init__(self, *arguments: object) -> None:
+        raise ValueError(f"a numpy array that is made by its class ({HOW})")
+
+
+def dtype_of(stand_in: Any) -> Any:
+    if type(stand_in) is not Dtype:
+        raise ValueError(f"a numpy value of a {type(stand_in).__name__}, and no dtype")
+    return stand_in.value
 
 
 def scalar(dtype: Any, data: Any = b"") -> Any:
-    real = checked(dtype)
-    if type(data) is not bytes or len(data) != real.itemsize or not data:
+    kind = dtype_of(dtype)
+    if type(data) is not bytes or len(data) != kind.itemsize:
         raise ValueError("a numpy scalar with other bytes than its dtype has")
-    return numpy.frombuffer(data, dtype=real)[0]
+    if not data:
+        return kind.type()
+    return numpy.frombuffer(data, dtype=kind)[0]
 
 
 def reconstruct(kind: Any, shape: Any, typecode: Any) -> Array:
-    if kind is not Array:
+    if kind is not Name:
         raise ValueError("a numpy array of another class")
-    return Array((0,), numpy.uint8)
+    return Array()
 
 
-def plain(value: Any) -> Any:
-    """What a stand-in stands for, without a copy; anything else as it is."""
-    if type(value) is Array:
-        return value.view(numpy.ndarray)
-    return value.real if type(value) is Dtype else value
+def value_of(part: Any) -> Any:
+    """What a stand-in stands for; anything else as it is."""
+    if type(part) is Name or (type(part) is Array and part.value is None):
+        raise ValueError("a numpy array without values")
+    return part.value if type(part) in (Array, Dtype) else part
 
 
 def named(kind: Any, module: str, name: str) -> Any:
@@ -80,7 +101,7 @@ def named(kind: Any, module: str, name: str) -> Any:
 
 
 def stand_ins() -> list[Any]:
-    kinds = [named(Dtype, "numpy", "dtype"), named(Array, "numpy", "ndarray")]
+    kinds = [named(Dtype, "numpy", "dtype"), named(Name, "numpy", "ndarray"), Array]
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
 
         def of_bytes(dtype: Any, data: Any = b"") -> Any:

@@ -57,15 +57,18 @@ class Shares(NamedTuple):
     alone: dict[int, list[tuple[str, Chunk, Box]]]
 
 
-def read_shared(call: Call, reader: Reader, index: Index, wanted: Sequence[Wanted]) -> None:
+def read_shared(call: Call, reader: Reader, index: Index, wanted: Sequence[Wanted]) -> Optional[Exception]:
     """Read what this rank wants, and let the others have what they want of it.
 
     Args:
         wanted: tensors that are in the checkpoint; of this rank.
 
+    Returns:
+        What failed in this rank's reads, once all was sent: other ranks have got it by then.
+
     Raises:
-        Damaged: a record that this rank read is not what was saved; other ranks have got it by then.
-        CheckpointingException, RuntimeError: a rank is gone, or has no memory.
+        CheckpointingException, RuntimeError: a rank is gone, or has no memory. What else is raised leaves the
+            ranks out of step, too.
     """
     held, doubles = disjoint(wanted)
     own = tuple((key, tuple(one.row.box for one in many)) for key, many in held.items())
@@ -101,8 +104,7 @@ def read_shared(call: Call, reader: Reader, index: Index, wanted: Sequence[Wante
         source, target = functools.partial(_filled, filled), functools.partial(_wanted, held)
         send(call, agreement, index, window, Memories(source, target, DOUBTFUL))
         reader.moved(sum(nbytes_received(index, portion, call.rank) for portion in window))
-    if failure is not None:
-        raise failure
+    return failure
 
 
 def disjoint(wanted: Sequence[Wanted]) -> tuple[dict[str, list[Wanted]], list[Wanted]]:

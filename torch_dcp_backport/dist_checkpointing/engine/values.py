@@ -57,9 +57,46 @@ def _numpys() -> Any:
 
 
 def without_stand_ins(value: Any) -> Any:
-    """The same value with numpy's own arrays and dtypes."""
+    """A value that was just loaded, with numpy's own in it; what can be changed is changed in place."""
     numpys = _numpys()
-    return value if numpys is None else _replaced(value, numpys.plain, {})
+    return value if numpys is None else _in_place(value, numpys.value_of, {})
+
+
+def _in_place(value: Any, replace: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
+    """The same structure with other leaves.
+
+    Args:
+        known: id of a value -> it, and what it became; what is there twice stays one.
+    """
+
+    def of(part: Any) -> Any:
+        return _in_place(part, replace, known)
+
+    if id(value) in known:
+        return known[id(value)][1]
+    kind, made = type(value), value
+    known[id(value)] = value, value
+    if kind in (dict, OrderedDict, Counter):
+        pairs = [(of(key), of(part)) for key, part in value.items()]
+        value.clear()
+        for key, part in pairs:
+            value[key] = part
+    elif kind is list:
+        value[:] = list(map(of, value))
+    elif kind is set:
+        parts = list(map(of, value))
+        value.clear()
+        value.update(parts)
+    elif kind in (tuple, frozenset):
+        made = kind(list(map(of, value)))
+    elif kind is slice:
+        made = slice(of(value.start), of(value.stop), of(value.step))
+    elif kind in (argparse.Namespace, torch.Tensor, torch.nn.Parameter):
+        of(value.__dict__)
+    else:
+        made = replace(value)
+    known[id(value)] = value, made
+    return made
 
 
 def dumps(value: object) -> bytes:
