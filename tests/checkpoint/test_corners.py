@@ -225,7 +225,9 @@ def later(api: Any, root: Path, what: str) -> list[str]:
 
 
 def test_a_part_in_the_background_that_fails(ranks, tmp_path: Path) -> None:
-    text, steps = ranks(later, tmp_path, "fails", world=2)[0]
+    said = ranks(later, tmp_path, "fails", world=2)
+    assert said[0] == said[1]
+    text, steps = said[0]
     assert "rank 1: OSError: [Errno 5] Input/output error" in text
     assert steps == "[]"
 

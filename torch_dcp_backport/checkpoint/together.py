@@ -25,6 +25,7 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     begin,
     consult,
     guard,
+    problem_from,
     ranks_of,
 )
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
@@ -150,11 +151,12 @@ def finish_folder(
     """
     draft, final = begun.writing.draft, begun.final
     with begin(CANNOT_SAVE, "save", group) as call, discarding(call, draft):
-        with guard(call):
-            complete(begun)
         if begun.requests:
-            # A file may have been written by another rank than the one whose number it has.
+            call.problems += map(problem_from, begun.writing.failures)
+            # Once all have written: a file may be another rank's than the one whose number it has.
             consult(call, None, nothing, Topic("writing in the background"))
+            with guard(call):
+                complete(begun.requests)
 
         def publish(entries: Mapping[int, Mapping[str, Entry]]) -> Mapping[int, Any]:
             shelf = shelf_of(final)
@@ -177,10 +179,8 @@ def finish_folder(
         return result
 
 
-def complete(begun: Begun) -> None:
-    if begun.writing.failures:
-        raise begun.writing.failures[0]
-    for request in begun.requests:
+def complete(requests: Iterable[AsyncRequest]) -> None:
+    for request in requests:
         for finalize in request.finalize_fns:
             finalize()
 
