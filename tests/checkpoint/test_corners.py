@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from damaging import flip
 from test_async_saves import ASYNC, slow
 from trainer import Trainer, same
 
@@ -160,25 +161,18 @@ def test_a_rank_without_a_thread_writes_at_once(ranks, tmp_path: Path) -> None:
     ranks(without_thread, tmp_path, world=2)
 
 
-def flip(folder: Path) -> None:
-    path = next(folder.glob("**/*.distcp"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def test_a_step_that_could_not_be_loaded_does_not_count_after_restarts(tmp_path: Path) -> None:
     first = Trainer(tmp_path, max_ckpt_to_keep=3)
     first.handler.save_checkpoint(1)
     first.handler.save_checkpoint(2)
-    flip(tmp_path / "global_step_2")
+    flip(tmp_path / "global_step_2" / SHARDED / "__0_0.distcp")
     for resumed, saved in ((1, 3), (3, 4)):
         trainer = Trainer(tmp_path, max_ckpt_to_keep=3)
         assert trainer.handler.load_checkpoint() == resumed
         trainer.handler.save_checkpoint(saved)
     assert good(tmp_path) == [1, 2, 3, 4]
     # Mended, it is loaded, and counts.
-    flip(tmp_path / "global_step_2")
+    flip(tmp_path / "global_step_2" / SHARDED / "__0_0.distcp")
     for step in (3, 4):
         shutil.rmtree(tmp_path / f"global_step_{step}")
     trainer = Trainer(tmp_path, max_ckpt_to_keep=2)
@@ -319,3 +313,64 @@ def test_another_working_directory_at_the_end(tmp_path: Path, monkeypatch) -> No
     trainer.handler.finish()
     assert good(tmp_path / "root") == [1]
     assert store.tracked(tmp_path / "root") == 1
+
+
+def test_steps_that_go_while_they_are_tried(tmp_path: Path, monkeypatch, caplog) -> None:
+    """Another process publishes, and its retention takes what this one has found."""
+    other, trainer = Trainer(tmp_path), Trainer(tmp_path)
+    other.handler.save_checkpoint(1)
+    native = trainer.handler.load_step
+
+    def load_step(path: Path) -> None:
+        if path.name == "global_step_1":
+            other.handler.save_checkpoint(2)
+            store.remove(path)
+        native(path)
+
+    monkeypatch.setattr(trainer.handler, "load_step", load_step)
+    with caplog.at_level(logging.ERROR):
+        assert trainer.handler.load_checkpoint() == 2
+    assert "taken for good" not in caplog.text
+
+
+def test_a_root_that_cannot_be_synced_has_the_step(tmp_path: Path, monkeypatch, caplog) -> None:
+    trainer, native = Trainer(tmp_path), files.sync_folder
+
+    def sync(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(5, "Input/output error")
+        native(folder)
+
+    for _ in range(2):  # new, and in the place of the same step
+        monkeypatch.setattr(files, "sync_folder", sync)
+        trainer.handler.max_ckpt_to_keep = None
+        with caplog.at_level(logging.ERROR):
+            trainer.handler.save_checkpoint(1)
+        assert "is published; a loss of power may take it back" in caplog.text
+        caplog.clear()
+        assert good(tmp_path) == [1]
+        assert not list(tmp_path.glob(".*"))
+
+
+def test_patience_with_files_that_are_not_seen_is_that_of_all(tmp_path: Path, monkeypatch) -> None:
+    from torch_dcp_backport.dist_checkpointing.engine import commit
+    from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal
+    from torch_dcp_backport.dist_checkpointing.engine.metadata import Index
+    from torch_dcp_backport.dist_checkpointing.engine.writer import Output
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+        def sleep(self, seconds: float) -> None:
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr(commit, "time", clock)
+    outputs = {rank: Output(f"__{rank}_0.distcp", 8, [], []) for rank in range(100)}
+    with pytest.raises(Refusal) as caught:
+        commit.publish(tmp_path, Index(), b"", outputs)
+    assert len(caught.value.findings) == 100
+    assert clock.now <= commit.PATIENCE + 0.1

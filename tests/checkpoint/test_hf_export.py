@@ -12,6 +12,7 @@ from typing import Any, Optional
 import pytest
 import torch
 import torch.distributed as dist
+from damaging import flip
 from torch.distributed.device_mesh import init_device_mesh
 from trainer import Trainer
 
@@ -139,9 +140,7 @@ def test_an_export_holds_two_buffers_and_no_model(tmp_path: Path) -> None:
 
 def damaged(folder: Path) -> None:
     path = next(folder.glob("*.distcp"))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(path)
 
 
 def cut_short(folder: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from damaging import flip
 
 from torch_dcp_backport.__main__ import main
 from torch_dcp_backport.checkpoint import commands, manifest, store
@@ -50,9 +51,7 @@ def lose(folder: Path) -> None:
 
 def garble(folder: Path) -> None:
     path = folder / manifest.NAME
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path)
 
 
 def empty(folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from damaging import flip
 
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
@@ -305,9 +306,7 @@ def damaged_for_some(room: Any, folder: str) -> str:
 def test_a_damaged_record_is_told_on_ranks_that_do_not_need_it(ranks: Any, tmp_path: Path) -> None:
     ranks(good_save, str(tmp_path))
     path = tmp_path / "__2_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(path)
     texts = ranks(damaged_for_some, str(tmp_path))
     assert len(set(texts)) == 1
     assert "rank 2: damaged (w: __2_0.distcp" in texts[0]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from damaging import flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import Pool, RankError
@@ -134,9 +135,7 @@ def damaged(room: Any, folder: Path) -> str:
 def test_a_flipped_bit_is_told_on_every_rank(ranks: Any, tmp_path: Path) -> None:
     ranks(save_large, tmp_path)
     path = tmp_path / "__2_0.distcp"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path)
     (text,) = set(ranks(damaged, tmp_path))
     assert "damaged" in text
     assert "__2_0.distcp" in text

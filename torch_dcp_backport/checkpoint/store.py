@@ -243,6 +243,9 @@ def distrust(folder: Path, reason: str) -> None:
     """Remember beyond this process that a step could not be loaded."""
     try:
         (folder / NOT_LOADED).write_text(reason)
+    except FileNotFoundError:
+        # Retention has taken it meanwhile.
+        return
     except OSError:
         logger.exception("%s: it will be taken for good after a restart", folder)
 

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -105,45 +105,30 @@ def dumps(value: object) -> bytes:
     return file.getvalue()
 
 
-def without_the_rest(value: Any) -> Any:
+def without_the_rest(value: Any, known: Optional[dict[int, Any]] = None) -> Any:
     """The same value, with copies of tensors that are a part of their memory: all of that would be saved.
 
-    What has none such in it is the caller's own object; only classes of `_replaced` are looked into.
-    """
-
-    def own(part: Any) -> Any:
-        if type(part) is not torch.Tensor or part.layout is not torch.strided or part.is_meta:
-            return part
-        is_part = part.untyped_storage().nbytes() > part.nbytes
-        return part.detach().clone().requires_grad_(part.requires_grad) if is_part else part
-
-    return _replaced(value, own, {})
-
-
-def _replaced(value: Any, replace: Callable[[Any], Any], known: dict[int, Any]) -> Any:
-    """The same structure with other leaves; what has no other one in it is the object that it was.
+    What has none such in it is the caller's own object; other classes than those below are not looked into.
 
     Args:
         known: id of a value -> what it became; what is there twice stays one.
     """
+    known = {} if known is None else known
     if id(value) in known:
         return known[id(value)]
     known[id(value)] = value
     kind = type(value)
-    if kind in (dict, OrderedDict):
-        pairs = [(key, part, _replaced(part, replace, known)) for key, part in value.items()]
+    if kind is torch.Tensor and value.layout is torch.strided and not value.is_meta:
+        if value.untyped_storage().nbytes() > value.nbytes:
+            known[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
+    elif kind in (dict, OrderedDict):
+        pairs = [(key, part, without_the_rest(part, known)) for key, part in value.items()]
         if any(part is not made for _, part, made in pairs):
             known[id(value)] = kind((key, made) for key, _, made in pairs)
     elif kind in (list, tuple):
-        parts = [_replaced(part, replace, known) for part in value]
+        parts = [without_the_rest(part, known) for part in value]
         if any(part is not made for part, made in zip(value, parts)):
             known[id(value)] = kind(parts)
-    elif kind is argparse.Namespace:
-        made = _replaced(vars(value), replace, known)
-        if made is not vars(value):
-            known[id(value)] = argparse.Namespace(**made)
-    else:
-        known[id(value)] = replace(value)
     return known[id(value)]
 
 
