@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 from interpreters import PRELUDE, ROOT, Ended, Fresh
-from warm import Interpreter, begins_with_torch
+from warm import STDLIB, Interpreters
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[Interpreter]:
-    interpreter = Interpreter(ROOT)
-    yield interpreter
-    interpreter.close()
+def warm() -> Iterator[Interpreters]:
+    interpreters = Interpreters(ROOT)
+    yield interpreters
+    interpreters.close()
 
 
 @pytest.fixture
 def fresh(tmp_path: Path, request: pytest.FixtureRequest) -> Fresh:
     """fresh(code) runs it in a new interpreter, in an empty folder, this checkout importable.
 
-    Code that begins with `import torch` runs in a fork of one that has done so.
+    Code runs in a fork of one that has executed what it begins with; `anew`: in a new process.
     """
 
     def run(
@@ -35,6 +35,7 @@ def fresh(tmp_path: Path, request: pytest.FixtureRequest) -> Fresh:
         path: str = "",
         flags: tuple[str, ...] = (),
         timeout: float = 300,
+        anew: bool = False,
     ) -> Ended:
         env = {
             name: value
@@ -45,8 +46,8 @@ def fresh(tmp_path: Path, request: pytest.FixtureRequest) -> Fresh:
         if switch is not None:
             env["TORCH_DCP_BACKPORT"] = switch
         program = PRELUDE + textwrap.dedent(code)
-        if code and not flags and begins_with_torch(program, tmp_path):
-            warm: Interpreter = request.getfixturevalue("warm")
+        if code and not flags and not anew and STDLIB is not None:
+            warm: Interpreters = request.getfixturevalue("warm")
             return Ended(*warm.run(program, argv, env, tmp_path, timeout))
         command = ["-c", program, *argv] if code else list(argv)
         done = subprocess.run(
