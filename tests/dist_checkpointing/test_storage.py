@@ -172,7 +172,7 @@ def test_torch_makes_nothing_of_the_files_own_bytes(tmp_path: Path) -> None:
     import numpy
     from test_values import ARRAY, EIGHT, crafted, dtype, text
 
-    state = b"K\x03" + text("<") + b"NNN" + b"J\x00\x00\x10\x00" * 2 + b"K\x00"
+    state = b"K\x03" + text("|") + b"NNN" + b"J\xff\xff\xff\xff" * 2 + b"K\x3f"
     array = ARRAY + b"(K\x01(K\x01t" + dtype("S8", state) + b"\x89" + EIGHT + b"tb"
     folder = tmp_path / "crafted"
     dcp.save({"odd": numpy.zeros(1, "S8")}, storage_writer=CheckedWriter(folder))

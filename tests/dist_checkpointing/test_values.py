@@ -7,6 +7,7 @@ import io
 import pickle
 import zipfile
 from collections import Counter, OrderedDict
+from fractions import Fraction
 from typing import Any
 
 import numpy
@@ -92,14 +93,15 @@ ARRAY = call(f"{module()}._reconstruct", b"cnumpy\nndarray\n", b"(K\x00t", text(
 STATE = b"(K\x01(K\x01t" + dtype("f8", PLAIN) + b"\x89" + EIGHT + b"tb"
 
 
-def crafted(body: bytes) -> bytes:
-    """What torch.save writes, with another pickle in it."""
+def crafted(body: bytes, storage: bytes = b"") -> bytes:
+    """What torch.save writes, with another pickle in it, and one storage."""
     native, made = io.BytesIO(), io.BytesIO()
     torch.save({}, native)
     with zipfile.ZipFile(native) as old, zipfile.ZipFile(made, "w") as new:
         for name in old.namelist():
             is_pickle = name.endswith("data.pkl")
             new.writestr(name, b"\x80\x02" + body + b"." if is_pickle else old.read(name))
+        new.writestr(f"{old.namelist()[0].partition('/')[0]}/data/0", storage)
     return made.getvalue()
 
 
@@ -132,6 +134,11 @@ def crafted(body: bytes) -> bytes:
         call(
             "torch._utils._rebuild_device_tensor_from_numpy", ARRAY + STATE, text("f8"), text("cpu"), b"\x89"
         ),
+        # Where numpy's own takes the byte order or the size from one of the two.
+        call(f"{module()}.scalar", dtype(">f8", PLAIN), EIGHT),
+        call(f"{module()}.scalar", dtype("S2", PLAIN.replace(b"J\xff\xff\xff\xff", b"K\x08", 1)), EIGHT),
+        call(f"{module()}.scalar", dtype("f8", PLAIN.replace(text("<"), text("|"))), EIGHT),
+        ARRAY + STATE.replace(b"\x89" + EIGHT, text("C") + EIGHT),
     ],
     ids=[
         "object",
@@ -147,11 +154,72 @@ def crafted(body: bytes) -> bytes:
         "our own class",
         "two states",
         "a tensor",
+        "an order in the name",
+        "another size than the name's",
+        "no order",
+        "another word for an order",
     ],
 )
 def test_no_memory_is_taken_for_pointers(body: bytes) -> None:
     with pytest.raises(values.Unloadable):
         values.loads(crafted(body))
+
+
+def tensor_of(count: int) -> bytes:
+    """A tensor of so many bytes of storage 0."""
+    many = b"J" + count.to_bytes(4, "little")
+    pid = b"(" + text("storage") + b"ctorch\nByteStorage\n" + text("0") + text("cpu") + many + b"tQ"
+    parts = (pid, b"K\x00", many + b"\x85", b"K\x01\x85", b"\x89", call("collections.OrderedDict"))
+    return call("torch._utils._rebuild_tensor_v2", *parts)
+
+
+def test_a_storage_is_its_record() -> None:
+    """torch 2.4 to 2.6 reads what lies behind the record in memory, or ends the process."""
+    assert values.loads(crafted(tensor_of(4), b"abcd")).tolist() == list(b"abcd")
+    for count in (5, 4096, 2_000_000_000):
+        with pytest.raises(values.Unloadable, match=f"storage 0 has 4 bytes, and says {count} elements"):
+            values.loads(crafted(tensor_of(count), b"abcd"))
+
+
+LOTS = b"\x8a\x05\x00\x00\x00\x00\x02"  # 2 ** 33
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        # Torch hashes it as a key: as many frames of C.
+        (b"})" + b"\x85" * 1_000_000 + b"Ns", "more than 10000 tuples"),
+        (call("__builtin__.bytearray", LOTS), "made of a int"),
+        (call("__builtin__.bytes", LOTS), "made of a int"),
+        (call("__builtin__.set", call("__builtin__.range", LOTS)), "made of a range"),
+        (b"c__builtin__\nfrozenset\n" + call("__builtin__.range", LOTS) + b"\x85\x81", "made of a range"),
+        (call("fractions.Fraction", text("1e999999999")), "Fraction is made of"),
+        (b"cargparse\nNamespace\n)\x81(N}" + text("a") + b"K\x01stb", "set by a tuple"),
+        (b"cnumpy\nndarray\n", "numpy.ndarray itself"),
+        (f"c{module()}\nscalar\n".encode(), "scalar itself"),
+    ],
+    ids=["deep", "bytearray", "bytes", "set", "frozenset", "Fraction", "slots", "a class", "a function"],
+)
+def test_a_few_bytes_stay_a_few(body: bytes, says: str) -> None:
+    with pytest.raises(values.Unloadable, match=says):
+        values.loads(crafted(body))
+
+
+def test_what_looks_large_and_is_honest() -> None:
+    many = {
+        "pairs": [(number, (number,)) for number in range(20_000)],
+        "half": Fraction(1, 2),
+        "n": frozenset([1]),
+    }
+    assert values.loads(values.dumps(many)) == many
+
+
+def test_the_reason_is_no_advice() -> None:
+    cycle: list[Any] = []
+    cycle.append((cycle, 1))
+    with pytest.raises(values.Unloadable) as error:
+        values.loads(values.dumps(cycle[0]))
+    assert "documentation" not in str(error.value)
 
 
 def test_values_in_odd_places() -> None:
@@ -160,14 +228,18 @@ def test_values_in_odd_places() -> None:
     cycle.append(cycle)
     tensor = torch.ones(2)
     tensor.note = array  # type: ignore[attr-defined]
+    ordered: Any = OrderedDict(a=1)
+    ordered.note = array
     made = values.loads(
-        values.dumps([{kind}, {kind: 1}, {(kind, 2): array}, Counter(a=2), slice(array), cycle, tensor])
+        values.dumps(
+            [{kind}, {kind: 1}, {(kind, 2): array}, Counter(a=2), slice(array), cycle, tensor, ordered]
+        )
     )
     assert made[0] == {kind}
     assert made[1] == {kind: 1}
     assert list(made[2]) == [(kind, 2)]
     assert made[5][1] is made[5]
-    for found in (made[2][kind, 2], made[4].stop, made[5][0], made[6].note):
+    for found in (made[2][kind, 2], made[4].stop, made[5][0], made[6].note, made[7].note):
         assert type(found) is numpy.ndarray
         assert numpy.array_equal(found, array)
         assert found.flags.owndata

@@ -1,7 +1,7 @@
-"""Run code in forks of interpreters that have executed its first imports: sooner, and in the state of a new one.
+"""Run code in forks of interpreters that have executed its first imports: sooner, in the state of a new one.
 
-Programs that begin alike share their beginning: leading imports of torch and of ours, with what stands before
-and between them (imports of the standard library, functions, constants). Each beginning is executed once, in an
+Programs that begin alike share their beginning: leading imports of torch and of ours, what stands before and
+between them included (imports of the standard library, functions, constants). Each is executed once, in an
 interpreter that then waits and forks; the rest runs in a fork. A beginning that fails is not kept.
 """
 
@@ -177,7 +177,7 @@ class Interpreters:
         return address, done
 
     def further(self, address: str, key: Begun, code: str, done: int, count: int) -> str | None:
-        """The address of the interpreter that has executed `key`, forked if there is none; None: it failed."""
+        """The address of the interpreter that has executed `key`, forked if there is none; None: failed."""
         if key in self.failing:
             return None
         if key in self.waiting:

@@ -6,6 +6,7 @@ buffers and strides from the file, and then its values for pointers. Plain objec
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Optional
 
@@ -19,17 +20,25 @@ HOW = "trust=True makes any, and runs what the file says"
 class Dtype:
     """Stands for a dtype of the known kinds."""
 
+    value: Any = None
+
     def __init__(self, name: object = "", align: object = False, copy: object = False) -> None:
-        if type(name) is not str:
-            raise ValueError(f"a numpy dtype of a {type(name).__name__} ({HOW})")
+        if type(name) is not str or name[:1] in ("<", ">", "=", "|"):
+            raise ValueError(f"a numpy dtype of {name!r:.40} ({HOW})")
         self.value = numpy.dtype(name)
         if self.value.kind not in KINDS or self.value.hasobject:
             raise ValueError(f"a numpy dtype {name!r}, which is none of numbers or text ({HOW})")
 
     def __setstate__(self, state: Any) -> None:
         _, order, *parts = state
-        if parts[:3] != [None] * 3 or len(parts) != 6 or order not in ("<", ">", "|", "="):
+        if parts[:3] != [None] * 3 or len(parts) != 6 or order not in ("<", ">", "|"):
             raise ValueError(f"a numpy dtype with parts or metadata ({HOW})")
+        if (
+            self.value is None
+            or parts[3] not in (-1, self.value.itemsize)
+            or (order == "|") != (self.value.byteorder == "|")
+        ):
+            raise ValueError(f"a numpy dtype {self.value} of {parts[3]!r} bytes in order {order!r}")
         if order in ("<", ">"):
             self.value = self.value.newbyteorder(order)
 
@@ -42,6 +51,8 @@ class Array:
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, is_fortran, data = state
         kind = dtype_of(dtype)
+        if type(is_fortran) not in (bool, int):
+            raise ValueError("a numpy array in no order")
         if self.value is not None or type(shape) is not tuple or len(shape) > 32:
             raise ValueError("a numpy array that is none")
         if any(type(extent) is not int or extent < 0 for extent in shape):
@@ -67,7 +78,7 @@ class Name:
 
 
 def dtype_of(stand_in: Any) -> Any:
-    if type(stand_in) is not Dtype:
+    if type(stand_in) is not Dtype or stand_in.value is None:
         raise ValueError(f"a numpy value of a {type(stand_in).__name__}, and no dtype")
     return stand_in.value
 
@@ -89,8 +100,10 @@ def reconstruct(kind: Any, shape: Any, typecode: Any) -> Array:
 
 def value_of(part: Any) -> Any:
     """What a stand-in stands for; anything else as it is."""
-    if type(part) is Name or (type(part) is Array and part.value is None):
-        raise ValueError("a numpy array without values")
+    if type(part) is Name or (type(part) in (Array, Dtype) and part.value is None):
+        raise ValueError("a numpy array or dtype without values")
+    if any(part is stand_in for stand_in in stand_ins()):
+        raise ValueError(f"{part.__module__}.{part.__name__} itself, and no value of it ({HOW})")
     return part.value if type(part) in (Array, Dtype) else part
 
 
@@ -100,6 +113,7 @@ def named(kind: Any, module: str, name: str) -> Any:
     return kind
 
 
+@functools.lru_cache(maxsize=1)
 def stand_ins() -> list[Any]:
     kinds = [named(Dtype, "numpy", "dtype"), named(Name, "numpy", "ndarray"), Array]
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):

@@ -18,6 +18,7 @@ from typing import Any, Optional
 import torch
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.dist_checkpointing.engine import screening, unpickle
 
 
 class Unloadable(Exception):
@@ -62,6 +63,10 @@ def without_stand_ins(value: Any) -> Any:
     return value if numpys is None else _in_place(value, numpys.value_of, {})
 
 
+#: Classes of values with attributes of their own.
+WITH_ATTRIBUTES = (argparse.Namespace, OrderedDict, Counter, torch.Tensor, torch.nn.Parameter)
+
+
 def _in_place(value: Any, replace: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
     """The same structure with other leaves.
 
@@ -91,10 +96,12 @@ def _in_place(value: Any, replace: Callable[[Any], Any], known: dict[int, tuple[
         made = kind(list(map(of, value)))
     elif kind is slice:
         made = slice(of(value.start), of(value.stop), of(value.step))
-    elif kind in (argparse.Namespace, torch.Tensor, torch.nn.Parameter):
-        of(value.__dict__)
+    elif kind in (torch.Tensor, torch.nn.Parameter) and value._backward_hooks:
+        raise ValueError("a tensor with hooks")
     else:
         made = replace(value)
+    if kind in WITH_ATTRIBUTES:
+        of(value.__dict__)
     known[id(value)] = value, made
     return made
 
@@ -173,15 +180,24 @@ def loads(data: bytes, trust: bool = False) -> Any:
     if is_script:
         raise Unloadable("it is a TorchScript program, which torch up to 2.5 runs when it is loaded")
     try:
+        screening.screen(data)
         with compat.allowed_globals(safe):
             return without_stand_ins(torch.load(file, map_location="cpu", weights_only=True))
+    except unpickle.Refused as error:
+        raise Unloadable(f"it is damaged, or cannot be made here: {error}") from error
     except Exception as error:
         # torch's text has a page of advice, and escape sequences.
         name = re.search(r"(?:GLOBAL|class|global) ([\w.]+) was not", str(error))
         if trust or name is None:
-            reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            raise Unloadable(f"it is damaged, or cannot be made here: {reason[0]}") from error
+            raise Unloadable(f"it is damaged, or cannot be made here: {_reason(error)}") from error
         raise Unloadable(
             f"it has {name[1]}, which is not known to be harmless; trust=True makes objects of any class, "
             "and runs what the file says"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What torch says that is no advice."""
+    lines = str(error).strip().splitlines()
+    said = [line for line in lines if not line.startswith(("Check the documentation", "Please"))]
+    return said[-1] if said else type(error).__name__

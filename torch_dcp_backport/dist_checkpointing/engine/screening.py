@@ -1,0 +1,168 @@
+"""A look at a pickle of `torch.save` before torch reads it. Nothing that the file names is made.
+
+torch up to 2.6 does not compare a storage with its record, and reads the memory behind it; of a few bytes it
+makes numbers and collections of any size; a tuple in a million others ends the process when it is hashed.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from torch_dcp_backport.dist_checkpointing.engine.unpickle import Refused
+
+#: Tuples in each other; hashing one takes as many frames of C, which nothing counts.
+DEEPEST = 10_000
+TUPLES = (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+
+
+def screen(data: bytes) -> None:
+    """Look at a file of `torch.save`.
+
+    Raises:
+        Refused: a storage is not as large as its record; a value takes more memory than the file has of it.
+    """
+    if not data.startswith(b"PK"):
+        raise Refused("it is no zip file, as torch.save has written since torch 1.6")
+    reader: Any = torch._C.PyTorchFileReader(io.BytesIO(data))
+    pickled = bytes(reader.get_record("data.pkl"))
+    # A byte is not always an opcode: more of them than there are tuples, never fewer.
+    if sum(map(pickled.count, TUPLES)) > DEEPEST and depth_of_tuples(pickled) > DEEPEST:
+        raise Refused(f"more than {DEEPEST} tuples are in each other")
+    try:
+        Screen(pickled, reader).load()
+    except Refused:
+        raise
+    except Exception as error:  # whatever damaged bytes lead to
+        raise Refused(f"{type(error).__name__}: {error}") from error
+
+
+def depth_of_tuples(pickled: bytes) -> int:
+    """The most tuples that are in each other, or more: of other values' parts the deepest counts."""
+    stack: list[Any] = []
+    memo: dict[Any, int] = {}
+    deepest = 0
+    for opcode, argument, _ in pickletools.genops(pickled):
+        name = opcode.name
+        if name == "MARK":
+            stack.append(None)
+            continue
+        if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
+            continue
+        parts: list[int] = []
+        if pickletools.markobject in opcode.stack_before:
+            while stack[-1] is not None:
+                parts.append(stack.pop())
+            stack.pop()
+        for _ in [kind for kind in opcode.stack_before if kind not in MARKED]:
+            parts.append(stack.pop())
+        depth = memo[argument] if name in ("GET", "BINGET", "LONG_BINGET") else max(parts, default=0)
+        depth += "TUPLE" in name
+        deepest = max(deepest, depth)
+        stack += [depth] * len(opcode.stack_after)
+    return deepest
+
+
+MARKED = (pickletools.markobject, pickletools.stackslice)
+
+
+class Thing:
+    """An object that is not made; its parts are thrown away."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return super().__new__(cls)
+
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
+
+    def append(self, value: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        # Of a pair the second part would be set as attributes, the class among them.
+        if self.named and type(state) is not dict:
+            raise Refused(f"attributes of {self.named} are set by a {type(state).__name__}")
+
+    #: What it is called where only its own attributes may be set.
+    named = ""
+
+
+class Namespace(Thing):
+    """An `argparse.Namespace`."""
+
+    named = "a Namespace"
+
+
+class Collection(Thing):
+    """A set, a `Counter` or bytes: of members and bytes that are in the file, never of a number of them."""
+
+    named = "a collection"
+
+    def __new__(cls, *parts: Any) -> Any:
+        for part in parts:
+            if not isinstance(part, (str, bytes, list, tuple, dict, set, Collection, Encoded)):
+                raise Refused(f"a collection is made of a {type(part).__name__}")
+        return super().__new__(cls)
+
+
+class Encoded(Thing):
+    """Bytes in a pickle of Python 2's form: text, and its encoding."""
+
+
+class Fraction(Thing):
+    """A `Fraction`, which multiplies out its exponent."""
+
+    named = "a Fraction"
+
+    def __new__(cls, *parts: Any) -> Any:
+        if not all(type(part) is int or (type(part) is str and "e" not in part.lower()) for part in parts):
+            raise Refused(f"a Fraction is made of {parts!r:.80}")
+        return super().__new__(cls)
+
+
+BUILTINS = ("builtins", "__builtin__")
+#: What is looked at; of everything else that torch takes, a `Thing` stands for it.
+KINDS: dict[tuple[str, str], type[Any]] = {
+    ("argparse", "Namespace"): Namespace,
+    ("collections", "Counter"): Collection,
+    ("fractions", "Fraction"): Fraction,
+    ("_codecs", "encode"): Encoded,
+    **{
+        (module, name): Collection
+        for module in BUILTINS
+        for name in ("set", "frozenset", "bytes", "bytearray")
+    },
+}
+
+
+class Screen(pickle.Unpickler):
+    """An unpickler that looks at what is named, and at storages."""
+
+    def __init__(self, pickled: bytes, reader: Any) -> None:
+        super().__init__(io.BytesIO(pickled), encoding="utf-8")
+        self._reader = reader
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict  # its class is written in C: no file can change it
+        if name == "UntypedStorage":
+            return torch.uint8
+        if module == "torch" and name.endswith("Storage"):
+            return torch.storage._get_dtype_from_pickle_storage_type(name)  # a KeyError where it is none
+        # A pickle can set attributes of what it names: each is another class, and ends with the reader.
+        return type(name, (KINDS.get((module, name), Thing),), {})
+
+    def persistent_load(self, pid: Any) -> Thing:
+        kind, dtype, key, _, count = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or type(key) is not str:
+            raise Refused(f"a storage of an unknown kind: {pid!r:.80}")
+        nbytes = len(self._reader.get_record(f"data/{key}"))
+        if type(count) is not int or count * dtype.itemsize != nbytes:
+            raise Refused(f"storage {key} has {nbytes} bytes, and says {count!r:.40} elements of {dtype}")
+        return Thing()
