@@ -1,9 +1,11 @@
 # Needs python3 >= 3.9 with venv, nothing else: tools/lanes.py makes the environments.
 PYTHON ?= python3
 LANES = $(PYTHON) tools/lanes.py
+# Lanes at a time: one more than there are cores, unless something else is said ("--jobs 1").
+JOBS ?=
 
-.PHONY: help demo demo-reshard test test-ends test-pythons test-matrix examples clients megatron conformance reliability \
-	patched-page lint wheel
+.PHONY: help demo demo-reshard test test-ends test-pythons test-matrix examples documents \
+	clients clients-2.6 clients-2.5 megatron conformance reliability patched-page lint wheel
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
@@ -27,11 +29,11 @@ demo-reshard:
 # torch 2.6.0 (patched) and a current torch (does nothing); ALSO="2.4 2.5" for more lanes at the same time, with less
 # in each (see LEAVES_OUT in tools/lanes.py) unless WHOLE=--whole.
 test:
-	$(LANES) test $(WHOLE) $(ALSO) current 2.6
+	$(LANES) test $(JOBS) $(WHOLE) $(ALSO) current 2.6
 
 # The first patch releases, which differ from the last ones only in what activation looks at.
 test-ends:
-	$(LANES) test 2.4.0 2.5.0 -- $(addprefix tests/imports/test_,orders.py signatures.py)
+	$(LANES) test $(JOBS) 2.4.0 2.5.0 -- $(addprefix tests/imports/test_,orders.py signatures.py)
 
 # The oldest and the newest Python that torch 2.6 has wheels for; said to be skipped where one is not here.
 test-pythons:
@@ -43,14 +45,21 @@ test-matrix: test-ends test-pythons
 # What is in examples/, on four ranks, and every command and program in README and docs/. Not on torch 2.13: once in
 # ten times, with or without us, its processes abort at exit after a DTensor.full_tensor() on the CPU ("terminate
 # called without an active exception").
-examples:
-	$(LANES) test 2.6 -- tests/examples
-	$(LANES) test 2.7 -- tests/examples/test_examples.py
+examples: documents
+	$(LANES) test $(JOBS) 2.7 2.6 -- tests/examples/test_examples.py
+
+documents:
+	$(LANES) test 2.6 -- tests/examples --ignore=tests/examples/test_examples.py
 
 # lightning-fabric, accelerate, torchtune and verl as they are, on torch 2.6.0 and 2.5.1, with the backport imported
 # first, last and not at all.
-clients:
-	$(LANES) test clients-2.5 clients -- tests/clients --timeout 900
+clients: clients-2.6 clients-2.5
+
+clients-2.6:
+	$(LANES) test clients -- tests/clients --timeout 900
+
+clients-2.5:
+	$(LANES) test clients-2.5 -- tests/clients --timeout 900
 
 # megatron-core's own models on the CPU; the other tests of the two rooms are in the lanes of `make test`.
 megatron:
