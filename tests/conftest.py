@@ -1,4 +1,4 @@
-"""For every test: the collector passes over what is imported before the first, seconds less per collection."""
+"""For every test: the collector passes over what was imported before the first one, and takes less time."""
 
 from __future__ import annotations
 
