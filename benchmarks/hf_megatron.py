@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """load_hf and save_hf on the shape of Qwen2.5-0.5B, tp 2 x pp 2: seconds, memory and bytes of the worst rank.
 
-    python3 tools/lanes.py run 2.6 -- python benchmarks/megatron.py
+    python3 tools/lanes.py run 2.6 -- python benchmarks/hf_megatron.py
 
 Beside them what they replace: a whole state dict on every rank, of which each keeps its part, and one whole
 dict on rank 0 that is then written. The ways take turns in the same four processes: gloo, one thread each,
