@@ -39,15 +39,33 @@ def initialise(tp: int, pp: int, vpp: int = 1, ep: int = 1, etp: int = 0) -> Any
     return parallel_state
 
 
+def sparse(decoder: Decoder) -> dict[str, Any]:
+    """What a sparse model's TransformerConfig has beside the others'."""
+    if not decoder.experts:
+        return {}
+    return {
+        "num_moe_experts": decoder.experts,
+        "moe_ffn_hidden_size": decoder.expert_rows,
+        "moe_shared_expert_intermediate_size": decoder.shared_rows or None,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+    }
+
+
 def gpt(
-    decoder: Decoder, tp: int, pp: int, vpp: int = 1, *, dtype: torch.dtype = torch.float32, **special: Any
+    decoder: Decoder,
+    tp: int,
+    pp: int,
+    vpp: int = 1,
+    *,
+    dtype: torch.dtype = torch.float32,
+    ep: int = 1,
+    etp: int = 0,
 ) -> list[torch.nn.Module]:
     """This rank's chunks, full of NaN, in the vocabulary that Megatron pads for itself.
 
-    Args:
-        special: fields of TransformerConfig; "ep", "etp".
+    On the CPU there are no TP and EP together: that needs sequence parallelism, which torch's norms have not.
     """
-    ep, etp = special.pop("ep", 1), special.pop("etp", 0)
     state = initialise(tp, pp, vpp, ep, etp)
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -85,14 +103,16 @@ def gpt(
         pipeline_dtype=dtype,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp or tp,
-        **special,
+        **sparse(decoder),
     )
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm",
         qk_layernorm=has_norms,
-        num_experts=special.get("num_moe_experts"),
+        num_experts=decoder.experts or None,
         moe_grouped_gemm=False,
     )
+    if decoder.experts and decoder.shared_rows:
+        spec.submodules.mlp.submodules.shared_experts.params = {"gate": True}
     chunks = []
     for chunk in range(vpp):
         if vpp > 1:

@@ -16,6 +16,8 @@ transformers = pytest.importorskip("transformers")
 CASES = {
     "qwen2": Decoder("qwen2", vocab=48),
     "qwen3": Decoder("qwen3", head_dim=6, vocab=48),
+    "qwen2_moe": Decoder("qwen2_moe", vocab=48, experts=4, expert_rows=12, shared_rows=20),
+    "qwen3_moe": Decoder("qwen3_moe", head_dim=6, vocab=48, experts=4, expert_rows=12),
     "llama, tied": Decoder("llama", heads=8, kv_heads=4, head_dim=2, vocab=48, tied=True),
 }
 
@@ -27,15 +29,16 @@ def core_ranks():
     pool.close()
 
 
-def logits(api: Any, folder: str, decoder: Decoder, tp: int) -> torch.Tensor:
-    (model,) = gpt(decoder, tp, 1)
+def logits(api: Any, folder: str, decoder: Decoder, tp: int, ep: int) -> torch.Tensor:
+    (model,) = gpt(decoder, tp, 1, ep=ep)
     report = api.load_hf(model, folder)
     assert not report.kept
     return forward(model, decoder)
 
 
 def round_trip(api: Any, folder: str, decoder: Decoder, vpp: int, to: str) -> list[int]:
-    models = gpt(decoder, 2, 2, vpp)
+    tp, ep = (1, 2) if decoder.experts and vpp == 1 else (2, 1)
+    models = gpt(decoder, tp, 2, vpp, ep=ep)
     report = api.load_hf(models, folder)
     assert not any(param.isnan().any() for model in models for param in model.parameters())
     api.save_hf(models, to, like=folder)
@@ -57,14 +60,17 @@ def case(request: pytest.FixtureRequest, tmp_path: Any) -> tuple[str, Decoder, A
     return str(tmp_path / "hf"), decoder, model
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_the_logits_are_those_of_transformers(core_ranks, case, tp):
+@pytest.mark.parametrize("cut", ["tp 2", "tp 4", "ep 4"])
+def test_the_logits_are_those_of_transformers(core_ranks, case, cut):
     folder, decoder, model = case
+    tp, ep = {"tp 2": (2, 1), "tp 4": (4, 1), "ep 4": (1, 4)}[cut]
     if decoder.kv_heads < tp:
         pytest.skip("megatron-core before 0.16 has no KV heads fewer than TP")
+    if ep > 1 and not decoder.experts:
+        pytest.skip("no experts")
     with torch.no_grad():
         wanted = model(torch.arange(8).view(1, 8)).logits
-    for got in core_ranks(logits, folder, decoder, tp):
+    for got in core_ranks(logits, folder, decoder, tp, ep):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
