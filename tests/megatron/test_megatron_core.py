@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
+import os
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from decoders import Decoder, read_folder
 from gpt import forward, gpt
 from pool import Pool
+
+from torch_dcp_backport.megatron.convert import convert
 
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
@@ -45,6 +51,32 @@ def round_trip(api: Any, folder: str, decoder: Decoder, vpp: int, to: str) -> li
     return list(report.padded.values())
 
 
+def through_checkpoint(
+    api: Any, room: str, folders: tuple[str, str, str], decoder: Decoder
+) -> tuple[list[str], list[str]]:
+    """Parameters that come otherwise out of a checkpoint than out of files, and what else does.
+
+    Args:
+        room: the module of `load` and `save`, called as Megatron-LM does.
+        folders: of the files, of the checkpoint that was converted from them, and where a new one goes.
+    """
+    files, checkpoint, to = folders
+    dist_checkpointing = importlib.import_module(room)
+    (model,) = gpt(decoder, *((1, 2) if decoder.experts else (2, 2)), ep=2 if decoder.experts else 1)
+    state = dist_checkpointing.load({"model": model.sharded_state_dict()}, checkpoint)
+    model.load_state_dict(state.pop("model"))
+    loaded = {name: param.detach().clone() for name, param in model.named_parameters()}
+    api.load_hf(model, files)
+    other = [name for name, param in model.named_parameters() if not torch.equal(param, loaded[name])]
+    if dist.get_rank() == 0:
+        os.makedirs(to)
+    dist.barrier()
+    # Megatron's writes from processes of its own.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    dist_checkpointing.save({"model": model.sharded_state_dict(), "args": "any"}, to)
+    return other, sorted(state)
+
+
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path: Any) -> tuple[str, Decoder, Any]:
     decoder = CASES[request.param]
@@ -79,5 +111,21 @@ def test_a_model_of_two_stages_is_saved_as_it_was_loaded(core_ranks, case, vpp, 
     folder, decoder, _ = case
     core_ranks(round_trip, folder, decoder, vpp, str(tmp_path / "saved"))
     got, wanted = read_folder(tmp_path / "saved"), read_folder(tmp_path / "hf")
+    assert set(got) == set(wanted)
+    assert all(torch.equal(got[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize(
+    "room", ["torch_dcp_backport.dist_checkpointing", "megatron.core.dist_checkpointing"]
+)
+def test_a_converted_checkpoint_is_what_the_model_loads_and_saves(core_ranks, case, room, tmp_path):
+    folder, decoder, _ = case
+    convert(folder, tmp_path / "converted")
+    folders = folder, str(tmp_path / "converted"), str(tmp_path / "theirs")
+    for other, unknown in core_ranks(through_checkpoint, room, folders, decoder):
+        assert other == []
+        assert unknown == ["checkpoint_version", "iteration"]
+    convert(tmp_path / "theirs", tmp_path / "back", like=folder)
+    got, wanted = read_folder(tmp_path / "back"), read_folder(tmp_path / "hf")
     assert set(got) == set(wanted)
     assert all(torch.equal(got[key], wanted[key]) for key in wanted)

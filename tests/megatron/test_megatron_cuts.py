@@ -20,7 +20,7 @@ from torch_dcp_backport.transfer.staging import part_of
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Decoder, str, int, int, bool, int, int]:
-    """(model, style, TP size, rows of the vocabulary on a rank, TransformerEngine, EP size, experts' TP size)."""
+    """(model, style, TP, rows of the vocabulary on a rank, TransformerEngine, EP, TP of experts)."""
     tp = draw(st.sampled_from([1, 2, 3, 4]))
     style = draw(st.sampled_from(["verl", "mcore"]))
     sizes = ["qwen2", "qwen3", "llama", *(["qwen2_moe", "qwen3_moe"] if style == "mcore" else [])]
