@@ -139,8 +139,9 @@ def spot_of(
     vpp: int = 1,
     uneven: bool = False,
     rows: int = 0,
+    ep: int = 1,
 ) -> Spot:
-    """Ranks count TP first, then PP; what is left over are DP replicas."""
+    """Ranks count TP first, then PP; what is left over are DP replicas, among which EP deals out experts."""
     stage = rank // tp % pp
     counts = [decoder.layers // pp] * pp
     if uneven:
@@ -149,7 +150,9 @@ def spot_of(
     numbers = iter(range(decoder.layers))
     dealt = [[[next(numbers) for _ in range(count // vpp)] for count in counts] for _ in range(vpp)]
     chunks = [one[stage] for one in dealt]
-    return Spot(style, rank % tp, tp, chunks, stage == 0, stage == pp - 1, rows or -(-decoder.vocab // tp))
+    rows = rows or -(-decoder.vocab // tp)
+    spot = Spot(style, rank % tp, tp, chunks, stage == 0, stage == pp - 1, rows)
+    return spot._replace(ep_rank=rank // (tp * pp) % ep, ep_size=ep, etp_rank=rank % tp, etp_size=tp)
 
 
 def fused(decoder: Decoder, spot: Spot, hf: dict[str, torch.Tensor], layer: int, kind: str) -> torch.Tensor:

@@ -16,12 +16,14 @@ QWEN2, QWEN3, LLAMA = (
     Decoder("llama", heads=8, kv_heads=4, head_dim=2),
 )
 TIED = Decoder(tied=True, vocab=30)
+SPARSE = Decoder("qwen2_moe", experts=4, expert_rows=6, shared_rows=10)
+MIXED = Decoder("qwen3_moe", experts=6, expert_rows=4, dense=(0, 3))
 SIX = Decoder(layers=6, tied=True)
 
 
 def rank_of(spot: Spot, api: Any) -> dict[str, Any]:
     """What the caller has to say of a rank."""
-    said: dict[str, Any] = {"parallel": api.Parallel(spot.tp_rank, spot.tp_size)}
+    said: dict[str, Any] = {"parallel": api.Parallel(spot.tp_rank, spot.tp_size, spot.ep_rank, spot.ep_size)}
     if spot.style == "verl":
         said["layers"] = spot.chunks
     return said
@@ -65,6 +67,9 @@ CASES: dict[str, tuple[Decoder, dict[str, Any]]] = {
     "uneven, verl": (QWEN2, {"style": "verl", "tp": 2, "pp": 2, "uneven": True}),
     "tied, padded": (TIED, {"style": "mcore", "tp": 2, "pp": 2, "rows": 24}),
     "tied, padded, verl": (TIED, {"style": "verl", "tp": 4, "pp": 1, "rows": 16}),
+    "experts, tp 2, ep 2": (SPARSE, {"style": "mcore", "tp": 2, "pp": 1, "ep": 2}),
+    "experts, pp 2, ep 2": (MIXED, {"style": "mcore", "tp": 1, "pp": 2, "ep": 2}),
+    "experts, tp 2, pp 2": (SPARSE, {"style": "mcore", "tp": 2, "pp": 2}),
     "KV heads < TP": (QWEN2, {"style": "mcore", "tp": 4, "pp": 1}),
     "KV heads < TP, verl": (QWEN2, {"style": "verl", "tp": 4, "pp": 1}),
 }
