@@ -4,12 +4,13 @@ LANES = $(PYTHON) tools/lanes.py
 # Lanes at a time: one more than there are cores, unless something else is said ("--jobs 1").
 JOBS ?=
 
-.PHONY: help demo demo-reshard test test-ends test-pythons test-matrix examples documents \
+.PHONY: help demo demo-reshard demo-megatron test test-ends test-pythons test-matrix examples documents \
 	clients clients-2.6 clients-2.5 megatron conformance reliability patched-page lint wheel
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
 	@echo 'make demo-reshard  a training state saved by 4 ranks and loaded by others: a table and reshard.png'
+	@echo 'make demo-megatron Hugging Face weights into megatron-core and back: a table and megatron.png'
 	@echo 'make test          the suite on torch 2.6.0 (patched) and on a current torch (does nothing)'
 	@echo 'make wheel         a wheel to pin, in dist/, checked in clean environments'
 	@echo 'make lint          ruff and mypy --strict'
@@ -25,6 +26,10 @@ demo:
 # Sharded checkpoints on other ranks and meshes, beside torch's own.
 demo-reshard:
 	$(LANES) run 2.6 -- python benchmarks/checkpoints.py --plot reshard.png
+
+# Hugging Face weights into megatron-core's own model and back, beside verl's functions and mbridge.
+demo-megatron:
+	$(LANES) run megatron -- python benchmarks/hf_megatron.py --plot megatron.png
 
 # torch 2.6.0 (patched) and a current torch (does nothing); ALSO="2.4 2.5" for more lanes at the same time, with less
 # in each (see LEAVES_OUT in tools/lanes.py) unless WHOLE=--whole.

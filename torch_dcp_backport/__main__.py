@@ -1,4 +1,4 @@
-"""The command line: status, doctor, verify, report, checkpoint, run.
+"""The command line: status, doctor, verify, report, checkpoint, convert, run.
 
 Importing the package has activated it before. Parses and delegates; must never decide anything about torch
 itself.
@@ -29,6 +29,7 @@ The fix of torch.distributed.checkpoint.state_dict for torch >= 2.4, < 2.7.
   checkpoint inspect DIR     say what a sharded checkpoint holds; `checkpoint verify DIR` reads all of it
   checkpoint list ROOT       say which steps of a run are good; `checkpoint prune ROOT` removes old ones
   checkpoint export DIR OUT  write the model of a checkpoint as files for from_pretrained
+  convert SOURCE TARGET      Hugging Face files to a sharded checkpoint of Megatron's GPTModel, or back
   run SCRIPT ARGS...         run a script with the fix active, as `python SCRIPT ARGS...` would
   run -m MODULE ARGS...      run a module with the fix active, as `python -m MODULE ARGS...` would
   help [COMMAND]             this, or more about a command
@@ -176,6 +177,12 @@ def checkpoint(argv: list[str]) -> int:
     return ACTIONS[action](argv[1:], f"{PROG} checkpoint {action}")
 
 
+def convert(argv: list[str]) -> int:
+    from torch_dcp_backport.megatron.commands import main as convert
+
+    return convert(argv, f"{PROG} convert")
+
+
 def run(argv: list[str]) -> int:
     """Become the program. Its SystemExit is ours."""
     if argv[:1] in (["-h"], ["--help"]):
@@ -203,6 +210,7 @@ COMMANDS = {
     "verify": verify,
     "report": report,
     "checkpoint": checkpoint,
+    "convert": convert,
     "run": run,
 }
 

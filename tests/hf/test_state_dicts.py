@@ -16,6 +16,9 @@ from test_safetensors_files import model as write_model
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport import hf
+from torch_dcp_backport.hf.moving import turns_of
+from torch_dcp_backport.transfer import Box
+from torch_dcp_backport.transfer.spread import Boxes
 
 try:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -273,3 +276,20 @@ def test_a_name_that_files_need_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a tensor cannot be called __metadata__"):
         hf.save_state_dict({"__metadata__": torch.ones(1)}, tmp_path / "m", like=CONFIG)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+@pytest.mark.parametrize("is_holder", [False, True])
+def test_every_replica_receives_once_and_from_one_that_has_it(count: int, is_holder: bool) -> None:
+    box, ranks = Box((0,), (4,)), [*([0] if is_holder else []), *range(3, 3 + count)]
+    turns = turns_of(Boxes((4,), tuple((rank, (box,)) for rank in ranks)), 0)
+    have: set[int] = set()
+    for number, (senders, receivers) in enumerate(turns):
+        sending, receiving = ({rank for rank, _ in one.by_rank} for one in (senders, receivers))
+        assert sending <= have
+        assert not receiving & have
+        assert number == 0 or len(receiving) <= len(sending)
+        have |= receiving
+    assert have == set(ranks)
+    assert len(turns) == 1 + (count - 1).bit_length()
+    assert len([rank for rank, _ in turns[0][1].by_rank if rank]) == 1

@@ -28,6 +28,11 @@ class Decoder(NamedTuple):
     intermediate: int = 24
     vocab: int = 32
     tied: bool = False
+    #: Sparse models: experts of a layer, rows of each, rows of the shared one, and the dense layers.
+    experts: int = 0
+    expert_rows: int = 0
+    shared_rows: int = 0
+    dense: tuple[int, ...] = ()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -42,7 +47,29 @@ class Decoder(NamedTuple):
             "vocab_size": self.vocab,
             "tie_word_embeddings": self.tied,
             "torch_dtype": "bfloat16",
+            **(self.sparse_config if self.experts else {}),
         }
+
+    @property
+    def sparse_config(self) -> dict[str, Any]:
+        config = {
+            "num_experts": self.experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": self.expert_rows,
+            "mlp_only_layers": list(self.dense),
+            "norm_topk_prob": True,
+        }
+        return {
+            **config,
+            **({"shared_expert_intermediate_size": self.shared_rows} if self.shared_rows else {}),
+        }
+
+    def mlps(self, layer: int) -> dict[str, int]:
+        """Prefix -> rows of its gate."""
+        if not self.experts or layer in self.dense:
+            return {"mlp.": self.intermediate}
+        mlps = {f"mlp.experts.{number}.": self.expert_rows for number in range(self.experts)}
+        return {**mlps, **({"mlp.shared_expert.": self.shared_rows} if self.shared_rows else {})}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """HF key -> shape, in transformers' order."""
@@ -56,16 +83,20 @@ class Decoder(NamedTuple):
                 "self_attn.v_proj.weight": (kv, hidden),
                 "self_attn.o_proj.weight": (hidden, q),
                 "post_attention_layernorm.weight": (hidden,),
-                "mlp.gate_proj.weight": (self.intermediate, hidden),
-                "mlp.up_proj.weight": (self.intermediate, hidden),
-                "mlp.down_proj.weight": (hidden, self.intermediate),
             }
-            if self.model_type == "qwen2":
+            for prefix, rows in self.mlps(layer).items():
+                sizes[f"{prefix}gate_proj.weight"] = sizes[f"{prefix}up_proj.weight"] = (rows, hidden)
+                sizes[f"{prefix}down_proj.weight"] = (hidden, rows)
+            if self.experts and layer not in self.dense:
+                sizes["mlp.gate.weight"] = (self.experts, hidden)
+                if self.shared_rows:
+                    sizes["mlp.shared_expert_gate.weight"] = (1, hidden)
+            if self.model_type.startswith("qwen2"):
                 sizes.update(
                     (f"self_attn.{name}_proj.bias", sizes[f"self_attn.{name}_proj.weight"][:1])
                     for name in "qkv"
                 )
-            if self.model_type == "qwen3":
+            if self.model_type.startswith("qwen3"):
                 sizes.update((f"self_attn.{name}_norm.weight", (self.head_dim,)) for name in "qk")
             found.update((f"model.layers.{layer}.{name}", size) for name, size in sizes.items())
         found["model.norm.weight"] = (hidden,)
@@ -92,6 +123,11 @@ class Spot(NamedTuple):
     value_head: bool = False
     #: megatron-core's names where TransformerEngine has the norms in the linear layers.
     te: bool = False
+    #: Of experts.
+    ep_rank: int = 0
+    ep_size: int = 1
+    etp_rank: int = 0
+    etp_size: int = 1
 
 
 def spot_of(
@@ -103,8 +139,9 @@ def spot_of(
     vpp: int = 1,
     uneven: bool = False,
     rows: int = 0,
+    ep: int = 1,
 ) -> Spot:
-    """Ranks count TP first, then PP; what is left over are DP replicas."""
+    """Ranks count TP first, then PP; what is left over are DP replicas, among which EP deals out experts."""
     stage = rank // tp % pp
     counts = [decoder.layers // pp] * pp
     if uneven:
@@ -113,7 +150,9 @@ def spot_of(
     numbers = iter(range(decoder.layers))
     dealt = [[[next(numbers) for _ in range(count // vpp)] for count in counts] for _ in range(vpp)]
     chunks = [one[stage] for one in dealt]
-    return Spot(style, rank % tp, tp, chunks, stage == 0, stage == pp - 1, rows or -(-decoder.vocab // tp))
+    rows = rows or -(-decoder.vocab // tp)
+    spot = Spot(style, rank % tp, tp, chunks, stage == 0, stage == pp - 1, rows)
+    return spot._replace(ep_rank=rank // (tp * pp) % ep, ep_size=ep, etp_rank=rank % tp, etp_size=tp)
 
 
 def fused(decoder: Decoder, spot: Spot, hf: dict[str, torch.Tensor], layer: int, kind: str) -> torch.Tensor:
@@ -128,6 +167,29 @@ def fused(decoder: Decoder, spot: Spot, hf: dict[str, torch.Tensor], layer: int,
     groups = [one.chunk(decoder.kv_heads) for one in (q, k, v)]
     rows = torch.cat([torch.cat(group) for group in zip(*groups)])
     return rows.chunk(size)[rank]
+
+
+def mlp(hf: dict[str, torch.Tensor], prefix: str, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gate and up, down) of a TP rank."""
+    gate, up = (hf[f"{prefix}{name}_proj.weight"].chunk(size)[rank] for name in ("gate", "up"))
+    return torch.cat([gate, up]), hf[f"{prefix}down_proj.weight"].chunk(size, 1)[rank]
+
+
+def sparse(decoder: Decoder, spot: Spot, hf: dict[str, torch.Tensor], at: str) -> dict[str, torch.Tensor]:
+    """A sparse layer's MLP of this rank, by megatron-core's names in the layer."""
+    found = {"mlp.router.weight": hf[f"{at}mlp.gate.weight"]}
+    if decoder.shared_rows:
+        first, second = mlp(hf, f"{at}mlp.shared_expert.", spot.tp_rank, spot.tp_size)
+        found["mlp.shared_experts.linear_fc1.weight"] = first
+        found["mlp.shared_experts.linear_fc2.weight"] = second
+        found["mlp.shared_experts.gate_weight"] = hf[f"{at}mlp.shared_expert_gate.weight"]
+    mine = torch.arange(decoder.experts).chunk(spot.ep_size)[spot.ep_rank].tolist()
+    for here, number in enumerate(mine):
+        pair = mlp(hf, f"{at}mlp.experts.{number}.", spot.etp_rank, spot.etp_size)
+        for name, value in zip(("linear_fc1", "linear_fc2"), pair):
+            where = f"{name}.weight{here}" if spot.te else f"local_experts.{here}.{name}.weight"
+            found[f"mlp.experts.{where}"] = value
+    return found
 
 
 def expected(decoder: Decoder, spot: Spot, hf: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -145,21 +207,25 @@ def expected(decoder: Decoder, spot: Spot, hf: dict[str, torch.Tensor]) -> list[
             at = f"model.layers.{layer}."
             prefix = f"model.layers.{number}." if is_verl else f"decoder.layers.{number}."
             norms = hf[at + "input_layernorm.weight"], hf[at + "post_attention_layernorm.weight"]
-            gate, up = (hf[f"{at}mlp.{name}_proj.weight"].chunk(size)[rank] for name in ("gate", "up"))
             parts = {
                 "qkv": fused(decoder, spot, hf, layer, "weight"),
                 "o": hf[at + "self_attn.o_proj.weight"].chunk(size, 1)[rank],
-                "gate_up": torch.cat([gate, up]),
-                "down": hf[at + "mlp.down_proj.weight"].chunk(size, 1)[rank],
                 "norm1": norms[0],
                 "norm2": norms[1],
             }
-            if decoder.model_type == "qwen2":
+            is_sparse = bool(decoder.experts) and layer not in decoder.dense
+            if is_sparse:
+                chunk.update((prefix + name, value) for name, value in sparse(decoder, spot, hf, at).items())
+            else:
+                parts["gate_up"], parts["down"] = mlp(hf, at + "mlp.", rank, size)
+            if decoder.model_type.startswith("qwen2"):
                 parts["qkv_bias"] = fused(decoder, spot, hf, layer, "bias")
-            if decoder.model_type == "qwen3":
+            if decoder.model_type.startswith("qwen3"):
                 parts["q_norm"] = hf[at + "self_attn.q_norm.weight"]
                 parts["k_norm"] = hf[at + "self_attn.k_norm.weight"]
             names = VERL if is_verl else {**MCORE, **(TE if spot.te else {})}
+            if is_sparse:
+                names = {**names, "norm2": MCORE["norm2"]}
             chunk.update((prefix + names[part], value) for part, value in parts.items())
         found.append(chunk)
     embedding = hf["model.embed_tokens.weight"]

@@ -40,14 +40,22 @@ def refused(api: Any, folder: str, decoder: Decoder, here: dict[str, Any]) -> st
     rank = dist.get_rank()
     built = here.get("models", decoder)
     style = here.get("style", "mcore")
-    spot = spot_of(built, style, rank, here.get("tp", 2), here.get("pp", 2), rows=here.get("rows", 0))
+    spot = spot_of(
+        built,
+        style,
+        rank,
+        here.get("tp", 2),
+        here.get("pp", 2),
+        rows=here.get("rows", 0),
+        ep=here.get("ep", 1),
+    )
     models = models_of(built, spot, built.tensors())
     layers = here["layers"][rank] if "layers" in here else (spot.chunks if style == "verl" else None)
     if "spoil" in here:
         globals()[here["spoil"]](inner(models[0]), rank)
     before = [param.detach().clone() for model in models for param in model.parameters() if not param.is_meta]
     source = here.get("folder", {}).get(rank, folder)
-    parallel = Parallel(spot.tp_rank, spot.tp_size)
+    parallel = here.get("parallel") or Parallel(spot.tp_rank, spot.tp_size, spot.ep_rank, spot.ep_size)
     with pytest.raises(RuntimeError) as caught:
         load_hf(models, source, parallel=parallel, layers=layers, files=here.get("files", "auto"))
     after = [param.detach() for model in models for param in model.parameters() if not param.is_meta]
@@ -154,6 +162,112 @@ def test_what_does_not_fit_is_one_error_on_every_rank(ranks, tmp_path, case):
     assert len(set(texts)) == 1
     assert "nothing was changed" in texts[0]
     assert re.search(says, texts[0]), texts[0]
+
+
+#: HF tensor -> the parameter that it is a part of.
+KINDS = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight of rank 0",
+    "model.layers.0.input_layernorm.weight": "decoder.layers.0.input_layernorm.weight of rank 0",
+    "model.layers.3.self_attn.k_proj.weight": "decoder.layers.1.self_attention.linear_qkv.weight of rank 2",
+    "model.layers.3.self_attn.v_proj.bias": "decoder.layers.1.self_attention.linear_qkv.bias of rank 2",
+    "model.layers.1.self_attn.o_proj.weight": "decoder.layers.1.self_attention.linear_proj.weight of rank 0",
+    "model.layers.1.post_attention_layernorm.weight": "decoder.layers.1.pre_mlp_layernorm.weight of rank 0",
+    "model.layers.2.mlp.up_proj.weight": "decoder.layers.0.mlp.linear_fc1.weight of rank 2",
+    "model.layers.2.mlp.down_proj.weight": "decoder.layers.0.mlp.linear_fc2.weight of rank 2",
+    "lm_head.weight": "output_layer.weight of rank 2",
+}
+
+
+@pytest.mark.parametrize("key", KINDS)
+def test_a_missing_tensor_is_named_with_its_parameter(ranks, tmp_path, key):
+    write_folder(tmp_path, QWEN, without(key))
+    texts = ranks(refused, str(tmp_path), QWEN, {})
+    assert len(set(texts)) == 1
+    assert f"not in the files: {key} (in {KINDS[key]})" in texts[0]
+
+
+#: What is special -> (parallel of every rank, the text).
+EXPERTS = Decoder("qwen2_moe", experts=4, expert_rows=6, shared_rows=10)
+EXPERT = "model.layers.0.mlp.experts"
+SPARSE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a router": (
+        {},
+        "model.layers.0.mlp.gate.weight",
+        r"gate.weight \(in decoder.layers.0.mlp.router.weight",
+    ),
+    "an expert": (
+        {},
+        f"{EXPERT}.3.up_proj.weight",
+        rf"not in the files: {EXPERT}.3.up_proj.weight \(in decoder.layers.0.mlp.experts.local_experts.1.lin",
+    ),
+    "the shared one": (
+        {},
+        "model.layers.0.mlp.shared_expert.down_proj.weight",
+        "in decoder.layers.0.mlp.shared_experts.linear_fc2.weight of rank 0",
+    ),
+    "no EP": (
+        {"parallel": Parallel(0, 1)},
+        "",
+        rf"in the files, and held by no rank: {EXPERT}.2.gate_proj.weight",
+    ),
+    "EP": ({"parallel": Parallel(0, 1, 2, 2)}, "", "a EP rank of 2 of 2"),
+    "too many": (
+        {"models": EXPERTS._replace(experts=6)},
+        "",
+        "wrong shape: decoder.layers.0.mlp.router.weight",
+    ),
+    "TP of experts": (
+        {"parallel": Parallel(0, 1, 0, 1, 0, 4)},
+        "",
+        "moe_intermediate_size cannot be cut .*a multiple of the experts' TP 4, got 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPARSE)
+def test_experts_that_do_not_fit_are_one_error_on_every_rank(ranks, tmp_path, case):
+    here, gone, says = SPARSE[case]
+    tensors = {key: value for key, value in EXPERTS.tensors().items() if key != gone}
+    write_folder(tmp_path, EXPERTS, tensors)
+    texts = ranks(refused, str(tmp_path), EXPERTS, {"tp": 1, "pp": 1, "ep": 2, **here})
+    assert len(set(texts)) == 1
+    assert re.search(says, texts[0]), texts[0]
+
+
+def reversed_chunks(api: Any, folder: str) -> list[str]:
+    spot = spot_of(QWEN, "mcore", dist.get_rank(), 2, 2, vpp=2)
+    models = models_of(QWEN, spot, QWEN.tensors())
+    load_hf(models[::-1], folder, parallel=Parallel(spot.tp_rank, 2))
+    return differences(models, expected(QWEN, spot, QWEN.tensors()))
+
+
+def test_chunks_in_another_order_are_known_by_their_layers(ranks, tmp_path):
+    write_folder(tmp_path, QWEN, QWEN.tensors())
+    assert ranks(reversed_chunks, str(tmp_path)) == [[]] * 4
+
+
+def killed(api: Any, folder: str, victim: int) -> str:
+    rank = dist.get_rank()
+    spot = spot_of(QWEN, "mcore", rank, 2, 2)
+    models = models_of(QWEN, spot, QWEN.tensors())
+    if rank == victim:
+        transfer.configure(progress=lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        load_hf(models, folder, parallel=Parallel(spot.tp_rank, 2), files="rank0")
+    except transfer.TransferError as error:
+        Path(folder, f"rank-{rank}").write_text(str(error))
+    return ""
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_dies_while_rank_0_reads_for_all_is_told(ranks, tmp_path, victim):
+    write_folder(tmp_path, QWEN, QWEN.tensors())
+    with pytest.raises(RankError, match=f"the process of rank {victim} died"):
+        ranks(killed, str(tmp_path), victim)
+    told = {path.name: path.read_text() for path in tmp_path.glob("rank-*")}
+    assert sorted(told) == [f"rank-{rank}" for rank in range(4) if rank != victim]
+    assert all(re.search("broken off while|no agreement with", text) for text in told.values())
+    assert not any("nothing was changed" in text for text in told.values())
 
 
 def torn(folder: Path) -> None:

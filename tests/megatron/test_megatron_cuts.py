@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
-from decoders import Decoder, Spot, expected
+from decoders import Decoder, Spot, expected, inner, module_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dcp_backport.megatron.cuts import Holding, Place, holding_of
-from torch_dcp_backport.megatron.names import EMBED, STYLES, hf_keys, hf_order, role_of
+from torch_dcp_backport.megatron.model import Parallel, roles_of
+from torch_dcp_backport.megatron.names import EMBED, STYLES, hf_keys, hf_order
 from torch_dcp_backport.megatron.shape import misfits, shape_of
 from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.spread import overlaps
@@ -16,16 +19,19 @@ from torch_dcp_backport.transfer.staging import part_of
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Decoder, str, int, int, bool]:
-    """(model, style, TP size, rows of the vocabulary on each rank, names of TransformerEngine)."""
+def cases(draw: st.DrawFn) -> tuple[Decoder, str, int, int, bool, int, int]:
+    """(model, style, TP, rows of the vocabulary on a rank, TransformerEngine, EP, TP of experts)."""
     tp = draw(st.sampled_from([1, 2, 3, 4]))
     style = draw(st.sampled_from(["verl", "mcore"]))
+    sizes = ["qwen2", "qwen3", "llama", *(["qwen2_moe", "qwen3_moe"] if style == "mcore" else [])]
+    kind = draw(st.sampled_from(sizes))
+    ep, etp = (draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2]))) if "moe" in kind else (1, 1)
     kv_heads = draw(st.sampled_from([size for size in (1, 2, 3, 4, 6, 8) if not (size % tp and tp % size)]))
     heads = kv_heads * draw(st.integers(1, 3))
     while heads % tp:
         heads += kv_heads
     decoder = Decoder(
-        draw(st.sampled_from(["qwen2", "qwen3", "llama"])),
+        kind,
         layers=1,
         hidden=draw(st.integers(1, 5)),
         heads=heads,
@@ -35,25 +41,32 @@ def cases(draw: st.DrawFn) -> tuple[Decoder, str, int, int, bool]:
         intermediate=tp * draw(st.integers(1, 3)),
         vocab=draw(st.integers(1, 13)),
         tied=draw(st.booleans()),
+        experts=ep * draw(st.integers(1, 3)) if "moe" in kind else 0,
+        expert_rows=etp * draw(st.integers(1, 3)),
+        shared_rows=tp * draw(st.integers(1, 2)) if kind == "qwen2_moe" else 0,
     )
     rows = -(-decoder.vocab // tp) + draw(st.integers(0, 3))
-    return decoder, style, tp, rows, draw(st.booleans())
+    return decoder, style, tp, rows, draw(st.booleans()), ep, etp
 
 
 def holdings(
-    decoder: Decoder, style: str, tp: int, rows: int, te: bool
+    decoder: Decoder, style: str, tp: int, rows: int, te: bool, ep: int = 1, etp: int = 1
 ) -> list[tuple[str, Holding, torch.Tensor]]:
-    """(parameter name, what ours says of it, what it must be) of all TP ranks."""
+    """(parameter name, what ours says of it, what it must be) of all ranks."""
     shape, found = shape_of(decoder.config), []
     hf = decoder.tensors(torch.float32)
-    for rank in range(tp):
-        spot = Spot(style, rank, tp, [[0]], True, True, rows, te=te)
-        for name, value in expected(decoder, spot, hf)[0].items():
-            known = role_of(STYLES[style], name)
+    ranks = itertools.product(range(tp), range(ep), range(etp))
+    for rank, ep_rank, etp_rank in ranks:
+        spot = Spot(style, rank, tp, [[0]], True, True, rows, False, te, ep_rank, ep, etp_rank, etp)
+        where = Parallel(rank, tp, ep_rank, ep, etp_rank, etp)
+        params = expected(decoder, spot, hf)[0]
+        roles = roles_of(inner(module_of(params, spot, [0])), STYLES[style], where)
+        for name, value in params.items():
+            known = roles[name]
             assert known is not None, name
             role, layer = known
             role = role._replace(cut="vocab") if role.cut == "head" else role
-            place = Place(style, rank, tp)
+            place = Place(style, rank, tp, etp_rank, etp)
             found.append(
                 (name, holding_of(role, hf_keys(role, layer), shape, place, tuple(value.shape)), value)
             )
@@ -112,6 +125,24 @@ def test_keys_are_in_transformers_order():
     assert [key.split(".")[2] for key in ordered if "layers" in key] == [
         key.split(".")[2] for key in keys if "layers" in key
     ]
+
+
+def test_experts_are_exported_one_after_the_other():
+    decoder = Decoder("qwen3_moe", layers=1, experts=11, expert_rows=2)
+    keys = sorted(decoder.shapes(), key=hf_order)
+    experts = [key.split(".")[5:7] for key in keys if ".experts." in key]
+    assert experts == [[f"{n}", f"{name}_proj"] for n in range(11) for name in ("gate", "up", "down")]
+
+
+def test_layers_without_experts_have_the_names_of_dense_ones():
+    shape = shape_of(Decoder("qwen2_moe", experts=4, expert_rows=2, shared_rows=6, dense=(1,)).config)
+    assert shape.is_mixed
+    assert "mlp.gate_proj.weight" in shape.names_in(1)
+    assert "mlp.experts.{}.gate_proj.weight" not in shape.names_in(1)
+    assert "mlp.gate_proj.weight" not in shape.names_in(0)
+    assert shape.hf_shape("model.layers.0.mlp.experts.3.down_proj.weight") == (16, 2)
+    assert shape.hf_shape("model.layers.0.mlp.shared_expert.up_proj.weight") == (6, 16)
+    assert shape.hf_shape("model.layers.1.mlp.up_proj.weight") == (24, 16)
 
 
 def test_sizes_that_tp_does_not_divide_are_problems_with_their_numbers():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,8 @@ class Share:
     spreads: Mapping[str, Boxes]
     #: HF key -> this rank's parts. Two of them may be the same block.
     parts: Mapping[str, Sequence[Part]]
+    #: HF key -> the one dtype that all ranks hold it in: these may pass it on to their replicas.
+    relayed: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def view(self, key: str, box: Box) -> torch.Tensor:
         """This rank's memory of a box that lies in one of its blocks."""

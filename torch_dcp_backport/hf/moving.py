@@ -5,13 +5,13 @@ Knows shares and the call; must never allocate a whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import torch.distributed as dist
 
 from torch_dcp_backport.hf.blocks import Share, Window, clipped
-from torch_dcp_backport.transfer import Call, Problem, TransferError, raise_together
+from torch_dcp_backport.transfer import Box, Call, Problem, TransferError, raise_together
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.consensus import agree_on_mesh
 from torch_dcp_backport.transfer.errors import UNCHANGED, Finding
@@ -93,10 +93,48 @@ def settle(call: Call, so_far: str = UNCHANGED) -> None:
 
 
 def send_window(call: Call, agreement: Agreement, share: Share, window: Window, read: Memory) -> None:
-    """Bring a window from the first rank, which reads it, to every rank's parts."""
-    have = {key: at_first(call, share, window, key) for key in window}
+    """Bring a window from the first rank, which reads it, to every rank's parts.
+
+    What replicas hold it sends to one of them: twice as many have it after every turn, each from a neighbour.
+    """
     want = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
-    move(call, agreement, _routes(share, have, want), Memories(read, share.view))
+    turns = {key: turns_of(want[key], first_rank(call)) for key in window if key in share.relayed}
+    have = {key: at_first(call, share, window, key) for key in window}
+    direct = {key: turns[key][0][1] if key in turns else want[key] for key in window}
+    move(call, agreement, _routes(share, have, direct), Memories(read, share.view))
+    for number in range(1, max(map(len, turns.values()), default=0)):
+        routes: dict[Key, Route] = {
+            key: Route(*turns[key][number], share.relayed[key]) for key in turns if number < len(turns[key])
+        }
+        move(call, agreement, routes, Memories(share.view, share.view))
+
+
+def turns_of(want: Boxes, first: int) -> list[tuple[Boxes, Boxes]]:
+    """(who sends, who receives) of every turn; in the first one everything comes from the first rank."""
+    holders: dict[Box, list[int]] = {}
+    for rank, boxes in want.by_rank:
+        for box in boxes:
+            holders.setdefault(box, []).append(rank)
+    turns: list[tuple[dict[int, list[Box]], dict[int, list[Box]]]] = [({}, {})]
+    for box, ranks in holders.items():
+        others = [rank for rank in ranks if rank != first]
+        for rank in others[:1] + [rank for rank in ranks if rank == first]:
+            turns[0][1].setdefault(rank, []).append(box)
+        step, number = 1 << (len(others) - 1).bit_length() if others else 0, 1
+        while step > 1:
+            # Those between two that have it.
+            step //= 2
+            if number == len(turns):
+                turns.append(({}, {}))
+            for part, start in zip(turns[number], (0, step)):
+                for rank in others[start :: 2 * step]:
+                    part.setdefault(rank, []).append(box)
+            number += 1
+    return [(_boxes(want.shape, senders), _boxes(want.shape, receivers)) for senders, receivers in turns]
+
+
+def _boxes(shape: tuple[int, ...], by_rank: Mapping[int, Sequence[Box]]) -> Boxes:
+    return Boxes(shape, tuple((rank, tuple(boxes)) for rank, boxes in sorted(by_rank.items())))
 
 
 def bring_window(call: Call, agreement: Agreement, share: Share, window: Window, write: Memory) -> None:

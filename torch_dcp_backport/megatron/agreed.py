@@ -140,7 +140,9 @@ def share_of(local: Local, spreading: Spreading, tensors: Mapping[str, TensorInf
         for cut in holding.cuts if holding is not None else ():
             memory = part_of(local.memory[param.name], whole(param.shape), cut.at)
             parts.setdefault(cut.key, []).append(Part(cut.box, memory))
-    return Share(tensors, spreading.spreads, parts)
+    held = {key: {param.dtype for _, param in spreading.holders[key]} for key in tensors}
+    relayed = {key: next(iter(dtypes)) for key, dtypes in held.items() if len(dtypes) == 1}
+    return Share(tensors, spreading.spreads, parts, relayed)
 
 
 def shared_memory(local: Local, spreading: Spreading) -> list[Problem]:

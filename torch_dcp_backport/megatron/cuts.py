@@ -44,6 +44,9 @@ class Place(NamedTuple):
     style: str
     tp_rank: int
     tp_size: int
+    #: Of experts.
+    etp_rank: int = 0
+    etp_size: int = 1
 
 
 def holding_of(
@@ -59,6 +62,8 @@ def holding_of(
         ValueError: the rows of all TP ranks are fewer than the vocabulary has.
     """
     full = shape.hf_shape(keys[0])
+    if role.expert is not None:
+        place = Place(place.style, place.etp_rank, place.etp_size)
     if role.cut == "vocab":
         return _vocab(keys[0], full, place, local)
     if role.cut == "columns":

@@ -25,10 +25,16 @@ PARALLEL_STATE = "megatron.core.parallel_state"
 
 
 class Parallel(NamedTuple):
-    """Where this rank is in its tensor parallel group."""
+    """Where this rank is in its tensor parallel group, and in those of experts."""
 
     tp_rank: int
     tp_size: int
+    #: Which of the equal parts of all experts are here.
+    ep_rank: int = 0
+    ep_size: int = 1
+    #: Experts are cut by another TP; None is the same.
+    etp_rank: Optional[int] = None
+    etp_size: Optional[int] = None
 
     @staticmethod
     def of_megatron() -> Optional[Parallel]:
@@ -36,7 +42,37 @@ class Parallel(NamedTuple):
         state = sys.modules.get(PARALLEL_STATE)
         if state is None or not state.model_parallel_is_initialized():
             return None
-        return Parallel(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size())
+        rank, size = state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
+        place = Parallel(rank, size)
+        # Megatron before 0.9 has no TP of experts.
+        if hasattr(state, "get_expert_model_parallel_rank"):
+            ep_size = state.get_expert_model_parallel_world_size()
+            place = place._replace(ep_rank=state.get_expert_model_parallel_rank(), ep_size=ep_size)
+        if hasattr(state, "get_expert_tensor_parallel_rank"):
+            etp_size = state.get_expert_tensor_parallel_world_size()
+            place = place._replace(etp_rank=state.get_expert_tensor_parallel_rank(), etp_size=etp_size)
+        return place
+
+    @property
+    def problem(self) -> str:
+        """What cannot be."""
+        pairs = [
+            (what, rank, size)
+            for what, rank, size in (
+                ("TP", self.tp_rank, self.tp_size),
+                ("EP", self.ep_rank, self.ep_size),
+                ("expert TP", self.experts[0], self.experts[1]),
+            )
+            if not 0 <= rank < size
+        ]
+        return "; ".join(f"a {what} rank of {rank} of {size}" for what, rank, size in pairs)
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """(rank, size) of the TP of experts."""
+        if self.etp_size is None:
+            return self.tp_rank, self.tp_size
+        return self.etp_rank or 0, self.etp_size
 
 
 class Param(NamedTuple):
@@ -86,13 +122,17 @@ def describe(call: Call, models: Models, parallel: Optional[Parallel], layers: O
     (style,) = styles.values()
     if layers is not None and len(layers) != len(chunks):
         raise ValueError(f"layers= has {len(layers)} chunks, and the model has {len(chunks)}")
+    where = parallel or Parallel.of_megatron() or alone(call)
+    if where.problem:
+        raise ValueError(where.problem)
     params: list[Param] = []
     memory: dict[str, torch.Tensor] = {}
     for number, (module, _) in enumerate(chunks):
         prefix = f"[{number}]." if len(chunks) > 1 else ""
         numbers = numbers_of(module, style, None if layers is None else layers[number])
+        roles = roles_of(module, style, where)
         for name, param in module.named_parameters():
-            known = role_of(style, name)
+            known = roles[name]
             problem = unfit(param)
             if known is None:
                 problem = "a parameter that no Hugging Face model of this kind has"
@@ -103,10 +143,27 @@ def describe(call: Call, models: Models, parallel: Optional[Parallel], layers: O
             layer = None if index is None else numbers[index]
             params.append(Param(prefix + name, role, layer, tuple(param.shape), param.dtype))
             memory[prefix + name] = param.detach()
-    where = parallel or Parallel.of_megatron() or alone(call)
-    if not 0 <= where.tp_rank < where.tp_size:
-        raise ValueError(f"a TP rank of {where.tp_rank} of {where.tp_size}")
-    return Local(Stand(Place(style.name, *where), tuple(params)), memory)
+    return Local(
+        Stand(Place(style.name, where.tp_rank, where.tp_size, *where.experts), tuple(params)), memory
+    )
+
+
+def roles_of(
+    module: nn.Module, style: Style, where: Parallel
+) -> dict[str, Optional[tuple[Role, Optional[int]]]]:
+    """Parameter -> (role, layer within the chunk); an expert's number is that in the whole model."""
+    roles = {name: role_of(style, name) for name, _ in module.named_parameters()}
+    #: Layer -> its experts here.
+    counts: dict[Optional[int], int] = {}
+    for known in roles.values():
+        if known is not None and known[0].expert is not None:
+            counts[known[1]] = max(counts.get(known[1], 0), known[0].expert + 1)
+    for name, known in roles.items():
+        if known is not None and known[0].expert is not None:
+            role, layer = known
+            number = where.ep_rank * counts[layer] + known[0].expert
+            roles[name] = role._replace(expert=number), layer
+    return roles
 
 
 def chunks_of(models: Models) -> Sequence[nn.Module]:

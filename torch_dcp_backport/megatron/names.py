@@ -20,10 +20,13 @@ class Role(NamedTuple):
 
     #: "whole", "rows", "columns", "vocab", "qkv" or "head".
     cut: str
-    #: HF names; in a layer without the layer's prefix.
+    #: HF names; in a layer without the layer's prefix, and of an expert with {} for its number.
     keys: tuple[str, ...]
+    #: The number of the expert: in a module's name among those of its rank, else of the whole model.
+    expert: Optional[int] = None
 
 
+LAYERS = "decoder.layers."
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
@@ -59,6 +62,21 @@ MCORE = {
     "mlp.linear_fc2.weight": VERL["mlp.down_proj.weight"],
     "mlp.linear_fc2.bias": VERL["mlp.down_proj.bias"],
 }
+MCORE_MOE = {
+    "mlp.router.weight": Role("whole", ("mlp.gate.weight",)),
+    "mlp.shared_experts.linear_fc1.weight": Role(
+        "rows", ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight")
+    ),
+    "mlp.shared_experts.linear_fc2.weight": Role("columns", ("mlp.shared_expert.down_proj.weight",)),
+    "mlp.shared_experts.gate_weight": Role("whole", ("mlp.shared_expert_gate.weight",)),
+}
+#: Of an expert: cut among the ranks of the expert TP group.
+EXPERT = {
+    "linear_fc1.weight": Role("rows", ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
+    "linear_fc2.weight": Role("columns", ("mlp.experts.{}.down_proj.weight",)),
+}
+#: Modules of their own, or one module of TransformerEngine with a parameter for each.
+EXPERTS = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)")
 
 
 class Style(NamedTuple):
@@ -86,8 +104,8 @@ STYLES = {
         ),
         Style(
             "mcore",
-            "decoder.layers.",
-            MCORE,
+            LAYERS,
+            {**MCORE, **MCORE_MOE},
             {
                 "embedding.word_embeddings.weight": Role("vocab", (EMBED,)),
                 "decoder.final_layernorm.weight": Role("whole", (NORM,)),
@@ -96,9 +114,11 @@ STYLES = {
         ),
     )
 }
+ROLES = (*VERL.values(), *MCORE_MOE.values(), *EXPERT.values())
 #: HF names in a layer, in the order of an export.
-ORDER = {key: number for number, key in enumerate(key for role in VERL.values() for key in role.keys)}
+ORDER = {key: number for number, key in enumerate(key for role in ROLES for key in role.keys)}
 LAST = len(ORDER)
+NUMBER = re.compile(r"(?<=^mlp\.experts\.)\d+")
 
 
 def role_of(style: Style, name: str) -> Optional[tuple[Role, Optional[int]]]:
@@ -108,18 +128,33 @@ def role_of(style: Style, name: str) -> Optional[tuple[Role, Optional[int]]]:
         return (role, None) if role is not None else None
     number, _, rest = name[len(style.layers) :].partition(".")
     role = style.in_layer.get(rest)
+    if role is None and style.name == "mcore":
+        role = role_of_expert(rest)
     return (role, int(number)) if role is not None and number.isdigit() else None
+
+
+def role_of_expert(rest: str) -> Optional[Role]:
+    found = EXPERTS.fullmatch(rest)
+    numbers = [number for number in found.group(1, 3) if number] if found is not None else []
+    # A module for each, or a parameter for each.
+    return EXPERT[found.group(2)]._replace(expert=int(numbers[0])) if found and len(numbers) == 1 else None
 
 
 def hf_keys(role: Role, layer: Optional[int]) -> tuple[str, ...]:
     """The full HF keys of a role; `layer` is the model's, from 0."""
-    return role.keys if layer is None else tuple(f"model.layers.{layer}.{key}" for key in role.keys)
+    keys = role.keys if role.expert is None else tuple(key.format(role.expert) for key in role.keys)
+    return keys if layer is None else tuple(f"model.layers.{layer}.{key}" for key in keys)
 
 
-def hf_order(key: str) -> tuple[int, int, str]:
+def hf_order(key: str) -> tuple[int, int, int, str]:
     """Where a key stands in an export: embedding, layers, norm, heads."""
     prefix = "model.layers."
     if key.startswith(prefix):
         number, _, rest = key[len(prefix) :].partition(".")
-        return int(number), ORDER.get(rest, LAST), key
-    return (-1, 0, key) if key == EMBED else (2**62, int(key != NORM), key)
+        expert = NUMBER.search(rest)
+        if expert is None:
+            return int(number), ORDER.get(rest, LAST), -1, key
+        place = ORDER.get(NUMBER.sub("{}", rest), LAST)
+        # Of an expert everything, then the next.
+        return int(number), LAST + int(expert[0]), place, key
+    return (-1, 0, -1, key) if key == EMBED else (2**62, int(key != NORM), -1, key)

@@ -17,7 +17,6 @@ from torch_dcp_backport.megatron.names import (
     EMBED,
     HEAD,
     NORM,
-    ORDER,
     VALUE_HEADS,
     hf_keys,
     hf_order,
@@ -53,8 +52,8 @@ class Spreading:
         #: HF key -> who holds it: the ranks of equal stands, and the parameter.
         self.holders: dict[str, list[Holder]] = {}
         self.stands: list[tuple[tuple[int, ...], Stand]] = [(table.ranks, table.note) for table in tables]
-        for size, style in sorted({(stand.place.tp_size, stand.place.style) for _, stand in self.stands}):
-            self.problems += misfits(shape, size, style)
+        for size, style, etp in sorted({size_of(stand) for _, stand in self.stands}):
+            self.problems += misfits(shape, size, style, etp)
         self.problems += stage_faults(self.stands)
         #: HF key -> the blocks of every rank, in the order of an export.
         self.spreads: dict[str, Boxes] = {}
@@ -124,10 +123,11 @@ class Spreading:
 
     def faults(self) -> list[Problem]:
         """What a whole model has by its config.json and no rank holds, and what is held beyond that."""
-        in_layer = [name for name in ORDER if self.shape.has(name)]
         needed = {EMBED, NORM}
         for layer in range(self.shape.layers):
-            needed.update(f"model.layers.{layer}.{name}" for name in in_layer)
+            for name in self.shape.names_in(layer):
+                numbers = range(self.shape.experts) if "{}" in name else (0,)
+                needed.update(f"model.layers.{layer}.{name.format(number)}" for number in numbers)
         if not self.shape.tied or self.head.key:
             needed.add(self.head.key or HEAD)
         missing = [key for key in sorted(needed, key=hf_order) if key not in self.spreads]
@@ -139,6 +139,11 @@ class Spreading:
                 for name in summed(by_layer(beyond, needed))
             ),
         ]
+
+
+def size_of(stand: Stand) -> tuple[int, str, int]:
+    """What the numbers of the model have to be multiples of."""
+    return stand.place.tp_size, stand.place.style, stand.place.etp_size
 
 
 def stage_faults(stands: Sequence[tuple[tuple[int, ...], Stand]]) -> list[Problem]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from torch_dcp_backport.megatron.names import ORDER
 from torch_dcp_backport.transfer import Problem
 
-KINDS = ("qwen2", "qwen3", "llama")
+KINDS = ("qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe")
 
 
 @dataclass(frozen=True)
@@ -27,30 +29,47 @@ class Shape:
     vocab: int
     #: Whether the files hold no lm_head, since it is the embedding.
     tied: bool
-    #: Whether all four projections of the attention have biases; those of q, k and v Qwen2 has in any case.
+    #: Whether all four projections of the attention have biases.
     attention_bias: bool
     #: Whether those of the MLP have.
     mlp_bias: bool
+    #: Whether those of q, k and v alone have.
+    qkv_bias: bool = False
 
-    def has(self, name: str) -> bool:
-        """Whether every layer has this tensor, by its HF name in the layer."""
-        module, _, part = name.rpartition(".")
-        module = module.rpartition(".")[2]
-        if module in ("q_norm", "k_norm"):
-            return self.kind == "qwen3"
-        if part == "weight":
-            return True
-        if module in ("gate_proj", "up_proj", "down_proj"):
-            return self.mlp_bias
-        return self.attention_bias or (self.kind == "qwen2" and module != "o_proj")
+    #: Of every sparse layer; 0 in a dense model.
+    experts: int = 0
+    #: Of each expert.
+    expert_intermediate: int = 0
+    #: Of the expert that all words go through; 0 where there is none.
+    shared_intermediate: int = 0
+    #: The layers of a sparse model that are dense.
+    dense: tuple[int, ...] = ()
+
+    def is_sparse(self, layer: int) -> bool:
+        return bool(self.experts) and layer not in self.dense
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some layers are dense and some sparse."""
+        return len({self.is_sparse(layer) for layer in range(self.layers)}) > 1
+
+    def names_in(self, layer: int) -> frozenset[str]:
+        """HF names of a layer's tensors, without the layer's prefix; of experts with {} for the number."""
+        return _names(self, self.is_sparse(layer))
 
     def hf_shape(self, key: str) -> tuple[int, ...]:
         """The shape of a tensor in the files, by its HF key."""
         name, _, kind = key.rpartition(".")
-        sizes = self._sizes(name.rpartition(".")[2])
+        path, _, module = name.rpartition(".")
+        width = self.intermediate
+        if ".mlp.experts." in path:
+            width = self.expert_intermediate
+        elif path.endswith(".shared_expert"):
+            width = self.shared_intermediate
+        sizes = self._sizes(module, width)
         return sizes if kind == "weight" else sizes[:1]
 
-    def _sizes(self, module: str) -> tuple[int, ...]:
+    def _sizes(self, module: str, width: int) -> tuple[int, ...]:
         heads, groups = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "embed_tokens": (self.vocab, self.hidden),
@@ -59,12 +78,35 @@ class Shape:
             "k_proj": (groups, self.hidden),
             "v_proj": (groups, self.hidden),
             "o_proj": (self.hidden, heads),
-            "gate_proj": (self.intermediate, self.hidden),
-            "up_proj": (self.intermediate, self.hidden),
-            "down_proj": (self.hidden, self.intermediate),
+            "gate_proj": (width, self.hidden),
+            "up_proj": (width, self.hidden),
+            "down_proj": (self.hidden, width),
+            "gate": (self.experts, self.hidden),
+            "shared_expert_gate": (1, self.hidden),
             "q_norm": (self.head_dim,),
             "k_norm": (self.head_dim,),
         }.get(module, (self.hidden,))
+
+
+@functools.cache
+def _names(shape: Shape, is_sparse: bool) -> frozenset[str]:
+    return frozenset(name for name in ORDER if _has(shape, is_sparse, name))
+
+
+def _has(shape: Shape, is_sparse: bool, name: str) -> bool:
+    path, _, part = name.rpartition(".")
+    path, _, module = path.rpartition(".")
+    if module in ("q_norm", "k_norm"):
+        return shape.kind.startswith("qwen3")
+    if path == "mlp.shared_expert" or module == "shared_expert_gate":
+        return is_sparse and shape.shared_intermediate > 0
+    if path == "mlp.experts.{}" or module == "gate":
+        return is_sparse
+    if path == "mlp":
+        return not is_sparse and (part == "weight" or shape.mlp_bias)
+    if part == "weight":
+        return True
+    return shape.attention_bias or (shape.qkv_bias and module != "o_proj")
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
@@ -95,9 +137,10 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         head_dim = 128
     else:
         head_dim = number("head_dim", hidden // heads)
+    layers = number("num_hidden_layers")
     return Shape(
         kind=kind,
-        layers=number("num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
@@ -106,17 +149,42 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         vocab=number("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         # The classes of the others do not read it.
-        attention_bias=kind != "qwen2" and bool(config.get("attention_bias", False)),
+        attention_bias=not kind.startswith("qwen2") and bool(config.get("attention_bias", False)),
         mlp_bias=kind == "llama" and bool(config.get("mlp_bias", False)),
+        qkv_bias=kind == "qwen2" or (kind == "qwen2_moe" and bool(config.get("qkv_bias", True))),
+        **(_experts(config, number, layers) if kind.endswith("_moe") else {}),
     )
 
 
-def misfits(shape: Shape, tp_size: int, style: str) -> list[Problem]:
-    """Numbers that a TP size does not divide; `style` is "verl" or "mcore"."""
-    found = []
-    for name, value in (("num_attention_heads", shape.heads), ("intermediate_size", shape.intermediate)):
-        if value % tp_size:
-            found.append(Problem(f"{name} cannot be cut", "", f"{value}", f"a multiple of TP {tp_size}"))
+def _experts(config: Mapping[str, Any], number: Callable[..., int], layers: int) -> dict[str, Any]:
+    """What only sparse models have."""
+    step, dense = number("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    return {
+        "experts": number("num_experts"),
+        "expert_intermediate": number("moe_intermediate_size"),
+        "shared_intermediate": (
+            number("shared_expert_intermediate_size") if config["model_type"] == "qwen2_moe" else 0
+        ),
+        "dense": tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
+    }
+
+
+def misfits(shape: Shape, tp_size: int, style: str, etp_size: int = 1) -> list[Problem]:
+    """Numbers that a TP size, or that of experts, does not divide; `style` is "verl" or "mcore"."""
+    sizes = [("num_attention_heads", shape.heads, tp_size)]
+    if not shape.experts or shape.dense:
+        sizes.append(("intermediate_size", shape.intermediate, tp_size))
+    sizes.append(("shared_expert_intermediate_size", shape.shared_intermediate, tp_size))
+    found = [
+        Problem(f"{name} cannot be cut", "", f"{value}", f"a multiple of TP {size}")
+        for name, value, size in sizes
+        if value % size
+    ]
+    if shape.expert_intermediate % etp_size:
+        expected = f"a multiple of the experts' TP {etp_size}"
+        found.append(
+            Problem("moe_intermediate_size cannot be cut", "", f"{shape.expert_intermediate}", expected)
+        )
     if shape.kv_heads % tp_size and tp_size % shape.kv_heads:
         expected = f"a multiple or a divisor of TP {tp_size}"
         found.append(Problem("num_key_value_heads cannot be cut", "", f"{shape.kv_heads}", expected))

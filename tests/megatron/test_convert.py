@@ -1,0 +1,282 @@
+"""`convert`: Hugging Face files to a sharded checkpoint and back, in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoders import Decoder, read_folder, write_folder
+
+from torch_dcp_backport import hf
+from torch_dcp_backport.__main__ import main
+from torch_dcp_backport.dist_checkpointing import (
+    CheckpointingException,
+    load_plain_tensors,
+    load_tensors_metadata,
+    verify,
+)
+from torch_dcp_backport.megatron.convert import convert
+
+MODELS = {
+    "qwen2": Decoder(),
+    "qwen3, tied": Decoder("qwen3", head_dim=6, tied=True),
+    "llama": Decoder("llama", heads=8, kv_heads=4, head_dim=2),
+    "sparse": Decoder("qwen2_moe", experts=4, expert_rows=10, shared_rows=6),
+    "sparse and dense layers": Decoder("qwen3_moe", experts=3, expert_rows=10, dense=(0, 2)),
+}
+QWEN = MODELS["qwen2"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_folder(tmp_path / "hf", QWEN, QWEN.tensors(), files=3)
+    return tmp_path / "hf"
+
+
+def differences(folder: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
+    got = read_folder(folder)
+    assert set(got) == set(tensors)
+    return [key for key, value in tensors.items() if not torch.equal(got[key], value)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(tmp_path, name):
+    decoder = MODELS[name]
+    write_folder(tmp_path / "hf", decoder, decoder.tensors(), files=3)
+    convert(tmp_path / "hf", tmp_path / "ckpt")
+    assert verify(tmp_path / "ckpt") == []
+    convert(tmp_path / "ckpt", tmp_path / "back", how=hf.Export(file_bytes=4000))
+    assert differences(tmp_path / "back", decoder.tensors()) == []
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == decoder.config
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_layout_is_that_of_stacked_layers(tmp_path, model):
+    convert(model, tmp_path / "ckpt")
+    stored = load_plain_tensors(tmp_path / "ckpt")
+    tensors = QWEN.tensors()
+    fc1 = torch.stack(
+        [
+            torch.cat([tensors[f"model.layers.{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up")])
+            for layer in range(QWEN.layers)
+        ]
+    )
+    assert torch.equal(stored["decoder.layers.mlp.linear_fc1.weight"], fc1)
+    q, k, v = (tensors[f"model.layers.1.self_attn.{name}_proj.bias"].chunk(2) for name in "qkv")
+    assert torch.equal(
+        stored["decoder.layers.self_attention.linear_qkv.bias"][1],
+        torch.cat([q[0], k[0], v[0], q[1], k[1], v[1]]),
+    )
+    names = "decoder.layers.self_attention.linear_qkv.layer_norm_weight", "output_layer.weight"
+    assert set(names) <= set(load_tensors_metadata(tmp_path / "ckpt"))
+
+
+def test_a_dry_run_says_the_same_and_writes_nothing(tmp_path, model):
+    said = convert(model, tmp_path / "ckpt", dry_run=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+    assert said == convert(model, tmp_path / "ckpt")
+    stored = load_tensors_metadata(tmp_path / "ckpt")
+    assert {key: (one.global_shape, one.dtype) for key, one in stored.items()} == {
+        key: tuple(info) for key, info in said.tensors.items()
+    }
+    back = convert(tmp_path / "ckpt", tmp_path / "back", how=hf.Export(file_bytes=4000), dry_run=True)
+    assert not (tmp_path / "back").exists()
+    assert back == convert(tmp_path / "ckpt", tmp_path / "back", how=hf.Export(file_bytes=4000))
+    assert set(back.files) == {path.name for path in (tmp_path / "back").glob("*.safetensors")}
+
+
+def test_a_value_head_comes_along(tmp_path):
+    tensors = {key: value for key, value in QWEN.tensors().items() if key != "lm_head.weight"}
+    tensors["score.weight"] = torch.ones(1, QWEN.hidden, dtype=torch.bfloat16)
+    write_folder(tmp_path / "hf", QWEN, tensors)
+    convert(tmp_path / "hf", tmp_path / "ckpt")
+    convert(tmp_path / "ckpt", tmp_path / "back")
+    assert differences(tmp_path / "back", tensors) == []
+
+
+def test_another_dtype_is_for_files_alone(tmp_path, model):
+    with pytest.raises(CheckpointingException, match="a checkpoint keeps the dtypes of the files"):
+        convert(model, tmp_path / "ckpt", how=hf.Export(torch.float32))
+    convert(model, tmp_path / "ckpt")
+    convert(tmp_path / "ckpt", tmp_path / "back", how=hf.Export(torch.float32))
+    got = read_folder(tmp_path / "back")
+    assert all(torch.equal(got[key], value.float()) for key, value in QWEN.tensors().items())
+
+
+# --- what does not fit ---
+
+
+def without(tensors: dict[str, torch.Tensor], key: str) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in tensors.items() if name != key}
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+TENSORS = QWEN.tensors()
+FILES: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+    "missing": (without(TENSORS, Q), f"not in the files: {Q} "),
+    "unexpected": ({**TENSORS, "model.layers.4.mlp.x": torch.zeros(1)}, r"held by no rank: model.layers.4"),
+    "shape": ({**TENSORS, Q: torch.zeros(2, 2)}, rf"wrong shape in the files: {Q}.*got \(2, 2\)"),
+    "quantised": ({**TENSORS, Q: torch.zeros(16, 16, dtype=torch.int8)}, f"quantised in the files: {Q}"),
+    "dtypes": ({**TENSORS, Q: torch.zeros(16, 16)}, r"parts of decoder\S+linear_qkv.weight in two dtypes"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_that_do_not_fit_are_an_error_and_leave_nothing(tmp_path, case):
+    tensors, says = FILES[case]
+    write_folder(tmp_path / "hf", QWEN, tensors)
+    with pytest.raises(CheckpointingException, match=says):
+        convert(tmp_path / "hf", tmp_path / "ckpt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def changed(folder: Path, **numbers: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**QWEN.config, **numbers}))
+    return folder
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "more layers": ({"num_hidden_layers": 5}, r"wrong shape in the checkpoint: decoder.*got \(4, 16\)"),
+    "another width": ({"intermediate_size": 12}, r"wrong shape in the checkpoint: \S+mlp.linear_fc1.weight"),
+    "no biases": ({"model_type": "llama"}, r"not in a model with this config.json: \S+linear_qkv.bias"),
+    "norms": (
+        {"model_type": "qwen3"},
+        r"not in the checkpoint: \S+q_layernorm.weight \(for \S+q_norm.weight",
+    ),
+    "tied": ({"tie_word_embeddings": True}, "not in a model with this config.json: output_layer.weight"),
+    "words": ({"vocab_size": 40}, "32 rows on each of 1 TP ranks, where the vocabulary has 40"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_checkpoint_that_does_not_fit_is_an_error_and_leaves_nothing(tmp_path, model, case):
+    numbers, says = CONFIGS[case]
+    convert(model, tmp_path / "ckpt")
+    with pytest.raises(CheckpointingException, match=says):
+        convert(tmp_path / "ckpt", tmp_path / "back", like=changed(tmp_path / "like", **numbers))
+    assert not (tmp_path / "back").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_damaged_byte_is_an_error_and_the_target_is_as_it_was(tmp_path, model):
+    convert(model, tmp_path / "ckpt")
+    (path,) = (tmp_path / "ckpt").glob("*.distcp")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointingException, match=r"damaged|wrong checksum"):
+        convert(tmp_path / "ckpt", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_only_a_checkpoint_is_replaced_and_only_when_asked(tmp_path, model):
+    out = tmp_path / "ckpt"
+    convert(model, out)
+    with pytest.raises(CheckpointingException, match="--overwrite replaces it"):
+        convert(model, out)
+    write_folder(tmp_path / "other", QWEN, {key: value + 1 for key, value in TENSORS.items()})
+    convert(tmp_path / "other", out, how=hf.Export(overwrite=True))
+    convert(out, tmp_path / "back")
+    assert differences(tmp_path / "back", {key: value + 1 for key, value in TENSORS.items()}) == []
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.png").touch()
+    with pytest.raises(CheckpointingException, match="photos holds no distributed checkpoint"):
+        convert(model, tmp_path / "photos", how=hf.Export(overwrite=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "ckpt", "hf", "other", "photos"]
+
+
+KILLED = """
+import os, signal, sys
+from torch_dcp_backport.megatron.convert import convert
+from torch_dcp_backport.hf import Export
+rename, calls = os.rename, []
+def dies(*paths):
+    calls.append(paths)
+    if len(calls) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(*paths)
+os.rename = dies
+convert(sys.argv[1], sys.argv[2], how=Export(overwrite=True))
+"""
+
+
+@pytest.mark.parametrize("when", [1, 2])
+def test_a_conversion_that_is_killed_leaves_the_old_checkpoint(tmp_path, model, when):
+    out = tmp_path / "ckpt"
+    convert(model, out)
+    # One rename puts the old one aside, the other the new one in its place.
+    done = subprocess.run([sys.executable, "-c", KILLED, str(model), str(out), str(when)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    if when == 1:
+        assert verify(out) == []
+        convert(model, out, how=hf.Export(overwrite=True))
+        assert not list(tmp_path.glob(".*"))
+        return
+    old = tmp_path / ".ckpt.partial" / "old"
+    assert verify(old) == []
+    with pytest.raises(CheckpointingException, match="move it away"):
+        convert(model, out)
+    os.rename(old, out)
+    convert(model, out, how=hf.Export(overwrite=True))
+
+
+# --- the command ---
+
+
+def test_the_command(tmp_path, model, capsys):
+    assert main(["convert", str(model), str(tmp_path / "ckpt"), "--dry-run"]) == 0
+    plan = capsys.readouterr()
+    assert re.search(r"decoder.layers.mlp.linear_fc1.weight +4x48x16 +bfloat16", plan.out)
+    assert not (tmp_path / "ckpt").exists()
+    line = [sys.executable, "-m", "torch_dcp_backport", "convert", str(model), str(tmp_path / "ckpt")]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "100 % of" in done.stderr
+    assert main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "back"), "--file-size", "4KB"]) == 0
+    assert "100 % of" in capsys.readouterr().err
+    assert differences(tmp_path / "back", TENSORS) == []
+    assert main(["convert", str(model), str(tmp_path / "ckpt")]) == 1
+    again = capsys.readouterr()
+    assert again.out == ""
+    assert "--overwrite replaces it" in again.err
+    assert main(["convert", str(model), str(tmp_path / "x"), "--dtype", "green"]) == 2
+
+
+MEMORY = """
+import sys
+sys.path.append(sys.argv[4])
+from torch_dcp_backport.regression import meter
+from torch_dcp_backport.megatron.convert import convert
+source, target, room = sys.argv[1:4]
+with meter.data_limit(int(room)):
+    convert(source, target)
+"""
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    """300 MiB in a process that gets 140 MiB: two buffers of 32, and what torch takes at the first call."""
+    decoder = Decoder(
+        layers=4, hidden=1024, heads=8, kv_heads=2, head_dim=128, intermediate=4096, vocab=60000
+    )
+    tensors = {key: torch.zeros(shape, dtype=torch.bfloat16) for key, shape in decoder.shapes().items()}
+    nbytes = sum(value.nbytes for value in tensors.values())
+    assert nbytes > 300 * 2**20
+    write_folder(tmp_path / "hf", decoder, tensors, files=1)
+    for source, target in (("hf", "ckpt"), ("ckpt", "back")):
+        # Mapped files count as private data here, though no page of them is written: they come on top.
+        mapped = nbytes if source == "hf" else 0
+        args = [str(tmp_path / source), str(tmp_path / target), str(mapped + 140 * 2**20), ""]
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY, *args], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr

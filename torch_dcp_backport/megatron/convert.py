@@ -1,0 +1,373 @@
+"""Hugging Face files to a sharded checkpoint of Megatron's GPTModel, and back: one process, no model, no GPU.
+
+Must never hold more than a few buffers of the model, and never leave half a target.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from torch_dcp_backport.checkpoint.exporting import problems_of
+from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SHARDED
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
+from torch_dcp_backport.dist_checkpointing.core import Folder
+from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
+from torch_dcp_backport.dist_checkpointing.engine.load import Opened
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Stored
+from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
+from torch_dcp_backport.dist_checkpointing.inspection import opened_alone
+from torch_dcp_backport.dist_checkpointing.serialization import SaveOptions, save_made
+from torch_dcp_backport.hf import Export
+from torch_dcp_backport.hf.blocks import Window
+from torch_dcp_backport.hf.companions import as_config, companions_of
+from torch_dcp_backport.hf.export import Target, exported, target_of, write_files
+from torch_dcp_backport.hf.files import Room, planned, replaced, sync_folder
+from torch_dcp_backport.hf.format import nbytes_of
+from torch_dcp_backport.hf.moving import settle
+from torch_dcp_backport.hf.source import CONFIG
+from torch_dcp_backport.hf.source import Folder as Files
+from torch_dcp_backport.megatron.agreed import other_head
+from torch_dcp_backport.megatron.cuts import Cut
+from torch_dcp_backport.megatron.names import HEAD, VALUE_HEADS
+from torch_dcp_backport.megatron.plan import Head, Spreading, check_files, head_of, left_alone
+from torch_dcp_backport.megatron.shape import Shape, shape_of
+from torch_dcp_backport.megatron.stored import (
+    EMBEDDING,
+    OUTPUT,
+    Naming,
+    Slot,
+    Whole,
+    misfits_of,
+    model_in,
+    naming_of,
+    second_name,
+    states_of,
+)
+from torch_dcp_backport.transfer import Box, Call, Problem, TensorInfo
+from torch_dcp_backport.transfer.memories import Memory
+from torch_dcp_backport.transfer.spread import intersection
+
+CANNOT_CONVERT = "cannot convert"
+#: Of Megatron-LM: below 2.0 it takes the rows of linear_qkv for those of another order.
+COMMON = {"checkpoint_version": 3.0, "iteration": 0}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion wrote, or would write."""
+
+    #: "checkpoint" or "huggingface".
+    to: str
+    #: Tensor -> shape and dtype, as the target names them.
+    tensors: Mapping[str, TensorInfo]
+    #: File of a target for from_pretrained -> bytes of its tensors.
+    files: Mapping[str, int]
+    #: What of the source is not converted -> why.
+    left: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(nbytes_of, self.tensors.values()))
+
+
+def convert(
+    source: Folder,
+    target: Folder,
+    *,
+    like: Any = None,
+    how: Optional[Export] = None,
+    dry_run: bool = False,
+) -> Converted:
+    """Convert Hugging Face files to a sharded checkpoint, or one to Hugging Face files. Not collective.
+
+    The checkpoint is what `GPTModel.sharded_state_dict()` of megatron-core loads, at any TP, PP and EP.
+
+    Args:
+        source: a folder with config.json and safetensors, or a sharded checkpoint of a GPTModel, as this
+            package or Megatron ("torch_dist") saved it; other things in it (an optimizer) are left alone.
+        target: where the result goes, at once and as a whole.
+        like: for a checkpoint: the model's folder or configuration; None takes what a conversion left in it.
+        how: whether what the target holds is replaced; of a target for from_pretrained dtype and size of
+            files, too. None is `Export()`.
+        dry_run: only check, and say what would be written.
+
+    Raises:
+        CheckpointingException: source and config.json do not fit, something is damaged, no room, ...; the
+            target is as it was.
+    """
+    folder, out = Path(source), Path(os.path.abspath(target))
+    try:
+        if (folder / CONFIG).is_file():
+            with Call(CANNOT_CONVERT, "save", ()) as call:
+                return _to_checkpoint(call, folder, out, how or Export(), dry_run)
+        with Call(CANNOT_CONVERT, "collect", ()) as call:
+            return _to_files(call, folder, out, like, how, dry_run)
+    except (RuntimeError, OSError) as error:
+        raise CheckpointingException(str(error)) from error
+
+
+# --- Hugging Face files to a checkpoint ---
+
+
+def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bool) -> Converted:
+    files = Files(folder)
+    call.problems += files.problems
+    if files.absent:
+        call.problems.append(Problem("no model here", got=files.absent))
+    if how.dtype is not None:
+        call.problems.append(Problem("a checkpoint keeps the dtypes of the files", "dtype", f"{how.dtype}"))
+    settle(call)
+    with call.guard(CONFIG):
+        shape = shape_of(files.config)
+    settle(call)
+    head = head_of(shape, files.tensors, _has_value_head(files.tensors, shape))
+    rows = {EMBEDDING: shape.vocab}
+    if head.is_value or not shape.tied:
+        rows[OUTPUT] = 1 if head.is_value else shape.vocab
+    naming = Naming("", shape.is_mixed)
+    whole = Whole(shape, rows, naming)
+    spreading = whole.spreading(head)
+    left: dict[str, str] = {}
+    if not spreading.problems:
+        check_files(files.tensors, spreading)
+        left = left_alone(files.tensors, spreading)
+        if HEAD in left and shape.tied:
+            call.problems += other_head(files)
+    call.problems += spreading.problems
+    settle(call)
+    cuts = list(whole.cuts(spreading))
+    tensors = _stored_infos(call, whole, cuts, files.tensors)
+    # Models with TransformerEngine and without it look for another name.
+    cuts += [
+        (slot._replace(key=second_name(slot.key)), cut)
+        for slot, cut in cuts
+        if second_name(slot.key) != slot.key
+    ]
+    tensors.update({second_name(key): info for key, info in tensors.items()})
+    with call.guard(str(out)):
+        _check_target(out, how)
+    settle(call)
+    converted = Converted("checkpoint", tensors, {}, left)
+    if dry_run:
+        return converted
+    state = {"tensors": _parts(files, cuts, tensors), "objects": _objects(shape, naming), **COMMON}
+    with _published(out) as new:
+        save_made(lambda: state, new, SaveOptions(must_load=True))
+        (new / HUGGING_FACE).mkdir()
+        for name, content in companions_of(folder).items():
+            path = new / HUGGING_FACE / name
+            path.write_bytes(content)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(new / HUGGING_FACE)
+    return converted
+
+
+def _has_value_head(tensors: Mapping[str, TensorInfo], shape: Shape) -> bool:
+    heads = [key for key in VALUE_HEADS if key in tensors]
+    return bool(heads) and shape.vocab > 1 and all(tensors[key].shape[:1] == (1,) for key in heads)
+
+
+def _stored_infos(
+    call: Call, whole: Whole, cuts: list[tuple[Slot, Cut]], tensors: Mapping[str, TensorInfo]
+) -> dict[str, TensorInfo]:
+    """Key -> shape and dtype in the checkpoint. Files that have parts of one in two dtypes are a problem."""
+    sizes = {whole.slots[param.name].key: param.shape for param in whole.stand.params}
+    found: dict[str, TensorInfo] = {}
+    first: dict[str, str] = {}
+    for slot, cut in cuts:
+        dtype = tensors[cut.key].dtype
+        info = found.setdefault(slot.key, TensorInfo(slot.extents + sizes[slot.key], dtype))
+        other = first.setdefault(slot.key, cut.key)
+        if info.dtype != dtype:
+            what = f"parts of {slot.key} in two dtypes"
+            call.problems.append(Problem(what, cut.key, f"{dtype}", f"{info.dtype} as {other}"))
+    return found
+
+
+def _parts(
+    files: Files, cuts: list[tuple[Slot, Cut]], tensors: Mapping[str, TensorInfo]
+) -> list[ShardedTensor]:
+    """The boxes of the stored tensors: views of the mapped files, which hold no memory of this process."""
+    parts = []
+    for slot, cut in cuts:
+        box, info = slot.box(cut.at), tensors[slot.key]
+        data = files.part(cut.key, cut.box)
+        axes = len(slot.lead)
+        parts.append(
+            ShardedTensor(
+                slot.key, data, info.dtype, cut.at.size, info.shape, box.offset, None, prepend_axis_num=axes
+            )
+        )
+    return parts
+
+
+def _objects(shape: Shape, naming: Naming) -> list[ShardedObject]:
+    return [ShardedObject(slot.key, None, slot.extents, slot.lead) for slot in states_of(shape, naming)]
+
+
+def _check_target(out: Path, how: Export) -> None:
+    """Refuse what is in the way.
+
+    Raises:
+        FileExistsError: the target holds something that is to stay, or an older checkpoint is where a
+            conversion that was killed had put it.
+    """
+    if out.is_dir() and os.listdir(out) and not how.overwrite:
+        raise FileExistsError("it is not empty; Export(overwrite=True), --overwrite replaces it")
+    if os.path.lexists(out) and not out.is_dir():
+        raise FileExistsError("it is there, and no folder")
+    if out.is_dir() and os.listdir(out):
+        # Of anything else no conversion is the replacement.
+        opened_alone(out)
+    old = room_of(out) / "old"
+    if not out.exists() and old.exists():
+        raise FileExistsError(f"{old} is what was here before a conversion that was killed: move it away")
+
+
+def room_of(out: Path) -> Path:
+    return out.parent / f".{out.name}.partial"
+
+
+@contextlib.contextmanager
+def _published(out: Path) -> Iterator[Path]:
+    """A hidden folder that takes the target's place when everything in it is on the disk."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    room = Room(room_of(out), out)
+    try:
+        new, old = room.path / "new", room.path / "old"
+        new.mkdir()
+        yield new
+        sync_folder(new)
+        is_there = out.exists()
+        if is_there:
+            os.rename(out, old)
+        try:
+            os.rename(new, out)
+        except BaseException:
+            if is_there:
+                os.rename(old, out)
+            raise
+        sync_folder(out.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            room.leave()
+
+
+# --- a checkpoint to Hugging Face files ---
+
+
+def _to_files(
+    call: Call, folder: Path, out: Path, like: Any, how: Optional[Export], dry_run: bool
+) -> Converted:
+    if (folder / SHARDED).is_dir():
+        folder = folder / SHARDED
+    checkpoint = opened_alone(folder)
+    places = (folder / HUGGING_FACE, folder.parent / HUGGING_FACE)
+    own = next((place for place in places if (place / CONFIG).is_file()), None)
+    if like is None and own is None:
+        raise CheckpointingException(f"{CANNOT_CONVERT}: {folder} has no {CONFIG}: name the model's folder")
+    target = target_of(call, out, own if like is None else like, how)
+    settle(call)
+    with call.guard(CONFIG):
+        shape = shape_of(_config_of(target))
+    settle(call)
+    naming = naming_of(checkpoint.holds.tensors)
+    everything = checkpoint.holds.tensors
+    stored = {key: everything[key] for key in model_in(everything, naming)}
+    left = dict.fromkeys(sorted(set(everything) - set(stored)), "not the model's, or a second name")
+    infos = {key: TensorInfo(one.shape, one.dtype) for key, one in stored.items()}
+    sources, tensors = _sources(call, shape, naming, infos, target.how)
+    call.problems += problems_of(checkpoint, stored) if stored else []
+    with call.guard(str(out)):
+        # Of an export replaced weights are the only thing to be asked for; it looks once more.
+        replaced(out, target.how.overwrite)
+    settle(call)
+    files = {
+        name: sum(nbytes_of(tensors[key]) for key in keys)
+        for name, keys in planned(tensors, target.how.file_bytes).items()
+    }
+    converted = Converted("huggingface", tensors, files, left)
+    if not dry_run:
+        call.tally.meter.expect(lambda: converted.nbytes)
+        write_files(call, tensors, _reading(call, checkpoint, stored, sources), target)
+    return converted
+
+
+def _config_of(target: Target) -> dict[str, Any]:
+    return as_config(json.loads(target.companions[CONFIG]))
+
+
+def _sources(
+    call: Call, shape: Shape, naming: Naming, infos: Mapping[str, TensorInfo], how: Export
+) -> tuple[dict[str, list[tuple[Slot, Cut]]], dict[str, TensorInfo]]:
+    """(HF key -> where its boxes are, HF key -> what an export writes of it)."""
+    output = infos.get(naming.prefix + OUTPUT)
+    head = Head(HEAD if output is not None and not shape.tied else None)
+    if output is not None and output.shape[:1] == (1,) and shape.vocab > 1:
+        head = Head(VALUE_HEADS[0], True)
+    rows = {EMBEDDING: _rows(infos, naming.prefix + EMBEDDING, shape.vocab)}
+    if head.key is not None or not shape.tied:
+        rows[OUTPUT] = 1 if head.is_value else _rows(infos, naming.prefix + OUTPUT, shape.vocab)
+        head = head if head.key is not None else Head(HEAD)
+    whole = Whole(shape, rows, naming)
+    spreading: Spreading = whole.spreading(head)
+    call.problems += spreading.problems or spreading.faults()
+    call.problems += misfits_of(whole, infos)
+    sources: dict[str, list[tuple[Slot, Cut]]] = {}
+    if call.problems:
+        return sources, {}
+    for slot, cut in whole.cuts(spreading):
+        sources.setdefault(cut.key, []).append((slot, cut))
+    held = {
+        key: [TensorInfo(spreading.size_of(key), infos[slot.key].dtype) for slot, _ in sources[key]]
+        for key in spreading.spreads
+    }
+    tensors: dict[str, TensorInfo] = {}
+    with call.guard():
+        tensors = exported(held, how)
+    return sources, tensors
+
+
+def _rows(infos: Mapping[str, TensorInfo], key: str, otherwise: int) -> int:
+    return infos[key].shape[0] if key in infos and infos[key].shape else otherwise
+
+
+def _reading(
+    call: Call,
+    checkpoint: Opened,
+    stored: Mapping[str, Stored],
+    sources: Mapping[str, list[tuple[Slot, Cut]]],
+) -> Any:
+    """What fills a window of HF tensors from the checkpoint."""
+    reader = Reader(checkpoint.folder, checkpoint.holds.is_ours, call.tally.meter.add)
+
+    def bring(window: Window, write: Memory) -> None:
+        reads: list[Read] = []
+        for key, pieces in window.items():
+            for piece in pieces:
+                for slot, cut in sources[key]:
+                    part = intersection(cut.box, piece.box)
+                    if part is not None:
+                        reads += _reads(stored[slot.key], slot, cut, part, write(key, part))
+        try:
+            reader.read(reads)
+        except (Damaged, OSError) as error:
+            raise CheckpointingException(f"{CANNOT_CONVERT}: {checkpoint.folder}: {error}") from error
+
+    return bring
+
+
+def _reads(stored: Stored, slot: Slot, cut: Cut, part: Box, into: Any) -> Iterator[Read]:
+    """What is read for a part of an HF tensor, which lies in one cut."""
+    start = tuple(at + (here - base) for at, here, base in zip(cut.at.offset, part.offset, cut.box.offset))
+    box = slot.box(Box(start, part.size))
+    target = into[(None,) * len(slot.lead)]
+    for chunk, common in stored.parts_of(box):
+        yield Read(slot.key, chunk, common, stored.dtype, target, box)

@@ -1,0 +1,172 @@
+"""Where Megatron's sharded checkpoint of a GPTModel has the rows of HF tensors. Arithmetic alone.
+
+Layers of one kind are stacked: `decoder.layers.mlp.linear_fc2.weight` has the layer as its first axis, and
+what experts have the expert as the second. Where layers differ, each has keys with its number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple, Optional
+
+import torch
+
+from torch_dcp_backport.megatron.cuts import Cut, Place, holding_of
+from torch_dcp_backport.megatron.model import Param, Stand
+from torch_dcp_backport.megatron.names import EXPERT, LAYERS, MCORE, MCORE_MOE, STYLES, Role, hf_keys
+from torch_dcp_backport.megatron.plan import Head, Spreading
+from torch_dcp_backport.megatron.shape import Shape
+from torch_dcp_backport.transfer import Box, Problem, TensorInfo
+from torch_dcp_backport.transfer.plan import Table
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+#: What other things than the model are saved under, with the model's names in their keys.
+OPTIMIZER = re.compile(r"(^|\.)(optimizer|chained_\d+)\.")
+MODEL = ("embedding.", "decoder.", "output_layer.")
+#: The whole model is on one TP rank.
+ALONE = Place("mcore", 0, 1)
+#: Without TransformerEngine it is called so in the model, and by these names in its checkpoint all the same.
+INPUT_NORM, MLP_NORM = "input_layernorm.weight", "pre_mlp_layernorm.weight"
+#: A sparse layer's norm is called so by models without TransformerEngine, and by MLP_NORM with it.
+FUSED_NORM = "mlp.linear_fc1.layer_norm_weight"
+#: Modules that save a state of their own with TransformerEngine: nothing, unless they compute in 8 bits.
+STATEFUL = ("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv")
+FEED_FORWARD = ("linear_fc1", "linear_fc2")
+
+
+class Slot(NamedTuple):
+    """Where a parameter of the whole model is in a checkpoint."""
+
+    key: str
+    #: Its place along the axes in front of its own (layer, expert), and how long they are.
+    lead: tuple[int, ...] = ()
+    extents: tuple[int, ...] = ()
+
+    def box(self, at: Box) -> Box:
+        """A box of the parameter, in the stored tensor."""
+        return Box((*self.lead, *at.offset), (1,) * len(self.lead) + at.size)
+
+
+class Naming(NamedTuple):
+    """How a checkpoint names a model's tensors."""
+
+    #: Before every key, such as `module.`.
+    prefix: str = ""
+    #: Whether each layer has keys of its own.
+    is_flat: bool = False
+    #: The norm in front of the MLP of a sparse layer.
+    norm: str = MLP_NORM
+
+    def slot(self, rest: str, shape: Shape, layer: int, expert: Optional[int] = None) -> Slot:
+        """Where something of a layer is."""
+        lead, extents = ((), ()) if expert is None else ((expert,), (shape.experts,))
+        if self.is_flat:
+            return Slot(f"{self.prefix}{LAYERS}{layer}.{rest}", lead, extents)
+        return Slot(f"{self.prefix}{LAYERS}{rest}", (layer, *lead), (shape.layers, *extents))
+
+
+class Whole:
+    """A whole model on one rank, as megatron-core at TP 1 would have it, and where a checkpoint has it."""
+
+    def __init__(self, shape: Shape, rows: Mapping[str, int], naming: Naming) -> None:
+        """`rows`: those of the embedding and of the head, as far as they are there: they tell the padding."""
+        self.shape = shape
+        #: Parameter name -> where it is.
+        self.slots: dict[str, Slot] = {}
+        params: list[Param] = []
+        for name, role, layer, slot in params_of(shape, naming):
+            if role.cut in ("vocab", "head"):
+                if name not in rows:
+                    continue
+                size: tuple[int, ...] = (rows[name], shape.hidden)
+            else:
+                size = holding_of(role, hf_keys(role, layer), shape, ALONE, ()).shape
+            params.append(Param(name, role, layer, size, torch.bfloat16))
+            self.slots[name] = slot
+        self.stand = Stand(ALONE, tuple(params))
+
+    def spreading(self, head: Head) -> Spreading:
+        """The model's HF tensors; what does not fit is in its problems."""
+        return Spreading([Table({}, (0,), note=self.stand)], self.shape, head)
+
+    def cuts(self, spreading: Spreading) -> Iterator[tuple[Slot, Cut]]:
+        """Which box of which stored tensor is which box of which HF tensor."""
+        for param in self.stand.params:
+            holding = spreading.holding(self.stand, param)
+            for cut in holding.cuts if holding is not None else ():
+                yield self.slots[param.name], cut
+
+
+def params_of(shape: Shape, naming: Naming) -> Iterator[tuple[str, Role, Optional[int], Slot]]:
+    """(name, role, layer, slot) of every parameter that a model with these numbers may have."""
+    for name, role in STYLES["mcore"].outside.items():
+        yield name, role, None, Slot(naming.prefix + name)
+    for layer in range(shape.layers):
+        has, is_sparse = shape.names_in(layer), shape.is_sparse(layer)
+        norm = naming.norm if is_sparse else FUSED_NORM
+        for rest, role in {**MCORE, **MCORE_MOE}.items():
+            is_other = rest == INPUT_NORM or (rest in (MLP_NORM, FUSED_NORM) and rest != norm)
+            if not is_other and set(role.keys) <= has:
+                yield f"{LAYERS}{layer}.{rest}", role, layer, naming.slot(rest, shape, layer)
+        for rest, role in EXPERT.items():
+            for expert in range(shape.experts if is_sparse else 0):
+                slot = naming.slot(f"mlp.experts.experts.{rest}", shape, layer, expert)
+                name = f"{LAYERS}{layer}.mlp.experts.{expert}.{rest}"
+                yield name, role._replace(expert=expert), layer, slot
+
+
+def states_of(shape: Shape, naming: Naming) -> Iterator[Slot]:
+    """Objects without a content that a load into modules of TransformerEngine asks for."""
+    for layer in range(shape.layers):
+        modules = [*STATEFUL]
+        if not shape.is_sparse(layer):
+            modules += [f"mlp.{name}" for name in FEED_FORWARD]
+        elif shape.shared_intermediate:
+            modules += [f"mlp.shared_experts.{name}" for name in FEED_FORWARD]
+        for module in modules:
+            yield naming.slot(f"{module}._extra_state", shape, layer)
+        for expert in range(shape.experts if shape.is_sparse(layer) else 0):
+            for name in FEED_FORWARD:
+                yield naming.slot(f"mlp.experts.experts.{name}._extra_state", shape, layer, expert)
+
+
+def naming_of(keys: Iterable[str]) -> Naming:
+    """How a checkpoint names the model that it has."""
+    known = [key for key in keys if not OPTIMIZER.search(key)]
+    ends = sorted((key for key in known if key.endswith(EMBEDDING)), key=len)
+    prefix = ends[0][: -len(EMBEDDING)] if ends else ""
+    numbered = re.compile(re.escape(prefix + LAYERS) + r"\d+\.")
+    norm = MLP_NORM if any(key.endswith(MLP_NORM) for key in known) else FUSED_NORM
+    return Naming(prefix, any(map(numbered.match, known)), norm)
+
+
+def second_name(key: str) -> str:
+    """The other name of a sparse layer's norm; the key itself of anything else."""
+    return key[: -len(MLP_NORM)] + FUSED_NORM if key.endswith(MLP_NORM) else key
+
+
+def model_in(keys: Collection[str], naming: Naming) -> list[str]:
+    """The keys of a checkpoint's tensors that are the model's."""
+    doubles = {second_name(key) for key in keys if key.endswith(MLP_NORM)}
+    starts = tuple(naming.prefix + name for name in MODEL)
+    return [key for key in keys if key.startswith(starts) and key not in doubles]
+
+
+def misfits_of(whole: Whole, stored: Mapping[str, TensorInfo]) -> list[Problem]:
+    """What a checkpoint has not, or has otherwise than the model's numbers say, or beyond them."""
+    problems: list[Problem] = []
+    used: set[str] = set()
+    for param in whole.stand.params:
+        slot = whole.slots[param.name]
+        if slot.key in used:
+            continue
+        used.add(slot.key)
+        name = f"{slot.key} (for {', '.join(hf_keys(param.role, param.layer))})"
+        info, size = stored.get(slot.key), slot.extents + param.shape
+        if info is None:
+            problems.append(Problem("not in the checkpoint", name))
+        elif info.shape != size:
+            problems.append(Problem("wrong shape in the checkpoint", name, f"{info.shape}", f"{size}"))
+    what = "in the checkpoint, and not in a model with this config.json"
+    return problems + [Problem(what, key, f"{stored[key].shape}") for key in sorted(set(stored) - used)]
