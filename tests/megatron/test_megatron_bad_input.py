@@ -210,7 +210,7 @@ SPARSE: dict[str, tuple[dict[str, Any], str, str]] = {
         "",
         rf"in the files, and held by no rank: {EXPERT}.2.gate_proj.weight",
     ),
-    "EP": ({"parallel": Parallel(0, 1, 2, 2)}, "", "a EP rank of 2 of 2"),
+    "EP": ({"parallel": Parallel(0, 1, 2, 2)}, "", "there is no EP rank 2 of 2"),
     "too many": (
         {"models": EXPERTS._replace(experts=6)},
         "",

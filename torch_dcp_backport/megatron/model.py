@@ -65,7 +65,7 @@ class Parallel(NamedTuple):
             )
             if not 0 <= rank < size
         ]
-        return "; ".join(f"a {what} rank of {rank} of {size}" for what, rank, size in pairs)
+        return "; ".join(f"there is no {what} rank {rank} of {size}" for what, rank, size in pairs)
 
     @property
     def experts(self) -> tuple[int, int]:
