@@ -44,6 +44,12 @@ NAMES = {
     "extract_sharded_base extract_sharded_tensors extract_sharded_tensors_and_factories "
     "extract_sharded_tensors_or_nonpersistent replace_prefix_for_sharding zip_strict",
     "state_dict_utils": "filter_out_empty_flatten_tensor load_preprocess save_preprocess",
+    "exchange_utils": "ShardDistribution determine_main_replica_uniform_distribution "
+    "distribute_shards_to_ranks exchange_by_distribution exchange_loaded_objects_gather_object "
+    "exchange_loaded_tensors_broadcast exchange_loaded_tensors_gather_object "
+    "exchange_loaded_tensors_gather_rounds is_float8tensor",
+    "strategies.fully_parallel": "FullyParallelLoadStrategyWrapper FullyParallelSaveStrategyWrapper "
+    "distribute_main_replicas_with_precomputed_distribution",
     "optimizer": "get_optim_param_to_id_map get_param_id_to_sharded_param_map make_sharded_optimizer_tensor "
     "optim_state_to_sharding_state",
 }
