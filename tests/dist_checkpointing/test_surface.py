@@ -284,16 +284,19 @@ def test_places() -> None:
     value = ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), (0, 4, 6), (2, 1, 2), prepend_axis_num=1)
     assert (value.global_shape, value.global_offset) == ((6, 2, 6), (4, 0, 3))
     assert value.local_chunk_offset_in_global() == (4, 0, 1)
-    assert value.max_allowed_chunks() == (6, 1, 2)
+    assert value.max_allowed_chunks() == (1, 2, 3)
     assert value.global_slice() == (4, slice(0, 2), slice(3, 6))
     whole = ShardedTensor.from_rank_offsets("w", torch.arange(8.0).view(8, 1), (0, 1, 2))
-    (piece,) = whole.narrow(0, 10, 4)
+    (piece,) = whole.narrow(0, 2, 4)
     assert (piece.global_shape, piece.global_offset, piece.data[:, 0].tolist()) == (
-        (4, 1),
-        (0, 0),
+        (8, 1),
+        (4, 0),
         [2, 3, 4, 5],
     )
-    assert whole.narrow(0, 0, 8) == []
+    with pytest.raises(
+        CheckpointingException, match=r"no such part of a box: w \(expected 0 to 8, got 6 to 10"
+    ):
+        whole.narrow(0, 6, 4)
     unique = ShardedObject("o", 1, (2, 3), (1, 2)).unique_key
     assert unique == "o/shard_1.2_2.3"
     parsed = ShardedObject.empty_from_unique_key(unique)

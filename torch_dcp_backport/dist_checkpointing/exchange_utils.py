@@ -6,6 +6,7 @@ Names, positional order and results are those of megatron.core.dist_checkpointin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple, Optional, TypeVar
 
@@ -18,6 +19,7 @@ from torch_dcp_backport.dist_checkpointing.dict_utils import nested_values
 from torch_dcp_backport.dist_checkpointing.engine import meeting
 from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, begin, consult, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
+from torch_dcp_backport.dist_checkpointing.sharded_tensor import data_shape
 from torch_dcp_backport.dist_checkpointing.utils import ShardId, _sharded_tensor_shard_id
 from torch_dcp_backport.transfer import Box, Call, Problem
 from torch_dcp_backport.transfer.chunks import Key
@@ -33,7 +35,7 @@ T = TypeVar("T", bound=Hashable)
 Loaded = dict[ShardId, torch.Tensor]
 
 CANNOT_EXCHANGE = "cannot exchange what was loaded"
-#: Megatron's ways. They differ in what may be loaded twice; here one exchange serves all of them.
+#: Megatron's ways; here one exchange serves all of them.
 GATHER_OBJECT, GATHER_ROUNDS, BROADCAST = "gather_object", "gather_rounds", "broadcast"
 
 
@@ -61,10 +63,9 @@ class Said(NamedTuple):
 
     loaded: dict[ShardId, Shape]
     waiting: dict[ShardId, Shape]
-    #: Shard -> the group's rank that has to have loaded it.
+    #: Shard -> the group's rank that has to have loaded it; the same on every rank, as is the next one.
     mains: dict[ShardId, int]
-    #: What differs of it from rank to rank ends the call.
-    algorithm: str = ""
+    algorithm: str
 
 
 class Way(NamedTuple):
@@ -173,15 +174,11 @@ def distribution_of(everyone: list[list[ShardedTensor]], ignore_groups: bool) ->
 
 
 def nbytes_of(part: ShardedTensor) -> int:
-    shape = shape_of(part)
-    return Box((0,) * len(shape.size), shape.size).numel * shape.dtype.itemsize
+    return math.prod(data_shape(part)) * part.dtype.itemsize
 
 
 def shape_of(part: ShardedTensor) -> Shape:
-    """Of a part's data."""
-    flat = part.flattened_range
-    size = tuple(part.local_shape) if flat is None else (flat.stop - flat.start,)
-    return Shape(size, part.dtype)
+    return Shape(data_shape(part), part.dtype)
 
 
 def differing(ranks: tuple[int, ...], everyone: list[list[ShardedTensor]]) -> Iterator[tuple[int, Problem]]:
@@ -218,7 +215,7 @@ def exchange_loaded_tensors_gather_object(
     shard_distribution: Optional[ShardDistribution] = None,
     parallelization_group: Group = None,
 ) -> Loaded:
-    """As `exchange_by_distribution`, of what each was loaded by one rank alone; no distribution is needed."""
+    """As `exchange_by_distribution`; no distribution is needed."""
     return exchange_by_distribution(
         loaded_tensors, unloaded_shards, shard_distribution, parallelization_group, GATHER_OBJECT
     )

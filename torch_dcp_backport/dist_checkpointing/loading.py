@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.engine import flat
 from torch_dcp_backport.dist_checkpointing.engine import load as engine
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened, Wanted
@@ -24,16 +25,17 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     ranks_of,
     record,
 )
-from torch_dcp_backport.dist_checkpointing.engine.metadata import Place
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Index, Place
 from torch_dcp_backport.dist_checkpointing.engine.reader import Reader, wrong_files
 from torch_dcp_backport.dist_checkpointing.engine.sharing import read_shared
-from torch_dcp_backport.dist_checkpointing.engine.table import Table, cells_of, findings_of, keys_of
+from torch_dcp_backport.dist_checkpointing.engine.table import Row, Table, cells_of, findings_of, keys_of
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedTensor, StateDict
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import NOTHING, Split, assembled, merged
 from torch_dcp_backport.dist_checkpointing.validation import (
     StrictHandling,
     logger,
     mismatch_text,
+    row_of,
     table_of,
     unexpected_problems,
 )
@@ -73,18 +75,41 @@ class Loading:
             key = engine.stored_object(self.index, part.unique_key)
             if key is not None:
                 self.objects[part.unique_key] = key
+        #: Keys whose flattened ranges are not those of the checkpoint: they are loaded box by box.
+        self.unfolded: set[str] = set()
+        flattened = [
+            part
+            for part in self.tensors
+            if part.flattened_range is not None or self.index.tensors[part.key].original is not None
+        ]
+        self.unfold({part.key for part in flattened if is_other(self.index, row_of(part))})
         self.unexpected = {part.key for part in parts.tensors if part.key not in self.index.tensors}
         self.unexpected |= {part.key for part in parts.objects if part.unique_key not in self.objects}
         #: By id of the part.
         self.loaded: dict[int, Any] = {}
         self.common: Any = {}
 
+    def unfold(self, keys: set[str]) -> None:
+        """Load these keys box by box: where one rank does, all that read together have to."""
+        if keys - self.unfolded:
+            self.unfolded |= keys
+            self.index = self.checkpoint.holds.unfolded(self.unfolded)
+
     def wanted(self) -> list[Wanted]:
-        rows = table_of(self.tensors, ()).tensors
-        return [
-            Wanted(row, None if data is None else boxed(part, data), part.allow_shape_mismatch)
-            for row, part, data in zip(rows, self.tensors, self.data)
-        ]
+        wanted = []
+        for part, data in zip(self.tensors, self.data):
+            if part.flattened_range is None or part.key not in self.unfolded:
+                value = None if data is None else boxed(part, data)
+                wanted.append(Wanted(row_of(part), value, part.allow_shape_mismatch))
+                continue
+            row, begin = row_of(part, is_folded=False), part.flattened_range.start
+            for box, start in flat.runs(row.box, begin, part.flattened_range.stop, -begin):
+                value = data
+                if data is not None and has_slices(data):
+                    value = data.detach()[start : start + box.numel].view(box.size)
+                piece = row._replace(offset=box.offset, size=box.size)
+                wanted.append(Wanted(piece, value, part.allow_shape_mismatch))
+        return wanted
 
     def places(self) -> list[tuple[str, Place]]:
         return list(engine.places_of(self.index, self.wanted(), self.objects.values()))
@@ -110,9 +135,10 @@ class Loading:
             with guard(call, "the group that reads together"):
                 together = group_ranks(group)
 
-        def decide(said: Mapping[int, tuple[Table, tuple[int, ...]]]) -> Mapping[int, set[str]]:
+        def decide(said: Mapping[int, tuple[Table, tuple[int, ...]]]) -> Mapping[int, Any]:
             tables = {rank: one for rank, (one, _) in said.items()}
             findings = list(apart({rank: ranks for rank, (_, ranks) in said.items()}))
+            findings += both_ways(self.checkpoint.holds, tables)
             findings += findings_of(tables, cells_of(tables)) if is_checked else []
             missing: set[str] = set()
             if StrictHandling.requires_global_app_metadata(self.mode):
@@ -123,12 +149,15 @@ class Loading:
                     findings = [*findings, *((first, Problem(what, key)) for key in sorted(missing))]
             if findings:
                 raise Refusal(findings)
-            return dict.fromkeys(tables, missing)
+            rows = (row for one in tables.values() for row in one.tensors)
+            unfolded = {row.key for row in rows if is_other(self.checkpoint.holds, row)}
+            return dict.fromkeys(tables, (missing, unfolded))
 
-        missing: set[str] = consult(call, (table, together), decide, Topic("planning"))
+        missing, unfolded = consult(call, (table, together), decide, Topic("planning"))
+        self.unfold(unfolded)
         if self.mode.logs and (missing or self.unexpected):
             logger.warning("%s: %s", self.checkpoint.folder, mismatch_text(missing, self.unexpected))
-        return missing
+        return set(missing)
 
     def missing_of(self, tables: Mapping[int, Table]) -> set[str]:
         """The keys of the checkpoint that no rank asks for; of objects without their places."""
@@ -214,6 +243,25 @@ def apart(groups: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[int, Problem]
                 break
 
 
+def is_other(index: Index, row: Row) -> bool:
+    """Whether a row and the checkpoint have a tensor in different forms: folded, or other folds of it."""
+    stored = index.tensors.get(row.key)
+    if stored is None or stored.original is row.original is None:
+        return False
+    is_plain = row.original is None and row.shape == stored.shape
+    return not is_plain and (stored.shape, stored.original) != (row.shape, row.original)
+
+
+def both_ways(index: Index, tables: Mapping[int, Table]) -> Iterator[tuple[int, Problem]]:
+    """Findings of ranks that ask for a tensor as it is stored, folded, where others ask for it as it was."""
+    others = {row.key for table in tables.values() for row in table.tensors if is_other(index, row)}
+    for rank, table in tables.items():
+        for row in table.tensors:
+            if row.key in others and row.original is None and row.shape == index.tensors[row.key].shape:
+                what = "asked for as it is stored, and by another rank as it was before"
+                yield rank, Problem(what, row.key, f"{row.shape}", f"{index.tensors[row.key].original}")
+
+
 def unwritable(parts: list[ShardedTensor]) -> list[Problem]:
     """Tensors into which nothing can be loaded."""
     problems = []
@@ -229,6 +277,6 @@ def unwritable(parts: list[ShardedTensor]) -> list[Problem]:
 
 def boxed(part: ShardedTensor, data: torch.Tensor) -> torch.Tensor:
     """The data of a part in the shape of its box: with the prepended axes."""
-    axes = (None,) * part.prepend_axis_num
+    axes = (None,) * (part.prepend_axis_num if part.flattened_range is None else len(part.global_shape))
     # Of a sparse tensor there is no view; it is refused later, by its key.
     return data.detach()[axes] if axes and has_slices(data) else data.detach()

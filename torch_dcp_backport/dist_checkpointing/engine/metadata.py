@@ -7,20 +7,23 @@ passes over, and of the pickle itself behind its end.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
+import itertools
 import math
 import pickle
 import zlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
+from torch_dcp_backport.dist_checkpointing.engine import flat
 from torch_dcp_backport.dist_checkpointing.engine.records import bytes_to_words, words_to_bytes
 from torch_dcp_backport.dist_checkpointing.engine.unpickle import (
     FOREIGN,
@@ -39,6 +42,8 @@ OURS = "torch_dcp_backport"
 FORMAT = 1
 #: No file and no tensor has more bytes; beyond it sums of sizes do not fit into a file offset.
 LARGEST = 2**62
+#: Megatron's name for the shape of a tensor that is stored folded.
+ORIGINAL = "nd_reformulated_orig_global_shape"
 TRAILER = b"torch_dcp_backport crc32 "
 
 
@@ -57,14 +62,30 @@ class Chunk(NamedTuple):
 
     box: Box
     place: Place
+    #: The shape of its record, where the box is a part of it: these elements, from `start` on.
+    record: Optional[tuple[int, ...]] = None
+    start: int = 0
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Of the record."""
+        return self.box.size if self.record is None else self.record
 
 
 class Stored:
     """A tensor in a checkpoint."""
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        chunks: Sequence[Chunk],
+        original: Optional[tuple[int, ...]] = None,
+    ) -> None:
         self.dtype = dtype
         self.shape = shape
+        #: The global shape of a tensor of flattened ranges, which is stored folded (see `flat`).
+        self.original = original
         self.chunks = chunks
         #: The axis along which there are most chunks, by which they are looked up.
         self._axis = 0
@@ -87,6 +108,27 @@ class Stored:
             part = intersection(chunk.box, box)
             if part is not None:
                 yield chunk, part
+
+    def unfolded(self) -> Stored:
+        """The same records as boxes of the tensor that was folded; itself where none was."""
+        if self.original is None:
+            return self
+        chunks = [
+            Chunk(run.box, chunk.place, chunk.size, run.start)
+            for chunk in self.chunks
+            for part, start in self._cells_of(chunk.box)
+            for run in flat.unfolded(part, self.shape[:-1], self.original)
+            for run in [run._replace(start=run.start + start)]
+        ]
+        return Stored(self.dtype, self.original, chunks)
+
+    @staticmethod
+    def _cells_of(box: Box) -> Iterator[tuple[Box, int]]:
+        """The parts of a folded box that are in one cell each, with the places of their first elements."""
+        extent = box.size[-1]
+        for number, cell in enumerate(itertools.product(*map(range, box.size[:-1]))):
+            places = tuple(map(sum, zip(cell, box.offset)))
+            yield flat.folded(places, box.offset[-1], box.offset[-1] + extent), number * extent
 
 
 class Index:
@@ -111,6 +153,12 @@ class Index:
             for chunk in stored.chunks:
                 yield key, chunk.place
         yield from self.objects.items()
+
+    def unfolded(self, keys: Iterable[str]) -> Index:
+        """The same checkpoint, with some tensors as they were before they were folded."""
+        index = copy.copy(self)
+        index.tensors = {**self.tensors, **{key: self.tensors[key].unfolded() for key in keys}}
+        return index
 
     @functools.cached_property
     def ends(self) -> dict[str, int]:
@@ -164,6 +212,12 @@ def to_bytes(index: Index) -> bytes:
         planner_data = index.planner_data or {}
         whole: Any = metadata.Metadata(entries, planner_data=planner_data, storage_data=places)
         whole.storage_meta = metadata.StorageMeta()
+        # Megatron up to 0.15 looks there for the shapes of flattened tensors.
+        whole.mcore_data = {
+            key: {ORIGINAL: torch.Size(stored.original)}
+            for key, stored in index.tensors.items()
+            if stored.original is not None
+        }
         setattr(whole, OURS, {"format": FORMAT, "crc32": words_to_bytes(sums), "common": index.common})
         data = pickle.dumps(whole)
     return data + TRAILER + zlib.crc32(data).to_bytes(4, "big")
@@ -212,9 +266,9 @@ def _index_of(whole: Any, ours: Any) -> Index:
         raise Refused("it has not as many checksums as records")
     places: dict[tuple[str, Optional[tuple[int, ...]]], Place] = {}
     # Many records have the same offsets in their tensors, and lie in a few files.
-    numbers, file_name = (
+    numbers, name_of = (
         functools.lru_cache(maxsize=None)(_numbers),
-        functools.lru_cache(maxsize=None)(_file_name),
+        functools.lru_cache(maxsize=None)(file_name),
     )
     for (where, info), crc in zip(whole.storage_data.items(), sums):
         # Where it has none, it is the default of torch's class.
@@ -225,12 +279,14 @@ def _index_of(whole: Any, ours: Any) -> Index:
         at, length = info.offset, info.length
         if not (type(at) is type(length) is int and at >= 0 and 0 <= length <= LARGEST - at):
             raise Refused(f"not a place: {at}, {length}")
-        places[_text(where.fqn), offset] = Place(file_name(info.relative_path), at, length, crc)
+        places[_text(where.fqn), offset] = Place(name_of(info.relative_path), at, length, crc)
     #: id of a chunk -> it, and its box: many tensors share theirs.
     boxes: dict[int, tuple[Any, Box]] = {}
+    known = getattr(whole, "mcore_data", None)
     for key, entry in whole.state_dict_metadata.items():
         if isinstance(entry, TensorEntry):
-            index.tensors[_text(key)] = _stored_of(key, entry, places, boxes)
+            stored = index.tensors[_text(key)] = _stored_of(key, entry, places, boxes)
+            stored.original = _original_of(key, stored, known.get(key) if isinstance(known, dict) else None)
         else:
             index.objects[_text(key)] = _place_in(places, key, None)
     return index
@@ -258,6 +314,17 @@ def _stored_of(key: str, entry: Any, places: dict[Any, Place], boxes: dict[int, 
     return Stored(dtype, shape, chunks)
 
 
+def _original_of(key: str, stored: Stored, facts: Any) -> Optional[tuple[int, ...]]:
+    """The shape of a tensor that is stored folded, as Megatron says it."""
+    if not isinstance(facts, dict) or facts.get(ORIGINAL) is None:
+        return None
+    shape, grid = _numbers(facts[ORIGINAL]), stored.shape[:-1]
+    cell = math.prod(extent // parts if parts else 0 for extent, parts in zip(shape, grid))
+    if len(shape) != len(grid) or 0 in grid or any(map(int.__mod__, shape, grid)) or cell != stored.shape[-1]:
+        raise Refused(f"{key} of shape {stored.shape} cannot be flattened boxes of a tensor of shape {shape}")
+    return shape
+
+
 def _place_in(places: dict[Any, Place], key: str, offset: Optional[tuple[int, ...]]) -> Place:
     place = places.get((key, offset))
     if place is None:
@@ -278,8 +345,12 @@ def _text(value: Any) -> str:
     return value
 
 
-def _file_name(value: Any) -> str:
-    """A path within the checkpoint's folder."""
+def file_name(value: Any) -> str:
+    """A path within the checkpoint's folder.
+
+    Raises:
+        Refused: it is none.
+    """
     path = PurePosixPath(_text(value))
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in value:
         raise Refused(f"a file outside the checkpoint's folder: {value!r}")

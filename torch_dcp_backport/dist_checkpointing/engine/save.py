@@ -61,6 +61,8 @@ class Saving(NamedTuple):
     is_balanced: bool = True
     #: Whether a common state that a load without `trust` refuses is refused here.
     must_load: bool = False
+    #: Whether the SHA-256 of every file is saved, too.
+    is_hashed: bool = False
     #: Called with what this rank wrote, by the thread that did.
     written: Callable[[Output], None] = lambda output: None
 
@@ -92,6 +94,7 @@ class Planned(NamedTuple):
     shares: Mapping[int, Share]
     path: Path
     written: Callable[[Output], None]
+    is_hashed: bool
 
     def nothing(self) -> Output:
         """What a rank that wrote nothing says of it."""
@@ -105,7 +108,7 @@ class Planned(NamedTuple):
     def write(self, moved: Callable[[int], None]) -> Output:
         """Write this rank's share; no other rank takes part."""
         with torch.no_grad():
-            output = writer.write(self.path, self.works, self.objects, moved)
+            output = writer.write(self.path, self.works, self.objects, moved, self.is_hashed)
         self.written(output)
         return output
 
@@ -180,7 +183,8 @@ def plan_together(call: Call, saving: Saving) -> Planned:
     with guard(call, path.name):
         works = [work_of(saving, item) for item in share.tensors]
     written = [objects[number] for number in share.objects]
-    return Planned(saving.folder, share, works, written, common, **decided, path=path, written=saving.written)
+    facts = {**decided, "path": path, "written": saving.written, "is_hashed": saving.is_hashed}
+    return Planned(saving.folder, share, works, written, common, **facts)
 
 
 def commit_together(call: Call, planned: Planned, output: Output) -> Output:
@@ -192,7 +196,7 @@ def commit_together(call: Call, planned: Planned, output: Output) -> Output:
 
     def publish(outputs: Mapping[int, Output]) -> Mapping[int, Any]:
         index = index_of(planned.tables, planned.shares, outputs)
-        commit.publish(planned.folder, index, planned.common, outputs)
+        commit.publish(planned.folder, index, planned.common, outputs, planned.is_hashed)
         return {}
 
     try:
@@ -251,7 +255,7 @@ def index_of(
         for row in table.tensors:
             if row.key not in chunks:
                 chunks[row.key] = []
-                index.tensors[row.key] = Stored(row.dtype, row.shape, chunks[row.key])
+                index.tensors[row.key] = Stored(row.dtype, row.shape, chunks[row.key], row.original)
     for rank, share in shares.items():
         output = outputs[rank]
         for item, written in zip(share.tensors, output.tensors):

@@ -29,6 +29,8 @@ class Row(NamedTuple):
     is_main: bool = True
     #: The lowest rank of the mesh, of a DTensor's box.
     mesh: Optional[int] = None
+    #: The global shape of the tensor, where the one above is that of the folded one (see `flat`).
+    original: Optional[tuple[int, ...]] = None
 
     @property
     def box(self) -> Box:
@@ -142,6 +144,7 @@ def disagreements(tables: Mapping[int, Table]) -> Findings:
             for what, got, expected in (
                 ("another dtype than on another rank", row.dtype, other.dtype),
                 ("another global shape than on another rank", row.shape, other.shape),
+                ("another shape of a flattened tensor than on another rank", row.original, other.original),
             ):
                 if got != expected:
                     findings.append((rank, Problem(what, row.key, f"{got}", f"{expected} as rank {first}")))

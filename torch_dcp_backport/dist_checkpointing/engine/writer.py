@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.dist_checkpointing.engine import files, integrity
 from torch_dcp_backport.dist_checkpointing.engine.crc import combined
 from torch_dcp_backport.dist_checkpointing.engine.records import Form, RunningSum, form_of
 from torch_dcp_backport.dist_checkpointing.engine.runs import pieces
@@ -63,24 +63,32 @@ class Output(NamedTuple):
     objects: list[Written]
     #: The CRC32 of the file.
     crc: int = 0
+    #: Its SHA-256, where that was asked for.
+    sha256: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = [[array("Q", column) for column in zip(*part)] for part in (self.tensors, self.objects)]
-        return _output_of, (self.file, self.nbytes, self.crc, *columns)
+        return _output_of, ((self.file, self.nbytes, self.crc, self.sha256), *columns)
 
 
-def _output_of(file: str, nbytes: int, crc: int, *columns: Any) -> Output:
+def _output_of(facts: tuple[str, int, int, str], *columns: Any) -> Output:
+    file, nbytes, crc, sha256 = facts
     tensors, objects = ([Written(*row) for row in zip(*part)] for part in columns)
-    return Output(file, nbytes, tensors, objects, crc)
+    return Output(file, nbytes, tensors, objects, crc, sha256)
 
 
 def write(
-    path: Path, tensors: Sequence[Work], objects: Sequence[bytes], moved: Callable[[int], None]
+    path: Path,
+    tensors: Sequence[Work],
+    objects: Sequence[bytes],
+    moved: Callable[[int], None],
+    is_hashed: bool = False,
 ) -> Output:
     """Write records one after the other into a new file, and have it on disk.
 
     Args:
         moved: called with the bytes of values that were written since the last time.
+        is_hashed: tell the file's SHA-256; it is read again for that.
 
     Raises:
         OSError: no room, known before the first byte where the file system can tell, or a failed write.
@@ -105,6 +113,9 @@ def write(
             sink.put(data)
             output.objects.append(Written(at, len(data), zlib.crc32(data)))
         sink.flush()
+        if is_hashed:
+            # In order: a record's head is written after its values.
+            output = output._replace(sha256=integrity.digest_of(path))
         files.step(f"sync {path.name}")
         os.fsync(fd)
     finally:
