@@ -5,6 +5,7 @@ Between the state dict and the engine: knows parts and keys, and leaves bytes to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,10 +26,10 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     ranks_of,
     record,
 )
-from torch_dcp_backport.dist_checkpointing.engine.metadata import Index, Place
-from torch_dcp_backport.dist_checkpointing.engine.reader import Reader, wrong_files
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Index
+from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader, wrong_files
 from torch_dcp_backport.dist_checkpointing.engine.sharing import read_shared
-from torch_dcp_backport.dist_checkpointing.engine.table import Row, Table, cells_of, findings_of, keys_of
+from torch_dcp_backport.dist_checkpointing.engine.table import Row, Table, findings_of, keys_of
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedTensor, StateDict
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import NOTHING, Split, assembled, merged
 from torch_dcp_backport.dist_checkpointing.validation import (
@@ -88,6 +89,8 @@ class Loading:
         #: By id of the part.
         self.loaded: dict[int, Any] = {}
         self.common: Any = {}
+        #: Of which a part is read.
+        self.records = 0
 
     def unfold(self, keys: set[str]) -> None:
         """Load these keys box by box: where one rank does, all that read together have to."""
@@ -95,12 +98,17 @@ class Loading:
             self.unfolded |= keys
             self.index = self.checkpoint.holds.unfolded(self.unfolded)
 
+    @functools.cached_property
+    def _plain_rows(self) -> list[Row]:
+        """The rows of the tensors that are not loaded box by box; by place."""
+        return [row_of(part) for part in self.tensors]
+
     def wanted(self) -> list[Wanted]:
         wanted = []
-        for part, data in zip(self.tensors, self.data):
+        for part, data, plain in zip(self.tensors, self.data, self._plain_rows):
             if part.flattened_range is None or part.key not in self.unfolded:
                 value = None if data is None else boxed(part, data)
-                wanted.append(Wanted(row_of(part), value, part.allow_shape_mismatch))
+                wanted.append(Wanted(plain, value, part.allow_shape_mismatch))
                 continue
             row, begin = row_of(part, is_folded=False), part.flattened_range.start
             for box, start in flat.runs(row.box, begin, part.flattened_range.stop, -begin):
@@ -110,9 +118,6 @@ class Loading:
                 piece = row._replace(offset=box.offset, size=box.size)
                 wanted.append(Wanted(piece, value, part.allow_shape_mismatch))
         return wanted
-
-    def places(self) -> list[tuple[str, Place]]:
-        return list(engine.places_of(self.index, self.wanted(), self.objects.values()))
 
     def agree(self, is_checked: bool) -> set[str]:
         """Raise every rank's problems on every rank; return the missing keys.
@@ -125,8 +130,10 @@ class Loading:
             if self.mode.raises:
                 call.problems += unexpected_problems(self.unexpected)
             call.problems += unwritable(self.tensors)
-            call.problems += engine.problems_of(self.index, self.wanted())
-            call.problems += wrong_files(self.checkpoint.folder, self.places(), self.index)
+            wanted = self.wanted()
+            call.problems += engine.problems_of(self.index, wanted)
+            places = engine.places_of(self.index, wanted, self.objects.values())
+            call.problems += wrong_files(self.checkpoint.folder, places, self.index)
             self.common = self.checkpoint.common_state(self.trust)
         table, together = Table([]), tuple[int, ...]()
         with guard(call):
@@ -138,8 +145,9 @@ class Loading:
         def decide(said: Mapping[int, tuple[Table, tuple[int, ...]]]) -> Mapping[int, Any]:
             tables = {rank: one for rank, (one, _) in said.items()}
             findings = list(apart({rank: ranks for rank, (_, ranks) in said.items()}))
-            findings += both_ways(self.checkpoint.holds, tables)
-            findings += findings_of(tables, cells_of(tables)) if is_checked else []
+            unfolded = others(self.checkpoint.holds, tables)
+            findings += both_ways(self.checkpoint.holds, tables, unfolded)
+            findings += findings_of(tables) if is_checked else []
             missing: set[str] = set()
             if StrictHandling.requires_global_app_metadata(self.mode):
                 missing = self.missing_of(tables)
@@ -149,8 +157,6 @@ class Loading:
                     findings = [*findings, *((first, Problem(what, key)) for key in sorted(missing))]
             if findings:
                 raise Refusal(findings)
-            rows = (row for one in tables.values() for row in one.tensors)
-            unfolded = {row.key for row in rows if is_other(self.checkpoint.holds, row)}
             return dict.fromkeys(tables, (missing, unfolded))
 
         missing, unfolded = consult(call, (table, together), decide, Topic("planning"))
@@ -185,12 +191,12 @@ class Loading:
                     if data is not None and part.allow_shape_mismatch:
                         data.detach().zero_()
                 wanted = self.wanted()
-        call.tally.meter.expect(
-            lambda: sum(read.part.numel * read.dtype.itemsize for read in engine.reads_of(self.index, wanted))
-        )
+        reads = list(engine.reads_of(self.index, wanted))
+        self.records = len({read.chunk.place for read in reads}) + len(self.objects)
+        call.tally.meter.expect(lambda: sum(read.part.numel * read.dtype.itemsize for read in reads))
         with call.tally.phase("reading"), guard(call), torch.no_grad():
             try:
-                self.read_tensors(wanted)
+                self.read_tensors(wanted, reads)
                 for entry in self.parts.objects:
                     key = self.objects.get(entry.unique_key)
                     if key is not None:
@@ -205,7 +211,7 @@ class Loading:
         consult(call, None, lambda _: {}, Topic("settling", DOUBTFUL))
         return result
 
-    def read_tensors(self, wanted: Sequence[Wanted]) -> None:
+    def read_tensors(self, wanted: Sequence[Wanted], reads: Sequence[Read]) -> None:
         for group in self.shared_in:
             try:
                 with begin(self.call.title, self.call.tally.operation, group) as call:
@@ -221,7 +227,7 @@ class Loading:
             if failure is not None:
                 raise failure
             return
-        self.reader.read(engine.reads_of(self.index, wanted))
+        self.reader.read(reads)
 
     def result(self) -> StateDict:
         """The common state, what was loaded, and what is not saved, as one state dict."""
@@ -252,12 +258,21 @@ def is_other(index: Index, row: Row) -> bool:
     return not is_plain and (stored.shape, stored.original) != (row.shape, row.original)
 
 
-def both_ways(index: Index, tables: Mapping[int, Table]) -> Iterator[tuple[int, Problem]]:
+def others(index: Index, tables: Mapping[int, Table]) -> set[str]:
+    """The keys that any rank wants in another form."""
+    rows = [row for table in tables.values() for row in table.tensors]
+    if not any(row.original for row in rows) and not any(
+        stored.original for stored in index.tensors.values()
+    ):
+        return set()
+    return {row.key for row in rows if is_other(index, row)}
+
+
+def both_ways(index: Index, tables: Mapping[int, Table], unfolded: set[str]) -> Iterator[tuple[int, Problem]]:
     """Findings of ranks that ask for a tensor as it is stored, folded, where others ask for it as it was."""
-    others = {row.key for table in tables.values() for row in table.tensors if is_other(index, row)}
-    for rank, table in tables.items():
+    for rank, table in tables.items() if unfolded else ():
         for row in table.tensors:
-            if row.key in others and row.original is None and row.shape == index.tensors[row.key].shape:
+            if row.key in unfolded and row.original is None and row.shape == index.tensors[row.key].shape:
                 what = "asked for as it is stored, and by another rank as it was before"
                 yield rank, Problem(what, row.key, f"{row.shape}", f"{index.tensors[row.key].original}")
 

@@ -30,7 +30,7 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     guard,
     ranks_of,
 )
-from torch_dcp_backport.dist_checkpointing.engine.table import ObjectRow, Row, Table, cells_of, findings_of
+from torch_dcp_backport.dist_checkpointing.engine.table import ObjectRow, Row, Table, findings_of
 from torch_dcp_backport.dist_checkpointing.mapping import (
     CommonStateDict,
     ShardedBase,
@@ -252,7 +252,7 @@ def validate_sharding_integrity(
             [part for part in known if isinstance(part, ShardedTensor)],
             [part for part in known if isinstance(part, ShardedObject)],
         )
-    findings = findings_of(tables, cells_of(tables))
+    findings = findings_of(tables)
     if findings:
         raise CheckpointingException(str(Refusal(findings)))
 

@@ -52,12 +52,19 @@ def unmark(folder: Path) -> None:
         files.sync_folder(folder)
 
 
-def publish(
-    folder: Path, index: Index, common: bytes, outputs: Mapping[int, Output], is_hashed: bool = False
+def publish(folder: Path, index: Index, common: bytes, outputs: Mapping[int, Output]) -> None:
+    """As `publish_described`, with the `.metadata` of an index."""
+    index.is_ours, index.common = True, (len(common), zlib.crc32(common))
+    publish_described(folder, metadata.to_bytes(index), common, outputs)
+
+
+def publish_described(
+    folder: Path, described: bytes, common: bytes, outputs: Mapping[int, Output], is_hashed: bool = False
 ) -> None:
     """Write the small files; from the last one on the folder is a checkpoint.
 
     Args:
+        described: the content of `.metadata`.
         is_hashed: list the SHA-256 of every file, too; the ranks have told those of theirs.
 
     Raises:
@@ -72,10 +79,8 @@ def publish(
     ]
     if findings:
         raise Refusal(findings)
-    index.is_ours, index.common = True, (len(common), zlib.crc32(common))
     try:
         files.publish(folder / COMMON, common)
-        described = metadata.to_bytes(index)
         files.publish(folder / metadata.NAME, described)
         if is_hashed:
             small = {COMMON: common, metadata.NAME: described, CONFIG_FNAME: MARKER}

@@ -44,6 +44,10 @@ FORMAT = 1
 LARGEST = 2**62
 #: Megatron's name for the shape of a tensor that is stored folded.
 ORIGINAL = "nd_reformulated_orig_global_shape"
+#: Stands for a byte of a checksum that is not known yet; and so do numbers that are pickled with eight bytes.
+HOLE = b"\xa5"
+UNKNOWN = (2**62 + 1, 2**62 + 2)
+LONG = pickle.LONG1 + b"\x08"
 TRAILER = b"torch_dcp_backport crc32 "
 
 
@@ -104,6 +108,11 @@ class Stored:
             start, stop = box.offset[self._axis], box.offset[self._axis] + box.size[self._axis]
             first = bisect_left(self._starts, start - self._longest + 1)
             chunks = chunks[first : bisect_left(self._starts, stop)]
+        for chunk in chunks:
+            if chunk.box == box:
+                # Nobody else is needed: most loads are of the boxes that were saved.
+                yield chunk, box
+                return
         for chunk in chunks:
             part = intersection(chunk.box, box)
             if part is not None:
@@ -181,12 +190,26 @@ def paused_gc() -> Iterator[None]:
             gc.enable()
 
 
-def to_bytes(index: Index) -> bytes:
-    """The content of `.metadata`."""
-    with paused_gc():
+class Template:
+    """The content of `.metadata` but for its checksums: saved again and again, it differs in these alone."""
+
+    def __init__(self, index: Index) -> None:
+        """`index.common` says whether there is a common state."""
+        #: Of the records, in the order of their checksums.
+        self.places: list[Place] = []
+        with paused_gc():
+            whole = self._whole_of(index)
+            count = len(self.places)
+            common = None if index.common is None else UNKNOWN
+            setattr(whole, OURS, {"format": FORMAT, "crc32": HOLE * 4 * count, "common": common})
+            self._data = pickle.dumps(whole)
+        # The last of what is pickled: nothing behind them is alike.
+        self._sums_at = self._data.rindex(HOLE * 4 * count)
+        self._common_at = [self._data.rindex(LONG + eight(number)) + len(LONG) for number in common or ()]
+
+    def _whole_of(self, index: Index) -> Any:
         entries: dict[str, Any] = {}
         places: dict[Any, Any] = {}
-        sums = array("I")
         # Layers have the same boxes: each is made and pickled once.
         boxes: dict[Box, Any] = {}
         properties = functools.lru_cache(maxsize=None)(lambda dtype: metadata.TensorProperties(dtype=dtype))
@@ -197,16 +220,15 @@ def to_bytes(index: Index) -> bytes:
                 if known is None:
                     sizes = torch.Size(chunk.box.offset), torch.Size(chunk.box.size)
                     known = boxes[chunk.box] = metadata.ChunkStorageMetadata(*sizes)
-                offset = known.offsets
                 chunks.append(known)
-                places[metadata.MetadataIndex(key, offset)] = info_of(chunk.place)
-                sums.append(chunk.place.crc or 0)
+                places[metadata.MetadataIndex(key, known.offsets)] = info_of(chunk.place)
+                self.places.append(chunk.place)
             shape = torch.Size(stored.shape)
             entries[key] = metadata.TensorStorageMetadata(properties(stored.dtype), shape, chunks)
         for key, place in index.objects.items():
             entries[key] = metadata.BytesStorageMetadata()
             places[metadata.MetadataIndex(key)] = info_of(place)
-            sums.append(place.crc or 0)
+            self.places.append(place)
         entries = {key: entries[key] for key in index.order or entries}
         # Planner data of None breaks torch's own dcp_to_torch_save.
         planner_data = index.planner_data or {}
@@ -218,9 +240,30 @@ def to_bytes(index: Index) -> bytes:
             for key, stored in index.tensors.items()
             if stored.original is not None
         }
-        setattr(whole, OURS, {"format": FORMAT, "crc32": words_to_bytes(sums), "common": index.common})
-        data = pickle.dumps(whole)
-    return data + TRAILER + zlib.crc32(data).to_bytes(4, "big")
+        return whole
+
+    def filled(self, sums: array[int], common: Optional[tuple[int, int]]) -> bytes:
+        """The content.
+
+        Args:
+            sums: the checksum of every record, in the order of `places`.
+            common: bytes and checksum of the common state, where there is one.
+        """
+        data, words = bytearray(self._data), words_to_bytes(sums)
+        data[self._sums_at : self._sums_at + len(words)] = words
+        for at, number in zip(self._common_at, common or ()):
+            data[at : at + 8] = eight(number)
+        return b"".join((data, TRAILER, zlib.crc32(data).to_bytes(4, "big")))
+
+
+def eight(number: int) -> bytes:
+    return number.to_bytes(8, "little")
+
+
+def to_bytes(index: Index) -> bytes:
+    """The content of `.metadata`."""
+    template = Template(index)
+    return template.filled(array("I", (place.crc or 0 for place in template.places)), index.common)
 
 
 def info_of(place: Place) -> Any:

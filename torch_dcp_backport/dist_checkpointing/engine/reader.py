@@ -197,7 +197,8 @@ class Reader:
             table = form.table_in(bytes(tail))
             # The values are verified against the table when they are read.
             crc_read = bytes_to_words(table)[-1]
-        if crc_read != crc or head != form.head(crc) or tail != form.tail(crc, table):
+        ends = (form.head(crc), form.tail(crc, table)) if form.grain else form.ends(crc)
+        if crc_read != crc or head != ends[0] or tail != ends[1]:
             raise Damaged(f"{source.name}: the record at byte {place.offset} is damaged (wrong checksum)")
         if place.length <= LITTLE:
             return Held(source, at, values)

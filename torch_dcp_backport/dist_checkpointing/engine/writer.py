@@ -105,9 +105,13 @@ def write(
         block: Optional[torch.Tensor] = None
         for work in tensors:
             files.step("write record")
-            if block is None and not is_flat(work.part):
+            part = work.part
+            if is_flat(part):
+                output.tensors.append(write_tensor(sink, work.form, flat_blocks(part), moved))
+                continue
+            if block is None:
                 block = compat.host_buffer(BLOCK)
-            output.tensors.append(write_tensor(sink, work, block, moved))
+            output.tensors.append(write_tensor(sink, work.form, blocks_of(work, block), moved))
         for data in objects:
             at = sink.end
             sink.put(data)
@@ -167,18 +171,22 @@ class Sink:
 
 
 def write_tensor(
-    sink: Sink, work: Work, block: Optional[torch.Tensor], moved: Callable[[int], None]
+    sink: Sink, form: Form, blocks: Iterator[memoryview], moved: Callable[[int], None]
 ) -> Written:
-    form, at, total = work.form, sink.end, RunningSum(work.form.grain)
+    at, total = sink.end, RunningSum(form.grain)
     if form.length <= LITTLE:
-        data = bytes(values_of(work, block))
-        total.add(memoryview(data))
-        sink.put(b"".join((form.head(total.crc), data, form.tail(total.crc, total.table))))
+        data = next(blocks, memoryview(b""))
+        total.add(data)
+        if form.grain:
+            head, tail = form.head(total.crc), form.tail(total.crc, total.table)
+        else:
+            head, tail = form.ends(total.crc)
+        sink.put(b"".join((head, data, tail)))
         moved(form.nbytes)
     else:
         # The head has the checksum of what comes behind it.
         at = sink.skip(form.at)
-        for part in blocks_of(work, block):
+        for part in blocks:
             total.add(part)
             sink.put_large(part)
             moved(part.nbytes)
@@ -192,19 +200,15 @@ def is_flat(part: torch.Tensor) -> bool:
     return part.device.type == "cpu" and part.is_contiguous() and not part.is_conj() and not part.is_neg()
 
 
-def values_of(work: Work, block: Optional[torch.Tensor]) -> memoryview:
-    parts = list(blocks_of(work, block))
-    return parts[0] if parts else memoryview(b"")
+def flat_blocks(part: torch.Tensor) -> Iterator[memoryview]:
+    """The values of a tensor that lies as in a file, in blocks that are multiples of every grain."""
+    data = bytes_of(part)
+    for start in range(0, len(data), BLOCK):
+        yield data[start : start + BLOCK]
 
 
-def blocks_of(work: Work, block: Optional[torch.Tensor]) -> Iterator[memoryview]:
+def blocks_of(work: Work, block: torch.Tensor) -> Iterator[memoryview]:
     """The values in row-major order, in blocks that are multiples of every grain, but for the last."""
-    if is_flat(work.part):
-        data = bytes_of(work.part)
-        for start in range(0, len(data), BLOCK):
-            yield data[start : start + BLOCK]
-        return
-    assert block is not None, "one was made for what is not flat"
     everything, grain = whole(work.box.size), work.form.grain or 1
     filled = 0
     for piece in pieces(everything, everything, work.data.dtype.itemsize, BLOCK // 2, 0):

@@ -26,7 +26,7 @@ class FullyParallelSaveStrategyWrapper:
     strategy: Any = None
     #: Makes no difference: any rank that holds a replica may write it.
     parallelization_group: Group = None
-    #: Makes no difference: nothing is cached.
+    #: Makes no difference: a plan is kept, and compared with what the ranks have, in any case.
     do_cache_distribution: bool = False
 
     base_strategy = property(lambda self: self.strategy)
