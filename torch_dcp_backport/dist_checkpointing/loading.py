@@ -196,12 +196,14 @@ class Loading:
         call.tally.meter.expect(lambda: sum(read.part.numel * read.dtype.itemsize for read in reads))
         with call.tally.phase("reading"), guard(call), torch.no_grad():
             try:
-                self.read_tensors(wanted, reads)
+                records = self.read_parts(wanted, reads)
                 for entry in self.parts.objects:
                     key = self.objects.get(entry.unique_key)
                     if key is not None:
-                        value = engine.load_object(self.reader, self.index, key, self.trust)
-                        self.loaded[id(entry)] = value
+                        place, record_read = self.index.objects[key], records.get(key)
+                        if record_read is None:
+                            record_read = self.reader.read_object(place)
+                        self.loaded[id(entry)] = engine.load_object(record_read, key, self.trust)
             except Damaged as error:
                 record(call, Problem("damaged", got=str(error)), error)
         result: StateDict = {}
@@ -211,11 +213,12 @@ class Loading:
         consult(call, None, lambda _: {}, Topic("settling", DOUBTFUL))
         return result
 
-    def read_tensors(self, wanted: Sequence[Wanted], reads: Sequence[Read]) -> None:
+    def read_parts(self, wanted: Sequence[Wanted], reads: Sequence[Read]) -> dict[str, bytes]:
+        """Read the tensors, and where ranks read together the records of objects, too."""
         for group in self.shared_in:
             try:
                 with begin(self.call.title, self.call.tally.operation, group) as call:
-                    failure = read_shared(call, self.reader, self.index, wanted)
+                    shared = read_shared(call, self.reader, self.index, wanted, list(self.objects.values()))
             except Exception as error:
                 if members(group) is not members(self.call.group):
                     # The other ranks hear of it when all settle, in the group of the load.
@@ -224,10 +227,11 @@ class Loading:
                 told = CheckpointingException(str(error))
                 told.is_agreed = True
                 raise told from error
-            if failure is not None:
-                raise failure
-            return
+            if shared.failure is not None:
+                raise shared.failure
+            return shared.objects
         self.reader.read(reads)
+        return {}
 
     def result(self) -> StateDict:
         """The common state, what was loaded, and what is not saved, as one state dict."""

@@ -239,13 +239,12 @@ def stored_object(index: Index, unique_key: str) -> Optional[str]:
     return None
 
 
-def load_object(reader: Reader, index: Index, key: str, trust: bool) -> Any:
-    """An object's value.
+def load_object(data: bytes, key: str, trust: bool) -> Any:
+    """An object's value, of the bytes of its record.
 
     Raises:
-        Damaged: its record is not what was saved.
+        Damaged: they are not what was saved.
     """
-    data = reader.read_object(index.objects[key])
     try:
         value = values.loads(data, trust)
     except values.Unloadable as error:

@@ -280,10 +280,7 @@ class Reader:
         """
         with self.open(place.file) as source:
             data = source.bytes_at(place.offset, place.length)
-            if place.crc is None:
-                verify_entries(data, source.name)
-            elif zlib.crc32(data) != place.crc:
-                raise Damaged(f"{place.file}: the record at byte {place.offset} is damaged (wrong checksum)")
+        verify_object(data, place)
         return bytes(data)
 
     def buffer(self, nbytes: int) -> memoryview:
@@ -291,6 +288,18 @@ class Reader:
             self._buffer = None
             self._buffer = compat.host_buffer(max(nbytes, LARGEST // 4))
         return bytes_of(self._buffer[:nbytes])
+
+
+def verify_object(data: bytearray, place: Place) -> None:
+    """Compare the bytes of a record that is no tensor with its checksums.
+
+    Raises:
+        Damaged: one is wrong.
+    """
+    if place.crc is None:
+        verify_entries(data, place.file)
+    elif zlib.crc32(data) != place.crc:
+        raise Damaged(f"{place.file}: the record at byte {place.offset} is damaged (wrong checksum)")
 
 
 def verify_entries(record: bytearray, name: str) -> None:
