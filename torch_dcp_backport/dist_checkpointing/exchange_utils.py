@@ -167,14 +167,10 @@ def distribution_of(everyone: list[list[ShardedTensor]], ignore_groups: bool) ->
             if ignore_groups or is_main_replica(part.replica_id):
                 here.add(shard)
     ranks_by_shard = {shard: ranks for shard, ranks in ranks_by_shard.items() if shard in here}
-    sizes = {shard: nbytes_of(part) for shard, part in first.items()}
+    sizes = {shard: math.prod(data_shape(part)) * part.dtype.itemsize for shard, part in first.items()}
     return ShardDistribution(
         distribute_shards_to_ranks(ranks_by_shard, sizes, len(everyone)), here, first, ranks_by_shard
     )
-
-
-def nbytes_of(part: ShardedTensor) -> int:
-    return math.prod(data_shape(part)) * part.dtype.itemsize
 
 
 def shape_of(part: ShardedTensor) -> Shape:

@@ -228,10 +228,9 @@ class ShardedTensor(ShardedBase):
             tuple(extent * count for extent, count in zip(local, parts)),
             tuple(offset),
             tuple(parts),
-            replica_id,
-            prepend_axis_num,
-            flattened_range=flattened_range,
-            **init_kwargs,
+            replica_id=replica_id,
+            prepend_axis_num=prepend_axis_num,
+            **{"flattened_range": flattened_range, **init_kwargs},
         )
 
     @classmethod
