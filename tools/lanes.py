@@ -67,10 +67,12 @@ LANES: dict[str, tuple[str, ...]] = {
     "clients": ("torch==2.6.0", *OLD, *TOOLS, *CLIENTS),
     "clients-2.5": ("torch==2.5.1", *OLD, *TOOLS, *CLIENTS),
     "megatron": ("torch==2.6.0", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
+    # A later release, for checkpoints between it and this package alone (test_megatron_formats.py).
+    "megatron-0.14": ("torch==2.6.0", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
     "lint": ("ruff==0.14.5", "mypy==1.18.2", "packaging>=23", "build==1.3.0", "hatchling>=1.26", "twine>=6"),
 }
 # Installed without what they depend on: megatron-core asks for wandb, zarr and more, and its models use none.
-BARE = {"megatron": ("megatron-core==0.12.3",)}
+BARE = {"megatron": ("megatron-core==0.12.3",), "megatron-0.14": ("megatron-core==0.14.0",)}
 # Lanes that are made with another Python than the one that runs this.
 PYTHONS = {"2.6-py3.9": "3.9", "2.6-py3.13": "3.13"}
 UV = "uv>=0.9,<1"

@@ -33,7 +33,7 @@ class Killed(BaseException):
     """In place of a kill: nothing of the room's catches it."""
 
 
-def count_steps(folder: Path, limit: int) -> int:
+def count_steps(folder: Path, limit: int, is_hashed: bool = False) -> int:
     """Save in this process and stop before a step; how many there were."""
     count = 0
 
@@ -45,7 +45,7 @@ def count_steps(folder: Path, limit: int) -> int:
 
     files.on_step = step
     try:
-        room.save(state_of(2.0, 0, 1), folder)
+        room.save(state_of(2.0, 0, 1), folder, verify_integrity=is_hashed)
     except Killed:
         pass
     finally:
@@ -53,17 +53,19 @@ def count_steps(folder: Path, limit: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("is_overwrite", [False, True])
-def test_at_every_step_the_folder_is_a_whole_checkpoint_or_none(tmp_path: Path, is_overwrite: bool) -> None:
-    total = count_steps(tmp_path, 1000)
+@pytest.mark.parametrize(("is_overwrite", "is_hashed"), [(False, False), (True, False), (True, True)])
+def test_at_every_step_the_folder_is_a_whole_checkpoint_or_none(
+    tmp_path: Path, is_overwrite: bool, is_hashed: bool
+) -> None:
+    total = count_steps(tmp_path, 1000, is_hashed)
     assert total > 12
     outcomes = []
     for limit in range(total):
         folder = tmp_path / str(limit)
         folder.mkdir()
         if is_overwrite:
-            room.save(state_of(1.0, 0, 1), folder)
-        assert count_steps(folder, limit) == limit
+            room.save(state_of(1.0, 0, 1), folder, verify_integrity=is_hashed)
+        assert count_steps(folder, limit, is_hashed) == limit
         target = state_of(0.0, 0, 1)
         try:
             result = room.load(target, folder)
@@ -73,6 +75,7 @@ def test_at_every_step_the_folder_is_a_whole_checkpoint_or_none(tmp_path: Path, 
         else:
             step = result["step"]
             outcomes.append(step)
+            assert not is_hashed or room.verify(folder) == []
             assert torch.equal(result["a"], torch.full((2, 3), step))
             assert torch.equal(result["b"], torch.full((30000,), step))
     # The older one until its marker goes, then none, then the new one.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pool import Pool, RankError
 from spreads import differences, state_of
 
-from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.engine import sharing
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place, Stored
 from torch_dcp_backport.dist_checkpointing.serialization import (
@@ -140,6 +140,55 @@ def test_a_flipped_bit_is_told_on_every_rank(ranks: Any, tmp_path: Path) -> None
     assert "damaged" in text
     assert "__2_0.distcp" in text
     assert "do not use what was being loaded" in text
+
+
+def objects_of(filled: bool) -> dict[str, ShardedObject]:
+    """Objects that all ranks want, that each wants alone, and that the first two want."""
+    rank = dist.get_rank()
+    state = {
+        "all": ShardedObject("all", torch.arange(50_000) if filled else None, (1,), (0,), rank),
+        "own": ShardedObject("own", {"rank": rank} if filled else None, (4,), (rank,)),
+    }
+    if rank < 2:
+        state["some"] = ShardedObject("some", list(range(9999)) if filled else None, (1,), (0,), rank)
+    return state
+
+
+def save_objects(room: Any, folder: Path) -> None:
+    room.save(objects_of(True), folder)
+
+
+def read_objects(room: Any, folder: Path, together: bool) -> int:
+    """Bytes that this rank asked of files."""
+    state: dict[str, Any] = objects_of(False)
+    result = reading(room, state, folder) if together else room.load(state, folder)
+    assert torch.equal(result["all"], torch.arange(50_000))
+    assert result["own"] == {"rank": dist.get_rank()}
+    assert result.get("some") == (list(range(9999)) if dist.get_rank() < 2 else None)
+    return int(room.last_report().nbytes)
+
+
+def test_every_object_is_read_once(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_objects, tmp_path)
+    stored = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
+    assert sum(ranks(read_objects, tmp_path, True)) == stored
+    assert sum(ranks(read_objects, tmp_path, False)) > 3 * stored
+
+
+def damaged_object(room: Any, folder: Path) -> str:
+    with pytest.raises(CheckpointingException) as caught:
+        reading(room, objects_of(False), folder)
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_flipped_bit_of_an_object_is_told_on_every_rank(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_objects, tmp_path)
+    flip(max(tmp_path.glob("*.distcp"), key=lambda path: path.stat().st_size))
+    (text,) = set(ranks(damaged_object, tmp_path))
+    # Of those that only got it, too.
+    assert "rank 0: damaged (__0_0.distcp" in text
+    assert "ranks 1-3: damaged (all/shard_0_1: __0_0.distcp" in text
 
 
 def killed(room: Any, folder: Path) -> str:

@@ -44,6 +44,12 @@ NAMES = {
     "extract_sharded_base extract_sharded_tensors extract_sharded_tensors_and_factories "
     "extract_sharded_tensors_or_nonpersistent replace_prefix_for_sharding zip_strict",
     "state_dict_utils": "filter_out_empty_flatten_tensor load_preprocess save_preprocess",
+    "exchange_utils": "ShardDistribution determine_main_replica_uniform_distribution "
+    "distribute_shards_to_ranks exchange_by_distribution exchange_loaded_objects_gather_object "
+    "exchange_loaded_tensors_broadcast exchange_loaded_tensors_gather_object "
+    "exchange_loaded_tensors_gather_rounds is_float8tensor",
+    "strategies.fully_parallel": "FullyParallelLoadStrategyWrapper FullyParallelSaveStrategyWrapper "
+    "distribute_main_replicas_with_precomputed_distribution",
     "optimizer": "get_optim_param_to_id_map get_param_id_to_sharded_param_map make_sharded_optimizer_tensor "
     "optim_state_to_sharding_state",
 }
@@ -278,16 +284,19 @@ def test_places() -> None:
     value = ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), (0, 4, 6), (2, 1, 2), prepend_axis_num=1)
     assert (value.global_shape, value.global_offset) == ((6, 2, 6), (4, 0, 3))
     assert value.local_chunk_offset_in_global() == (4, 0, 1)
-    assert value.max_allowed_chunks() == (6, 1, 2)
+    assert value.max_allowed_chunks() == (1, 2, 3)
     assert value.global_slice() == (4, slice(0, 2), slice(3, 6))
     whole = ShardedTensor.from_rank_offsets("w", torch.arange(8.0).view(8, 1), (0, 1, 2))
-    (piece,) = whole.narrow(0, 10, 4)
+    (piece,) = whole.narrow(0, 2, 4)
     assert (piece.global_shape, piece.global_offset, piece.data[:, 0].tolist()) == (
-        (4, 1),
-        (0, 0),
+        (8, 1),
+        (4, 0),
         [2, 3, 4, 5],
     )
-    assert whole.narrow(0, 0, 8) == []
+    with pytest.raises(
+        CheckpointingException, match=r"no such part of a box: w \(expected 0 to 8, got 6 to 10"
+    ):
+        whole.narrow(0, 6, 4)
     unique = ShardedObject("o", 1, (2, 3), (1, 2)).unique_key
     assert unique == "o/shard_1.2_2.3"
     parsed = ShardedObject.empty_from_unique_key(unique)

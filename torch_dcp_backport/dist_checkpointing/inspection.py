@@ -17,7 +17,7 @@ from typing import Any, Optional
 import torch
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
-from torch_dcp_backport.dist_checkpointing.engine import foreign
+from torch_dcp_backport.dist_checkpointing.engine import foreign, integrity
 from torch_dcp_backport.dist_checkpointing.engine.cover import covered, fills
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Source
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened, opened, small_files
@@ -111,11 +111,27 @@ def problems_of(checkpoint: Opened) -> Iterator[str]:
                 reader.read_object(place)
             except (Damaged, OSError) as error:
                 yield f"{key}: {error}"
+    yield from problems_of_digests(checkpoint)
     try:
         checkpoint.common_state(trust=False)
     except CheckpointingException as error:
         if "known to be harmless" not in str(error):
             yield str(error)
+
+
+def problems_of_digests(checkpoint: Opened) -> Iterator[str]:
+    """What is wrong by the SHA-256 of the files, where a checkpoint has them."""
+    folder = checkpoint.folder
+    if not integrity.is_there(folder):
+        return
+    try:
+        digests = integrity.read(folder)
+    except integrity.Unknown as error:
+        yield str(error)
+        return
+    yield from map(str, integrity.unlisted(digests, checkpoint.holds.ends))
+    for name, expected in digests.items():
+        yield from map(str, integrity.problem_of(folder, name, expected))
 
 
 def chunks_by_file(checkpoint: Opened) -> dict[str, list[tuple[str, Stored, Chunk]]]:

@@ -5,6 +5,7 @@ Between the state dict and the engine: knows parts and keys, and leaves bytes to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.engine import flat
 from torch_dcp_backport.dist_checkpointing.engine import load as engine
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened, Wanted
@@ -24,16 +26,17 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     ranks_of,
     record,
 )
-from torch_dcp_backport.dist_checkpointing.engine.metadata import Place
-from torch_dcp_backport.dist_checkpointing.engine.reader import Reader, wrong_files
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Index
+from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader, wrong_files
 from torch_dcp_backport.dist_checkpointing.engine.sharing import read_shared
-from torch_dcp_backport.dist_checkpointing.engine.table import Table, cells_of, findings_of, keys_of
+from torch_dcp_backport.dist_checkpointing.engine.table import Row, Table, findings_of, keys_of
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedTensor, StateDict
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import NOTHING, Split, assembled, merged
 from torch_dcp_backport.dist_checkpointing.validation import (
     StrictHandling,
     logger,
     mismatch_text,
+    row_of,
     table_of,
     unexpected_problems,
 )
@@ -73,21 +76,48 @@ class Loading:
             key = engine.stored_object(self.index, part.unique_key)
             if key is not None:
                 self.objects[part.unique_key] = key
+        #: Keys whose flattened ranges are not those of the checkpoint: they are loaded box by box.
+        self.unfolded: set[str] = set()
+        flattened = [
+            part
+            for part in self.tensors
+            if part.flattened_range is not None or self.index.tensors[part.key].original is not None
+        ]
+        self.unfold({part.key for part in flattened if is_other(self.index, row_of(part))})
         self.unexpected = {part.key for part in parts.tensors if part.key not in self.index.tensors}
         self.unexpected |= {part.key for part in parts.objects if part.unique_key not in self.objects}
         #: By id of the part.
         self.loaded: dict[int, Any] = {}
         self.common: Any = {}
+        #: Of which a part is read.
+        self.records = 0
+
+    def unfold(self, keys: set[str]) -> None:
+        """Load these keys box by box: where one rank does, all that read together have to."""
+        if keys - self.unfolded:
+            self.unfolded |= keys
+            self.index = self.checkpoint.holds.unfolded(self.unfolded)
+
+    @functools.cached_property
+    def _plain_rows(self) -> list[Row]:
+        """The rows of the tensors that are not loaded box by box; by place."""
+        return [row_of(part) for part in self.tensors]
 
     def wanted(self) -> list[Wanted]:
-        rows = table_of(self.tensors, ()).tensors
-        return [
-            Wanted(row, None if data is None else boxed(part, data), part.allow_shape_mismatch)
-            for row, part, data in zip(rows, self.tensors, self.data)
-        ]
-
-    def places(self) -> list[tuple[str, Place]]:
-        return list(engine.places_of(self.index, self.wanted(), self.objects.values()))
+        wanted = []
+        for part, data, plain in zip(self.tensors, self.data, self._plain_rows):
+            if part.flattened_range is None or part.key not in self.unfolded:
+                value = None if data is None else boxed(part, data)
+                wanted.append(Wanted(plain, value, part.allow_shape_mismatch))
+                continue
+            row, begin = row_of(part, is_folded=False), part.flattened_range.start
+            for box, start in flat.runs(row.box, begin, part.flattened_range.stop, -begin):
+                value = data
+                if data is not None and has_slices(data):
+                    value = data.detach()[start : start + box.numel].view(box.size)
+                piece = row._replace(offset=box.offset, size=box.size)
+                wanted.append(Wanted(piece, value, part.allow_shape_mismatch))
+        return wanted
 
     def agree(self, is_checked: bool) -> set[str]:
         """Raise every rank's problems on every rank; return the missing keys.
@@ -100,8 +130,10 @@ class Loading:
             if self.mode.raises:
                 call.problems += unexpected_problems(self.unexpected)
             call.problems += unwritable(self.tensors)
-            call.problems += engine.problems_of(self.index, self.wanted())
-            call.problems += wrong_files(self.checkpoint.folder, self.places(), self.index)
+            wanted = self.wanted()
+            call.problems += engine.problems_of(self.index, wanted)
+            places = engine.places_of(self.index, wanted, self.objects.values())
+            call.problems += wrong_files(self.checkpoint.folder, places, self.index)
             self.common = self.checkpoint.common_state(self.trust)
         table, together = Table([]), tuple[int, ...]()
         with guard(call):
@@ -110,10 +142,12 @@ class Loading:
             with guard(call, "the group that reads together"):
                 together = group_ranks(group)
 
-        def decide(said: Mapping[int, tuple[Table, tuple[int, ...]]]) -> Mapping[int, set[str]]:
+        def decide(said: Mapping[int, tuple[Table, tuple[int, ...]]]) -> Mapping[int, Any]:
             tables = {rank: one for rank, (one, _) in said.items()}
             findings = list(apart({rank: ranks for rank, (_, ranks) in said.items()}))
-            findings += findings_of(tables, cells_of(tables)) if is_checked else []
+            unfolded = others(self.checkpoint.holds, tables)
+            findings += both_ways(self.checkpoint.holds, tables, unfolded)
+            findings += findings_of(tables) if is_checked else []
             missing: set[str] = set()
             if StrictHandling.requires_global_app_metadata(self.mode):
                 missing = self.missing_of(tables)
@@ -123,12 +157,13 @@ class Loading:
                     findings = [*findings, *((first, Problem(what, key)) for key in sorted(missing))]
             if findings:
                 raise Refusal(findings)
-            return dict.fromkeys(tables, missing)
+            return dict.fromkeys(tables, (missing, unfolded))
 
-        missing: set[str] = consult(call, (table, together), decide, Topic("planning"))
+        missing, unfolded = consult(call, (table, together), decide, Topic("planning"))
+        self.unfold(unfolded)
         if self.mode.logs and (missing or self.unexpected):
             logger.warning("%s: %s", self.checkpoint.folder, mismatch_text(missing, self.unexpected))
-        return missing
+        return set(missing)
 
     def missing_of(self, tables: Mapping[int, Table]) -> set[str]:
         """The keys of the checkpoint that no rank asks for; of objects without their places."""
@@ -156,17 +191,19 @@ class Loading:
                     if data is not None and part.allow_shape_mismatch:
                         data.detach().zero_()
                 wanted = self.wanted()
-        call.tally.meter.expect(
-            lambda: sum(read.part.numel * read.dtype.itemsize for read in engine.reads_of(self.index, wanted))
-        )
+        reads = list(engine.reads_of(self.index, wanted))
+        self.records = len({read.chunk.place for read in reads}) + len(self.objects)
+        call.tally.meter.expect(lambda: sum(read.part.numel * read.dtype.itemsize for read in reads))
         with call.tally.phase("reading"), guard(call), torch.no_grad():
             try:
-                self.read_tensors(wanted)
+                records = self.read_parts(wanted, reads)
                 for entry in self.parts.objects:
                     key = self.objects.get(entry.unique_key)
                     if key is not None:
-                        value = engine.load_object(self.reader, self.index, key, self.trust)
-                        self.loaded[id(entry)] = value
+                        place, record_read = self.index.objects[key], records.get(key)
+                        if record_read is None:
+                            record_read = self.reader.read_object(place)
+                        self.loaded[id(entry)] = engine.load_object(record_read, key, self.trust)
             except Damaged as error:
                 record(call, Problem("damaged", got=str(error)), error)
         result: StateDict = {}
@@ -176,11 +213,12 @@ class Loading:
         consult(call, None, lambda _: {}, Topic("settling", DOUBTFUL))
         return result
 
-    def read_tensors(self, wanted: Sequence[Wanted]) -> None:
+    def read_parts(self, wanted: Sequence[Wanted], reads: Sequence[Read]) -> dict[str, bytes]:
+        """Read the tensors, and where ranks read together the records of objects, too."""
         for group in self.shared_in:
             try:
                 with begin(self.call.title, self.call.tally.operation, group) as call:
-                    failure = read_shared(call, self.reader, self.index, wanted)
+                    shared = read_shared(call, self.reader, self.index, wanted, list(self.objects.values()))
             except Exception as error:
                 if members(group) is not members(self.call.group):
                     # The other ranks hear of it when all settle, in the group of the load.
@@ -189,10 +227,11 @@ class Loading:
                 told = CheckpointingException(str(error))
                 told.is_agreed = True
                 raise told from error
-            if failure is not None:
-                raise failure
-            return
-        self.reader.read(engine.reads_of(self.index, wanted))
+            if shared.failure is not None:
+                raise shared.failure
+            return shared.objects
+        self.reader.read(reads)
+        return {}
 
     def result(self) -> StateDict:
         """The common state, what was loaded, and what is not saved, as one state dict."""
@@ -214,6 +253,34 @@ def apart(groups: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[int, Problem]
                 break
 
 
+def is_other(index: Index, row: Row) -> bool:
+    """Whether a row and the checkpoint have a tensor in different forms: folded, or other folds of it."""
+    stored = index.tensors.get(row.key)
+    if stored is None or stored.original is row.original is None:
+        return False
+    is_plain = row.original is None and row.shape == stored.shape
+    return not is_plain and (stored.shape, stored.original) != (row.shape, row.original)
+
+
+def others(index: Index, tables: Mapping[int, Table]) -> set[str]:
+    """The keys that any rank wants in another form."""
+    rows = [row for table in tables.values() for row in table.tensors]
+    if not any(row.original for row in rows) and not any(
+        stored.original for stored in index.tensors.values()
+    ):
+        return set()
+    return {row.key for row in rows if is_other(index, row)}
+
+
+def both_ways(index: Index, tables: Mapping[int, Table], unfolded: set[str]) -> Iterator[tuple[int, Problem]]:
+    """Findings of ranks that ask for a tensor as it is stored, folded, where others ask for it as it was."""
+    for rank, table in tables.items() if unfolded else ():
+        for row in table.tensors:
+            if row.key in unfolded and row.original is None and row.shape == index.tensors[row.key].shape:
+                what = "asked for as it is stored, and by another rank as it was before"
+                yield rank, Problem(what, row.key, f"{row.shape}", f"{index.tensors[row.key].original}")
+
+
 def unwritable(parts: list[ShardedTensor]) -> list[Problem]:
     """Tensors into which nothing can be loaded."""
     problems = []
@@ -229,6 +296,6 @@ def unwritable(parts: list[ShardedTensor]) -> list[Problem]:
 
 def boxed(part: ShardedTensor, data: torch.Tensor) -> torch.Tensor:
     """The data of a part in the shape of its box: with the prepended axes."""
-    axes = (None,) * part.prepend_axis_num
+    axes = (None,) * (part.prepend_axis_num if part.flattened_range is None else len(part.global_shape))
     # Of a sparse tensor there is no view; it is refused later, by its key.
     return data.detach()[axes] if axes and has_slices(data) else data.detach()

@@ -20,6 +20,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     StateDict,
 )
+from torch_dcp_backport.dist_checkpointing.sharded_tensor import data_shape
 
 ShardedParameter = Union[ShardedTensor, ShardedTensorFactory]
 
@@ -58,9 +59,9 @@ def make_sharded_optimizer_tensor(
     key = f"{prefix}.{model_param.key}"
     if isinstance(model_param, ShardedTensorFactory):
         return replace(model_param, key=key, data=optim_param)
-    if tuple(optim_param.shape) != tuple(model_param.local_shape):
+    if tuple(optim_param.shape) != data_shape(model_param):
         raise CheckpointingException(
-            f"wrong shape: {key} (expected {tuple(model_param.local_shape)} as the parameter has, "
+            f"wrong shape: {key} (expected {data_shape(model_param)} as the parameter has, "
             f"got {tuple(optim_param.shape)})"
         )
     return replace(model_param, key=key, data=optim_param, dtype=optim_param.dtype)

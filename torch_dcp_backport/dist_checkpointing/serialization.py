@@ -5,6 +5,7 @@ Signatures, positional order and what is returned are those of megatron.core.dis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
@@ -16,6 +17,7 @@ from torch_dcp_backport.dist_checkpointing.engine import load as engine
 from torch_dcp_backport.dist_checkpointing.engine.background import begin_save
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Stored, paused_gc
 from torch_dcp_backport.dist_checkpointing.engine.save import Saving
 from torch_dcp_backport.dist_checkpointing.engine.save import save as save_together
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
@@ -35,7 +37,12 @@ from torch_dcp_backport.dist_checkpointing.strategies.base import (
     refuse_strategies,
     sharing_groups,
 )
-from torch_dcp_backport.dist_checkpointing.validation import StrictHandling, parse_strict_flag, table_of
+from torch_dcp_backport.dist_checkpointing.validation import (
+    StrictHandling,
+    parse_strict_flag,
+    table_of,
+    verify_digests,
+)
 from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.groups import Group
 
@@ -55,6 +62,7 @@ def save(
     *,
     balanced: bool = True,
     process_group: Group = None,
+    verify_integrity: bool = False,
 ) -> Optional[AsyncRequest]:
     """Save a sharded state dict. Collective.
 
@@ -74,6 +82,7 @@ def save(
         content_metadata: saved with the common state, for `load_content_metadata`.
         balanced: let any rank that holds a replica write it, by bytes; else the main replica's.
         process_group: the ranks that save together; None is the default group.
+        verify_integrity: save the SHA-256 of every file, too (`integrity.json`).
 
     Returns:
         None, or the request of a save in the background.
@@ -87,7 +96,13 @@ def save(
         refuse_strategies(sharded_strategy, common_strategy)
         return sharded_state_dict
 
-    options = SaveOptions(validate_access_integrity, content, balanced, process_group=process_group)
+    options = SaveOptions(
+        validate_access_integrity,
+        content,
+        balanced,
+        process_group=process_group,
+        is_hashed=verify_integrity,
+    )
     if async_sharded_save:
         return begin_made(make, checkpoint_dir, options)
     save_made(make, checkpoint_dir, options)
@@ -106,11 +121,13 @@ class SaveOptions(NamedTuple):
     process_group: Group = None
     #: Called with what this rank wrote, by the thread that did.
     written: Callable[[Output], None] = lambda output: None
+    #: Whether the SHA-256 of every file is saved, too.
+    is_hashed: bool = False
 
 
 def save_made(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions) -> None:
     """As `save`, of a state dict that is made inside the call: what fails there is heard on every rank."""
-    with begin(CANNOT_SAVE, "save", options.process_group) as call:
+    with paused_gc(), begin(CANNOT_SAVE, "save", options.process_group) as call:
         report.close_save(call.tally, save_together(call, saving_from(call, make, checkpoint_dir, options)))
 
 
@@ -118,7 +135,7 @@ def begin_made(
     make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions
 ) -> AsyncRequest:
     """As `save_made`, in the background."""
-    with begin(CANNOT_SAVE, "save", options.process_group) as call:
+    with paused_gc(), begin(CANNOT_SAVE, "save", options.process_group) as call:
         saving = saving_from(call, make, checkpoint_dir, options)
         save = begin_save(call, saving, options.process_group)
     return AsyncRequest(save.write, (), [save.commit])
@@ -152,6 +169,7 @@ def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
         options.is_checked,
         options.is_balanced,
         options.must_load,
+        options.is_hashed,
         options.written,
     )
 
@@ -166,6 +184,7 @@ def load(
     *,
     trust: bool = False,
     process_group: Group = None,
+    verify_integrity: bool = False,
 ) -> Any:
     """Load what a sharded state dict describes, saved by any number of ranks. Collective.
 
@@ -182,6 +201,7 @@ def load(
         strict: what to do about missing and unexpected keys.
         trust: make objects of any class, which runs what the file says.
         process_group: the ranks that load together; None is the default group.
+        verify_integrity: compare every file with its SHA-256 before anything is loaded; the ranks share them.
 
     Returns:
         The common state merged with what was loaded; with `return_*` (it, missing keys, unexpected keys).
@@ -195,8 +215,9 @@ def load(
         refuse_strategies(sharded_strategy, common_strategy)
         return sharded_state_dict
 
+    shared_in = sharing_groups(sharded_strategy)
     options = LoadOptions(
-        validate_access_integrity, strict, trust, process_group, sharing_groups(sharded_strategy)
+        validate_access_integrity, strict, trust, process_group, shared_in, verify_integrity
     )
     return load_made(make, checkpoint_dir, options)
 
@@ -210,24 +231,27 @@ class LoadOptions(NamedTuple):
     process_group: Group = None
     #: The process group whose ranks read together; none where each reads for itself.
     shared_in: tuple[Group, ...] = ()
+    #: Whether every file is compared with its SHA-256.
+    is_hashed: bool = False
 
 
 def load_made(
     make: Callable[[Opened], ShardedStateDict], checkpoint_dir: Folder, options: LoadOptions
 ) -> Any:
     """As `load`, of a state dict that is made inside the call: what fails there is heard on every rank."""
-    with begin(CANNOT_LOAD, "load", options.process_group) as call:
+    with paused_gc(), begin(CANNOT_LOAD, "load", options.process_group) as call:
         folder, mode, parts = Path(), StrictHandling.ASSUME_OK_UNEXPECTED, split({})
         with guard(call):
             folder, mode = Path(checkpoint_dir), parse_strict_flag(options.strict)
         checkpoint = engine.open_together(call, folder)
+        if options.is_hashed:
+            verify_digests(call, folder, checkpoint.holds.ends)
         with guard(call):
             parts = split(make(checkpoint))
         loading = Loading(call, checkpoint, parts, mode, options.trust, options.shared_in)
         missing = loading.agree(options.is_checked)
         result = loading.read()
-        places = [place for _, place in loading.places()]
-        report.close(call.tally, len(places), loading.reader.bytes_read, loading.reader.files)
+        report.close(call.tally, loading.records, loading.reader.bytes_read, loading.reader.files)
     if StrictHandling.requires_returning_mismatch_keys(mode):
         return result, missing, loading.unexpected
     return result
@@ -258,18 +282,15 @@ def load_tensors_metadata(checkpoint_dir: Folder, sharded_strategy: Any = None) 
 
 
 def tensors_in(checkpoint: Opened) -> dict[str, ShardedTensor]:
-    return {
-        key: ShardedTensor(
-            key,
-            None,
-            stored.dtype,
-            stored.shape,
-            stored.shape,
-            (0,) * len(stored.shape),
-            (1,) * len(stored.shape),
-        )
-        for key, stored in checkpoint.holds.tensors.items()
-    }
+    return {key: whole_of(key, stored) for key, stored in checkpoint.holds.tensors.items()}
+
+
+def whole_of(key: str, stored: Stored) -> ShardedTensor:
+    """All of a tensor; of one of flattened ranges as one of them, as Megatron has it."""
+    shape = stored.shape if stored.original is None else stored.original
+    run = None if stored.original is None else slice(0, math.prod(shape))
+    nothing, single = (0,) * len(shape), (1,) * len(shape)
+    return ShardedTensor(key, None, stored.dtype, shape, shape, nothing, single, flattened_range=run)
 
 
 def load_sharded_metadata(

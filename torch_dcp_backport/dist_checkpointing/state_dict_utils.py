@@ -254,5 +254,11 @@ def load_preprocess(
 
 
 def filter_out_empty_flatten_tensor(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """The state dict itself: flattened ranges are not supported, and so none is empty."""
-    return sharded_state_dict
+    """The state dict without flattened ranges that have no elements; a load and a save need no such step."""
+
+    def is_kept(value: Any) -> bool:
+        run = adopted(value).flattened_range if isinstance(adopted(value), ShardedTensor) else None
+        return run is None or run.start != run.stop
+
+    kept, _ = extract_matching_values(sharded_state_dict, is_kept)
+    return kept  # type: ignore[return-value]

@@ -9,13 +9,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from torch_dcp_backport.dist_checkpointing.adopt import adopted
 from torch_dcp_backport.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from torch_dcp_backport.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
+    ShardedObject,
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
@@ -25,6 +26,9 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
 Halves = tuple[ShardedStateDict, StateDict]
+#: (key, offset, what else tells it apart): equal for equal parts of different ranks.
+ShardId = tuple[str, tuple[int, ...], Union[None, tuple[int, ...]]]
+_ShardId = ShardId
 
 
 def zip_strict(*args: Iterable[Any]) -> list[tuple[Any, ...]]:
@@ -38,6 +42,19 @@ def zip_strict(*args: Iterable[Any]) -> list[tuple[Any, ...]]:
     if len(lengths) > 1:
         raise ValueError(f"lengths differ: {sorted(lengths)}")
     return list(zip(*lists))
+
+
+def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> ShardId:
+    """(key, offset, ends of the flattened range): names a shard, whichever rank has it."""
+    flat = sharded_tensor.flattened_range
+    ends = None if flat is None else (flat.start, flat.stop)
+    return sharded_tensor.key, tuple(sharded_tensor.global_offset), ends
+
+
+def _sharded_object_id(sharded_object: ShardedObject) -> ShardId:
+    """(key, place, shape of the grid)."""
+    place, shape = tuple(sharded_object.global_offset), tuple(sharded_object.global_shape)
+    return sharded_object.key, place, shape
 
 
 def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> Halves:

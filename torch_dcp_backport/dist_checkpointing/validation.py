@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any, Optional, Union
 
 from torch_dcp_backport.dist_checkpointing.core import (
@@ -19,8 +20,17 @@ from torch_dcp_backport.dist_checkpointing.core import (
     maybe_load_config,
 )
 from torch_dcp_backport.dist_checkpointing.dict_utils import extract_matching_values
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, begin, consult, guard
-from torch_dcp_backport.dist_checkpointing.engine.table import ObjectRow, Row, Table, cells_of, findings_of
+from torch_dcp_backport.dist_checkpointing.engine import flat, integrity
+from torch_dcp_backport.dist_checkpointing.engine.meeting import (
+    Refusal,
+    Topic,
+    announce,
+    begin,
+    consult,
+    guard,
+    ranks_of,
+)
+from torch_dcp_backport.dist_checkpointing.engine.table import ObjectRow, Row, Table, findings_of
 from torch_dcp_backport.dist_checkpointing.mapping import (
     CommonStateDict,
     ShardedBase,
@@ -30,7 +40,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import split
-from torch_dcp_backport.transfer import Problem
+from torch_dcp_backport.transfer import Box, Call, Problem
 from torch_dcp_backport.transfer.groups import Group
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
@@ -98,21 +108,26 @@ def parse_strict_flag(strict: Union[str, StrictHandling]) -> StrictHandling:
         raise ValueError(f"strict={strict!r}: expected one of {names}") from None
 
 
+def row_of(part: ShardedTensor, is_folded: bool = True) -> Row:
+    """What the others need to know of a tensor's part.
+
+    Args:
+        is_folded: of a flattened range, as a checkpoint has it; else the box that it is a range of.
+    """
+    box, shape, original = Box(tuple(part.global_offset), part.box_size), tuple(part.global_shape), None
+    run = part.flattened_range
+    if run is not None and is_folded:
+        assert part.axis_fragmentations is not None, "it was validated"
+        original, shape = shape, flat.folded_shape(tuple(part.axis_fragmentations), box.numel)
+        box = flat.folded(part.local_chunk_offset_in_global(), run.start, run.stop)
+    main = is_main_replica(part.replica_id)
+    return Row(part.key, part.dtype, shape, box.offset, box.size, main, part.mesh, original)
+
+
 def table_of(tensors: Iterable[ShardedTensor], objects: Iterable[ShardedObject]) -> Table:
     """This rank's rows: what the others need to know of its parts."""
     return Table(
-        [
-            Row(
-                part.key,
-                part.dtype,
-                tuple(part.global_shape),
-                tuple(part.global_offset),
-                part.box_size,
-                is_main_replica(part.replica_id),
-                part.mesh,
-            )
-            for part in tensors
-        ],
+        [row_of(part) for part in tensors],
         [
             ObjectRow(part.key, part.unique_key, tuple(part.global_shape), is_main_replica(part.replica_id))
             for part in objects
@@ -237,7 +252,7 @@ def validate_sharding_integrity(
             [part for part in known if isinstance(part, ShardedTensor)],
             [part for part in known if isinstance(part, ShardedObject)],
         )
-    findings = findings_of(tables, cells_of(tables))
+    findings = findings_of(tables)
     if findings:
         raise CheckpointingException(str(Refusal(findings)))
 
@@ -256,6 +271,46 @@ def determine_global_metadata(
             return dict.fromkeys(said, everyone)
 
         return local, consult(call, local, decide, Topic("gathering"))
+
+
+def save_integrity_manifest(checkpoint_dir: Folder) -> None:
+    """Save the SHA-256 of every file in a folder, as `save(verify_integrity=True)` does. Not collective.
+
+    Raises:
+        OSError: a file cannot be read, or the list not be written.
+    """
+    integrity.write_all(Path(checkpoint_dir))
+
+
+def verify_integrity_manifest(checkpoint_dir: Folder, process_group: Group = None) -> None:
+    """Compare every file of a checkpoint with its SHA-256; the ranks share the files. Collective.
+
+    Raises:
+        CheckpointingException: there are no digests, or a file is missing or another one; the same on every
+            rank.
+    """
+    with begin("the checkpoint is not the one that was saved", "load", process_group) as call:
+        verify_digests(call, Path(checkpoint_dir), ())
+        consult(call, None, lambda ranks: {}, Topic("comparing digests"))
+
+
+def verify_digests(call: Call, folder: Path, needed: Iterable[str]) -> None:
+    """Record what is wrong with this rank's part of the files, for the next consultation.
+
+    Args:
+        needed: files of which something has to be known.
+
+    Raises:
+        CheckpointingException: there are no digests; the same on every rank.
+    """
+    digests: integrity.Digests = announce(call, lambda: integrity.read(folder), "reading digests")
+    ranks = ranks_of(call)
+    place = ranks.index(call.rank)
+    with guard(call):
+        if not place:
+            call.problems += integrity.unlisted(digests, needed)
+        for name in sorted(digests)[place :: len(ranks)]:
+            call.problems += integrity.problem_of(folder, name, digests[name])
 
 
 def unexpected_problems(keys: Iterable[str]) -> list[Problem]:

@@ -18,15 +18,13 @@ from torch_dcp_backport.dist_checkpointing.core import (
     CheckpointingConfig,
     config_bytes,
 )
-from torch_dcp_backport.dist_checkpointing.engine import files, metadata
+from torch_dcp_backport.dist_checkpointing.engine import files, integrity, metadata
 from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Index
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.transfer import Problem
 
 COMMON = "common.pt"
-#: What else Megatron writes beside: checksums of its files, which are not those of ours.
-LEFT_BY_OTHERS = ("integrity.json",)
 #: The names that this room and torch give to files of records.
 RECORDS = re.compile(r"__\d+_\d+\.distcp")
 MARKER = config_bytes(CheckpointingConfig(SHARDED_BACKEND))
@@ -43,7 +41,7 @@ def clear(folder: Path) -> None:
     unmark(folder)
     files.step("remove old records")
     files.remove(
-        [path for path in folder.iterdir() if RECORDS.fullmatch(path.name) or path.name in LEFT_BY_OTHERS]
+        [path for path in folder.iterdir() if RECORDS.fullmatch(path.name) or path.name == integrity.NAME]
     )
 
 
@@ -55,7 +53,19 @@ def unmark(folder: Path) -> None:
 
 
 def publish(folder: Path, index: Index, common: bytes, outputs: Mapping[int, Output]) -> None:
+    """As `publish_described`, with the `.metadata` of an index."""
+    index.is_ours, index.common = True, (len(common), zlib.crc32(common))
+    publish_described(folder, metadata.to_bytes(index), common, outputs)
+
+
+def publish_described(
+    folder: Path, described: bytes, common: bytes, outputs: Mapping[int, Output], is_hashed: bool = False
+) -> None:
     """Write the small files; from the last one on the folder is a checkpoint.
+
+    Args:
+        described: the content of `.metadata`.
+        is_hashed: list the SHA-256 of every file, too; the ranks have told those of theirs.
 
     Raises:
         Refusal: a rank's file is not in this folder.
@@ -69,10 +79,14 @@ def publish(folder: Path, index: Index, common: bytes, outputs: Mapping[int, Out
     ]
     if findings:
         raise Refusal(findings)
-    index.is_ours, index.common = True, (len(common), zlib.crc32(common))
     try:
         files.publish(folder / COMMON, common)
-        files.publish(folder / metadata.NAME, metadata.to_bytes(index))
+        files.publish(folder / metadata.NAME, described)
+        if is_hashed:
+            small = {COMMON: common, metadata.NAME: described, CONFIG_FNAME: MARKER}
+            digests = {name: integrity.digest(data) for name, data in small.items()}
+            digests.update((output.file, output.sha256) for output in outputs.values() if output.nbytes)
+            files.publish(folder / integrity.NAME, integrity.to_bytes(digests))
         files.step("sync folder")
         files.sync_folder(folder)
         files.publish(folder / CONFIG_FNAME, MARKER)
@@ -93,9 +107,14 @@ def forget(folder: Path, index: Index, is_forgotten: Callable[[str], bool]) -> N
     kept.common = index.common
     kept.tensors = {key: stored for key, stored in index.tensors.items() if not is_forgotten(key)}
     kept.objects = {key: place for key, place in index.objects.items() if not is_forgotten(key)}
+    is_hashed = integrity.is_there(folder)
+    # Without a list the checkpoint is whole; with an old one it is not.
+    files.remove([folder / integrity.NAME])
     files.publish(folder / metadata.NAME, metadata.to_bytes(kept))
     files.sync_folder(folder)
     files.remove([folder / name for name in before - set(kept.ends)])
+    if is_hashed:
+        integrity.write_all(folder)
 
 
 def unseen(path: Path, nbytes: int, end: float) -> str:

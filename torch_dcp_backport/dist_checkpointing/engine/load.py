@@ -130,18 +130,19 @@ def open_together(call: Call, folder: Path) -> Opened:
     Raises:
         CheckpointingException: there is none, or not a whole one; the same on every rank.
     """
-    content = announce(call, lambda: checked_files(folder), "opening")
+    mine: list[Opened] = []
+
+    def checked_files() -> dict[str, bytes]:
+        content = small_files(folder)
+        # Here, so that what is wrong with them is said by one rank.
+        mine.append(opened(folder, content))
+        return content
+
+    content = announce(call, checked_files, "opening")
     checkpoint = Opened(folder, Index(), None)
     with guard(call):
-        checkpoint = opened(folder, content)
+        checkpoint = mine[0] if mine else opened(folder, content)
     return checkpoint
-
-
-def checked_files(folder: Path) -> dict[str, bytes]:
-    content = small_files(folder)
-    # Here, so that what is wrong with them is said by one rank.
-    opened(folder, content)
-    return content
 
 
 class Wanted(NamedTuple):
@@ -167,8 +168,10 @@ def problems_of(index: Index, wanted: Sequence[Wanted]) -> Iterator[Problem]:
         if not keeps_values(stored.dtype, row.dtype):
             what = "a dtype that would lose values"
             yield Problem(what, row.key, f"{row.dtype}", f"{stored.dtype} as saved")
-        have = covered(part for _, part in stored.parts_of(row.box))
-        expected = row.box.numel
+        box = row.box
+        parts = [part for _, part in stored.parts_of(box)]
+        have = box.numel if parts == [box] else covered(parts)
+        expected = box.numel
         if allow_shape_mismatch:
             expected = overlap(row.box, stored.shape)
         if have != expected:
@@ -236,13 +239,12 @@ def stored_object(index: Index, unique_key: str) -> Optional[str]:
     return None
 
 
-def load_object(reader: Reader, index: Index, key: str, trust: bool) -> Any:
-    """An object's value.
+def load_object(data: bytes, key: str, trust: bool) -> Any:
+    """An object's value, of the bytes of its record.
 
     Raises:
-        Damaged: its record is not what was saved.
+        Damaged: they are not what was saved.
     """
-    data = reader.read_object(index.objects[key])
     try:
         value = values.loads(data, trust)
     except values.Unloadable as error:

@@ -7,20 +7,23 @@ passes over, and of the pickle itself behind its end.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
+import itertools
 import math
 import pickle
 import zlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
+from torch_dcp_backport.dist_checkpointing.engine import flat
 from torch_dcp_backport.dist_checkpointing.engine.records import bytes_to_words, words_to_bytes
 from torch_dcp_backport.dist_checkpointing.engine.unpickle import (
     FOREIGN,
@@ -39,6 +42,12 @@ OURS = "torch_dcp_backport"
 FORMAT = 1
 #: No file and no tensor has more bytes; beyond it sums of sizes do not fit into a file offset.
 LARGEST = 2**62
+#: Megatron's name for the shape of a tensor that is stored folded.
+ORIGINAL = "nd_reformulated_orig_global_shape"
+#: Stands for a byte of a checksum that is not known yet; and so do numbers that are pickled with eight bytes.
+HOLE = b"\xa5"
+UNKNOWN = (2**62 + 1, 2**62 + 2)
+LONG = pickle.LONG1 + b"\x08"
 TRAILER = b"torch_dcp_backport crc32 "
 
 
@@ -57,14 +66,30 @@ class Chunk(NamedTuple):
 
     box: Box
     place: Place
+    #: The shape of its record, where the box is a part of it: these elements, from `start` on.
+    record: Optional[tuple[int, ...]] = None
+    start: int = 0
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Of the record."""
+        return self.box.size if self.record is None else self.record
 
 
 class Stored:
     """A tensor in a checkpoint."""
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        chunks: Sequence[Chunk],
+        original: Optional[tuple[int, ...]] = None,
+    ) -> None:
         self.dtype = dtype
         self.shape = shape
+        #: The global shape of a tensor of flattened ranges, which is stored folded (see `flat`).
+        self.original = original
         self.chunks = chunks
         #: The axis along which there are most chunks, by which they are looked up.
         self._axis = 0
@@ -84,9 +109,35 @@ class Stored:
             first = bisect_left(self._starts, start - self._longest + 1)
             chunks = chunks[first : bisect_left(self._starts, stop)]
         for chunk in chunks:
+            if chunk.box == box:
+                # Nobody else is needed: most loads are of the boxes that were saved.
+                yield chunk, box
+                return
+        for chunk in chunks:
             part = intersection(chunk.box, box)
             if part is not None:
                 yield chunk, part
+
+    def unfolded(self) -> Stored:
+        """The same records as boxes of the tensor that was folded; itself where none was."""
+        if self.original is None:
+            return self
+        chunks = [
+            Chunk(run.box, chunk.place, chunk.size, run.start)
+            for chunk in self.chunks
+            for part, start in self._cells_of(chunk.box)
+            for run in flat.unfolded(part, self.shape[:-1], self.original)
+            for run in [run._replace(start=run.start + start)]
+        ]
+        return Stored(self.dtype, self.original, chunks)
+
+    @staticmethod
+    def _cells_of(box: Box) -> Iterator[tuple[Box, int]]:
+        """The parts of a folded box that are in one cell each, with the places of their first elements."""
+        extent = box.size[-1]
+        for number, cell in enumerate(itertools.product(*map(range, box.size[:-1]))):
+            places = tuple(map(sum, zip(cell, box.offset)))
+            yield flat.folded(places, box.offset[-1], box.offset[-1] + extent), number * extent
 
 
 class Index:
@@ -112,6 +163,12 @@ class Index:
                 yield key, chunk.place
         yield from self.objects.items()
 
+    def unfolded(self, keys: Iterable[str]) -> Index:
+        """The same checkpoint, with some tensors as they were before they were folded."""
+        index = copy.copy(self)
+        index.tensors = {**self.tensors, **{key: self.tensors[key].unfolded() for key in keys}}
+        return index
+
     @functools.cached_property
     def ends(self) -> dict[str, int]:
         """File -> where its last record ends."""
@@ -133,12 +190,26 @@ def paused_gc() -> Iterator[None]:
             gc.enable()
 
 
-def to_bytes(index: Index) -> bytes:
-    """The content of `.metadata`."""
-    with paused_gc():
+class Template:
+    """The content of `.metadata` but for its checksums: saved again and again, it differs in these alone."""
+
+    def __init__(self, index: Index) -> None:
+        """`index.common` says whether there is a common state."""
+        #: Of the records, in the order of their checksums.
+        self.places: list[Place] = []
+        with paused_gc():
+            whole = self._whole_of(index)
+            count = len(self.places)
+            common = None if index.common is None else UNKNOWN
+            setattr(whole, OURS, {"format": FORMAT, "crc32": HOLE * 4 * count, "common": common})
+            self._data = pickle.dumps(whole)
+        # The last of what is pickled: nothing behind them is alike.
+        self._sums_at = self._data.rindex(HOLE * 4 * count)
+        self._common_at = [self._data.rindex(LONG + eight(number)) + len(LONG) for number in common or ()]
+
+    def _whole_of(self, index: Index) -> Any:
         entries: dict[str, Any] = {}
         places: dict[Any, Any] = {}
-        sums = array("I")
         # Layers have the same boxes: each is made and pickled once.
         boxes: dict[Box, Any] = {}
         properties = functools.lru_cache(maxsize=None)(lambda dtype: metadata.TensorProperties(dtype=dtype))
@@ -149,24 +220,50 @@ def to_bytes(index: Index) -> bytes:
                 if known is None:
                     sizes = torch.Size(chunk.box.offset), torch.Size(chunk.box.size)
                     known = boxes[chunk.box] = metadata.ChunkStorageMetadata(*sizes)
-                offset = known.offsets
                 chunks.append(known)
-                places[metadata.MetadataIndex(key, offset)] = info_of(chunk.place)
-                sums.append(chunk.place.crc or 0)
+                places[metadata.MetadataIndex(key, known.offsets)] = info_of(chunk.place)
+                self.places.append(chunk.place)
             shape = torch.Size(stored.shape)
             entries[key] = metadata.TensorStorageMetadata(properties(stored.dtype), shape, chunks)
         for key, place in index.objects.items():
             entries[key] = metadata.BytesStorageMetadata()
             places[metadata.MetadataIndex(key)] = info_of(place)
-            sums.append(place.crc or 0)
+            self.places.append(place)
         entries = {key: entries[key] for key in index.order or entries}
         # Planner data of None breaks torch's own dcp_to_torch_save.
         planner_data = index.planner_data or {}
         whole: Any = metadata.Metadata(entries, planner_data=planner_data, storage_data=places)
         whole.storage_meta = metadata.StorageMeta()
-        setattr(whole, OURS, {"format": FORMAT, "crc32": words_to_bytes(sums), "common": index.common})
-        data = pickle.dumps(whole)
-    return data + TRAILER + zlib.crc32(data).to_bytes(4, "big")
+        # Megatron up to 0.15 looks there for the shapes of flattened tensors.
+        whole.mcore_data = {
+            key: {ORIGINAL: torch.Size(stored.original)}
+            for key, stored in index.tensors.items()
+            if stored.original is not None
+        }
+        return whole
+
+    def filled(self, sums: array[int], common: Optional[tuple[int, int]]) -> bytes:
+        """The content.
+
+        Args:
+            sums: the checksum of every record, in the order of `places`.
+            common: bytes and checksum of the common state, where there is one.
+        """
+        data, words = bytearray(self._data), words_to_bytes(sums)
+        data[self._sums_at : self._sums_at + len(words)] = words
+        for at, number in zip(self._common_at, common or ()):
+            data[at : at + 8] = eight(number)
+        return b"".join((data, TRAILER, zlib.crc32(data).to_bytes(4, "big")))
+
+
+def eight(number: int) -> bytes:
+    return number.to_bytes(8, "little")
+
+
+def to_bytes(index: Index) -> bytes:
+    """The content of `.metadata`."""
+    template = Template(index)
+    return template.filled(array("I", (place.crc or 0 for place in template.places)), index.common)
 
 
 def info_of(place: Place) -> Any:
@@ -212,9 +309,9 @@ def _index_of(whole: Any, ours: Any) -> Index:
         raise Refused("it has not as many checksums as records")
     places: dict[tuple[str, Optional[tuple[int, ...]]], Place] = {}
     # Many records have the same offsets in their tensors, and lie in a few files.
-    numbers, file_name = (
+    numbers, name_of = (
         functools.lru_cache(maxsize=None)(_numbers),
-        functools.lru_cache(maxsize=None)(_file_name),
+        functools.lru_cache(maxsize=None)(file_name),
     )
     for (where, info), crc in zip(whole.storage_data.items(), sums):
         # Where it has none, it is the default of torch's class.
@@ -225,12 +322,14 @@ def _index_of(whole: Any, ours: Any) -> Index:
         at, length = info.offset, info.length
         if not (type(at) is type(length) is int and at >= 0 and 0 <= length <= LARGEST - at):
             raise Refused(f"not a place: {at}, {length}")
-        places[_text(where.fqn), offset] = Place(file_name(info.relative_path), at, length, crc)
+        places[_text(where.fqn), offset] = Place(name_of(info.relative_path), at, length, crc)
     #: id of a chunk -> it, and its box: many tensors share theirs.
     boxes: dict[int, tuple[Any, Box]] = {}
+    known = getattr(whole, "mcore_data", None)
     for key, entry in whole.state_dict_metadata.items():
         if isinstance(entry, TensorEntry):
-            index.tensors[_text(key)] = _stored_of(key, entry, places, boxes)
+            stored = index.tensors[_text(key)] = _stored_of(key, entry, places, boxes)
+            stored.original = _original_of(key, stored, known.get(key) if isinstance(known, dict) else None)
         else:
             index.objects[_text(key)] = _place_in(places, key, None)
     return index
@@ -258,6 +357,17 @@ def _stored_of(key: str, entry: Any, places: dict[Any, Place], boxes: dict[int, 
     return Stored(dtype, shape, chunks)
 
 
+def _original_of(key: str, stored: Stored, facts: Any) -> Optional[tuple[int, ...]]:
+    """The shape of a tensor that is stored folded, as Megatron says it."""
+    if not isinstance(facts, dict) or facts.get(ORIGINAL) is None:
+        return None
+    shape, grid = _numbers(facts[ORIGINAL]), stored.shape[:-1]
+    cell = math.prod(extent // parts if parts else 0 for extent, parts in zip(shape, grid))
+    if len(shape) != len(grid) or 0 in grid or any(map(int.__mod__, shape, grid)) or cell != stored.shape[-1]:
+        raise Refused(f"{key} of shape {stored.shape} cannot be flattened boxes of a tensor of shape {shape}")
+    return shape
+
+
 def _place_in(places: dict[Any, Place], key: str, offset: Optional[tuple[int, ...]]) -> Place:
     place = places.get((key, offset))
     if place is None:
@@ -278,8 +388,12 @@ def _text(value: Any) -> str:
     return value
 
 
-def _file_name(value: Any) -> str:
-    """A path within the checkpoint's folder."""
+def file_name(value: Any) -> str:
+    """A path within the checkpoint's folder.
+
+    Raises:
+        Refused: it is none.
+    """
     path = PurePosixPath(_text(value))
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in value:
         raise Refused(f"a file outside the checkpoint's folder: {value!r}")

@@ -43,6 +43,11 @@ class Read(NamedTuple):
     target: torch.Tensor
     holds: Box
 
+    @property
+    def base(self) -> int:
+        """Where the chunk begins in the values of its record, in bytes."""
+        return self.chunk.start * self.dtype.itemsize
+
 
 class Values:
     """The bytes of a record's values in a file, and their verification."""
@@ -173,7 +178,7 @@ class Reader:
 
     def own_values(self, source: Source, read: Read) -> Values:
         """The values of a record of ours. Everything around them is what has to stand there, to the bit."""
-        place, form = read.chunk.place, form_of(read.dtype, read.chunk.box.size)
+        place, form = read.chunk.place, form_of(read.dtype, read.chunk.size)
         crc, at = place.crc or 0, place.offset + form.at
         if form.length != place.length:
             raise Damaged(f"{source.name}: the record has {place.length} bytes, not {form.length}")
@@ -192,7 +197,8 @@ class Reader:
             table = form.table_in(bytes(tail))
             # The values are verified against the table when they are read.
             crc_read = bytes_to_words(table)[-1]
-        if crc_read != crc or head != form.head(crc) or tail != form.tail(crc, table):
+        ends = (form.head(crc), form.tail(crc, table)) if form.grain else form.ends(crc)
+        if crc_read != crc or head != ends[0] or tail != ends[1]:
             raise Damaged(f"{source.name}: the record at byte {place.offset} is damaged (wrong checksum)")
         if place.length <= LITTLE:
             return Held(source, at, values)
@@ -200,7 +206,7 @@ class Reader:
 
     def foreign_values(self, source: Source, read: Read) -> Optional[Values]:
         """The values of a record of torch or Megatron; None where only torch can read them."""
-        located = foreign.locate(source, read.chunk.place, read.chunk.box.size)
+        located = foreign.locate(source, read.chunk.place, read.chunk.size)
         if located is None:
             return None
         if located.dtype != read.dtype:
@@ -220,7 +226,8 @@ class Reader:
         if not is_one_run(read.chunk.box, read.part, read.dtype.itemsize):
             return False
         memory, grain = bytes_of(target), values.grain
-        begin, end = extent_of(read.chunk.box, read.part, read.dtype.itemsize)
+        extent = extent_of(read.chunk.box, read.part, read.dtype.itemsize)
+        begin, end = extent[0] + read.base, extent[1] + read.base
         start = begin
         while start < end:
             # Blocks end at multiples of their size, so that all but the first and the last are whole grains.
@@ -239,6 +246,7 @@ class Reader:
         """Read a part through a buffer: with gaps, to another dtype, or to another device."""
         stored, itemsize, grain = read.chunk.box, read.dtype.itemsize, values.grain
         for piece in pieces(stored, read.part, itemsize):
+            piece = piece._replace(start=piece.start + read.base, stop=piece.stop + read.base)
             first, last = piece.start // grain * grain, min(-(-piece.stop // grain) * grain, values.nbytes)
             data = self.buffer(last - first)
             values.read(first, data)
@@ -259,7 +267,10 @@ class Reader:
         if not isinstance(value, torch.Tensor) or value.dtype != read.dtype:
             what = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
             raise Damaged(f"{source.name}: a record has {what}, not {read.dtype}")
-        part_of(read.target, read.holds, read.part).copy_(part_of(value, read.chunk.box, read.part))
+        chunk = read.chunk
+        if chunk.record is not None:
+            value = value.reshape(-1)[chunk.start : chunk.start + chunk.box.numel].view(chunk.box.size)
+        part_of(read.target, read.holds, read.part).copy_(part_of(value, chunk.box, read.part))
 
     def read_object(self, place: Place) -> bytes:
         """The bytes of a record that is no tensor, verified.
@@ -269,10 +280,7 @@ class Reader:
         """
         with self.open(place.file) as source:
             data = source.bytes_at(place.offset, place.length)
-            if place.crc is None:
-                verify_entries(data, source.name)
-            elif zlib.crc32(data) != place.crc:
-                raise Damaged(f"{place.file}: the record at byte {place.offset} is damaged (wrong checksum)")
+        verify_object(data, place)
         return bytes(data)
 
     def buffer(self, nbytes: int) -> memoryview:
@@ -280,6 +288,18 @@ class Reader:
             self._buffer = None
             self._buffer = compat.host_buffer(max(nbytes, LARGEST // 4))
         return bytes_of(self._buffer[:nbytes])
+
+
+def verify_object(data: bytearray, place: Place) -> None:
+    """Compare the bytes of a record that is no tensor with its checksums.
+
+    Raises:
+        Damaged: one is wrong.
+    """
+    if place.crc is None:
+        verify_entries(data, place.file)
+    elif zlib.crc32(data) != place.crc:
+        raise Damaged(f"{place.file}: the record at byte {place.offset} is damaged (wrong checksum)")
 
 
 def verify_entries(record: bytearray, name: str) -> None:

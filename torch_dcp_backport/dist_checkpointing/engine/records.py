@@ -28,6 +28,8 @@ SMALL = 16 * 1024
 GRAIN = 4096
 LONGEST = 2**20
 LIMIT32 = 0xFFFFFFFF
+#: Where an entry's checksum stands in its header, and in the directory.
+CRC_IN_HEADER, CRC_IN_LISTING = 14, 16
 #: 1980-01-01, the first day that a zip can say.
 DATE = 0x21
 #: A zip's extra field that only takes room; the id is the one that torch uses.
@@ -123,12 +125,28 @@ class Form:
     def table_bytes(self) -> int:
         return 4 * -(-self.nbytes // self.grain) if self.grain else 0
 
+    @functools.cached_property
+    def _little(self) -> tuple[bytes, bytes, bytes, bytes]:
+        """What stands around the two checksums of a record without a table: these are all that differs."""
+        head, tail = self.head(0), self._tail(0, b"")
+        at, behind = len(self._front) + CRC_IN_HEADER, tail.index(self._values.listing()) + CRC_IN_LISTING
+        return head[:at], head[at + 4 :], tail[:behind], tail[behind + 4 :]
+
     def head(self, crc: int) -> bytes:
         """What stands before the values."""
         return self._front + self._values._replace(crc=crc).header()
 
     def tail(self, crc: int, table: bytes) -> bytes:
         """What stands behind the values: the table of checksums, and the zip's directory."""
+        return self._tail(crc, table) if self.grain else self.ends(crc)[1]
+
+    def ends(self, crc: int) -> tuple[bytes, bytes]:
+        """(head, tail) of a record without a table: of a hundred thousand of them, from one template."""
+        before, middle, behind, end = self._little
+        word = crc.to_bytes(4, "little")
+        return b"".join((before, word, middle)), b"".join((behind, word, end))
+
+    def _tail(self, crc: int, table: bytes) -> bytes:
         entries, at = [*self._entries, self._values._replace(crc=crc)], self.at + self.nbytes
         parts = []
         if self.grain:

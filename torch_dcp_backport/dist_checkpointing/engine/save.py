@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine import commit, files, values, writer
+from torch_dcp_backport.dist_checkpointing.engine import commit, files, plans, values, writer
 from torch_dcp_backport.dist_checkpointing.engine.assign import Item, Share, shares_of
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     Findings,
@@ -24,7 +26,6 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     guard,
     ranks_of,
 )
-from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place, Stored
 from torch_dcp_backport.dist_checkpointing.engine.table import (
     Table,
     cells_of,
@@ -38,7 +39,7 @@ from torch_dcp_backport.transfer.memory import has_slices, layout_text
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
-PLANNING = Topic("planning")
+COMPARING, PLANNING = Topic("comparing plans"), Topic("planning")
 CLEARING = Topic("removing the old marker", "an older checkpoint in the folder may be gone")
 COMMITTING = Topic(
     "committing", "the folder holds no checkpoint now", "whether the folder holds a checkpoint shows a load"
@@ -61,6 +62,8 @@ class Saving(NamedTuple):
     is_balanced: bool = True
     #: Whether a common state that a load without `trust` refuses is refused here.
     must_load: bool = False
+    #: Whether the SHA-256 of every file is saved, too.
+    is_hashed: bool = False
     #: Called with what this rank wrote, by the thread that did.
     written: Callable[[Output], None] = lambda output: None
 
@@ -86,12 +89,12 @@ class Planned(NamedTuple):
     works: list[Work]
     #: This rank's objects, as they are written.
     objects: list[bytes]
-    #: Of the first rank, as are the next two.
+    #: Of the first rank, as is the next one.
     common: bytes
-    tables: Mapping[int, Table]
-    shares: Mapping[int, Share]
+    plan: plans.Plan
     path: Path
     written: Callable[[Output], None]
+    is_hashed: bool
 
     def nothing(self) -> Output:
         """What a rank that wrote nothing says of it."""
@@ -105,7 +108,7 @@ class Planned(NamedTuple):
     def write(self, moved: Callable[[int], None]) -> Output:
         """Write this rank's share; no other rank takes part."""
         with torch.no_grad():
-            output = writer.write(self.path, self.works, self.objects, moved)
+            output = writer.write(self.path, self.works, self.objects, moved, self.is_hashed)
         self.written(output)
         return output
 
@@ -156,19 +159,7 @@ def plan_together(call: Call, saving: Saving) -> Planned:
         with guard(call, "common state"):
             common = values.dumps(saving.common)
             check_trust(common, saving.must_load)
-    decided: dict[str, Any] = {"tables": {}, "shares": {}}
-
-    def plan(tables: Mapping[int, Table]) -> Mapping[int, Share]:
-        cells = cells_of(tables)
-        findings = findings_of(tables, cells) if saving.is_checked else unwritable(tables)
-        shares = {} if findings else shares_of(tables, cells, saving.is_balanced)
-        findings = findings or clashes(tables, shares)
-        if findings:
-            raise Refusal(findings)
-        decided.update(tables=tables, shares=shares)
-        return shares
-
-    share: Share = consult(call, saving.table, plan, PLANNING)
+    share, plan = planned_share(call, saving)
 
     def clear(ranks: Mapping[int, Any]) -> Mapping[int, Any]:
         commit.clear(saving.folder)
@@ -180,7 +171,48 @@ def plan_together(call: Call, saving: Saving) -> Planned:
     with guard(call, path.name):
         works = [work_of(saving, item) for item in share.tensors]
     written = [objects[number] for number in share.objects]
-    return Planned(saving.folder, share, works, written, common, **decided, path=path, written=saving.written)
+    return Planned(saving.folder, share, works, written, common, plan, path, saving.written, saving.is_hashed)
+
+
+def planned_share(call: Call, saving: Saving) -> tuple[Share, plans.Plan]:
+    """What this rank writes; as the last time, where every rank has what it had.
+
+    Raises:
+        CheckpointingException: the ranks together have problems; the same on every rank.
+    """
+    ranks, digest, known = ranks_of(call), b"", None
+    with guard(call):
+        digest = plans.digest_of(saving.table, saving.is_checked, saving.is_balanced)
+        known = plans.find(ranks, digest)
+
+    def compare(said: Mapping[int, tuple[bytes, bytes]]) -> Mapping[int, bool]:
+        digests = {rank: own for rank, (own, _) in said.items()}
+        numbers = {number for _, number in said.values()}
+        is_known = known is not None and known.digests == digests and numbers == {known.number}
+        return dict.fromkeys(said, is_known)
+
+    if consult(call, (digest, known.number if known else b""), compare, COMPARING):
+        assert known is not None, "every rank has it"
+        return pickle.loads(known.share), known
+    decided: list[plans.Description] = []
+    digests: dict[int, bytes] = {}
+
+    def plan(said: Mapping[int, tuple[Table, bytes]]) -> Mapping[int, tuple[Share, bytes]]:
+        tables = {rank: table for rank, (table, _) in said.items()}
+        digests.update((rank, own) for rank, (_, own) in said.items())
+        findings = findings_of(tables) if saving.is_checked else unwritable(tables)
+        shares = {} if findings else shares_of(tables, cells_of(tables), saving.is_balanced)
+        findings = findings or clashes(tables, shares)
+        if findings:
+            raise Refusal(findings)
+        decided.append(plans.Description(tables, shares))
+        number = plans.number_of(digests)
+        return {rank: (share, number) for rank, share in shares.items()}
+
+    share, number = consult(call, (saving.table, digest), plan, PLANNING)
+    made = plans.Plan(number, pickle.dumps(share), digests, decided[0] if decided else None)
+    plans.keep(ranks, digest, made)
+    return share, made
 
 
 def commit_together(call: Call, planned: Planned, output: Output) -> Output:
@@ -191,8 +223,11 @@ def commit_together(call: Call, planned: Planned, output: Output) -> Output:
     """
 
     def publish(outputs: Mapping[int, Output]) -> Mapping[int, Any]:
-        index = index_of(planned.tables, planned.shares, outputs)
-        commit.publish(planned.folder, index, planned.common, outputs)
+        description = planned.plan.description
+        assert description is not None, "the first rank has it"
+        common = len(planned.common), zlib.crc32(planned.common)
+        described = description.to_bytes(outputs, common)
+        commit.publish_described(planned.folder, described, planned.common, outputs, planned.is_hashed)
         return {}
 
     try:
@@ -239,24 +274,3 @@ def clashes(tables: Mapping[int, Table], shares: Mapping[int, Share]) -> Finding
                 got, expected = spelled(item.box), f"{spelled(box)} as rank {first}"
                 findings.append((rank, Problem(what, key, got, expected)))
     return findings
-
-
-def index_of(
-    tables: Mapping[int, Table], shares: Mapping[int, Share], outputs: Mapping[int, Output]
-) -> Index:
-    """Where every box of every tensor came to lie."""
-    index = Index()
-    chunks: dict[str, list[Chunk]] = {}
-    for table in tables.values():
-        for row in table.tensors:
-            if row.key not in chunks:
-                chunks[row.key] = []
-                index.tensors[row.key] = Stored(row.dtype, row.shape, chunks[row.key])
-    for rank, share in shares.items():
-        output = outputs[rank]
-        for item, written in zip(share.tensors, output.tensors):
-            key = tables[rank].tensors[item.number].key
-            chunks[key].append(Chunk(item.box, Place(output.file, *written)))
-        for number, written in zip(share.objects, output.objects):
-            index.objects[tables[rank].objects[number].unique_key] = Place(output.file, *written)
-    return index

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing.engine.assign import cut
+from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
 from torch_dcp_backport.dist_checkpointing.engine.load import Wanted, reads_of
 from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, consult
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index
-from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
+from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader, verify_object
+from torch_dcp_backport.dist_checkpointing.engine.writer import bytes_of
 from torch_dcp_backport.transfer import Box, Call
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.errors import DOUBTFUL
@@ -38,6 +40,24 @@ SHARING = Topic("sharing out what is read")
 Wants = tuple[tuple[str, tuple[Box, ...]], ...]
 
 
+class Shared(NamedTuple):
+    """What came of a shared read."""
+
+    #: Key -> the bytes of its record, verified.
+    objects: dict[str, bytes]
+    #: What failed in this rank's reads: other ranks have got all of it by then.
+    failure: Optional[Exception]
+
+
+class Objects(NamedTuple):
+    """Who reads which object's record, and who wants it; the same on every rank."""
+
+    #: Key -> global ranks, the reader first.
+    ranks: dict[str, list[int]]
+    #: Of those that this rank wants.
+    buffers: dict[str, torch.Tensor]
+
+
 class Portion(NamedTuple):
     """A box of a stored chunk that one rank reads for several."""
 
@@ -57,14 +77,13 @@ class Shares(NamedTuple):
     alone: dict[int, list[tuple[str, Chunk, Box]]]
 
 
-def read_shared(call: Call, reader: Reader, index: Index, wanted: Sequence[Wanted]) -> Optional[Exception]:
+def read_shared(
+    call: Call, reader: Reader, index: Index, wanted: Sequence[Wanted], objects: Sequence[str]
+) -> Shared:
     """Read what this rank wants, and let the others have what they want of it.
 
     Args:
-        wanted: tensors that are in the checkpoint; of this rank.
-
-    Returns:
-        What failed in this rank's reads, once all was sent: other ranks have got it by then.
+        wanted, objects: tensors and objects that are in the checkpoint; of this rank.
 
     Raises:
         CheckpointingException, RuntimeError: a rank is gone, or has no memory. What else is raised leaves the
@@ -73,18 +92,21 @@ def read_shared(call: Call, reader: Reader, index: Index, wanted: Sequence[Wante
     held, doubles = disjoint(wanted)
     own = tuple((key, tuple(one.row.box for one in many)) for key, many in held.items())
 
-    def tell(said: Mapping[int, Wants]) -> Mapping[int, dict[int, Wants]]:
+    def tell(said: Mapping[int, tuple[Wants, Sequence[str]]]) -> Mapping[int, Any]:
         known: dict[Wants, Wants] = {}
         # Replicas want the same: it is sent once.
-        wants = {rank: known.setdefault(one, one) for rank, one in said.items()}
-        return dict.fromkeys(said, wants)
+        wants = {rank: known.setdefault(one, one) for rank, (one, _) in said.items()}
+        return dict.fromkeys(said, (wants, {rank: keys for rank, (_, keys) in said.items()}))
 
-    shares = shared_out(index, consult(call, own, tell, SHARING))
+    wants, keys = consult(call, (own, tuple(dict.fromkeys(objects))), tell, SHARING)
+    shares, records = shared_out(index, wants), Objects(readers_of(index, keys), {})
     windows = list(windows_of(index, shares.portions))
     buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
     with call.room_for("what is read for others"):
         most = max((extent_of(index, window, call.rank) for window in windows), default=0)
         buffer = compat.host_buffer(most)
+        for key in keys[call.rank]:
+            records.buffers[key] = torch.zeros(index.objects[key].length, dtype=torch.uint8, device="cpu")
     kinds = {one.data.device.type for one in wanted if one.data is not None}
     agreement = call.agree({}, Terms(device=kinds.pop() if len(kinds) == 1 else ""))
     failure: Optional[Exception] = None
@@ -104,7 +126,55 @@ def read_shared(call: Call, reader: Reader, index: Index, wanted: Sequence[Wante
         source, target = functools.partial(_filled, filled), functools.partial(_wanted, held)
         send(call, agreement, index, window, Memories(source, target, DOUBTFUL))
         reader.moved(sum(nbytes_received(index, portion, call.rank) for portion in window))
-    return failure
+    found = read_objects(call, agreement, reader, index, records)
+    return Shared(found.objects, failure or found.failure)
+
+
+def readers_of(index: Index, keys: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
+    """Key -> the ranks that want an object, of which the first one reads it: each about as many bytes."""
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted(keys):
+        for key in keys[rank]:
+            ranks.setdefault(key, []).append(rank)
+    load = dict.fromkeys(keys, 0)
+    for key, takers in ranks.items():
+        takers.sort(key=lambda rank: (load[rank], rank))
+        load[takers[0]] += index.objects[key].length
+    return ranks
+
+
+def read_objects(call: Call, agreement: Agreement, reader: Reader, index: Index, objects: Objects) -> Shared:
+    """Read each object's record once, and send it to all that want it; they compare its checksum, too."""
+    routes: dict[Key, Route] = {}
+    failure: Optional[Exception] = None
+    for key, (first, *others) in objects.ranks.items():
+        place = index.objects[key]
+        if first == call.rank:
+            try:
+                bytes_of(objects.buffers[key])[:] = reader.read_object(place)
+            except Exception as error:
+                # Zeros are sent in its place, whose checksum is wrong.
+                failure = failure or error
+        if others:
+            box = (Box((0,), (place.length,)),)
+            have = Boxes((place.length,), ((first, box),))
+            want = Boxes((place.length,), tuple((rank, box) for rank in sorted(others)))
+            routes[key] = Route(have, want, torch.uint8)
+
+    def memory_of(key: str, _: Box) -> torch.Tensor:
+        return objects.buffers[key]
+
+    if routes:
+        move(call, agreement, routes, Memories(memory_of, memory_of, DOUBTFUL))
+    found = {}
+    for key, buffer in objects.buffers.items():
+        data = bytearray(bytes_of(buffer))
+        try:
+            verify_object(data, index.objects[key])
+        except Damaged as error:
+            failure = failure or Damaged(f"{key}: {error}")
+        found[key] = bytes(data)
+    return Shared(found, failure)
 
 
 def disjoint(wanted: Sequence[Wanted]) -> tuple[dict[str, list[Wanted]], list[Wanted]]:

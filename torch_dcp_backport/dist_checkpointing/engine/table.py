@@ -6,6 +6,7 @@ Pure functions of all ranks' rows. Must never see a value.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -29,6 +30,8 @@ class Row(NamedTuple):
     is_main: bool = True
     #: The lowest rank of the mesh, of a DTensor's box.
     mesh: Optional[int] = None
+    #: The global shape of the tensor, where the one above is that of the folded one (see `flat`).
+    original: Optional[tuple[int, ...]] = None
 
     @property
     def box(self) -> Box:
@@ -52,12 +55,16 @@ class Table(NamedTuple):
     objects: Sequence[ObjectRow] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Between ranks as plain tuples: named ones take three times as long.
-        return _table_of, (list(map(tuple, self.tensors)), list(map(tuple, self.objects)))
+        # Between ranks: the keys, and of each what it has in common with many others.
+        forms: dict[tuple[Any, ...], int] = {}
+        numbers = array("I", (forms.setdefault(row[1:], len(forms)) for row in self.tensors))
+        keys = [row.key for row in self.tensors]
+        return _table_of, (keys, numbers, list(forms), list(map(tuple, self.objects)))
 
 
-def _table_of(tensors: list[Any], objects: list[Any]) -> Table:
-    return Table([Row(*row) for row in tensors], [ObjectRow(*row) for row in objects])
+def _table_of(keys: list[str], numbers: array[int], forms: list[Any], objects: list[Any]) -> Table:
+    rows = [Row(key, *forms[number]) for key, number in zip(keys, numbers)]
+    return Table(rows, [ObjectRow(*row) for row in objects])
 
 
 class Held(NamedTuple):
@@ -105,11 +112,35 @@ def without_twins(holders: list[Held]) -> list[Held]:
     ]
 
 
-def findings_of(tables: Mapping[int, Table], cells: Cells) -> Findings:
+def findings_of(tables: Mapping[int, Table]) -> Findings:
     """What is wrong with the tables as a whole: every element has to have one main copy."""
+    few = examples(tables)
+    if not _findings_of_all(few):
+        return []
+    return _findings_of_all(tables)
+
+
+def examples(tables: Mapping[int, Table]) -> dict[int, Table]:
+    """The rows of one tensor of each kind: layers are alike, and what is wrong with one is so with all."""
+    kinds: dict[Any, int] = {}
+    # By key, from row to row: the number of what was seen of it so far.
+    seen: dict[str, int] = {}
+    for rank, table in tables.items():
+        for row in table.tensors:
+            key, *form = row
+            seen[key] = kinds.setdefault((seen.get(key, 0), rank, *form), len(kinds) + 1)
+    chosen = set({kind: key for key, kind in seen.items()}.values())
+    return {
+        rank: Table([row for row in table.tensors if row.key in chosen], table.objects)
+        for rank, table in tables.items()
+    }
+
+
+def _findings_of_all(tables: Mapping[int, Table]) -> Findings:
     findings = unwritable(tables)
     if findings:
         return findings
+    cells = cells_of(tables)
     shapes = {row.key: row.shape for table in tables.values() for row in table.tensors}
     for key, boxes in cells.items():
         findings += _findings_of_tensor(key, shapes[key], boxes)
@@ -142,6 +173,7 @@ def disagreements(tables: Mapping[int, Table]) -> Findings:
             for what, got, expected in (
                 ("another dtype than on another rank", row.dtype, other.dtype),
                 ("another global shape than on another rank", row.shape, other.shape),
+                ("another shape of a flattened tensor than on another rank", row.original, other.original),
             ):
                 if got != expected:
                     findings.append((rank, Problem(what, row.key, f"{got}", f"{expected} as rank {first}")))

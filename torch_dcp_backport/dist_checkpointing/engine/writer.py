@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.dist_checkpointing.engine import files, integrity
 from torch_dcp_backport.dist_checkpointing.engine.crc import combined
 from torch_dcp_backport.dist_checkpointing.engine.records import Form, RunningSum, form_of
 from torch_dcp_backport.dist_checkpointing.engine.runs import pieces
@@ -63,24 +63,32 @@ class Output(NamedTuple):
     objects: list[Written]
     #: The CRC32 of the file.
     crc: int = 0
+    #: Its SHA-256, where that was asked for.
+    sha256: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = [[array("Q", column) for column in zip(*part)] for part in (self.tensors, self.objects)]
-        return _output_of, (self.file, self.nbytes, self.crc, *columns)
+        return _output_of, ((self.file, self.nbytes, self.crc, self.sha256), *columns)
 
 
-def _output_of(file: str, nbytes: int, crc: int, *columns: Any) -> Output:
+def _output_of(facts: tuple[str, int, int, str], *columns: Any) -> Output:
+    file, nbytes, crc, sha256 = facts
     tensors, objects = ([Written(*row) for row in zip(*part)] for part in columns)
-    return Output(file, nbytes, tensors, objects, crc)
+    return Output(file, nbytes, tensors, objects, crc, sha256)
 
 
 def write(
-    path: Path, tensors: Sequence[Work], objects: Sequence[bytes], moved: Callable[[int], None]
+    path: Path,
+    tensors: Sequence[Work],
+    objects: Sequence[bytes],
+    moved: Callable[[int], None],
+    is_hashed: bool = False,
 ) -> Output:
     """Write records one after the other into a new file, and have it on disk.
 
     Args:
         moved: called with the bytes of values that were written since the last time.
+        is_hashed: tell the file's SHA-256; it is read again for that.
 
     Raises:
         OSError: no room, known before the first byte where the file system can tell, or a failed write.
@@ -97,14 +105,21 @@ def write(
         block: Optional[torch.Tensor] = None
         for work in tensors:
             files.step("write record")
-            if block is None and not is_flat(work.part):
+            part = work.part
+            if is_flat(part):
+                output.tensors.append(write_tensor(sink, work.form, flat_blocks(part), moved))
+                continue
+            if block is None:
                 block = compat.host_buffer(BLOCK)
-            output.tensors.append(write_tensor(sink, work, block, moved))
+            output.tensors.append(write_tensor(sink, work.form, blocks_of(work, block), moved))
         for data in objects:
             at = sink.end
             sink.put(data)
             output.objects.append(Written(at, len(data), zlib.crc32(data)))
         sink.flush()
+        if is_hashed:
+            # In order: a record's head is written after its values.
+            output = output._replace(sha256=integrity.digest_of(path))
         files.step(f"sync {path.name}")
         os.fsync(fd)
     finally:
@@ -156,18 +171,22 @@ class Sink:
 
 
 def write_tensor(
-    sink: Sink, work: Work, block: Optional[torch.Tensor], moved: Callable[[int], None]
+    sink: Sink, form: Form, blocks: Iterator[memoryview], moved: Callable[[int], None]
 ) -> Written:
-    form, at, total = work.form, sink.end, RunningSum(work.form.grain)
+    at, total = sink.end, RunningSum(form.grain)
     if form.length <= LITTLE:
-        data = bytes(values_of(work, block))
-        total.add(memoryview(data))
-        sink.put(b"".join((form.head(total.crc), data, form.tail(total.crc, total.table))))
+        data = next(blocks, memoryview(b""))
+        total.add(data)
+        if form.grain:
+            head, tail = form.head(total.crc), form.tail(total.crc, total.table)
+        else:
+            head, tail = form.ends(total.crc)
+        sink.put(b"".join((head, data, tail)))
         moved(form.nbytes)
     else:
         # The head has the checksum of what comes behind it.
         at = sink.skip(form.at)
-        for part in blocks_of(work, block):
+        for part in blocks:
             total.add(part)
             sink.put_large(part)
             moved(part.nbytes)
@@ -181,19 +200,15 @@ def is_flat(part: torch.Tensor) -> bool:
     return part.device.type == "cpu" and part.is_contiguous() and not part.is_conj() and not part.is_neg()
 
 
-def values_of(work: Work, block: Optional[torch.Tensor]) -> memoryview:
-    parts = list(blocks_of(work, block))
-    return parts[0] if parts else memoryview(b"")
+def flat_blocks(part: torch.Tensor) -> Iterator[memoryview]:
+    """The values of a tensor that lies as in a file, in blocks that are multiples of every grain."""
+    data = bytes_of(part)
+    for start in range(0, len(data), BLOCK):
+        yield data[start : start + BLOCK]
 
 
-def blocks_of(work: Work, block: Optional[torch.Tensor]) -> Iterator[memoryview]:
+def blocks_of(work: Work, block: torch.Tensor) -> Iterator[memoryview]:
     """The values in row-major order, in blocks that are multiples of every grain, but for the last."""
-    if is_flat(work.part):
-        data = bytes_of(work.part)
-        for start in range(0, len(data), BLOCK):
-            yield data[start : start + BLOCK]
-        return
-    assert block is not None, "one was made for what is not flat"
     everything, grain = whole(work.box.size), work.form.grain or 1
     filled = 0
     for piece in pieces(everything, everything, work.data.dtype.itemsize, BLOCK // 2, 0):

@@ -1,0 +1,100 @@
+"""`integrity.json`: the SHA-256 of every file of a checkpoint, in Megatron's form (from its release 0.17 on).
+
+A checksum tells damage; these tell a file that is another one, too. Reads and hashes; knows no ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch_dcp_backport.dist_checkpointing.core import CONFIG_FNAME
+from torch_dcp_backport.dist_checkpointing.engine import files, metadata
+from torch_dcp_backport.dist_checkpointing.engine.unpickle import Refused
+from torch_dcp_backport.transfer import Problem
+
+NAME = "integrity.json"
+ALGORITHM = "sha256"
+#: Bytes that are read and hashed at once.
+BLOCK = 2**20
+#: File -> the SHA-256 of its bytes, as hexadecimal digits.
+Digests = dict[str, str]
+
+
+class Unknown(Exception):
+    """There is no list of digests, or none that can be read here."""
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    total, block = hashlib.sha256(), memoryview(bytearray(BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            total.update(block[:count])
+    return total.hexdigest()
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def to_bytes(digests: Mapping[str, str]) -> bytes:
+    return json.dumps({"algorithm": ALGORITHM, "files": dict(sorted(digests.items()))}, indent=2).encode()
+
+
+def read(folder: Path) -> Digests:
+    """The digests of a checkpoint's files.
+
+    Raises:
+        Unknown: there are none, or not in a form that is known here.
+    """
+    try:
+        data = (folder / NAME).read_bytes()
+    except FileNotFoundError:
+        raise Unknown(f"{folder} has no {NAME}: it was saved without verify_integrity=True") from None
+    except OSError as error:
+        raise Unknown(f"{folder / NAME} cannot be read: {error.strerror}") from None
+    try:
+        known: Any = json.loads(data)
+        algorithm, listed = known["algorithm"], dict(known["files"])
+        names = {metadata.file_name(name): str(value) for name, value in listed.items()}
+    except (ValueError, TypeError, AttributeError, KeyError, Refused) as error:
+        raise Unknown(f"{folder / NAME} is damaged: {error!r}") from None
+    if algorithm != ALGORITHM:
+        raise Unknown(f"{folder / NAME} has another algorithm: {algorithm} (known is {ALGORITHM})")
+    return names
+
+
+def problem_of(folder: Path, name: str, expected: str) -> list[Problem]:
+    """What is wrong with one listed file."""
+    try:
+        found = digest_of(folder / name)
+    except OSError as error:
+        return [Problem("a file cannot be read", name, str(error.strerror))]
+    what = "a file is not the one that was saved (wrong SHA-256)"
+    return [] if found == expected else [Problem(what, name, found, expected)]
+
+
+def unlisted(digests: Mapping[str, str], needed: Iterable[str]) -> list[Problem]:
+    """Files of a checkpoint that the list says nothing of."""
+    names = sorted({*needed, metadata.NAME, CONFIG_FNAME} - {*digests})
+    return [Problem(f"{NAME} does not list a file", name) for name in names]
+
+
+def write_all(folder: Path) -> None:
+    """List the digests of all files that are in a folder, but for those of its folders."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != NAME)
+    files.publish(folder / NAME, to_bytes({name: digest_of(folder / name) for name in names}))
+    files.sync_folder(folder)
+
+
+def is_there(folder: Path) -> bool:
+    return os.path.lexists(folder / NAME)

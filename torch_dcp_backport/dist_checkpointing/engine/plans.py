@@ -1,0 +1,147 @@
+"""Plans of earlier saves: who writes what, and where it comes to lie. Kept as bytes, and never with a value.
+
+A plan is used again where every rank's table is what it was, which a digest tells at every save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import NamedTuple, Optional
+
+from torch_dcp_backport.dist_checkpointing.engine import metadata
+from torch_dcp_backport.dist_checkpointing.engine.assign import Share
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place, Stored
+from torch_dcp_backport.dist_checkpointing.engine.table import Table
+from torch_dcp_backport.dist_checkpointing.engine.writer import Output
+
+#: A model and its average, in turns; each has about 100 bytes for a record.
+MOST = 2
+
+Ranks = tuple[int, ...]
+
+
+class Lines(NamedTuple):
+    """Where a rank's records lie: file, offsets and lengths."""
+
+    file: str
+    offsets: array[int]
+    lengths: array[int]
+
+
+class Description:
+    """What the first rank needs to write `.metadata` of a plan, once and again."""
+
+    def __init__(self, tables: Mapping[int, Table], shares: Mapping[int, Share]) -> None:
+        #: Until they were used; then as bytes, for a million objects would be looked at by every garbage
+        #: collection, and only where objects may change in size.
+        self._fresh: Optional[tuple[Mapping[int, Table], Mapping[int, Share]]] = tables, shares
+        self._frozen = b""
+        self._template: Optional[metadata.Template] = None
+        self._lines: dict[int, Lines] = {}
+        #: Of each rank's records among all checksums.
+        self._places: dict[int, array[int]] = {}
+
+    def to_bytes(self, outputs: Mapping[int, Output], common: tuple[int, int]) -> bytes:
+        """The content of `.metadata` for what the ranks have written by this plan."""
+        lines = {rank: lines_of(output) for rank, output in outputs.items()}
+        if self._template is None or lines != self._lines:
+            # Objects may have other sizes than they had.
+            tables, shares = self._fresh or pickle.loads(self._frozen)
+            if self._fresh and any(share.objects for share in shares.values()):
+                self._frozen = pickle.dumps((dict(tables), dict(shares)))
+            self._fresh = None
+            index = index_of(tables, shares, outputs)
+            index.is_ours, index.common = True, common
+            template = metadata.Template(index)
+            numbers = {(place.file, place.offset): number for number, place in enumerate(template.places)}
+            self._places = {
+                rank: array("I", (numbers[line.file, offset] for offset in line.offsets))
+                for rank, line in lines.items()
+            }
+            template.places.clear()
+            self._template, self._lines = template, lines
+        sums = array("I", bytes(4 * sum(map(len, self._places.values()))))
+        for rank, places in self._places.items():
+            output = outputs[rank]
+            for number, entry in zip(places, (*output.tensors, *output.objects)):
+                sums[number] = entry.crc
+        return self._template.filled(sums, common)
+
+
+def lines_of(output: Output) -> Lines:
+    records = (*output.tensors, *output.objects)
+    offsets, lengths = (array("Q", column) for column in list(zip(*records))[:2] or ((), ()))
+    return Lines(output.file, offsets, lengths)
+
+
+def index_of(
+    tables: Mapping[int, Table], shares: Mapping[int, Share], outputs: Mapping[int, Output]
+) -> Index:
+    """Where every box of every tensor came to lie."""
+    index = Index()
+    chunks: dict[str, list[Chunk]] = {}
+    for table in tables.values():
+        for row in table.tensors:
+            if row.key not in chunks:
+                chunks[row.key] = []
+                index.tensors[row.key] = Stored(row.dtype, row.shape, chunks[row.key], row.original)
+    for rank, share in shares.items():
+        output = outputs[rank]
+        for item, written in zip(share.tensors, output.tensors):
+            key = tables[rank].tensors[item.number].key
+            chunks[key].append(Chunk(item.box, Place(output.file, *written)))
+        for number, written in zip(share.objects, output.objects):
+            index.objects[tables[rank].objects[number].unique_key] = Place(output.file, *written)
+    return index
+
+
+class Plan(NamedTuple):
+    """A plan as one rank keeps it."""
+
+    #: The same on every rank that has this plan, and of no other.
+    number: bytes
+    #: What this rank writes.
+    share: bytes
+    #: Of the first rank, as is the next one: each rank's digest.
+    digests: Mapping[int, bytes]
+    description: Optional[Description]
+
+
+_LOCK = threading.Lock()
+_kept: OrderedDict[tuple[Ranks, bytes], Plan] = OrderedDict()
+
+
+def digest_of(table: Table, *options: bool) -> bytes:
+    """The same bytes for the same rows under the same options."""
+    return hashlib.blake2b(pickle.dumps((table, options)), digest_size=32).digest()
+
+
+def find(ranks: Ranks, digest: bytes) -> Optional[Plan]:
+    with _LOCK:
+        plan = _kept.get((ranks, digest))
+        if plan is not None:
+            _kept.move_to_end((ranks, digest))
+        return plan
+
+
+def keep(ranks: Ranks, digest: bytes, plan: Plan) -> None:
+    with _LOCK:
+        _kept[ranks, digest] = plan
+        _kept.move_to_end((ranks, digest))
+        while len(_kept) > MOST:
+            _kept.popitem(last=False)
+
+
+def forget() -> None:
+    """Plan anew from now on."""
+    with _LOCK:
+        _kept.clear()
+
+
+def number_of(digests: Mapping[int, bytes]) -> bytes:
+    return hashlib.blake2b(b"".join(digests[rank] for rank in sorted(digests)), digest_size=16).digest()

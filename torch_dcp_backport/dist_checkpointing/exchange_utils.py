@@ -1,0 +1,400 @@
+"""Who loads which shard of a process group, and the exchange of what was loaded; for programs that do both.
+
+Names, positional order and results are those of megatron.core.dist_checkpointing.exchange_utils. A load with
+`FullyParallelLoadStrategyWrapper` shares its reads by itself, in smaller parts than whole shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, NamedTuple, Optional, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport.dist_checkpointing.adopt import adopted
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.dict_utils import nested_values
+from torch_dcp_backport.dist_checkpointing.engine import meeting
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, begin, consult, guard
+from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
+from torch_dcp_backport.dist_checkpointing.sharded_tensor import data_shape
+from torch_dcp_backport.dist_checkpointing.utils import ShardId, _sharded_tensor_shard_id
+from torch_dcp_backport.transfer import Box, Call, Problem
+from torch_dcp_backport.transfer.chunks import Key
+from torch_dcp_backport.transfer.errors import DOUBTFUL
+from torch_dcp_backport.transfer.exchange import Route
+from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.memories import Memories, move
+from torch_dcp_backport.transfer.plan import Terms
+from torch_dcp_backport.transfer.spread import Boxes
+
+T = TypeVar("T", bound=Hashable)
+Loaded = dict[ShardId, torch.Tensor]
+
+CANNOT_EXCHANGE = "cannot exchange what was loaded"
+#: Megatron's ways; here one exchange serves all of them.
+GATHER_OBJECT, GATHER_ROUNDS, BROADCAST = "gather_object", "gather_rounds", "broadcast"
+
+
+class ShardDistribution(NamedTuple):
+    """Who takes care of which shard. Ranks are numbers within the process group."""
+
+    #: The one rank that saves or loads a shard.
+    main_rank_for_shard: dict[ShardId, int]
+    shards_in_this_group: set[ShardId]
+    #: Without data; of the first rank that has it.
+    shard_to_metadata: dict[ShardId, ShardedTensor]
+    #: In order; a rank that has a shard under two names is there twice.
+    all_ranks_for_shard: dict[ShardId, list[int]]
+
+
+class Shape(NamedTuple):
+    """What has to be the same of a shard on both ends."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Said(NamedTuple):
+    """What one rank has loaded, and what it waits for."""
+
+    loaded: dict[ShardId, Shape]
+    waiting: dict[ShardId, Shape]
+    #: Shard -> the group's rank that has to have loaded it; the same on every rank, as is the next one.
+    mains: dict[ShardId, int]
+    algorithm: str
+
+
+class Way(NamedTuple):
+    """Of one shard; every rank knows all of them, so that messages are cut alike on both ends."""
+
+    #: Global ranks.
+    source: int
+    takers: tuple[int, ...]
+    shape: Shape
+
+    @property
+    def route(self) -> Route:
+        size, dtype = self.shape
+        box = (whole(size),)
+        have, want = ((self.source, box),), tuple((rank, box) for rank in self.takers)
+        return Route(Boxes(size, have), Boxes(size, want), dtype)
+
+
+Ways = dict[ShardId, Way]
+
+
+def is_float8tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of Transformer Engine's class for float8, told by the name of its class."""
+    return any(kind.__name__ in ("Float8Tensor", "QuantizedTensor") for kind in type(tensor).__mro__)
+
+
+def distribute_shards_to_ranks(
+    shard_to_ranks: Mapping[T, list[int]], shard_to_size: Mapping[T, int], num_ranks: int
+) -> dict[T, int]:
+    """Give each shard to one of the ranks that have it, so that all get about the same bytes.
+
+    The shards of fewest ranks come first, then the largest: each goes to the rank with the least so far.
+    Equal on all ranks that pass the same.
+
+    Raises:
+        ValueError: a shard that none of the ranks has.
+    """
+    load = [0] * num_ranks
+    given: dict[T, int] = {}
+    order: Any = sorted(
+        shard_to_ranks, key=lambda shard: (len(shard_to_ranks[shard]), -shard_to_size[shard], shard)
+    )
+    for shard in order:
+        ranks = [rank for rank in shard_to_ranks[shard] if 0 <= rank < num_ranks]
+        if not ranks:
+            raise ValueError(f"{shard} is on none of {num_ranks} ranks: {shard_to_ranks[shard]}")
+        given[shard] = min(ranks, key=lambda rank: (load[rank], rank))
+        load[given[shard]] += shard_to_size[shard]
+    return given
+
+
+def determine_main_replica_uniform_distribution(
+    sharded_state_dict: ShardedStateDict, parallelization_group: Group, ignore_groups: bool = False
+) -> Optional[ShardDistribution]:
+    """Give each shard of a process group to one of its ranks, by bytes. Collective.
+
+    Args:
+        ignore_groups: count the shards without a main replica in this group too, as a load has to.
+
+    Returns:
+        The distribution, equal on all ranks; None in a group of one rank.
+
+    Raises:
+        CheckpointingException: a rank's part contradicts itself, or a shard differs from rank to rank; the
+            same on every rank.
+    """
+    if dist.get_world_size(parallelization_group) <= 1:
+        return None
+    with begin("cannot share out the shards", "save", parallelization_group) as call:
+        mine: list[ShardedTensor] = []
+        with guard(call):
+            for part in map(adopted, nested_values(sharded_state_dict)):
+                if isinstance(part, ShardedTensor):
+                    part.validate_metadata_integrity()
+                    mine.append(part.without_data())
+        ranks = call.ranks
+
+        def decide(said: Mapping[int, list[ShardedTensor]]) -> Mapping[int, list[list[ShardedTensor]]]:
+            everyone = [said[rank] for rank in ranks]
+            findings = list(differing(ranks, everyone))
+            if findings:
+                raise Refusal(findings)
+            return dict.fromkeys(said, everyone)
+
+        everyone = consult(call, mine, decide, Topic("sharing out shards"))
+    return distribution_of(everyone, ignore_groups)
+
+
+def distribution_of(everyone: list[list[ShardedTensor]], ignore_groups: bool) -> ShardDistribution:
+    """The distribution of what each rank of a group has."""
+    ranks_by_shard: dict[ShardId, list[int]] = {}
+    first: dict[ShardId, ShardedTensor] = {}
+    here: set[ShardId] = set()
+    for rank, parts in enumerate(everyone):
+        for part in parts:
+            shard = _sharded_tensor_shard_id(part)
+            ranks_by_shard.setdefault(shard, []).append(rank)
+            first.setdefault(shard, part)
+            if ignore_groups or is_main_replica(part.replica_id):
+                here.add(shard)
+    ranks_by_shard = {shard: ranks for shard, ranks in ranks_by_shard.items() if shard in here}
+    sizes = {shard: math.prod(data_shape(part)) * part.dtype.itemsize for shard, part in first.items()}
+    return ShardDistribution(
+        distribute_shards_to_ranks(ranks_by_shard, sizes, len(everyone)), here, first, ranks_by_shard
+    )
+
+
+def shape_of(part: ShardedTensor) -> Shape:
+    return Shape(data_shape(part), part.dtype)
+
+
+def differing(ranks: tuple[int, ...], everyone: list[list[ShardedTensor]]) -> Iterator[tuple[int, Problem]]:
+    """Shards that are something else on another rank."""
+    known: dict[ShardId, tuple[int, Shape]] = {}
+    for rank, parts in zip(ranks, everyone):
+        for part in parts:
+            shape = shape_of(part)
+            first, other = known.setdefault(_sharded_tensor_shard_id(part), (rank, shape))
+            if other != shape:
+                yield rank, mismatch(part.key, shape, other, first)
+
+
+def mismatch(key: str, got: Shape, expected: Shape, rank: int) -> Problem:
+    what = "another shape or dtype than on another rank"
+    return Problem(what, key, f"{got.size} {got.dtype}", f"{expected.size} {expected.dtype} as rank {rank}")
+
+
+def exchange_loaded_tensors_gather_rounds(
+    loaded_tensors: Loaded,
+    unloaded_shards: dict[ShardId, ShardedTensor],
+    shard_distribution: Optional[ShardDistribution] = None,
+    parallelization_group: Group = None,
+) -> Loaded:
+    """As `exchange_by_distribution`."""
+    return exchange_by_distribution(
+        loaded_tensors, unloaded_shards, shard_distribution, parallelization_group, GATHER_ROUNDS
+    )
+
+
+def exchange_loaded_tensors_gather_object(
+    loaded_tensors: Loaded,
+    unloaded_shards: dict[ShardId, ShardedTensor],
+    shard_distribution: Optional[ShardDistribution] = None,
+    parallelization_group: Group = None,
+) -> Loaded:
+    """As `exchange_by_distribution`; no distribution is needed."""
+    return exchange_by_distribution(
+        loaded_tensors, unloaded_shards, shard_distribution, parallelization_group, GATHER_OBJECT
+    )
+
+
+def exchange_loaded_tensors_broadcast(
+    loaded_tensors: Loaded,
+    unloaded_shards: dict[ShardId, ShardedTensor],
+    shard_distribution: Optional[ShardDistribution] = None,
+    parallelization_group: Group = None,
+) -> Loaded:
+    """As `exchange_by_distribution`."""
+    return exchange_by_distribution(
+        loaded_tensors, unloaded_shards, shard_distribution, parallelization_group, BROADCAST
+    )
+
+
+def exchange_by_distribution(
+    loaded_tensors: Loaded,
+    unloaded_shards: dict[ShardId, ShardedTensor],
+    shard_distribution: Optional[ShardDistribution],
+    parallelization_group: Group = None,
+    exchange_algo: str = BROADCAST,
+) -> Loaded:
+    """Bring each rank of a group the shards that it waits for, from those that loaded them. Collective.
+
+    A shard goes to the ranks that want it, and to no other; in bounded pieces, whatever `exchange_algo` says.
+
+    Args:
+        loaded_tensors: what this rank has loaded.
+        unloaded_shards: what it waits for; `data` that is there is written in place, and None becomes a
+            tensor on the CPU.
+        shard_distribution: who has loaded what; what else was loaded stays where it is.
+        exchange_algo: "broadcast", "gather_rounds" or "gather_object"; the last one refuses shards that two
+            ranks have loaded.
+
+    Returns:
+        This rank's tensors: those that it had, and those that it waited for.
+
+    Raises:
+        CheckpointingException: a shard that a rank waits for was loaded by none, or has another shape or
+            dtype there; the same on every rank. No tensor was written.
+        NotImplementedError: no such `exchange_algo`.
+    """
+    if exchange_algo not in (BROADCAST, GATHER_ROUNDS, GATHER_OBJECT):
+        raise NotImplementedError(f"no such exchange_algo: {exchange_algo!r}")
+    if shard_distribution is None and exchange_algo != GATHER_OBJECT:
+        raise CheckpointingException(f"{CANNOT_EXCHANGE}: {exchange_algo} needs a shard_distribution")
+    try:
+        with begin(CANNOT_EXCHANGE, "load", parallelization_group) as call:
+            return exchanged(call, loaded_tensors, unloaded_shards, shard_distribution, exchange_algo)
+    except RuntimeError as error:
+        raise CheckpointingException(str(error)) from error
+
+
+@torch.no_grad()
+def exchanged(
+    call: Call,
+    loaded: Loaded,
+    waiting: Mapping[ShardId, ShardedTensor],
+    distribution: Optional[ShardDistribution],
+    algorithm: str,
+) -> Loaded:
+    result: Loaded = {}
+    said = Said({}, {}, {}, algorithm)
+    with guard(call):
+        result = {shard: nominal(tensor) for shard, tensor in loaded.items()}
+        said.loaded.update((shard, Shape(tuple(value.shape), value.dtype)) for shard, value in result.items())
+        for shard, part in waiting.items():
+            if shard not in loaded:
+                said.waiting[shard] = shape_of(adopted(part))
+        if distribution is not None and algorithm != GATHER_OBJECT:
+            said.mains.update(distribution.main_rank_for_shard)
+    ranks = meeting.ranks_of(call)
+
+    def decide(everyone: Mapping[int, Said]) -> Mapping[int, Ways]:
+        ways, findings = ways_of(ranks, everyone)
+        if findings:
+            raise Refusal(findings)
+        return dict.fromkeys(everyone, ways)
+
+    ways: Ways = consult(call, said, decide, Topic("exchanging what was loaded"))
+    if meeting.is_alone(call):
+        return result
+    targets: Loaded = {}
+    with call.room_for("the tensors that are exchanged"):
+        for shard, shape in said.waiting.items():
+            data = adopted(waiting[shard]).data
+            targets[shard] = torch.empty(shape.size, dtype=shape.dtype) if data is None else data.detach()
+    kinds = {tensor.device.type for tensor in [*result.values(), *targets.values()]}
+    agreement = call.agree({}, Terms(device=kinds.pop() if len(kinds) == 1 else ""))
+    names: dict[Key, ShardId] = {str(number): shard for number, shard in enumerate(ways)}
+    routes: dict[Key, Route] = {name: ways[shard].route for name, shard in names.items()}
+
+    def source_of(name: str, _: Box) -> torch.Tensor:
+        return result[names[name]].detach()
+
+    def target_of(name: str, _: Box) -> torch.Tensor:
+        return targets[names[name]]
+
+    move(call, agreement, routes, Memories(source_of, target_of, DOUBTFUL))
+    return {**result, **targets}
+
+
+def nominal(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor of Transformer Engine's in their nominal dtype; others as they are."""
+    dequantize = getattr(tensor, "dequantize", None) if is_float8tensor(tensor) else None
+    return tensor if dequantize is None else dequantize()
+
+
+def ways_of(ranks: tuple[int, ...], everyone: Mapping[int, Said]) -> tuple[Ways, meeting.Findings]:
+    """Who sends each shard to whom, and what is wrong with that."""
+    findings: meeting.Findings = []
+    loaders: dict[ShardId, list[int]] = {}
+    takers: dict[ShardId, list[int]] = {}
+    first = everyone[ranks[0]]
+    for rank in ranks:
+        said = everyone[rank]
+        if (said.mains, said.algorithm) != (first.mains, first.algorithm):
+            what = "another distribution or exchange_algo than on another rank"
+            got, expected = f"{len(said.mains)} shards, {said.algorithm}", f"those of rank {ranks[0]}"
+            findings.append((rank, Problem(what, "", got, expected)))
+        for shard in said.loaded:
+            loaders.setdefault(shard, []).append(rank)
+        for shard in said.waiting:
+            takers.setdefault(shard, []).append(rank)
+    ways: Ways = {}
+    for shard, waiting in takers.items():
+        holders, main = loaders.get(shard, []), first.mains.get(shard)
+        if main is not None and 0 <= main < len(ranks):
+            # What others have loaded beside it does not count.
+            holders = [rank for rank in holders if rank == ranks[main]]
+        if not holders:
+            expected = "one" if main is None else f"by rank {ranks[main]}" if main < len(ranks) else f"{main}"
+            findings.append(
+                (waiting[0], Problem("a shard that no rank has loaded", spelled(shard), "none", expected))
+            )
+            continue
+        source = holders[0]
+        shape = everyone[source].loaded[shard]
+        ways[shard] = Way(source, tuple(waiting), shape)
+        for rank in waiting:
+            if everyone[rank].waiting[shard] != shape:
+                findings.append(
+                    (rank, mismatch(spelled(shard), everyone[rank].waiting[shard], shape, source))
+                )
+    if first.algorithm == GATHER_OBJECT:
+        findings += [
+            (holders[-1], loaded_twice(shard, holders)) for shard, holders in loaders.items() if holders[1:]
+        ]
+    return ways, findings
+
+
+def loaded_twice(shard: ShardId, ranks: list[int]) -> Problem:
+    return Problem("loaded by several ranks", spelled(shard), f"ranks {ranks}", "one")
+
+
+def spelled(shard: ShardId) -> str:
+    key, offset, *_ = shard
+    return f"{key} at {offset}"
+
+
+def exchange_loaded_objects_gather_object(loaded_objects: dict[ShardId, Any]) -> dict[ShardId, Any]:
+    """The objects that any rank has loaded, on every rank of the default group. Collective.
+
+    Raises:
+        CheckpointingException: two ranks have loaded one; the same on every rank.
+    """
+    with begin(CANNOT_EXCHANGE, "load", None) as call:
+
+        def decide(said: Mapping[int, dict[ShardId, Any]]) -> Mapping[int, dict[ShardId, Any]]:
+            together: dict[ShardId, Any] = {}
+            loaders: dict[ShardId, list[int]] = {}
+            for rank in sorted(said):
+                together.update(said[rank])
+                for shard in said[rank]:
+                    loaders.setdefault(shard, []).append(rank)
+            findings = [
+                (ranks[-1], loaded_twice(shard, ranks)) for shard, ranks in loaders.items() if ranks[1:]
+            ]
+            if findings:
+                raise Refusal(findings)
+            return dict.fromkeys(said, together)
+
+        objects: dict[ShardId, Any] = consult(call, dict(loaded_objects), decide, Topic("exchanging objects"))
+    return objects

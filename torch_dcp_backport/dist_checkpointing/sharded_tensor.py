@@ -1,0 +1,353 @@
+"""A box of a global tensor on one rank, or a run of a flattened box.
+
+Fields and positional order are those of megatron.core.dist_checkpointing.mapping, where programs find it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Optional, Union
+
+import torch
+
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, check_fields
+from torch_dcp_backport.dist_checkpointing.engine.parts import part_of_this_rank
+from torch_dcp_backport.transfer.groups import Group
+
+#: A number, or a tuple of them: the copy of all zeros is the main one.
+ReplicaId = Union[int, tuple[int, ...]]
+
+
+class ShardedBase(ABC):
+    """A value that is a part of something global, under a key."""
+
+    key: str
+    data: Any
+    replica_id: ReplicaId
+
+    @abstractmethod
+    def validate_metadata_integrity(self) -> None:
+        """Raise CheckpointingException where the fields contradict each other."""
+
+    @abstractmethod
+    def without_data(self) -> ShardedBase:
+        """The same part without its value."""
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """Whether a copy is the one that counts: 0, or zeros only."""
+    if isinstance(replica_id, int):
+        return replica_id == 0
+    return all(number == 0 for number in replica_id)
+
+
+@dataclass
+class ShardedTensor(ShardedBase):
+    """A box of a global tensor.
+
+    Axes may be prepended: a local [3, 2] with `prepend_axis_num=1` is a box [1, 3, 2] of a global tensor with
+    three axes, such as one layer of a stack.
+    """
+
+    #: Of the global tensor.
+    key: str
+    #: The box's values; None where they are to be made by a load.
+    data: Optional[torch.Tensor] = field(repr=False)
+    dtype: torch.dtype
+    #: Without the prepended axes, as is that of `data`.
+    local_shape: tuple[int, ...]
+    #: With the prepended axes, as are the two below.
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    #: Into how many equal parts each axis is cut; None for boxes of any size.
+    axis_fragmentations: Optional[tuple[int, ...]]
+    replica_id: ReplicaId = 0
+    prepend_axis_num: int = 0
+    #: Load what the saved tensor and this box have in common, and zeros for the rest.
+    allow_shape_mismatch: bool = False
+    #: `data` is 1-D, and has these elements of the box in row-major order; as Megatron's distributed
+    #: optimizer before 0.16 holds its states.
+    flattened_range: Optional[slice] = None
+    #: Of `from_dtensor`: the lowest rank of the mesh. The same box on another mesh is a replica.
+    mesh: Optional[int] = None
+
+    @property
+    def has_regular_grid(self) -> bool:
+        return self.axis_fragmentations is not None
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise where the fields contradict each other.
+
+        Raises:
+            CheckpointingException: naming the key and the two values that disagree.
+        """
+        numbers = (*self.local_shape, *self.global_shape, *self.global_offset, self.prepend_axis_num)
+        check_fields(self.key, numbers, self.replica_id)
+        if "/shard_" in self.key:
+            self._refuse("the key of an object's place", self.key, 'no "/shard_"')
+        self._validate_range()
+        if self.data is not None and self.data.dtype != self.dtype:
+            self._refuse("another dtype than its data's", self.dtype, self.data.dtype)
+        if self.data is not None and tuple(self.data.shape) != data_shape(self):
+            self._refuse("another local shape than its data's", data_shape(self), tuple(self.data.shape))
+        axes = len(self.local_shape) + self.prepend_axis_num
+        if not len(self.global_shape) == len(self.global_offset) == axes:
+            got = f"{self.global_shape} with offset {self.global_offset}"
+            self._refuse("wrong number of axes in the global shape or offset", got, f"{axes} axes")
+        for start, extent, limit in zip(self.global_offset, self.box_size, self.global_shape):
+            is_outside = start < 0 or start + extent > limit
+            if is_outside and not (self.allow_shape_mismatch or 0 in self.local_shape):
+                got = f"offset {self.global_offset}, shape {self.box_size}"
+                self._refuse("a box outside the global tensor", got, self.global_shape)
+        if self.axis_fragmentations is not None:
+            for start, extent in zip(self.global_offset[self.prepend_axis_num :], self.local_shape):
+                if extent and start % extent:
+                    what = "an offset that is no multiple of the local shape (irregular grids pass "
+                    self._refuse(
+                        what + "axis_fragmentations=None)", self.global_offset, tuple(self.local_shape)
+                    )
+
+    def _validate_range(self) -> None:
+        run, parts = self.flattened_range, self.axis_fragmentations
+        if run is None:
+            return
+        limit = math.prod(self.local_shape)
+        numbers = (run.start, run.stop)
+        if run.step is not None or not all(type(number) is int for number in numbers):
+            self._refuse("not a flattened range", run, "slice(start, stop)")
+        if not 0 <= run.start <= run.stop <= limit:
+            self._refuse("a flattened range outside the local shape", run, f"0 to {limit}")
+        grid = tuple(cut * extent for cut, extent in zip(parts or (), self.box_size))
+        if parts is None or grid != tuple(self.global_shape):
+            what = "a flattened range without a regular grid of equal boxes"
+            self._refuse(what, f"{parts} of {self.box_size}", f"{tuple(self.global_shape)} together")
+
+    def _refuse(self, what: str, got: object, expected: object) -> None:
+        raise CheckpointingException(f"{what}: {self.key} (expected {expected}, got {got})")
+
+    @property
+    def box_size(self) -> tuple[int, ...]:
+        """The local shape with the prepended axes."""
+        return (1,) * self.prepend_axis_num + tuple(self.local_shape)
+
+    def global_slice(self) -> tuple[Union[int, slice], ...]:
+        """The box as an index of the global tensor; prepended axes are numbers."""
+        count = self.prepend_axis_num
+        spans = zip(self.global_offset[count:], self.local_shape)
+        return (*self.global_offset[:count], *(slice(start, start + extent) for start, extent in spans))
+
+    def local_chunk_offset_in_global(self) -> tuple[int, ...]:
+        """The place of the box in the grid of boxes.
+
+        Raises:
+            CheckpointingException: the grid is irregular.
+        """
+        self._grid()
+        return tuple(
+            start // extent if extent else 0 for start, extent in zip(self.global_offset, self.box_size)
+        )
+
+    def max_allowed_chunks(self) -> tuple[int, ...]:
+        """The extents of one part of the grid; the name is Megatron's.
+
+        Raises:
+            CheckpointingException: the grid is irregular, or an axis has no equal parts.
+        """
+        grid = self._grid()
+        if (
+            any(extent % parts for extent, parts in zip(self.global_shape, grid))
+            and not self.allow_shape_mismatch
+        ):
+            self._refuse("an axis that has no equal parts", self.global_shape, f"multiples of {grid}")
+        return tuple(extent // parts for extent, parts in zip(self.global_shape, grid))
+
+    def _grid(self) -> tuple[int, ...]:
+        if self.axis_fragmentations is None:
+            self._refuse("an irregular grid has no numbers of chunks", None, "axis_fragmentations")
+        assert self.axis_fragmentations is not None, "it was refused"
+        return tuple(self.axis_fragmentations)
+
+    def local_coordinates(self) -> tuple[Any, ...]:
+        """Arrays of numpy, one for each axis of the box: where the elements of the flattened range are in it.
+
+        Raises:
+            CheckpointingException: there is no flattened range.
+        """
+        import numpy
+
+        if self.flattened_range is None:
+            self._refuse("no flattened range", None, "slice(start, stop)")
+        assert self.flattened_range is not None, "it was refused"
+        places = numpy.arange(self.flattened_range.start, self.flattened_range.stop)
+        return tuple(numpy.unravel_index(places, tuple(self.local_shape)))
+
+    def global_coordinates(self) -> tuple[Any, ...]:
+        """As `local_coordinates`, in the global tensor; prepended axes have one number."""
+        places = (0,) * self.prepend_axis_num + self.local_coordinates()
+        return tuple(place + start for place, start in zip(places, self.global_offset))
+
+    def without_data(self) -> ShardedTensor:
+        return replace(self, data=None)
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        flattened_range: None = None,
+        **init_kwargs: Any,
+    ) -> ShardedTensor:
+        """Describe a local tensor by its place among equal parts along some axes.
+
+        Args:
+            rank_offsets: (axis, place, parts) for each axis that is cut; axes count the prepended ones.
+
+        Raises:
+            CheckpointingException: an axis, a place or a number of parts that cannot be.
+        """
+        axes = data.dim() + prepend_axis_num
+        offset, parts = [0] * axes, [1] * axes
+        local = (1,) * prepend_axis_num + tuple(data.shape)
+        for axis, place, count in rank_offsets:
+            if not 0 <= axis < axes or not 0 <= place < count:
+                raise CheckpointingException(
+                    f"no such place: {key} (axis {axis} of {axes}, part {place} of {count})"
+                )
+            offset[axis], parts[axis] = place * local[axis], count
+        return cls(
+            key,
+            data,
+            data.dtype,
+            tuple(data.shape),
+            tuple(extent * count for extent, count in zip(local, parts)),
+            tuple(offset),
+            tuple(parts),
+            replica_id=replica_id,
+            prepend_axis_num=prepend_axis_num,
+            **{"flattened_range": flattened_range, **init_kwargs},
+        )
+
+    @classmethod
+    def from_rank_offsets_flat(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        non_flat_local_shape: tuple[int, ...],
+        *args: tuple[int, int, int],
+        flattened_range: Optional[slice] = None,
+        **kwargs: Any,
+    ) -> ShardedTensor:
+        """As `from_rank_offsets`, for a 1-D tensor that has a range of a flattened box.
+
+        Args:
+            non_flat_local_shape: of the box.
+            args, kwargs: as there.
+
+        Raises:
+            CheckpointingException: no range, or data that is not it.
+        """
+        if flattened_range is None:
+            raise CheckpointingException(f"no flattened range: {key} (from_rank_offsets needs none)")
+        box = torch.empty(tuple(non_flat_local_shape), dtype=data.dtype, device="meta")
+        made = replace(
+            cls.from_rank_offsets(key, box, *args, **kwargs), data=data, flattened_range=flattened_range
+        )
+        made.validate_metadata_integrity()
+        return made
+
+    @classmethod
+    def from_dtensor(
+        cls,
+        key: str,
+        tensor: torch.Tensor,
+        *,
+        allow_shape_mismatch: bool = False,
+        process_group: Group = None,
+    ) -> ShardedTensor:
+        """Describe this rank's part of a DTensor, on any mesh and with any placements.
+
+        A plain tensor is taken to be the same on every rank. `data` is the local tensor itself, so that a
+        load writes into it.
+
+        Args:
+            process_group: those that save or load together; a plain tensor's main copy is the first one's.
+
+        Raises:
+            NotImplementedError: a placement that does not say where elements live (Partial).
+            CheckpointingException: a local tensor that is not the shard that its placements say.
+        """
+        mine = part_of_this_rank(key, tensor, process_group)
+        return cls(
+            key,
+            mine.local,
+            mine.local.dtype,
+            mine.box.size,
+            tuple(tensor.shape),
+            mine.box.offset,
+            None,
+            mine.replica,
+            allow_shape_mismatch=allow_shape_mismatch,
+            mesh=mine.mesh,
+        )
+
+    def init_data(
+        self, device: Union[str, torch.device], init_fn: Callable[..., torch.Tensor] = torch.empty
+    ) -> None:
+        """Make `data`, unless it is there."""
+        if self.data is None:
+            self.data = init_fn(data_shape(self), dtype=self.dtype, device=device)
+
+    def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
+        """This rank's part where every rank `narrow`s its box alike: a list of one; of a run, or of none.
+
+        Args:
+            dim, start, length: of the box, as for `torch.narrow`.
+
+        Raises:
+            CheckpointingException: boxes that are not of one size along `dim`, or no such part of it; a
+                flattened range along another axis than the first.
+        """
+        axis, extent = dim + self.prepend_axis_num, self.local_shape[dim]
+        total, offset = self.global_shape[axis], self.global_offset[axis]
+        if not extent or total % extent or offset % extent:
+            self._refuse(
+                "boxes that are not of one size cannot be narrowed alike", total, f"multiples of {extent}"
+            )
+        if not 0 <= start <= start + length <= extent:
+            self._refuse("no such part of a box", f"{start} to {start + length}", f"0 to {extent}")
+        if self.flattened_range is not None and dim:
+            self._refuse("a flattened range can be narrowed along the first axis alone", dim, 0)
+        made = replace(
+            self,
+            data=None,
+            local_shape=_with(self.local_shape, dim, length),
+            global_shape=_with(self.global_shape, axis, total // extent * length),
+            global_offset=_with(self.global_offset, axis, offset // extent * length),
+        )
+        if self.flattened_range is None:
+            made.data = None if self.data is None else self.data.narrow(dim, start, length)
+            return [made]
+        row = math.prod(self.local_shape[1:])
+        begin, end = self.flattened_range.start, self.flattened_range.stop
+        first, last = max(begin, start * row), min(end, (start + length) * row)
+        if first >= last:
+            return []
+        made.data = None if self.data is None else self.data[first - begin : last - begin]
+        made.flattened_range = slice(first - start * row, last - start * row)
+        return [made]
+
+
+def data_shape(part: ShardedTensor) -> tuple[int, ...]:
+    """The shape of a part's data: that of the box, or the elements of the flattened range."""
+    run = part.flattened_range
+    return tuple(part.local_shape) if run is None else (run.stop - run.start,)
+
+
+def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
+    return (*values[:place], value, *values[place + 1 :])
