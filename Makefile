@@ -3,9 +3,10 @@ PYTHON ?= python3
 LANES = $(PYTHON) tools/lanes.py
 # Lanes at a time: one more than there are cores, unless something else is said ("--jobs 1").
 JOBS ?=
+FORMATS = tests/dist_checkpointing/test_megatron_formats.py
 
 .PHONY: help demo demo-reshard demo-megatron test test-ends test-pythons test-matrix examples documents \
-	clients clients-2.6 clients-2.5 megatron conformance reliability patched-page lint wheel
+	clients clients-2.6 clients-2.5 megatron megatron-newer conformance reliability patched-page lint wheel
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
@@ -44,7 +45,7 @@ test-ends:
 test-pythons:
 	$(LANES) test 2.6-py3.9 2.6-py3.13 -- tests/unit tests/imports torch_dcp_backport/regression
 
-test-matrix: test-ends test-pythons
+test-matrix: test-ends test-pythons megatron-newer
 	$(MAKE) test ALSO="2.4 2.5 2.7" WHOLE=--whole
 
 # What is in examples/, on four ranks, and every command and program in README and docs/. Not on torch 2.13: once in
@@ -68,7 +69,11 @@ clients-2.5:
 
 # megatron-core's own models on the CPU; the other tests of the two rooms are in the lanes of `make test`.
 megatron:
-	$(LANES) test megatron -- tests/megatron/test_megatron_core.py
+	$(LANES) test megatron -- tests/megatron/test_megatron_core.py $(FORMATS) tests/dist_checkpointing/test_exchange.py
+
+# Checkpoints of the newest megatron-core that torch 2.6 can import without its dependencies.
+megatron-newer:
+	$(LANES) test megatron-0.14 -- $(FORMATS)
 
 # Records what native torch, ours and stock torch give in every scenario, and writes docs/conformance.md.
 conformance:
