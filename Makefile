@@ -2,12 +2,13 @@
 PYTHON ?= python3
 LANES = $(PYTHON) tools/lanes.py
 
-.PHONY: help demo demo-reshard test test-ends test-pythons test-matrix examples clients megatron conformance reliability \
+.PHONY: help demo demo-engine demo-reshard test test-ends test-pythons test-matrix examples clients megatron conformance reliability \
 	patched-page lint wheel
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
 	@echo 'make demo-reshard  a training state saved by 4 ranks and loaded by others: a table and reshard.png'
+	@echo 'make demo-engine   a small Qwen2 trained under FSDP2 on four ranks, beside one process: a table and engine.png'
 	@echo 'make test          the suite on torch 2.6.0 (patched) and on a current torch (does nothing)'
 	@echo 'make wheel         a wheel to pin, in dist/, checked in clean environments'
 	@echo 'make lint          ruff and mypy --strict'
@@ -23,6 +24,11 @@ demo:
 # Sharded checkpoints on other ranks and meshes, beside torch's own.
 demo-reshard:
 	$(LANES) run 2.6 -- python benchmarks/checkpoints.py --plot reshard.png
+
+# Training under FSDP2 beside one process: a table and engine.png.
+demo-engine:
+	$(LANES) run current -- python -m torch.distributed.run --standalone --nproc-per-node 4 examples/engine_sft.py \
+		--plot engine.png
 
 # torch 2.6.0 (patched) and a current torch (does nothing); ALSO="2.4 2.5" for more lanes at the same time, with less
 # in each (see LEAVES_OUT in tools/lanes.py) unless WHOLE=--whole.

@@ -284,7 +284,7 @@ class FSDPEngineWithLMHead(FSDPEngine):
             logits = logits / temperature.clamp(min=1e-8).to(logits).view(-1, 1, 1)
         elif temperature != 1.0:
             logits = logits / max(temperature, 1e-8)
-        found = {"log_probs": heads.next_log_probs(logits, inputs[batches.IDS])}
+        found = {"log_probs": heads.next_log_probs(logits, inputs[batches.IDS], inputs[batches.MASK])}
         if data.get("calculate_entropy", False):
             found["entropy"] = heads.entropy(logits)
         return found

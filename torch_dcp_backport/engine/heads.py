@@ -6,7 +6,7 @@ A chunk in float32 is all that is there beside the logits, in the backward pass 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -30,9 +30,13 @@ def values(logits: torch.Tensor) -> torch.Tensor:
     return logits.squeeze(-1).float()
 
 
-def next_log_probs(logits: torch.Tensor, ids: torch.Tensor, *, chunk: int = CHUNK) -> torch.Tensor:
-    """At each position the log-probability of the token after it; 0 at the last, which has none."""
+def next_log_probs(
+    logits: torch.Tensor, ids: torch.Tensor, mask: Optional[torch.Tensor] = None, *, chunk: int = CHUNK
+) -> torch.Tensor:
+    """At each position the log-probability of the token after it; 0 where there is none, or padding."""
     found = log_probs(logits[:, :-1], ids[:, 1:], chunk=chunk)
+    if mask is not None:
+        found = found * mask[:, 1:].to(found)
     return torch.nn.functional.pad(found, (0, 1))
 
 
@@ -41,17 +45,11 @@ def sft_loss(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """The mean over all tokens of all ranks that `loss_mask` marks; a loss function as verl's are."""
     found, mask = model_output["log_probs"], data["loss_mask"]
+    # The mask marks tokens, a log-probability stands one before its token; the last of a row is 0.
     if found.is_nested:
-        pairs = zip(found.unbind(), mask.unbind())
-        total = torch.stack([_masked_sum(row, marks) for row, marks in pairs]).sum()
-    else:
-        total = _masked_sum(found, mask)
+        found, mask = found.values(), mask.values()
+    total = (found * mask.roll(-1, -1).to(found)).sum()
     return -total / data["batch_num_tokens"] * data["dp_size"], {}
-
-
-def _masked_sum(found: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    # The mask marks tokens, a log-probability stands one before its token.
-    return (found[..., :-1] * mask[..., 1:].to(found)).sum()
 
 
 def _in_chunks(function: Callable[..., torch.Tensor], chunk: int, *tensors: torch.Tensor) -> torch.Tensor:
