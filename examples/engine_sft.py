@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 examples/engine_sft.py --steps 8
 
 The model is made on meta, sharded, and filled from safetensors, each rank its own slices; it is trained
-as one copy and as replicas of shards, saved and resumed on another mesh, exported to one rank and asked for text.
+as one copy and as replicas of shards, saved and resumed on another mesh, exported to one rank, asked
+for text.
 CPU (torch >= 2.7; replicas: 2.13) or CUDA. `--plot FILE` draws the curves.
 """
 

@@ -127,6 +127,10 @@ def share(data: dict[str, torch.Tensor], rank: int, world: int) -> dict[str, tor
     return {name: value[cut[rank] : cut[rank + 1]] for name, value in data.items()}
 
 
+def model_inputs(data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return engine.model_inputs(data, torch.device("cpu"))
+
+
 def own_rows(data: dict[str, torch.Tensor], made: engine.BaseEngine) -> dict[str, torch.Tensor]:
     return share(data, made.get_data_parallel_rank(), made.get_data_parallel_size())
 

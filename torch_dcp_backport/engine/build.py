@@ -91,9 +91,15 @@ def outline(model: Optional[nn.Module]) -> dict[str, str]:
 
 
 def configuration(asked: Any) -> Any:
-    """transformers' configuration of a `ModelConfig`, with what is to be otherwise."""
+    """transformers' configuration of a `ModelConfig`, with what is to be otherwise.
+
+    Raises:
+        FileNotFoundError: no such model here; transformers would look for it on the network.
+    """
     import transformers
 
+    if not Path(asked.path, "config.json").is_file():
+        raise FileNotFoundError(f"{asked.path} has no config.json")
     config = transformers.AutoConfig.from_pretrained(asked.path, trust_remote_code=asked.trust_remote_code)
     for name, value in asked.override_config.items():
         setattr(config, name, value)

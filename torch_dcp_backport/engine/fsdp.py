@@ -108,7 +108,8 @@ class FSDPEngine(BaseEngine):
                     model = lora.adapted(model, asked)
                 build.units_of(model, own.blocks)
                 tensor_parallel.styles_of(model, self.grid)
-            agree(call, common=build.outline(model))
+            said = {type(part).__name__: repr(part) for part in (own, self.optimizer_config)}
+            agree(call, common={**said, **build.outline(model)})
         tensor_parallel.parallelize(model, self.grid)
         build.shard(model, self.grid, own.sharding, own.blocks)
         kind = "cpu" if own.offload_policy else self.device

@@ -53,13 +53,12 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def local_gradients(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, float]]:
-    """This rank's part of each gradient, and how much of its norm this rank contributes.
+    """This rank's part of each gradient, and how much of its square counts.
 
-    Of replicas on one mesh the first contributes. A tensor whose mesh is a part of the ranks is taken to be
-    on as many such meshes as there is room for (norms beside layers of tensor parallelism): each
-    contributes its part.
+    Of n replicas each counts an nth, and not the first alone: a number that is not finite is seen wherever it
+    is. A tensor whose mesh is a part of the ranks is taken to be on as many such meshes as there is room for.
     """
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
     found = []
     for param in params:
         gradient: Any = param.grad
@@ -67,8 +66,11 @@ def local_gradients(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, 
             continue
         layout = layout_of(gradient)
         local = compat.arrived(compat.local_part(gradient)) if layout.mesh is not None else gradient
-        ranks = 1 if layout.mesh is None else len(layout.mesh.ranks)
-        found.append((local, ranks / world if layout.is_first_holder(rank) else 0.0))
+        holders = world
+        if layout.mesh is not None:
+            holders = math.prod(layout.mesh.shape[dim] for dim in layout.replica_dims)
+            holders *= world // len(layout.mesh.ranks)
+        found.append((local, 1 / holders))
     return found
 
 
@@ -85,7 +87,7 @@ def _norm_of(gradients: Sequence[tuple[torch.Tensor, float]]) -> float:
     total = torch.zeros((), dtype=torch.float64)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for local, part in gradients:
-        if part and local.numel():
+        if local.numel():
             # The norm of half-precision numbers overflows in their own; the squares of norms in float32.
             kind = torch.float32 if local.dtype.itemsize < 4 else local.dtype
             norm = torch.linalg.vector_norm(local, dtype=kind)
