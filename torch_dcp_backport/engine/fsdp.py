@@ -267,6 +267,10 @@ class FSDPEngine(BaseEngine):
         device = compat.current_device(self.device)
         return whole_tensors(tensors, to=to, dtype=dtype, device=device), adapter
 
+    def save_adapter(self, folder: Any) -> None:
+        """Write the adapters alone, as peft opens them. Collective."""
+        lora.save(self.module, folder)
+
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
         """A context: the model without its adapters."""
         found: contextlib.AbstractContextManager[Any] = self.module.disable_adapter()

@@ -5,14 +5,20 @@ peft is imported where adapters are made.
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Mapping
-from typing import Any, Optional
+from pathlib import Path
+from typing import Any, Optional, Union
 
 import torch
 from torch import nn
 
 from torch_dcp_backport.engine import build
 from torch_dcp_backport.engine.config import ModelConfig
+from torch_dcp_backport.engine.export import whole_tensors
+from torch_dcp_backport.hf.moving import first_rank, groups_of, settle
+from torch_dcp_backport.transfer import Call
 
 FRESH: Mapping[str, build.Draw] = {"*.lora_A.*": build.as_linear, "*.lora_B.*": build.zeros}
 PREFIX = "base_model.model."
@@ -57,6 +63,30 @@ def base(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def adapters(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Adapters under the names that peft saves."""
     return {name.replace(".default.", "."): tensor for name, tensor in tensors.items() if is_adapter(name)}
+
+
+def save(model: Any, folder: Union[str, Path]) -> None:
+    """Write the adapters of a model, as peft opens them. Collective; the first rank writes.
+
+    Raises:
+        RuntimeError: no adapters, a folder that cannot be written, ...; on every rank.
+    """
+    with Call("cannot save the adapters", "save", groups_of()) as call:
+        with call.guard():
+            if config_of(model) is None:
+                raise ValueError(f"a {type(model).__name__} has none")
+        settle(call)
+        named = adapters(build.tensors_of(model))
+        whole = dict(whole_tensors(named, to=first_rank(call), device=torch.device("cpu")))
+        with call.guard(str(folder)):
+            if whole:
+                model.peft_config["default"].save_pretrained(str(folder))
+                target = Path(folder, "adapter_model.safetensors")
+                draft = target.with_name(f".{target.name}")
+                contiguous = {name: tensor.contiguous() for name, tensor in whole.items()}
+                importlib.import_module("safetensors.torch").save_file(contiguous, draft, {"format": "pt"})
+                os.replace(draft, target)
+        settle(call)
 
 
 def config_of(model: Any) -> Optional[dict[str, Any]]:
