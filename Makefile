@@ -57,6 +57,7 @@ examples:
 # first, last and not at all.
 clients:
 	$(LANES) test clients-2.5 clients -- tests/clients --timeout 900
+	$(LANES) test clients -- tests/engine/test_engine_lora.py
 
 # megatron-core's own models on the CPU; the other tests of the two rooms are in the lanes of `make test`.
 megatron:

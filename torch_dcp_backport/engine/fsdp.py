@@ -6,6 +6,7 @@ Composes what the other modules offer; each of these serves a loop of one's own 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
@@ -91,7 +92,11 @@ class FSDPEngine(BaseEngine):
                 least=asked.min_lr_ratio or 0.0,
                 cycles=asked.num_cycles,
             )
-        self.checkpoint_manager = self.manager()
+        make: Any = self.make_manager
+        if make is None:
+            make = importlib.import_module("torch_dcp_backport.checkpoint").FSDPCheckpointManager
+        parts = (self.module, self.optimizer, self.lr_scheduler)
+        self.checkpoint_manager = make(*parts, checkpoint_config=self.checkpoint_config)
         if own.param_offload or own.optimizer_offload:
             self.to("cpu", model=own.param_offload, optimizer=own.optimizer_offload, grad=own.param_offload)
 
@@ -117,15 +122,6 @@ class FSDPEngine(BaseEngine):
         fresh = {**self.fresh, **lora.FRESH}
         build.fill(model, asked.path, fresh=fresh, hf_name=lora.base_name, seed=own.seed)
         return model
-
-    def manager(self) -> Any:
-        make = self.make_manager
-        if make is None:
-            from torch_dcp_backport import checkpoint
-
-            make = checkpoint.FSDPCheckpointManager
-        parts = (self.module, self.optimizer, self.lr_scheduler)
-        return make(*parts, checkpoint_config=self.checkpoint_config)
 
     def forward_backward_batch(
         self, data: Any, loss_function: Optional[Callable[..., Any]], forward_only: bool = False
@@ -176,10 +172,8 @@ class FSDPEngine(BaseEngine):
         found = self.prepare_model_outputs(logits, inputs, data)
         if micro.is_filler:
             # The other ranks wait for this one's part of the gradients.
-            return torch.stack([value.float().sum() * 0 for value in found.values()]).sum(), {
-                "model_output": {},
-                "metrics": {},
-            }
+            nothing = torch.stack([value.float().sum() * 0 for value in found.values()]).sum()
+            return nothing, {"model_output": {}, "metrics": {}}
         found = {name: batches.like_rows(value, data) for name, value in found.items()}
         loss, metrics = logits.new_zeros(()), {}
         if loss_function is not None:
