@@ -139,7 +139,7 @@ def loads(folder: str) -> dict[str, Callable[[], Any]]:
         for name, param in model.named_parameters():
             whole = state[name] if state else torch.empty(param.shape, dtype=param.dtype)
             dist.broadcast(whole, 0)
-            local = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+            local = distribute_tensor(whole, param.device_mesh, param.placements)
             param._local_tensor.detach().copy_(local._local_tensor)
 
     return {"load: whole on rank 0, broadcast": through_rank_0, "load: each rank its own slices": ours}
@@ -196,7 +196,10 @@ def steps(folder: str) -> dict[str, Callable[[], Any]]:
     return {"step: bare FSDP2": bare, "step: the engine": by_engine}
 
 
-def run_rank(rank: int, world: int, folder: str, repeats: int, results: Any) -> None:
+PARTS = {"export": exports, "load": loads, "step": steps}
+
+
+def run_rank(rank: int, world: int, folder: str, args: argparse.Namespace, results: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
@@ -207,9 +210,9 @@ def run_rank(rank: int, world: int, folder: str, repeats: int, results: Any) -> 
         "gloo", init_method=f"file://{folder}-meet", rank=rank, world_size=world, timeout=limit
     )
     found: dict[str, list[tuple[float, int]]] = {}
-    for make in (exports, loads, steps):
-        ways = make(folder)
-        for number in range((20 if make is steps else 1) * repeats + 1):
+    for part in args.parts:
+        ways = PARTS[part](folder)
+        for number in range((20 if part == "step" else 1) * args.repeats + 1):
             for name, way in ways.items():
                 settled()
                 dist.barrier()
@@ -232,6 +235,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--world", type=int, default=4)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--json", help="write the figures of every rank and turn")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
@@ -242,7 +246,7 @@ def main() -> None:
         writer.join()
         results = context.Queue()
         ranks = [
-            context.Process(target=run_rank, args=(rank, args.world, folder, args.repeats, results))
+            context.Process(target=run_rank, args=(rank, args.world, folder, args, results))
             for rank in range(args.world)
         ]
         for process in ranks:

@@ -57,8 +57,9 @@ def _in_chunks(function: Callable[..., torch.Tensor], chunk: int, *tensors: torc
     rows = max(1, chunk // max(1, logits.shape[-1]))
     flat = [tensor.flatten(0, logits.dim() - 2) for tensor in tensors]
     parts = []
+    is_large = logits.requires_grad and torch.is_grad_enabled() and flat[0].shape[0] > rows
     for pieces in zip(*(torch.split(tensor, rows) for tensor in flat)):
-        if logits.requires_grad and torch.is_grad_enabled():
+        if is_large:
             # Computed again in the backward pass: what it keeps would be the logits once more, in float32.
             parts.append(checkpoint(function, *pieces, use_reentrant=False, preserve_rng_state=False))
         else:
