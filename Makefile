@@ -5,13 +5,14 @@ LANES = $(PYTHON) tools/lanes.py
 JOBS ?=
 FORMATS = tests/dist_checkpointing/test_megatron_formats.py
 
-.PHONY: help demo demo-reshard demo-megatron test test-ends test-pythons test-matrix examples documents \
+.PHONY: help demo demo-engine demo-reshard demo-megatron test test-ends test-pythons test-matrix examples documents \
 	clients clients-2.6 clients-2.5 megatron megatron-newer conformance reliability patched-page lint wheel
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
 	@echo 'make demo-reshard  a training state saved by 4 ranks and loaded by others: a table and reshard.png'
 	@echo 'make demo-megatron Hugging Face weights into megatron-core and back: a table and megatron.png'
+	@echo 'make demo-engine   a small Qwen2 trained under FSDP2 on four ranks, beside one process: a table and engine.png'
 	@echo 'make test          the suite on torch 2.6.0 (patched) and on a current torch (does nothing)'
 	@echo 'make wheel         a wheel to pin, in dist/, checked in clean environments'
 	@echo 'make lint          ruff and mypy --strict'
@@ -31,6 +32,11 @@ demo-reshard:
 # Hugging Face weights into megatron-core's own model and back, beside verl's functions and mbridge.
 demo-megatron:
 	$(LANES) run megatron -- python benchmarks/hf_megatron.py --plot megatron.png
+
+# Training under FSDP2 beside one process: a table and engine.png.
+demo-engine:
+	$(LANES) run current -- python -m torch.distributed.run --standalone --nproc-per-node 4 examples/engine_sft.py \
+		--plot engine.png
 
 # torch 2.6.0 (patched) and a current torch (does nothing); ALSO="2.4 2.5" for more lanes at the same time, with less
 # in each (see LEAVES_OUT in tools/lanes.py) unless WHOLE=--whole.
@@ -62,7 +68,7 @@ documents:
 clients: clients-2.6 clients-2.5
 
 clients-2.6:
-	$(LANES) test clients -- tests/clients --timeout 900
+	$(LANES) test clients -- tests/clients tests/engine/test_engine_lora.py --timeout 900
 
 clients-2.5:
 	$(LANES) test clients-2.5 -- tests/clients --timeout 900

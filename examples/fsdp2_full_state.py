@@ -81,7 +81,8 @@ def main() -> None:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> None:
     if device == "cpu" and torch.__version__ < "2.7":
-        # There FSDP2's forward needs an accelerator; gradients from nowhere stand for it.
+        # There FSDP2's forward needs an accelerator; gradients from nowhere stand for it. On 2.7 gloo sums
+        # gradients instead of averaging them: torch_dcp_backport.engine measures that.
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
     else:

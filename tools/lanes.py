@@ -111,6 +111,7 @@ BETWEEN = (
     "tests/dist_checkpointing",
     "tests/hf",
     "tests/megatron",
+    *_files("engine", ("batches", "engine_keeps", "engine_parts", "engine_transformers")),
     *SAME_EVERYWHERE,
     *_files("ranks", ENGINE),
 )

@@ -26,11 +26,12 @@ __all__ = [
 ]
 
 # The libraries beside the shim. They import torch, so whoever names one first loads it.
-_ROOMS = ("checkpoint", "dist_checkpointing", "hf", "megatron", "state_dict", "transfer")
+_ROOMS = ("checkpoint", "dist_checkpointing", "engine", "hf", "megatron", "state_dict", "transfer")
 
 if TYPE_CHECKING:
     from torch_dcp_backport import checkpoint as checkpoint
     from torch_dcp_backport import dist_checkpointing as dist_checkpointing
+    from torch_dcp_backport import engine as engine
     from torch_dcp_backport import hf as hf
     from torch_dcp_backport import megatron as megatron
     from torch_dcp_backport import state_dict as state_dict

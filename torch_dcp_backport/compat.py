@@ -77,6 +77,7 @@ __all__ = [
     "device_counts",
     "device_module",
     "from_local",
+    "fsdp2",
     "host_buffer",
     "is_cut_as",
     "local_part",
@@ -215,6 +216,12 @@ def on_mesh_device(tensor: DTensor) -> DTensor:
     return (
         tensor if local_part(tensor).device.type == kind else cast(DTensor, tensor.to(current_device(kind)))
     )
+
+
+def fsdp2() -> Any:
+    """The module that has `fully_shard` and its policies."""
+    has_it = hasattr(torch.distributed.fsdp, "fully_shard")  # torch >= 2.6
+    return importlib.import_module("torch.distributed." + ("fsdp" if has_it else "_composable.fsdp"))
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -7,6 +7,8 @@ from interpreters import AFFECTED, ROOT, Fresh
 
 import torch_dcp_backport
 
+#: The rooms that the shim knows nothing of.
+BESIDE = ("checkpoint", "dist_checkpointing", "engine", "hf", "megatron")
 OUTCOME = "pending" if AFFECTED else "not-needed"
 
 
@@ -54,13 +56,12 @@ def test_the_shim_loads_none_of_the_rooms_beside_it(fresh: Fresh, room: str) -> 
         import torch_dcp_backport
         torch_dcp_backport.{room}.__name__
         import torch.distributed.checkpoint.state_dict
-        rooms = ("checkpoint", "dist_checkpointing", "hf", "megatron")
+        rooms = {BESIDE}
         loaded = [name for name in rooms if f"torch_dcp_backport.{{name}}" in sys.modules]
         tell(loaded=loaded, lazily=[getattr(torch_dcp_backport, name).__name__ for name in rooms])
         """
     ).facts
-    names = [f"torch_dcp_backport.{room}" for room in ("checkpoint", "dist_checkpointing", "hf", "megatron")]
-    assert facts == {"loaded": [], "lazily": names}
+    assert facts == {"loaded": [], "lazily": [f"torch_dcp_backport.{room}" for room in BESIDE]}
 
 
 def test_megatron_and_hf_load_no_client(fresh: Fresh) -> None:
@@ -74,6 +75,32 @@ def test_megatron_and_hf_load_no_client(fresh: Fresh) -> None:
         """
     ).facts
     assert facts == {"loaded": []}
+
+
+def test_the_engine_and_megatron_do_not_know_each_other(fresh: Fresh) -> None:
+    facts = fresh(
+        """
+        import torch_dcp_backport
+        torch_dcp_backport.engine.FSDPEngine
+        others = ("torch_dcp_backport.megatron", "torch_dcp_backport.checkpoint", "megatron", "safetensors",
+                  "transformers", "peft", "tensordict", "verl")
+        loaded = [name for name in others if name in sys.modules]
+        torch_dcp_backport.megatron.load_hf
+        tell(loaded=loaded)
+        """
+    ).facts
+    assert facts == {"loaded": []}
+    below = [path for path in (ROOT / "torch_dcp_backport").rglob("*.py") if path.parent.name != "engine"]
+    below += (ROOT / "torch_dcp_backport" / "dist_checkpointing" / "engine").glob("*.py")
+    text = "torch_dcp_backport.engine", "torch_dcp_backport import engine"
+    known = [path.relative_to(ROOT) for path in below if any(words in path.read_text() for words in text)]
+    # Where a type checker learns the names of the rooms.
+    assert list(map(str, known)) == ["torch_dcp_backport/__init__.py"]
+    assert not [
+        path
+        for path in (ROOT / "torch_dcp_backport" / "engine").glob("*.py")
+        if ".megatron" in path.read_text()
+    ]
 
 
 def test_every_room_is_listed() -> None:

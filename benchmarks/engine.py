@@ -1,0 +1,267 @@
+"""The engine beside what its users would write: seconds and memory of exports, loads and steps.
+
+    python3 tools/lanes.py run current -- python benchmarks/engine.py
+
+On the shape of Qwen2.5-0.5B (942 MiB in bfloat16; `--layers` makes it smaller), 4 ranks, gloo. Ways take
+turns; the best is shown. Memory is private memory above that before the call, of the worst rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+VOCABULARY, WIDTH, INNER, HEADS, GROUPS = 151936, 896, 4864, 14, 2
+
+
+def private_bytes() -> int:
+    """Memory of this process that no file has."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+
+
+class Meter:
+    """A context: seconds, and the peak of private memory above that before."""
+
+    def __enter__(self) -> Meter:
+        self.before = self.most = private_bytes()
+        self.is_done = threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        self.began = time.perf_counter()
+        return self
+
+    def watch(self) -> None:
+        while not self.is_done.wait(0.003):
+            self.most = max(self.most, private_bytes())
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds = time.perf_counter() - self.began
+        self.is_done.set()
+        self.thread.join()
+        self.peak = max(self.most, private_bytes()) - self.before
+
+
+def settled() -> None:
+    """Give freed memory back to the system, so that it is not taken for free by what comes next."""
+    import ctypes
+    import gc
+
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def qwen(layers: int) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": layers,
+        "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "max_position_embeddings": 512,
+    }  # fmt: skip
+
+
+def write_files(folder: str, layers: int) -> None:
+    import torch
+    import transformers
+
+    config = transformers.Qwen2Config(**qwen(layers))
+    transformers.AutoModelForCausalLM.from_config(config, torch_dtype=torch.bfloat16).save_pretrained(folder)
+
+
+def sharded(folder: str) -> tuple[Any, Any]:
+    """A model of the folder on every rank's shards, without values."""
+    import torch
+
+    from torch_dcp_backport import engine
+    from torch_dcp_backport.engine import config
+
+    grid = engine.arrange("cpu")
+    with engine.parameters_on_meta(torch.bfloat16):
+        model = engine.language_model(config.ModelConfig(folder))
+    engine.shard(model, grid)
+    engine.materialize(model, torch.device("cpu"))
+    return model, grid
+
+
+def exports(folder: str) -> dict[str, Callable[[], Any]]:
+    from torch_dcp_backport import engine
+
+    model, _ = sharded(folder)
+    engine.fill(model, folder)
+
+    def one_by_one() -> None:
+        for param in model.parameters():
+            param.full_tensor()
+
+    def in_buckets(to: int | None) -> None:
+        for _ in engine.whole_tensors(dict(model.named_parameters()), to=to):
+            pass
+
+    return {
+        "export: full_tensor() one by one": one_by_one,
+        "export: buckets, to all": lambda: in_buckets(None),
+        "export: buckets, to one rank": lambda: in_buckets(0),
+    }
+
+
+def loads(folder: str) -> dict[str, Callable[[], Any]]:
+    """accelerate's way: the whole model on rank 0, each tensor broadcast, and each rank keeps its part."""
+    import torch
+    import torch.distributed as dist
+    import transformers
+    from torch.distributed.tensor import distribute_tensor
+
+    from torch_dcp_backport import engine
+
+    model, _ = sharded(folder)
+
+    def ours() -> None:
+        engine.fill(model, folder)
+
+    def through_rank_0() -> None:
+        state = {}
+        if dist.get_rank() == 0:
+            kind = transformers.AutoModelForCausalLM
+            state = kind.from_pretrained(folder, torch_dtype=torch.bfloat16).state_dict()
+        for name, param in model.named_parameters():
+            whole = state[name] if state else torch.empty(param.shape, dtype=param.dtype)
+            dist.broadcast(whole, 0)
+            local = distribute_tensor(whole, param.device_mesh, param.placements)
+            param._local_tensor.detach().copy_(local._local_tensor)
+
+    return {"load: whole on rank 0, broadcast": through_rank_0, "load: each rank its own slices": ours}
+
+
+def steps(folder: str) -> dict[str, Callable[[], Any]]:
+    """A tiny model's step by the engine, and by a bare loop of FSDP2."""
+    import torch
+    import torch.distributed as dist
+    import transformers
+
+    from torch_dcp_backport import engine
+
+    tiny = f"{folder}-tiny"
+    if dist.get_rank() == 0:
+        config = transformers.Qwen2Config(
+            **{
+                **qwen(2),
+                "vocab_size": 512,
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_attention_heads": 4,
+            }
+        )
+        transformers.AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32).save_pretrained(tiny)
+    dist.barrier()
+    made = engine.FSDPEngineWithLMHead(
+        {"path": tiny},
+        {"mixed_precision": {"param_dtype": "fp32"}, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 4},
+        {"optimizer": "AdamW", "lr": 1e-4},
+        device="cpu",
+    )
+    made.initialize()
+    ids = torch.randint(512, (8, 128))
+    rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": torch.ones_like(ids)}
+    positions = torch.arange(128).expand(4, 128)
+
+    def by_engine() -> None:
+        made.train_batch(rows, engine.sft_loss)
+
+    def bare() -> None:
+        """As a user writes it who knows that nothing is uneven: the same two micro-batches, loss and clip."""
+        made.optimizer.zero_grad()
+        for part in ids.split(4):
+            mask = torch.ones_like(part)
+            logits = made.module(part, mask, positions, use_cache=False).logits
+            flat = logits[:, :-1].flatten(0, 1).float()
+            loss = torch.nn.functional.cross_entropy(flat, part[:, 1:].flatten()) / 2
+            loss.backward()
+            loss.item()
+        torch.nn.utils.clip_grad_norm_(made.module.parameters(), 1.0)
+        made.optimizer.step()
+
+    return {"step: bare FSDP2": bare, "step: the engine": by_engine}
+
+
+PARTS = {"export": exports, "load": loads, "step": steps}
+
+
+def run_rank(rank: int, world: int, folder: str, args: argparse.Namespace, results: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=600)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}-meet", rank=rank, world_size=world, timeout=limit
+    )
+    found: dict[str, list[tuple[float, int]]] = {}
+    for part in args.parts:
+        ways = PARTS[part](folder)
+        for number in range((20 if part == "step" else 1) * args.repeats + 1):
+            for name, way in ways.items():
+                settled()
+                dist.barrier()
+                with Meter() as meter:
+                    way()
+                    dist.barrier()
+                if number:  # the first is to warm up
+                    found.setdefault(name, []).append((meter.seconds, meter.peak))
+        del ways
+        settled()
+    results.put((rank, found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--world", type=int, default=4)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--json", help="write the figures of every rank and turn")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as root:
+        folder = f"{root}/model"
+        context = multiprocessing.get_context("spawn")
+        writer = context.Process(target=write_files, args=(folder, args.layers))
+        writer.start()
+        writer.join()
+        results = context.Queue()
+        ranks = [
+            context.Process(target=run_rank, args=(rank, args.world, folder, args, results))
+            for rank in range(args.world)
+        ]
+        for process in ranks:
+            process.start()
+        found = dict(results.get() for _ in ranks)
+        for process in ranks:
+            process.join()
+    for name in found[0]:
+        turns = [max(turn) for turn in zip(*([seconds for seconds, _ in by[name]] for by in found.values()))]
+        first, *others = (min(peak for _, peak in found[rank][name]) / 2**20 for rank in sorted(found))
+        seconds = f"{min(turns):7.3f} s (median {statistics.median(turns):7.3f})"
+        print(f"{name:36s} {seconds}  peak {first:5.0f} MiB rank 0, {max(others):5.0f} others")
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

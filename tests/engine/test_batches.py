@@ -1,0 +1,116 @@
+"""How batches are cut: within the limit, every row once, results where their rows are."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import small
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_dcp_backport.engine import batches
+
+SPANS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), max_size=12)
+
+
+@given(SPANS, st.integers(0, 20), st.integers(0, 8))
+def test_every_row_is_in_one_part_and_no_part_is_too_large(lengths: Any, slack: int, more: int) -> None:
+    spans = [(start, start + length) for start, length in lengths]
+    most = max((length for _, length in lengths), default=1) + slack
+    parts = batches.by_tokens(spans, most)
+    for spread in (parts, batches.spread(parts, len(parts) + more)):
+        assert sorted(row for part in spread for row in part) == list(range(len(spans)))
+        for part in filter(None, spread):
+            columns = max(spans[row][1] for row in part) - min(spans[row][0] for row in part)
+            assert len(part) * columns <= most
+    assert len(batches.spread(parts, len(parts) + more)) == len(parts) + more
+
+
+@pytest.mark.parametrize("limit", [batches.Limit(rows=2), batches.Limit(tokens=24)], ids=str)
+@pytest.mark.parametrize("kind", ["padded", "jagged"])
+def test_results_are_where_their_rows_are(kind: str, limit: batches.Limit) -> None:
+    data: Any = small.batch(0)
+    width = small.LENGTH
+    if kind == "jagged":
+        data = small.jagged(data)
+    plan = batches.plan_alone(data, limit)
+    outputs = []
+    for micro in batches.micro_batches(data, plan):
+        inputs = batches.model_inputs(micro.data, torch.device("cpu"))
+        assert inputs["input_ids"].shape[1] <= width
+        there = inputs["attention_mask"].bool()
+        assert there[:, 0].any()
+        assert there[:, -1].any()
+        tripled = (inputs["input_ids"] * 3 + 1) * there
+        outputs.append({"tripled": batches.like_rows(tripled, micro.data), "row": torch.tensor(micro.rows)})
+    found = batches.restored(outputs, plan)
+    assert found["row"].tolist() == list(range(small.ROWS))
+    if kind == "jagged":
+        assert torch.equal(found["tripled"].values(), data["input_ids"].values() * 3 + 1)
+    else:
+        assert torch.equal(found["tripled"], (data["input_ids"] * 3 + 1) * data["attention_mask"])
+
+
+def test_values_that_have_rows_go_with_them() -> None:
+    data = {**small.batch(0), "name": list("abcdefghi"), "response": torch.arange(18).view(9, 2), "rate": 0.5}
+    data["step"] = torch.tensor(3)
+    plan = batches.plan_alone(data, batches.Limit(rows=4))
+    *_, last = batches.micro_batches(data, plan)
+    assert (last.data["name"], last.data["rate"], last.data["step"].item()) == (["i"], 0.5, 3)
+    assert last.data["response"].tolist() == [[16, 17]]
+
+
+def planned(api: Any, faults: dict[int, str], limit: tuple[Any, Any] = (2, None)) -> Any:
+    rank = dist.get_rank()
+    data: Any = small.share(small.batch(0), rank, 4)
+    fault = faults.get(rank, "")
+    if fault == "no rows":
+        data = {name: value[:0] for name, value in data.items()}
+    if fault == "no tokens":
+        data["loss_mask"] = data["loss_mask"] * 0
+    if fault == "no ids":
+        del data["input_ids"]
+    if fault == "padding":
+        data["attention_mask"] = data["attention_mask"] * 0
+    if fault == "narrow":
+        data["attention_mask"] = data["attention_mask"][:, 1:]
+    try:
+        plan = batches.plan(data, batches.Limit(*limit))
+    except RuntimeError as error:
+        return str(error)
+    return [len(part) for part in plan.parts], plan.tokens
+
+
+def test_every_rank_has_as_many_micro_batches(ranks) -> None:
+    tokens = int(small.batch(0)["loss_mask"].sum())
+    found = ranks(planned, {})
+    assert [count for count, _ in found] == [[2, 2, 2], [1, 0, 0], [1, 0, 0], [1, 0, 0]]
+    assert {number for _, number in found} == {tokens}
+    without = ranks(planned, {0: "no rows", 2: "no tokens"})
+    assert [count for count, _ in without] == [[0], [1], [1], [1]]
+    assert len({number for _, number in without}) == 1
+
+
+@pytest.mark.parametrize(
+    ("faults", "limit", "says"),
+    [
+        ({0: "no ids"}, (2, None), r"rank 0: .*no input_ids; it has attention_mask, loss_mask"),
+        ({3: "padding"}, (2, None), r"rank 3: row 0 is padding alone"),
+        ({1: "narrow"}, (2, None), r"rank 1: attention_mask of shape \(1, 10\).*\(1, 11\)"),
+        (dict.fromkeys(range(4), "no tokens"), (2, None), r"no token on any rank has a loss"),
+        (dict.fromkeys(range(4), "no rows"), (2, None), r"no rows on any rank"),
+        ({}, (None, 6), r"tokens, more than the 6 of a micro-batch"),
+        ({}, (None, None), r"expected a positive number"),
+        ({}, (0, None), r"expected a positive number"),
+        ({}, (2, 24), r"expected a positive number"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_run_is_one_error_on_every_rank(ranks, faults: Any, limit: Any, says: str) -> None:
+    texts = ranks(planned, faults, limit)
+    assert all(isinstance(text, str) and re.search(says, text) for text in texts), texts
+    assert faults == dict.fromkeys(range(4), faults.get(0)) or len(set(texts)) == 1

@@ -1,0 +1,186 @@
+"""What goes wrong on one rank, or cannot be: an error, never a step that is silently wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pool
+import pytest
+import small
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from torch_dcp_backport import compat, engine
+
+try:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+except ImportError:  # torch 2.4
+    from torch.distributed._tensor import Replicate, distribute_tensor
+
+
+def not_finite(api: Any, folder: Path, options: dict[str, Any], value: float) -> Any:
+    made = small.made(folder, "AdamW", **options)
+    small.trained(made, range(1))
+    before = [compat.local_part(param).clone() for param in made.module.parameters()]
+    with made.train_mode():
+        rows = small.own_rows(small.batch(1), made)
+        made.optimizer_zero_grad()
+        made.forward_backward_batch(rows, engine.sft_loss)
+        if dist.get_rank() == 2:
+            gradient: Any = next(iter(made.module.parameters())).grad
+            compat.local_part(gradient)[0, 0] = value
+        norm = made.optimizer_step()
+    same = all(torch.equal(compat.local_part(p), b) for p, b in zip(made.module.parameters(), before))
+    skipped = made.skipped_steps
+    after = small.trained(made, range(1, 2))
+    return same, norm, skipped, made.skipped_steps, after
+
+
+@pytest.mark.parametrize(("options", "value"), [({}, float("nan")), ({"fsdp_size": 2}, float("inf"))])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_no_step(ranks, tmp_path, options, value) -> None:
+    """Also of one replica alone."""
+    small.write(tmp_path / "m")
+    undisturbed = small.alone("AdamW", steps=2)
+    for same, norm, skipped, still, after in ranks(not_finite, tmp_path / "m", options, value):
+        assert same
+        assert not torch.isfinite(torch.tensor(norm))
+        assert (skipped, still) == (1, 1)
+        assert after["losses"][0] == pytest.approx(undisturbed["losses"][1], abs=1e-5)
+
+
+def raising(api: Any, folder: Path) -> str:
+    made = small.made(folder)
+
+    def loss(**named: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("in my loss")
+        return engine.sft_loss(**named)
+
+    try:
+        made.train_batch(small.own_rows(small.batch(0), made), loss)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_loss_that_raises_on_one_rank_is_that_error_there_and_no_hang(tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    own = pool.Pool(2, "torch_dcp_backport.engine", timeout=5, limit=60)
+    try:
+        here, there = own.run(raising, tmp_path / "m")
+    finally:
+        own.close()
+    assert there == "ZeroDivisionError: in my loss"
+    assert re.search("(?i)timed? ?out|closed|reset", here), here
+
+
+def moved(api: Any, folder: Path, options: dict[str, Any]) -> Any:
+    made = small.made(folder, **options)
+    texts = []
+    for call in (lambda: made.to("cpu"), lambda: made.to("cuda"), lambda: small.trained(made, range(1))):
+        try:
+            call()
+            texts.append("")
+        except (RuntimeError, ValueError) as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_moves_that_cannot_be(ranks, tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    for here, elsewhere, after in ranks(moved, tmp_path / "m", {"offload_policy": True}):
+        assert "offload_policy=True keeps its parameters on the host" in here
+        assert "'cuda': expected 'cpu' or 'cpu'" in elsewhere
+        assert after == ""
+    for here, elsewhere, after in ranks(moved, tmp_path / "m", {}):
+        assert (here, after) == ("", "")
+        assert "'cuda'" in elsewhere
+
+
+def arranged(api: Any, size: Any) -> str:
+    try:
+        engine.arrange("cpu", size[dist.get_rank()])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_ask_for_other_sizes(ranks) -> None:
+    texts = ranks(arranged, [2, 2, -1, 2])
+    assert len(set(texts)) == 1
+    assert "rank 2: not the same on every rank: fsdp_size (expected 2 as on rank 0, got -1)" in texts[0]
+    assert ranks(arranged, [2] * 4) == [""] * 4
+
+
+def replicated(api: Any, folder: Path, size: int) -> Any:
+    """As this release is, but for what it cannot run without."""
+    try:
+        made = small.made(folder, average=False, fsdp_size=size)
+    except RuntimeError as error:
+        return str(error)
+    return small.trained(made)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_replicas_are_right_or_refused(ranks, tmp_path: Path, size: int) -> None:
+    small.write(tmp_path / "m")
+    for found in ranks(replicated, tmp_path / "m", size):
+        if small.cpu_fsdp.RELEASE < (2, 8):
+            assert f"cannot reduce gradients over {4 // size} replicas of {size} shards" in found
+            assert "Cannot use ReduceOp.AVG with Gloo" in found
+        if not isinstance(found, str):
+            small.same(found, small.alone())
+        assert small.cpu_fsdp.RELEASE < (2, 13) or not isinstance(found, str)
+
+
+def incomplete(api: Any, folder: Path) -> str:
+    try:
+        small.made(folder, untied=True)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_tensor_that_the_files_do_not_have(ranks, tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    texts = ranks(incomplete, tmp_path / "m")
+    assert len(set(texts)) == 1
+    assert "not in the files: head.weight" in texts[0]
+
+
+def without_ranks(api: Any) -> str:
+    try:
+        engine.arrange("cpu")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_no_process_group(pools) -> None:
+    assert "init_process_group comes first" in pools.run(without_ranks, world=0)[0]
+
+
+def norms(api: Any) -> Any:
+    """Plain tensors, shards, replicas of shards and tensors on a part of the ranks, in one norm."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    draw = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(4, 3, generator=draw) for name in "psrq"}
+    params = {name: torch.nn.Parameter(torch.zeros(4, 3)) for name in "p"}
+    params["p"].grad = values["p"].clone()
+    cut = {"s": (mesh, [compat.Shard(0), compat.Shard(1)]), "r": (mesh, [Replicate(), compat.Shard(0)])}
+    cut["q"] = (mesh["b"], [compat.Shard(0)])  # the same on both such meshes
+    for name, (where, placements) in cut.items():
+        whole = distribute_tensor(values[name], where, placements)
+        params[name] = torch.nn.Parameter(torch.zeros_like(whole))
+        params[name].grad = whole
+    found = engine.grad_norm(params.values())
+    expected = torch.stack([value.double().square().sum() for value in values.values()]).sum().sqrt()
+    return found, expected.item()
+
+
+def test_one_norm_over_several_meshes(ranks) -> None:
+    for found, expected in ranks(norms):
+        assert found == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,146 @@
+"""What an engine holds can be moved, exported, saved and loaded, and stays the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport import compat, engine
+from torch_dcp_backport.engine import export as exports
+
+
+def there_and_back(api: Any, folder: Path, source: dict[str, Any], target: dict[str, Any]) -> Any:
+    """Two steps, saved, one more; and that step once more after a load into an engine of another mesh."""
+    made = small.made(folder, "AdamW", **source)
+    small.trained(made, range(2))
+    path = folder.parent / "global_step_2"
+    made.save_checkpoint(path, global_step=2)
+    last = small.trained(made, range(2, 3))
+    again = small.made(folder, "AdamW", **target)
+    again.load_checkpoint(path)
+    return last, small.trained(again, range(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [({}, {}), ({"fsdp_size": 2}, {"fsdp_size": 2}), ({}, {"fsdp_size": 1}), ({"fsdp_size": 2}, {})],
+    ids=str,
+)
+def test_the_next_step_after_a_load(ranks, tmp_path: Path, source: Any, target: Any) -> None:
+    if small.cpu_fsdp.RELEASE < (2, 5) and (source or target):
+        pytest.skip("FSDP2 of torch 2.4 has no state dict on a mesh of two dimensions")
+    small.write(tmp_path / "m")
+    for last, again in ranks(there_and_back, tmp_path / "m", source, target):
+        if source == target:
+            assert last["norms"] == again["norms"]
+            assert all(torch.equal(value, again["weights"][name]) for name, value in last["weights"].items())
+        small.same(again, last, 1e-6)
+
+
+def exported(api: Any, folder: Path, options: dict[str, Any], asked: dict[str, Any]) -> Any:
+    made = small.made(folder, **options)
+    found, adapter = made.get_per_tensor_param(**asked)
+    assert adapter is None
+    return [(name, tensor.dtype, tensor) for name, tensor in found]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fsdp_size": 2}, {"offload_policy": True}, {"param_offload": True}], ids=str
+)
+@pytest.mark.parametrize("to", [None, 2])
+def test_an_export_has_every_name_once_and_whole_values(ranks, tmp_path: Path, options: Any, to: Any) -> None:
+    small.write(tmp_path / "m")
+    expected = dict(small.model().named_parameters(remove_duplicate=False))
+    for rank, found in enumerate(ranks(exported, tmp_path / "m", options, {"to": to})):
+        if to not in (None, rank):
+            assert found == []
+            continue
+        assert sorted(name for name, *_ in found) == sorted(expected)
+        assert {dtype for _, dtype, _ in found} == {torch.bfloat16}
+        assert all(torch.equal(value, expected[name].bfloat16()) for name, _, value in found)
+        values = {name: value for name, _, value in found}
+        assert values["embed.weight"].data_ptr() == values["head.weight"].data_ptr()
+
+
+def in_buckets(api: Any, nbytes: int) -> Any:
+    mesh = engine.arrange("cpu").mesh
+    tensors = {}
+    for number in range(5):
+        local = torch.full((3, 4), float(number)) + dist.get_rank()
+        tensors[f"t{number}"] = compat.as_dtensor(local, mesh, [compat.Shard(0)], torch.Size((12, 4)), (4, 1))
+    tensors["plain"] = torch.arange(6)
+    calls = []
+    gather = exports.gather
+
+    def counted(held: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(list(held))
+        return gather(held, *args, **kwargs)
+
+    exports.gather = counted
+    try:
+        found = dict(engine.whole_tensors(tensors, bucket_bytes=nbytes, dtype=torch.float64))
+    finally:
+        exports.gather = gather
+    plain = torch.equal(found.pop("plain"), torch.arange(6))
+    ranks = torch.arange(4.0, dtype=torch.float64).repeat_interleave(3)[:, None].expand(12, 4)
+    same = all(torch.equal(value, ranks + int(name[1])) for name, value in found.items())
+    return calls, same and len(found) == 5, plain
+
+
+def test_buckets_have_the_bytes_that_travel(ranks) -> None:
+    for calls, same, plain in ranks(in_buckets, 2 * 12 * 4 * 8):
+        assert [len(call) for call in calls] == [2, 2, 2]
+        assert same
+        assert plain
+    for calls, same, _ in ranks(in_buckets, 1):
+        assert [len(call) for call in calls] == [1] * 6
+        assert same
+
+
+def inferred(api: Any, folder: Path, is_jagged: bool, limit: dict[str, Any]) -> Any:
+    made = small.made(folder, **limit)
+    data: Any = {**small.own_rows(small.batch(0), made), "calculate_entropy": True}
+    asked = small.jagged(small.own_rows(small.batch(0), made)) if is_jagged else data
+    if is_jagged:
+        asked["calculate_entropy"] = True
+    with made.eval_mode():
+        output = made.infer_batch(asked)["model_output"]
+    if is_jagged:
+        output = {name: [row.clone() for row in value.unbind()] for name, value in output.items()}
+    with torch.no_grad():
+        positions = (data["attention_mask"].cumsum(1) - 1).clamp_min(0)
+        logits = small.model()(data["input_ids"], data["attention_mask"], positions).logits.log_softmax(-1)
+    logs = logits[:, :-1].gather(-1, data["input_ids"][:, 1:, None])[..., 0]
+    return data, output, torch.nn.functional.pad(logs, (0, 1)), -(logits.exp() * logits).sum(-1)
+
+
+@pytest.mark.parametrize("is_jagged", [False, True])
+@pytest.mark.parametrize("limit", [{}, {"max_token_len_per_gpu": 30}], ids=str)
+def test_outputs_are_in_the_order_of_the_rows(ranks, tmp_path: Path, is_jagged: bool, limit: Any) -> None:
+    small.write(tmp_path / "m")
+    for data, output, logs, entropy in ranks(inferred, tmp_path / "m", is_jagged, limit):
+        for row, there in enumerate(data["attention_mask"].bool()):
+            columns = there.nonzero()[:, 0]
+            for name, expected in (("log_probs", logs), ("entropy", entropy)):
+                got = output[name][row] if is_jagged else output[name][row][columns]
+                want = expected[row][columns]
+                if name == "log_probs":
+                    assert got[-1] == 0  # nothing comes after it
+                    got, want = got[:-1], want[:-1]
+                torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_jagged_rows_train_as_padded_ones(ranks, tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    for found in ranks(trained_jagged, tmp_path / "m"):
+        small.same(found, small.alone())
+
+
+def trained_jagged(api: Any, folder: Path) -> Any:
+    made = small.made(folder, max_token_len_per_gpu=24)
+    return small.trained(made, rows=lambda data, made: small.jagged(small.own_rows(data, made)))

@@ -1,0 +1,107 @@
+"""Adapters alone are trained, saved and exported; peft opens them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+
+from torch_dcp_backport import engine
+
+pytest.importorskip("peft")
+test_qwen = pytest.importorskip("test_engine_transformers")
+
+LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+
+
+def without_torchao() -> None:
+    """torchtune's, in the lane that has peft, is older than any that peft takes, so it raises."""
+    import peft.tuners.lora.torchao
+
+    peft.tuners.lora.torchao.is_torchao_available = lambda: False
+
+
+def made(folder: Path, fsdp_size: int) -> Any:
+    small.cpu_fsdp.install()
+    without_torchao()
+    plain = {"mixed_precision": {"param_dtype": None, "reduce_dtype": None}, "use_dynamic_bsz": False}
+    config = {**plain, "micro_batch_size_per_gpu": 2, "fsdp_size": fsdp_size}
+    asked = {"optimizer": "SGD", "lr": 0.5, "weight_decay": 0.0, "clip_grad": None}
+    found = engine.FSDPEngineWithLMHead({"path": str(folder), **LORA}, config, asked, device="cpu")
+    found.initialize()
+    return found
+
+
+def run(api: Any, folder: Path, out: Path, fsdp_size: int) -> Any:
+    built = made(folder, fsdp_size)
+    begun, _ = built.get_per_tensor_param(base_sync_done=True, dtype=None)
+    first = {name: value.clone() for name, value in begun}
+    found = small.trained(built)
+    adapters, config = built.get_per_tensor_param(base_sync_done=True, dtype=None)
+    found["adapters"], found["config"] = dict(adapters), config
+    with built.eval_mode(), torch.no_grad():
+        inputs = small.model_inputs(small.batch(7))
+        found["logits"] = built.module(**inputs).logits
+        with built.disable_adapter():
+            found["plain"] = built.module(**inputs).logits
+    built.save_adapter(out)
+    built.save_checkpoint(out.parent / "global_step_5", global_step=5)
+    again = made(folder, -1)
+    again.load_checkpoint(out.parent / "global_step_5")
+    found["again"] = dict(again.get_per_tensor_param(base_sync_done=True, dtype=None)[0])
+    return first, found
+
+
+@pytest.mark.parametrize("fsdp_size", [-1, 2])
+def test_adapters_train_alone_and_peft_opens_them(ranks, tmp_path: Path, fsdp_size: int) -> None:
+    import peft
+    import transformers
+
+    without_torchao()
+    model = test_qwen.write(tmp_path / "m")
+    results = ranks(run, tmp_path / "m", tmp_path / "adapter", fsdp_size)
+    first = results[0][0]
+    files = sorted(path.name for path in (tmp_path / "adapter").iterdir())
+    assert files == ["adapter_config.json", "adapter_model.safetensors"]
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    opened = peft.PeftModel.from_pretrained(opened, tmp_path / "adapter")
+    inputs = small.model_inputs(small.batch(7))
+    with torch.no_grad():
+        expected, plain = opened(**inputs).logits, model(**inputs).logits
+    # The same training in one process, from the same first values.
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=LORA["target_modules"])
+    alone = peft.get_peft_model(model, config)
+    assert not peft.set_peft_model_state_dict(alone, first).unexpected_keys
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
+    losses = []
+    for step in range(small.STEPS):
+        optimizer.zero_grad()
+        loss = small.loss_of(alone, small.batch(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    trained = peft.get_peft_model_state_dict(alone)
+    for begun, found in results:
+        assert sorted(begun) == sorted(trained)
+        assert all(torch.equal(value, first[name]) for name, value in begun.items())
+        assert len({value.abs().sum().item() for name, value in begun.items() if "lora_A" in name}) == 4
+        torch.testing.assert_close(found["losses"], losses, atol=1e-5, rtol=1e-5)
+        for name, value in trained.items():
+            torch.testing.assert_close(found["adapters"][name], value, atol=1e-5, rtol=1e-5)
+            assert torch.equal(found["adapters"][name], found["again"][name])
+        torch.testing.assert_close(found["logits"], expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found["plain"], plain, atol=1e-5, rtol=1e-5)
+        assert (found["config"]["r"], found["config"]["lora_alpha"]) == (4, 8)
+        # The weights below are as in the files, under their names there.
+        state = transformers_state(tmp_path / "m")
+        assert sorted(found["weights"]) == sorted(state)
+        assert all(torch.equal(found["weights"][name], value) for name, value in state.items())
+
+
+def transformers_state(folder: Path) -> dict[str, torch.Tensor]:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()

@@ -1,0 +1,146 @@
+"""transformers' own Qwen2: built on meta, filled from its files, cut by its plan."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport import engine
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+
+def write(folder: Path, is_tied: bool = True) -> Any:
+    import transformers
+
+    config = transformers.Qwen2Config(
+        vocab_size=small.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=is_tied,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            # Else they begin as ones and zeros.
+            param.add_(torch.randn_like(param), alpha=0.1 if "norm" in name or "bias" in name else 0)
+    model.save_pretrained(folder)
+    return model
+
+
+def made(folder: Path, kind: str = "language_model", **options: Any) -> Any:
+    small.cpu_fsdp.install()
+    plain = {"mixed_precision": {"param_dtype": None, "reduce_dtype": None}, "use_dynamic_bsz": False}
+    config = {**plain, "micro_batch_size_per_gpu": 2, **options}
+    asked = {"optimizer": "SGD", "lr": 0.5, "clip_grad": 0.3}
+    found = engine.EngineRegistry.new(kind, "fsdp2", {"path": str(folder)}, config, asked, device="cpu")
+    found.initialize()  # type: ignore[attr-defined]
+    return found
+
+
+def run(api: Any, folder: Path, options: dict[str, Any]) -> Any:
+    built = made(folder, **options)
+    with built.eval_mode():
+        logits = built.module(**small.model_inputs(small.batch(7))).logits
+    return logits.detach(), small.trained(built)
+
+
+def alone(model: Any) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.01)
+    losses, norms = [], []
+    for step in range(small.STEPS):
+        optimizer.zero_grad()
+        loss = small.loss_of(model, small.batch(step))
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms, "weights": dict(model.named_parameters())}
+
+
+@pytest.mark.parametrize(
+    ("is_tied", "options"),
+    [(True, {}), (False, {"fsdp_size": 2}), (True, {"tp_size": 2}), (False, {"tp_size": 2})],
+    ids=str,
+)
+def test_it_is_the_model_and_the_training_of_one_process(ranks, tmp_path: Path, is_tied, options) -> None:
+    model = write(tmp_path / "m", is_tied).eval()
+    with torch.no_grad():
+        expected = model(**small.model_inputs(small.batch(7))).logits
+    reference = alone(model.train())
+    for logits, found in ranks(run, tmp_path / "m", options):
+        # Rotary frequencies are in no file, and what is on meta has none.
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        small.same(found, reference)
+
+
+def valued(api: Any, folder: Path, options: dict[str, Any]) -> Any:
+    built = made(folder, "value_model", **options)
+    data = small.own_rows(small.batch(0), built)
+    data["returns"] = data["input_ids"] / small.VOCABULARY
+    norms = []
+    for _ in range(2):
+        output = built.train_batch(data, value_loss)
+        norms.append(output["metrics"]["grad_norm"])
+    weights, _ = built.get_per_tensor_param(dtype=None)
+    return output["model_output"]["values"].shape, norms, dict(weights), sum(output["loss"])
+
+
+def value_loss(model_output: Any, data: Any, dp_group: Any) -> Any:
+    apart = (model_output["values"] - data["returns"]).square() * data["loss_mask"]
+    return apart.sum() / data["batch_num_tokens"] * data["dp_size"], {"apart": apart.max().item()}
+
+
+def test_a_value_head_that_no_file_has_is_the_same_on_every_mesh(ranks, tmp_path: Path) -> None:
+    write(tmp_path / "m")
+    runs = [ranks(valued, tmp_path / "m", {"fsdp_size": size}) for size in (-1, 1)]
+    for found in zip(*runs):
+        (shape, norms, weights, _), (_, other_norms, other, _) = found
+        assert shape[1] == small.LENGTH
+        assert weights["score.weight"].abs().max() > 0
+        torch.testing.assert_close(norms, other_norms, atol=1e-5, rtol=1e-5)
+        for name, value in weights.items():
+            torch.testing.assert_close(value, other[name], atol=1e-5, rtol=1e-5)
+
+
+def refused(api: Any, folder: Path, options: dict[str, Any]) -> str:
+    elsewhere = options.pop("elsewhere", "")
+    if dist.get_rank() == 1 and elsewhere == "files":
+        folder = folder / "elsewhere"
+    if dist.get_rank() == 1 and elsewhere == "rows":
+        options["micro_batch_size_per_gpu"] = 3
+    try:
+        made(folder, **options)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}},
+            "there are .*Qwen2Attention",
+        ),
+        ({"elsewhere": "files"}, "rank 1: .*elsewhere"),
+        (
+            {"elsewhere": "rows"},
+            "rank 1: not the same .*: EngineConfig .*gpu=2",
+        ),
+        ({"fsdp_size": 3}, "ranks 0-3: .*fsdp_size=3 does not divide 4"),
+        ({"tp_size": 2, "fsdp_size": 1}, "2 replicas: not offered with tp_size=2"),
+    ],
+    ids=str,
+)
+def test_one_error_on_every_rank(ranks, tmp_path: Path, options: Any, says: str) -> None:
+    write(tmp_path / "m")
+    texts = ranks(refused, tmp_path / "m", options)
+    assert len(set(texts)) == 1
+    assert re.search(says, texts[0], re.DOTALL), texts[0]

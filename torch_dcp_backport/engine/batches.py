@@ -1,0 +1,257 @@
+"""Rows of a batch as micro-batches: the same number on every rank, and results in the order of the rows.
+
+Takes a mapping of tensors with rows first, padded or jagged (a TensorDict too). Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
+
+from torch_dcp_backport.transfer import Problem, raise_together
+from torch_dcp_backport.transfer.consensus import share_findings
+from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.wire import device_for
+
+TITLE = "cannot run this batch"
+IDS, MASK, LOSS_MASK = "input_ids", "attention_mask", "loss_mask"
+
+#: First column of a row that is no padding, and the one behind the last.
+Span = tuple[int, int]
+
+
+class Limit(NamedTuple):
+    """The size of a micro-batch: rows, or tokens with the padding that is left."""
+
+    rows: Optional[int] = None
+    tokens: Optional[int] = None
+
+
+class Plan(NamedTuple):
+    """How a batch is cut; as many parts on every rank."""
+
+    #: The rows of each micro-batch; none where the rank only keeps the others company.
+    parts: list[list[int]]
+    spans: list[Span]
+    #: Tokens with a loss on all ranks.
+    tokens: int
+    #: Of padded rows; None where they are jagged.
+    width: Optional[int]
+
+
+class Micro(NamedTuple):
+    """A micro-batch."""
+
+    #: As the batch, of these rows; padded columns that no row needs are gone.
+    data: dict[str, Any]
+    rows: list[int]
+    columns: Span
+
+    @property
+    def is_filler(self) -> bool:
+        return not self.rows
+
+
+def plan(data: Any, limit: Limit, group: Group = None, *, needs_tokens: bool = True) -> Plan:
+    """Cut a batch into as many micro-batches on every rank. Collective.
+
+    Args:
+        needs_tokens: whether a batch without any token of a loss is an error.
+
+    Raises:
+        RuntimeError: a row above the limit, no rows, no tokens, columns that do not fit, ...; on every rank.
+    """
+    problems: list[Problem] = []
+    own = Plan([], [], 0, None)
+    try:
+        own = plan_alone(data, limit, needs_tokens)
+    except (ValueError, KeyError, TypeError) as error:
+        problems.append(Problem(str(error)))
+    said = torch.tensor([len(own.parts), own.tokens, len(problems)], device=device_for(group))
+    heard = [torch.empty_like(said) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(heard, said, group=group)
+    rows = torch.stack(heard).tolist()
+    if any(count for *_, count in rows):
+        # What is wrong travels only where something is.
+        raise_together(TITLE, share_findings([(dist.get_rank(), problem) for problem in problems], group))
+    count, tokens = max(row[0] for row in rows), sum(row[1] for row in rows)
+    findings = []
+    if not count:
+        findings = [(dist.get_rank(), Problem("no rows on any rank"))]
+    elif needs_tokens and not tokens:
+        findings = [(dist.get_rank(), Problem(f"no token on any rank has a loss: {LOSS_MASK} is zero"))]
+    raise_together(TITLE, findings)
+    return own._replace(parts=spread(own.parts, count), tokens=tokens)
+
+
+def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
+    """As `plan`, of this rank's rows.
+
+    Raises:
+        ValueError: a row above the limit, a limit that is none, columns that do not fit.
+        KeyError: a batch without what is needed.
+    """
+    wanted = [name for name in ("rows", "tokens") if getattr(limit, name) is not None]
+    if len(wanted) != 1 or getattr(limit, wanted[0]) < 1:
+        raise ValueError(f"{limit}: expected a positive number of either rows or tokens")
+    keys = set(data.keys())
+    for key in (IDS, LOSS_MASK) if needs_tokens else (IDS,):
+        if key not in keys:
+            raise KeyError(f"the batch has no {key}; it has {', '.join(sorted(map(str, keys)))}")
+    ids = data[IDS]
+    spans = spans_of(data)
+    tokens = int(values_of(data[LOSS_MASK]).sum()) if LOSS_MASK in keys else 0
+    if limit.rows is not None:
+        rows = list(range(len(spans)))
+        parts = [rows[start : start + limit.rows] for start in range(0, len(rows), limit.rows)]
+    else:
+        parts = by_tokens(spans, limit.tokens or 0)
+    return Plan(parts, spans, tokens, None if ids.is_nested else int(ids.shape[1]))
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.values() if tensor.is_nested else tensor
+
+
+def spans_of(data: Any) -> list[Span]:
+    """What each row has between the padding on both sides.
+
+    Raises:
+        ValueError: a mask of another shape, or a row that is padding alone.
+    """
+    ids = data[IDS]
+    if ids.is_nested:
+        return [(0, int(length)) for length in ids.offsets().diff()]
+    if ids.dim() != 2:
+        raise ValueError(f"{IDS} of shape {tuple(ids.shape)}: expected rows and columns")
+    keys = set(data.keys())  # a TensorDict iterates over rows
+    if MASK not in keys:
+        return [(0, int(ids.shape[1]))] * len(ids)
+    mask = data[MASK]
+    if mask.shape != ids.shape:
+        raise ValueError(f"{MASK} of shape {tuple(mask.shape)}: expected that of {IDS}, {tuple(ids.shape)}")
+    if not len(ids):
+        return []
+    there = mask.bool()
+    if not there.any(1).all():
+        raise ValueError(f"row {there.any(1).tolist().index(False)} is padding alone")
+    first = there.int().argmax(1)
+    behind = ids.shape[1] - there.flip(1).int().argmax(1)
+    return list(zip(first.tolist(), behind.tolist()))
+
+
+def by_tokens(spans: Sequence[Span], most: int) -> list[list[int]]:
+    """Rows of like length together; rows x columns of a part are at most `most`.
+
+    Raises:
+        ValueError: a row that is longer than that.
+    """
+    parts: list[list[int]] = []
+    columns = (0, 0)
+    for row in sorted(range(len(spans)), key=lambda row: spans[row][0] - spans[row][1]):
+        start, stop = spans[row]
+        if stop - start > most:
+            raise ValueError(f"row {row} has {stop - start} tokens, more than the {most} of a micro-batch")
+        wider = (min(columns[0], start), max(columns[1], stop))
+        if parts and (len(parts[-1]) + 1) * (wider[1] - wider[0]) <= most:
+            parts[-1].append(row)
+            columns = wider
+        else:
+            parts.append([row])
+            columns = (start, stop)
+    return parts
+
+
+def spread(parts: Sequence[list[int]], count: int) -> list[list[int]]:
+    """The same rows in `count` parts: the fullest are halved, and where no rows are left parts are empty."""
+    spread = [list(part) for part in parts]
+    while len(spread) < count:
+        fullest = max(range(len(spread)), key=lambda place: len(spread[place]), default=None)
+        if fullest is None or len(spread[fullest]) < 2:
+            spread.append([])
+            continue
+        part = spread[fullest]
+        spread[fullest : fullest + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
+    return spread
+
+
+def micro_batches(data: Any, plan: Plan) -> Iterator[Micro]:
+    """The micro-batches of a plan, each made when it is its turn."""
+    for rows in plan.parts:
+        spans = [plan.spans[row] for row in rows] or [(0, 1)]
+        columns = min(start for start, _ in spans), max(stop for _, stop in spans)
+        keys = list(data.keys())  # a TensorDict iterates over rows
+        yield Micro({key: _selected(key, data[key], rows, columns, plan) for key in keys}, rows, columns)
+
+
+def _selected(key: str, value: Any, rows: list[int], columns: Span, plan: Plan) -> Any:
+    """The rows of a value; of a filler one row of zeros."""
+    count = len(plan.spans)
+    if not isinstance(value, torch.Tensor):
+        has_rows = isinstance(value, (list, tuple)) and len(value) == count
+        return [value[row] for row in rows] if has_rows else value
+    if value.is_nested:
+        made = value.unbind()
+        picked = [made[row] for row in rows] or [value.values().new_zeros((1, *value.values().shape[1:]))]
+        return torch.nested.as_nested_tensor(picked, layout=torch.jagged)
+    if not value.dim() or len(value) != count:
+        return value
+    picked_rows = value[rows] if rows else value.new_full((1, *value.shape[1:]), key == MASK)
+    if plan.width is not None and value.dim() > 1 and value.shape[1] == plan.width:
+        return picked_rows[:, slice(*columns)]
+    return picked_rows
+
+
+def model_inputs(data: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+    """What a language model of transformers takes of a micro-batch: ids, mask and positions, padded."""
+    ids = data[IDS]
+    if ids.is_nested:
+        rows = ids.unbind()
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        ids = pad_sequence(list(rows), batch_first=True)
+    else:
+        mask = data[MASK] if MASK in data else torch.ones_like(ids)
+    positions = data.get("position_ids")
+    if positions is None or positions.is_nested:
+        # A jagged row begins with its first token.
+        positions = (mask.long().cumsum(1) - 1).clamp_min(0)
+    inputs = {IDS: ids, MASK: mask, "position_ids": positions}
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def like_rows(padded: torch.Tensor, data: Mapping[str, Any]) -> torch.Tensor:
+    """A result per token as the rows of a micro-batch are: padded, or jagged."""
+    ids = data[IDS]
+    if not ids.is_nested:
+        return padded
+    offsets = ids.offsets().to(padded.device)
+    lengths = offsets.diff()
+    there = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
+    return torch.nested.nested_tensor_from_jagged(padded[there], offsets)
+
+
+def restored(outputs: Sequence[Mapping[str, torch.Tensor]], plan: Plan) -> dict[str, torch.Tensor]:
+    """The results of all micro-batches, in the order and width of the batch; zeros where padding was cut."""
+    results: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(name for output in outputs for name in output):
+        rows_of: dict[int, torch.Tensor] = {}
+        for rows, output in zip(plan.parts, outputs):
+            if not rows:
+                continue
+            columns = min(plan.spans[row][0] for row in rows), max(plan.spans[row][1] for row in rows)
+            for row, part in zip(rows, output[name].unbind()):
+                if plan.width is not None and part.dim() and part.shape[0] == columns[1] - columns[0]:
+                    full = part.new_zeros((plan.width, *part.shape[1:]))
+                    full[slice(*columns)] = part
+                    part = full
+                rows_of[row] = part
+        ordered = [rows_of[row] for row in sorted(rows_of)]
+        if ordered:
+            jagged = plan.width is None and ordered[0].dim()
+            make: Any = torch.nested.as_nested_tensor if jagged else torch.stack
+            results[name] = make(ordered, layout=torch.jagged) if jagged else make(ordered)
+    return results

@@ -1,0 +1,274 @@
+"""A model that is sharded before it has any memory, and filled from files: each rank its own slices.
+
+Knows modules and FSDP2; must never hold a whole model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import math
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+from torch import nn
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.engine.mesh import Grid
+from torch_dcp_backport.hf.moving import groups_of
+from torch_dcp_backport.hf.sight import look
+from torch_dcp_backport.hf.source import Source, source_of
+from torch_dcp_backport.hf.state import LOAD, Filled, load_state_dict
+from torch_dcp_backport.transfer import Call, layout_of
+from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.staging import part_of
+
+#: Fills a whole tensor with first values.
+Draw = Callable[[torch.Tensor, torch.Generator], None]
+#: Names of block classes, or the classes; None is what the model says of itself.
+Blocks = Union[None, str, type, Collection[Union[str, type]]]
+
+
+class Sharding(NamedTuple):
+    """What FSDP2 is to do."""
+
+    reshard_after_forward: bool = True
+    #: Of all-gathered parameters, and of gradients on their way; None is the parameters' own.
+    param_dtype: Optional[torch.dtype] = None
+    reduce_dtype: Optional[torch.dtype] = None
+    #: FSDP2 keeps parameters on the host, and their optimizer steps there.
+    offload: bool = False
+
+    def arguments(self, grid: Grid) -> dict[str, Any]:
+        """What `fully_shard` takes."""
+        fsdp2 = compat.fsdp2()
+        policy = fsdp2.MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+        asked = {"mesh": grid.data, "reshard_after_forward": self.reshard_after_forward, "mp_policy": policy}
+        if self.offload:
+            # There is nothing to pin for where the host is the device.
+            asked["offload_policy"] = fsdp2.CPUOffloadPolicy(pin_memory=grid.mesh.device_type != "cpu")
+        return asked
+
+
+@contextlib.contextmanager
+def parameters_on_meta(dtype: Optional[torch.dtype] = None) -> Iterator[None]:
+    """A context: modules that are made in it have parameters without memory, and real buffers.
+
+    `torch.device("meta")` takes the buffers too, and what a model computes into them (rotary frequencies)
+    is in no file.
+
+    Args:
+        dtype: of floating parameters; None is what the modules ask for.
+    """
+
+    def emptied(module: nn.Module, name: str, param: Optional[nn.Parameter]) -> Optional[nn.Parameter]:
+        if param is None or param.is_meta:
+            return None
+        wanted = dtype if param.is_floating_point() else None
+        return nn.Parameter(param.detach().to("meta", wanted), param.requires_grad)
+
+    hook: Any = emptied  # torch's annotation forgets that it may return a parameter
+    handle = nn.modules.module.register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def outline(model: Optional[nn.Module]) -> dict[str, str]:
+    """What must be the same on every rank."""
+    names = (
+        []
+        if model is None
+        else [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+    )
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
+    return {"parameters": f"{len(names)} ({digest})"}
+
+
+def configuration(asked: Any) -> Any:
+    """transformers' configuration of a `ModelConfig`, with what is to be otherwise.
+
+    Raises:
+        FileNotFoundError: no such model here; transformers would look for it on the network.
+    """
+    import transformers
+
+    if not Path(asked.path, "config.json").is_file():
+        raise FileNotFoundError(f"{asked.path} has no config.json")
+    config = transformers.AutoConfig.from_pretrained(asked.path, trust_remote_code=asked.trust_remote_code)
+    for name, value in asked.override_config.items():
+        setattr(config, name, value)
+    return config
+
+
+def language_model(asked: Any) -> nn.Module:
+    """transformers' causal language model of a `ModelConfig`; see `parameters_on_meta`."""
+    import transformers
+
+    kind: Any = transformers.AutoModelForCausalLM
+    model: nn.Module = kind.from_config(configuration(asked), trust_remote_code=asked.trust_remote_code)
+    return model
+
+
+def value_model(asked: Any) -> nn.Module:
+    """transformers' model of a `ModelConfig` with one number for each token."""
+    import transformers
+
+    kind: Any = transformers.AutoModelForTokenClassification
+    config = configuration(asked)
+    config.num_labels = 1
+    config.classifier_dropout = config.hidden_dropout = 0.0
+    model: nn.Module = kind.from_config(config, trust_remote_code=asked.trust_remote_code)
+    return model
+
+
+def names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
+    """The names of each parameter, several of a tied one."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return names
+
+
+def units_of(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
+    """The modules that are sharded as units, inner ones first: blocks, and embeddings that nothing else uses.
+
+    Raises:
+        ValueError: a block class that does not occur; names those that do.
+    """
+    wanted = getattr(model, "_no_split_modules", None) or () if blocks is None else blocks
+    asked = (wanted,) if isinstance(wanted, (str, type)) else tuple(wanted)
+    names = [kind if isinstance(kind, str) else kind.__name__ for kind in asked]
+    kinds = {type(module).__name__ for module in model.modules()}
+    absent = sorted(set(names) - kinds)
+    # A model names block classes of all its variants.
+    if absent and (blocks is not None or len(absent) == len(set(names))):
+        raise ValueError(f"no module is a {', '.join(absent)}; there are {', '.join(sorted(kinds))}")
+    shared = {name for tied in names_by_parameter(model).values() if len(tied) > 1 for name in tied}
+    ask: Any = getattr(model, "get_output_embeddings", lambda: None)
+    end = ask()
+    found = []
+    for path, module in model.named_modules():
+        is_end = isinstance(module, nn.Embedding) or module is end
+        is_tied = any(f"{path}.{name}" in shared for name, _ in module.named_parameters())
+        if type(module).__name__ in names or (is_end and not is_tied):
+            found.append(module)
+    return found[::-1]
+
+
+def shard(model: nn.Module, grid: Grid, sharding: Optional[Sharding] = None, blocks: Blocks = None) -> None:
+    """Apply FSDP2, unit by unit and to the whole; the parameters may be on meta.
+
+    Raises:
+        ValueError: as `units_of`.
+    """
+    units = [unit for unit in units_of(model, blocks) if unit is not model]
+    arguments = (sharding or Sharding()).arguments(grid)
+    for module in (*units, model):
+        compat.fsdp2().fully_shard(module, **arguments)
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give parameters on meta memory on a device, without values; buffers go there with theirs.
+
+    Tied parameters stay tied: torch makes a new parameter for each name.
+    """
+    tied = names_by_parameter(model).values()
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    # FSDP2 looks at its shards anew in `_apply`, and nowhere else.
+    move: Any = model._apply
+    move(real)
+    tie(model, tied)
+
+
+def tie(model: nn.Module, tied: Iterable[Sequence[str]]) -> None:
+    """Make one parameter again of those that have several names."""
+    for first, *others in tied:
+        for name in others:
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._parameters[leaf] = model.get_parameter(first)
+
+
+def fill(
+    model: nn.Module,
+    folder: Union[str, Path, Source],
+    *,
+    fresh: Optional[Mapping[str, Draw]] = None,
+    hf_name: Callable[[str], str] = str,
+    files: str = "auto",
+    seed: int = 0,
+) -> Filled:
+    """Fill a model's parameters and buffers from Hugging Face files, each rank its own slices. Collective.
+
+    Args:
+        fresh: pattern of names that the files need not have -> what draws a whole tensor in place of them.
+        hf_name: the name in the files of a name in the model.
+        files: as in `hf.load_state_dict`.
+        seed: of what is drawn, which is the same on every rank.
+
+    Raises:
+        RuntimeError: a tensor that the files do not have, another shape, a torn file, ...; on every rank.
+    """
+    tensors = tensors_of(model)
+    draws = {name: draw for name in tensors for draw in _draws(name, fresh or {})}
+    if draws:
+        with Call(LOAD, "fill", groups_of()) as call:
+            source: Optional[Source] = None
+            with call.guard():
+                source = source_of(folder)
+            held = look(call, source, files).tensors
+        draws = {name: draw for name, draw in draws.items() if hf_name(name) not in held}
+    state = {hf_name(name): tensor for name, tensor in tensors.items() if name not in draws}
+    filled = load_state_dict(state, folder, files=files)
+    for name, draw in draws.items():
+        # By name: layers alike must not begin alike.
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+        draw_into(tensors[name], draw, generator)
+    return filled
+
+
+def _draws(name: str, fresh: Mapping[str, Draw]) -> list[Draw]:
+    return [draw for pattern, draw in fresh.items() if fnmatch.fnmatchcase(name, pattern)][:1]
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, under all their names, and the buffers that a state dict has.
+
+    Not `state_dict()`, which FSDP2 of torch 2.4 refuses on a mesh of two dimensions.
+    """
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{path}.{name}".lstrip(".")] = buffer
+    return found
+
+
+@torch.no_grad()
+def draw_into(tensor: torch.Tensor, draw: Draw, generator: torch.Generator) -> None:
+    """Fill this rank's part of a tensor with its part of what is drawn as a whole."""
+    drawn = torch.empty(tensor.shape, dtype=tensor.dtype)
+    draw(drawn, generator)
+    layout = layout_of(tensor)
+    rank = torch.distributed.get_rank() if layout.mesh is not None else 0
+    local = compat.local_part(tensor) if isinstance(tensor, compat.DTensor) else tensor
+    local.copy_(part_of(drawn, whole(tuple(tensor.shape)), layout.own_box(rank)))
+
+
+def zeros(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Draw nothing."""
+    tensor.zero_()
+
+
+def as_linear(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Draw the first weights of a linear layer, as torch does."""
+    bound = 1 / math.sqrt(tensor.shape[-1])
+    tensor.uniform_(-bound, bound, generator=generator)

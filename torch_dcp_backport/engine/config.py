@@ -1,0 +1,186 @@
+"""The settings of an engine, under verl's names; verl's own configuration objects are read as well.
+
+Every one is checked before anything is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Optional, TypeVar, Union
+
+import torch
+
+from torch_dcp_backport.engine.batches import Limit
+from torch_dcp_backport.engine.build import Blocks, Sharding
+
+DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp16": torch.float16, "float16": torch.float16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model."""
+
+    #: A folder with config.json and safetensors files.
+    path: str = ""
+    #: What is to be otherwise in its configuration.
+    override_config: Mapping[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    enable_gradient_checkpointing: bool = False
+    #: Adapters of peft, which alone are trained; 0 is none.
+    lora_rank: int = 0
+    lora_alpha: int = 16
+    target_modules: Any = "all-linear"
+    exclude_modules: Any = None
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How it is spread, and how batches are cut."""
+
+    fsdp_size: int = -1
+    tp_size: int = 1
+    ulysses_sequence_parallel_size: int = 1
+    reshard_after_forward: bool = True
+    #: By FSDP2, all the time; or by `to()`, between train_mode() and eval_mode().
+    offload_policy: bool = False
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    forward_only: bool = False
+    #: Of the parameters themselves.
+    model_dtype: str = "fp32"
+    #: param_dtype, reduce_dtype; as in verl bf16 and fp32 where nothing is said.
+    mixed_precision: Optional[Mapping[str, Any]] = None
+    #: {"transformer_layer_cls_to_wrap": names of classes}
+    wrap_policy: Mapping[str, Any] = field(default_factory=dict)
+    #: By tokens; else by rows. What a batch says of itself comes first.
+    use_dynamic_bsz: bool = True
+    max_token_len_per_gpu: Optional[int] = None
+    micro_batch_size_per_gpu: Optional[int] = None
+    infer_max_token_len_per_gpu: Optional[int] = None
+    infer_micro_batch_size_per_gpu: Optional[int] = None
+    #: Gradients are reduced after "each" micro-batch, or after the "last": whole ones are kept until then.
+    gradient_sync: str = "each"
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        if self.ulysses_sequence_parallel_size != 1:
+            got = self.ulysses_sequence_parallel_size
+            raise ValueError(f"ulysses_sequence_parallel_size={got}: sequence parallelism is not offered")
+        if self.offload_policy and (self.param_offload or self.optimizer_offload):
+            raise ValueError(
+                "offload_policy=True keeps parameters and optimizer on the host by itself: it excludes "
+                f"param_offload={self.param_offload} and optimizer_offload={self.optimizer_offload}"
+            )
+        if self.gradient_sync not in ("each", "last"):
+            raise ValueError(f"gradient_sync={self.gradient_sync!r} is neither 'each' nor 'last'")
+        dtype_of(self.model_dtype)
+        _ = self.sharding
+
+    @property
+    def sharding(self) -> Sharding:
+        asked = {"param_dtype": "bf16", "reduce_dtype": "fp32", **(self.mixed_precision or {})}
+        param_dtype, reduce_dtype = (dtype_of(asked[name]) for name in ("param_dtype", "reduce_dtype"))
+        return Sharding(self.reshard_after_forward, param_dtype, reduce_dtype, self.offload_policy)
+
+    @property
+    def blocks(self) -> Blocks:
+        found: Blocks = self.wrap_policy.get("transformer_layer_cls_to_wrap")
+        return found
+
+    def limit(self, data: Any, is_inference: bool) -> Limit:
+        """The size of micro-batches of a batch."""
+
+        def said(name: str) -> Any:
+            if name in set(data.keys()):  # a TensorDict iterates over rows
+                return data[name]
+            own = getattr(self, f"infer_{name}", None) if is_inference else None
+            return getattr(self, name) if own is None else own
+
+        if said("use_dynamic_bsz"):
+            return Limit(tokens=said("max_token_len_per_gpu"))
+        return Limit(rows=said("micro_batch_size_per_gpu"))
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer, one of torch.optim, and its schedule."""
+
+    optimizer: str = "AdamW"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
+    override_optimizer_config: Optional[Mapping[str, Any]] = None
+    clip_grad: Optional[float] = 1.0
+    lr_scheduler_type: str = "constant"
+    lr_warmup_steps: Optional[int] = -1
+    lr_warmup_steps_ratio: float = 0.0
+    total_training_steps: int = -1
+    min_lr_ratio: Optional[float] = None
+    num_cycles: float = 0.5
+
+    def __post_init__(self) -> None:
+        kind = getattr(torch.optim, self.optimizer, None)
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise ValueError(f"optimizer={self.optimizer!r} is none of torch.optim")
+
+    @property
+    def warmup(self) -> int:
+        steps = self.lr_warmup_steps
+        if steps is not None and steps > 0:
+            return steps
+        return int(self.lr_warmup_steps_ratio * self.total_training_steps)
+
+    def made(self, params: Any) -> torch.optim.Optimizer:
+        options = {"lr": self.lr, "weight_decay": self.weight_decay}
+        if "Adam" in self.optimizer:
+            options["betas"] = self.betas  # type: ignore[assignment]
+        options.update(self.override_optimizer_config or {})
+        made: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(params, **options)
+        return made
+
+
+def dtype_of(name: Union[str, torch.dtype, None]) -> Optional[torch.dtype]:
+    """A dtype of verl's names.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    if name not in DTYPES:
+        raise ValueError(f"{name!r} is no dtype; there are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+Kind = TypeVar("Kind", ModelConfig, EngineConfig, OptimizerConfig)
+
+
+def settings(kind: type[Kind], given: Any) -> Kind:
+    """Settings from an object or a mapping with fields of the same names; None is the defaults.
+
+    Raises:
+        ValueError: a mapping with other names, a value that is not offered, ...
+    """
+    if isinstance(given, kind):
+        return given
+    names = [entry.name for entry in dataclasses.fields(kind)]
+    if isinstance(given, Mapping):
+        unknown = sorted(set(map(str, given)) - set(names))
+        if unknown:
+            raise ValueError(f"no setting of a {kind.__name__}: {', '.join(unknown)}; there are {names}")
+        return kind(**given)
+    if given is None:
+        return kind()
+    # verl's have more fields; of these, two would change what is computed.
+    if getattr(getattr(given, "qat", None), "enable", False):
+        raise ValueError("qat is not offered")
+    if not getattr(given, "zero_indexed_step", True):
+        raise ValueError("zero_indexed_step=False is not offered")
+    found = {name: getattr(given, name) for name in names if getattr(given, name, None) is not None}
+    local = getattr(given, "local_path", None)
+    return kind(**{**found, "path": local} if local and "path" in names else found)

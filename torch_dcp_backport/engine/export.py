@@ -1,0 +1,91 @@
+"""Whole tensors out of shards, in buckets: to every rank, or to the one that feeds a rollout.
+
+Must never hold more whole tensors than a bucket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Optional
+
+import torch
+
+from torch_dcp_backport.hf.state import Held as Part
+from torch_dcp_backport.hf.state import names_of, tied_names, unchecked
+from torch_dcp_backport.transfer import gather
+from torch_dcp_backport.transfer.chunks import Key
+from torch_dcp_backport.transfer.gather import Held
+from torch_dcp_backport.transfer.groups import Group
+
+BUCKET_BYTES = 64 * 2**20
+
+
+@torch.no_grad()
+def whole_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    to: Optional[int] = None,
+    dtype: Optional[torch.dtype] = None,
+    device: Optional[torch.device] = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    group: Group = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of every name; tied names get one tensor, one after the other. Collective.
+
+    Every rank runs through it to the end; on those that receive nothing it is empty.
+
+    Args:
+        tensors: DTensors, or tensors that every rank holds; the same names on every rank.
+        to: the global rank that receives; None is every rank.
+        dtype: of floating tensors, cast before they travel; None is their own.
+        device: of the whole tensors; None is where the parts are.
+        bucket_bytes: whole tensors that are gathered at once; a larger one is alone.
+
+    Raises:
+        RuntimeError: ranks hold different names, shapes or dtypes; on every rank.
+        TransferError: a rank is gone, or the group's timeout is over.
+    """
+    parts = {name: unchecked(tensor) for name, tensor in tensors.items()}
+    bucket: list[list[str]] = []
+    size = 0
+    for names in names_of(parts, tied_names(parts)):
+        info = parts[names[0]].info
+        nbytes = math.prod(info.shape) * _cast(info.dtype, dtype).itemsize
+        if bucket and size + nbytes > bucket_bytes:
+            yield from _gathered(parts, bucket, to, dtype, device, group)
+            bucket, size = [], 0
+        bucket.append(names)
+        size += nbytes
+    if bucket:
+        yield from _gathered(parts, bucket, to, dtype, device, group)
+
+
+def _gathered(
+    parts: Mapping[str, Part],
+    bucket: list[list[str]],
+    to: Optional[int],
+    dtype: Optional[torch.dtype],
+    device: Optional[torch.device],
+    group: Group,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    held: dict[Key, Held] = {}
+    for name, *_ in bucket:
+        layout, local = parts[name]
+        held[name] = Held(local.to(_cast(local.dtype, dtype)), layout)
+
+    def make(name: Key) -> torch.Tensor:
+        local, layout = held[name]
+        return torch.empty(layout.shape, dtype=local.dtype, device=device or local.device)
+
+    found = gather(held, make, to=to, group=group)
+    held.clear()
+    for names in bucket:
+        tensor = found.pop(names[0], None)
+        if tensor is not None:
+            for name in names:
+                yield name, tensor
+
+
+def _cast(own: torch.dtype, dtype: Optional[torch.dtype]) -> torch.dtype:
+    return dtype if dtype is not None and own.is_floating_point else own

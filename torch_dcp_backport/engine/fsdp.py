@@ -1,0 +1,303 @@
+"""The engine: mesh, model, batches, step, moves and export under the names of verl 0.7.
+
+Composes what the other modules offer; each of these serves a loop of one's own as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Optional
+
+import torch
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.engine import batches, build, heads, lora, move, tensor_parallel
+from torch_dcp_backport.engine import step as steps
+from torch_dcp_backport.engine.base import BaseEngine, EngineRegistry, default_device
+from torch_dcp_backport.engine.config import EngineConfig, ModelConfig, OptimizerConfig, dtype_of, settings
+from torch_dcp_backport.engine.export import whole_tensors
+from torch_dcp_backport.engine.mesh import arrange
+from torch_dcp_backport.hf.moving import agree, groups_of
+from torch_dcp_backport.transfer import Call
+
+BACKENDS, DEVICES = ["fsdp", "fsdp2"], ["cuda", "npu", "xpu", "hpu", "cpu"]
+
+
+class FSDPEngine(BaseEngine):
+    """A model of transformers under FSDP2, with its optimizer; subclasses say what its outputs are."""
+
+    #: Makes the model, within `build.parameters_on_meta`.
+    make_model = staticmethod(build.language_model)
+    #: Parameters that the files need not have.
+    fresh: Mapping[str, build.Draw] = {}
+
+    def __init__(
+        self,
+        model_config: Any,
+        engine_config: Any = None,
+        optimizer_config: Any = None,
+        checkpoint_config: Any = None,
+        *,
+        device: Optional[str] = None,
+        make_manager: Optional[Callable[..., Any]] = None,
+    ) -> None:
+        """Check the settings.
+
+        Args:
+            model_config, engine_config, optimizer_config: the settings of `engine.config`, mappings of them,
+                or verl's.
+            checkpoint_config: of the manager.
+            device: a type; None is this machine's accelerator, or the CPU.
+            make_manager: called as `checkpoint.FSDPCheckpointManager`, which is the default.
+
+        Raises:
+            ValueError: a setting that is not offered, or two that exclude each other.
+        """
+        self.model_config = settings(ModelConfig, model_config)
+        self.engine_config = settings(EngineConfig, engine_config)
+        self.optimizer_config = settings(OptimizerConfig, optimizer_config)
+        self.checkpoint_config = checkpoint_config
+        self.device = device or default_device()
+        self.make_manager = make_manager
+        #: Steps that were not taken, since a gradient was not finite.
+        self.skipped_steps = 0
+        self.module: Any = None
+        self.optimizer: Optional[torch.optim.Optimizer] = None
+        self.lr_scheduler: Any = None
+        self.checkpoint_manager: Any = None
+
+    def initialize(self) -> None:
+        """Make the model, each rank its own slices, and its optimizer. Collective.
+
+        Raises:
+            RuntimeError: as `build.fill`, `mesh.arrange` and `step.divisor_of`; on every rank.
+        """
+        own = self.engine_config
+        self.grid = arrange(self.device, own.fsdp_size, own.tp_size)
+        self.module = self.build()
+        #: What losses are multiplied with, so that gradients are means.
+        self.scale = 1.0
+        if not own.forward_only:
+            self.scale = steps.divisor_of(self.grid, own.sharding) / self.grid.dp_size
+            asked = self.optimizer_config
+            trained = [param for param in self.module.parameters() if param.requires_grad]
+            self.optimizer = asked.made(trained)
+            self.lr_scheduler = steps.schedule(
+                self.optimizer,
+                asked.lr_scheduler_type,
+                warmup=asked.warmup,
+                total=asked.total_training_steps,
+                least=asked.min_lr_ratio or 0.0,
+                cycles=asked.num_cycles,
+            )
+        make: Any = self.make_manager
+        if make is None:
+            make = importlib.import_module("torch_dcp_backport.checkpoint").FSDPCheckpointManager
+        parts = (self.module, self.optimizer, self.lr_scheduler)
+        self.checkpoint_manager = make(*parts, checkpoint_config=self.checkpoint_config)
+        if own.param_offload or own.optimizer_offload:
+            self.to("cpu", model=own.param_offload, optimizer=own.optimizer_offload, grad=own.param_offload)
+
+    def build(self) -> Any:
+        """The model, sharded and filled. Collective."""
+        own, asked = self.engine_config, self.model_config
+        model: Any = None
+        with Call("cannot build the model", "build", groups_of()) as call:
+            with call.guard(), build.parameters_on_meta(dtype_of(own.model_dtype)):
+                model = self.make_model(asked)
+                if asked.enable_gradient_checkpointing:
+                    model.gradient_checkpointing_enable({"use_reentrant": False})
+                if asked.lora_rank:
+                    model = lora.adapted(model, asked)
+                build.units_of(model, own.blocks)
+                tensor_parallel.styles_of(model, self.grid)
+            said = {type(part).__name__: repr(part) for part in (own, self.optimizer_config)}
+            agree(call, common={**said, **build.outline(model)})
+        tensor_parallel.parallelize(model, self.grid)
+        build.shard(model, self.grid, own.sharding, own.blocks)
+        kind = "cpu" if own.offload_policy else self.device
+        build.materialize(model, compat.current_device(kind))
+        fresh = {**self.fresh, **lora.FRESH}
+        build.fill(model, asked.path, fresh=fresh, hf_name=lora.base_name, seed=own.seed)
+        return model
+
+    def forward_backward_batch(
+        self, data: Any, loss_function: Optional[Callable[..., Any]], forward_only: bool = False
+    ) -> dict[str, Any]:
+        """Run the model on a batch, and the loss backwards. Collective.
+
+        Args:
+            data: rows of this rank, padded or jagged, with `input_ids`, `loss_mask` and what the loss reads.
+            loss_function: called with `model_output=`, `data=` (of a micro-batch, with `batch_num_tokens` of
+                all ranks and `dp_size`) and `dp_group=`; returns the loss, whose mean over ranks is trained,
+                and metrics.
+
+        Returns:
+            `model_output` in the order of the rows, `loss` and `metrics` of each micro-batch.
+
+        Raises:
+            RuntimeError: as `batches.plan`; on every rank.
+        """
+        group, limit = self.get_data_parallel_group(), self.engine_config.limit(data, forward_only)
+        plan = batches.plan(data, limit, group, needs_tokens=not forward_only)
+        common = {"batch_num_tokens": plan.tokens, "dp_size": self.grid.dp_size}
+        outputs, losses, metrics = [], [], {}  # type: ignore[var-annotated]
+        for number, micro in enumerate(batches.micro_batches(data, plan), 1):
+            if not forward_only and self.engine_config.gradient_sync == "last":
+                self.module.set_requires_gradient_sync(number == len(plan.parts))
+            loss, output = self.forward_step(micro, common, loss_function)
+            if not forward_only:
+                torch.autograd.backward(loss * self.scale)
+            outputs.append({name: value.detach() for name, value in output["model_output"].items()})
+            if not micro.is_filler:
+                losses.append(loss.item())
+                for name, value in output["metrics"].items():
+                    metrics.setdefault(name, []).append(value)
+        return {"model_output": batches.restored(outputs, plan), "loss": losses, "metrics": metrics}
+
+    def forward_step(
+        self, micro: batches.Micro, common: Mapping[str, Any], loss_function: Optional[Callable[..., Any]]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Loss, and outputs with metrics, of a micro-batch."""
+        device = compat.current_device(self.device)
+        data = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in micro.data.items()
+        }
+        data.update(common)
+        inputs = batches.model_inputs(data, device)
+        logits = self.module(**inputs, use_cache=False).logits
+        found = self.prepare_model_outputs(logits, inputs, data)
+        if micro.is_filler:
+            # The other ranks wait for this one's part of the gradients.
+            nothing = torch.stack([value.float().sum() * 0 for value in found.values()]).sum()
+            return nothing, {"model_output": {}, "metrics": {}}
+        found = {name: batches.like_rows(value, data) for name, value in found.items()}
+        loss, metrics = logits.new_zeros(()), {}
+        if loss_function is not None:
+            group = self.get_data_parallel_group()
+            loss, metrics = loss_function(model_output=found, data=data, dp_group=group)
+        return loss, {"model_output": found, "metrics": metrics}
+
+    def prepare_model_outputs(
+        self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor], data: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """What losses see of logits, by row and column."""
+        raise NotImplementedError
+
+    def optimizer_zero_grad(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def optimizer_step(self) -> float:
+        """Clip and step; the norm before. A step with a gradient that is not finite is skipped, and counted.
+
+        Collective.
+        """
+        assert self.optimizer is not None, "forward_only"
+        done = steps.step(self.optimizer, self.optimizer_config.clip_grad)
+        self.skipped_steps += done.is_skipped
+        return done.grad_norm
+
+    def lr_scheduler_step(self) -> float:
+        """The learning rate after one more step."""
+        self.lr_scheduler.step()
+        return float(self.lr_scheduler.get_last_lr()[0])
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move parameters (with their gradients) and optimizer states to "cpu" or to the device.
+
+        Raises:
+            RuntimeError: FSDP2 has them on the host by its own policy.
+            ValueError: another device.
+        """
+        if device not in ("cpu", self.device):
+            raise ValueError(f"cannot move to {device!r}: expected 'cpu' or {self.device!r}")
+        where = compat.current_device(device)
+        if model:
+            move.move_model(self.module, where)
+        if optimizer and self.optimizer is not None:
+            move.move_optimizer(self.optimizer, where)
+
+    def save_checkpoint(
+        self,
+        local_path: Any,
+        hdfs_path: Optional[str] = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: Optional[int] = None,
+        **_: Any,
+    ) -> None:
+        """As `checkpoint.FSDPCheckpointManager.save_checkpoint`. Collective."""
+        self.checkpoint_manager.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    def load_checkpoint(
+        self, local_path: Any, hdfs_path: Optional[str] = None, del_local_after_load: bool = False, **_: Any
+    ) -> None:
+        """As `checkpoint.FSDPCheckpointManager.load_checkpoint`. Collective."""
+        self.checkpoint_manager.load_checkpoint(local_path, hdfs_path, del_local_after_load)
+
+    def get_per_tensor_param(
+        self,
+        layered_summon: bool = False,
+        base_sync_done: bool = False,
+        *,
+        to: Optional[int] = None,
+        dtype: Optional[torch.dtype] = torch.bfloat16,
+        **_: Any,
+    ) -> tuple[Iterator[tuple[str, torch.Tensor]], Optional[dict[str, Any]]]:
+        """(name, whole tensor) for a rollout, in buckets, and peft's configuration. Collective as it is read.
+
+        Args:
+            base_sync_done: with adapters, these alone; else the model's own weights, under the files' names.
+            to: the rank that receives; None is every rank.
+            dtype: as verl's; None is that of the parameters.
+        """
+        adapter = lora.config_of(self.module)
+        tensors = build.tensors_of(self.module)
+        if adapter is not None:
+            tensors = lora.adapters(tensors) if base_sync_done else lora.base(tensors)
+        device = compat.current_device(self.device)
+        return whole_tensors(tensors, to=to, dtype=dtype, device=device), adapter
+
+    def save_adapter(self, folder: Any) -> None:
+        """Write the adapters alone, as peft opens them. Collective."""
+        lora.save(self.module, folder)
+
+    def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
+        """A context: the model without its adapters."""
+        found: contextlib.AbstractContextManager[Any] = self.module.disable_adapter()
+        return found
+
+
+@EngineRegistry.register("language_model", BACKENDS, DEVICES)
+class FSDPEngineWithLMHead(FSDPEngine):
+    """`log_probs` of the next tokens; with `calculate_entropy` in a batch also `entropy`."""
+
+    def prepare_model_outputs(
+        self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor], data: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        temperature = data.get("temperature", 1.0)
+        if isinstance(temperature, torch.Tensor):
+            logits = logits / temperature.clamp(min=1e-8).to(logits).view(-1, 1, 1)
+        elif temperature != 1.0:
+            logits = logits / max(temperature, 1e-8)
+        found = {"log_probs": heads.next_log_probs(logits, inputs[batches.IDS], inputs[batches.MASK])}
+        if data.get("calculate_entropy", False):
+            found["entropy"] = heads.entropy(logits)
+        return found
+
+
+@EngineRegistry.register("value_model", BACKENDS, DEVICES)
+class FSDPEngineWithValueHead(FSDPEngine):
+    """`values` of the tokens."""
+
+    make_model = staticmethod(build.value_model)
+    #: No file of a language model has it.
+    fresh: Mapping[str, build.Draw] = {"*score.weight": build.as_linear, "*score.bias": build.zeros}
+
+    def prepare_model_outputs(
+        self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor], data: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        return {"values": heads.values(logits)}

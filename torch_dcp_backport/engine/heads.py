@@ -1,0 +1,77 @@
+"""What a trainer wants of logits: log-probabilities, entropy, values; in chunks, since logits are large.
+
+A chunk in float32 is all that is there beside the logits, in the backward pass too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Optional
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+#: Elements of a chunk: 64 MiB in float32.
+CHUNK = 16 * 2**20
+
+
+def log_probs(logits: torch.Tensor, labels: torch.Tensor, *, chunk: int = CHUNK) -> torch.Tensor:
+    """The log-probability of each label, float32, of the labels' shape."""
+    return _in_chunks(_log_probs, chunk, logits, labels)
+
+
+def entropy(logits: torch.Tensor, *, chunk: int = CHUNK) -> torch.Tensor:
+    """The entropy of each distribution, float32."""
+    return _in_chunks(_entropy, chunk, logits)
+
+
+def values(logits: torch.Tensor) -> torch.Tensor:
+    """The number that a value head gives each token, float32."""
+    return logits.squeeze(-1).float()
+
+
+def next_log_probs(
+    logits: torch.Tensor, ids: torch.Tensor, mask: Optional[torch.Tensor] = None, *, chunk: int = CHUNK
+) -> torch.Tensor:
+    """At each position the log-probability of the token after it; 0 where there is none, or padding."""
+    found = log_probs(logits[:, :-1], ids[:, 1:], chunk=chunk)
+    if mask is not None:
+        found = found * mask[:, 1:].to(found)
+    return torch.nn.functional.pad(found, (0, 1))
+
+
+def sft_loss(
+    model_output: Mapping[str, torch.Tensor], data: Mapping[str, Any], dp_group: object = None
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The mean over all tokens of all ranks that `loss_mask` marks; a loss function as verl's are."""
+    found, mask = model_output["log_probs"], data["loss_mask"]
+    # The mask marks tokens, a log-probability stands one before its token; the last of a row is 0.
+    if found.is_nested:
+        found, mask = found.values(), mask.values()
+    total = (found * mask.roll(-1, -1).to(found)).sum()
+    return -total / data["batch_num_tokens"] * data["dp_size"], {}
+
+
+def _in_chunks(function: Callable[..., torch.Tensor], chunk: int, *tensors: torch.Tensor) -> torch.Tensor:
+    logits = tensors[0]
+    rows = max(1, chunk // max(1, logits.shape[-1]))
+    flat = [tensor.flatten(0, logits.dim() - 2) for tensor in tensors]
+    parts = []
+    is_large = logits.requires_grad and torch.is_grad_enabled() and flat[0].shape[0] > rows
+    for pieces in zip(*(torch.split(tensor, rows) for tensor in flat)):
+        if is_large:
+            # Computed again in the backward pass: what it keeps would be the logits once more, in float32.
+            parts.append(checkpoint(function, *pieces, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(function(*pieces))
+    found = torch.cat(parts) if parts else logits.new_zeros(0, dtype=torch.float32)
+    return found.view(logits.shape[:-1])
+
+
+def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return -torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+
+
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    found = logits.float().log_softmax(-1)
+    return -(found.exp() * found).sum(-1)

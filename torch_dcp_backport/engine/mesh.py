@@ -1,0 +1,105 @@
+"""How ranks are arranged: shards, replicas of shards, tensor parallelism.
+
+Must never leave ranks that share nothing without saying so: a shard size of 1 is replication.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Optional
+
+import torch.distributed as dist
+from torch.distributed import device_mesh
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.hf.moving import agree, groups_of
+from torch_dcp_backport.transfer import Call
+from torch_dcp_backport.transfer.groups import Group
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+TITLE = "cannot arrange the ranks"
+
+
+class Sizes(NamedTuple):
+    """Extents of the mesh."""
+
+    replicate: int
+    shard: int
+    tp: int
+
+
+class Grid(NamedTuple):
+    """The ranks of the default process group, arranged."""
+
+    sizes: Sizes
+    #: All dimensions.
+    mesh: DeviceMesh
+    #: What `fully_shard` gets: shards, or replicas of shards.
+    data: DeviceMesh
+    tp: Optional[DeviceMesh]
+
+    @property
+    def dp_size(self) -> int:
+        """How many ranks have data of their own."""
+        return self.sizes.replicate * self.sizes.shard
+
+    @property
+    def dp_group(self) -> Group:
+        """The ranks that have data of their own, with this one."""
+        return None if self.tp is None else self.data.get_group()
+
+    @property
+    def dp_rank(self) -> int:
+        return dist.get_rank(self.dp_group)
+
+
+def sizes_of(world: int, fsdp_size: int = -1, tp_size: int = 1) -> Sizes:
+    """The extents of the mesh of `world` ranks.
+
+    Args:
+        fsdp_size: ranks that share one copy of the model; -1, or as many as there are and more, is one copy.
+        tp_size: ranks that compute one layer together.
+
+    Raises:
+        ValueError: sizes that do not divide, or are not offered together.
+    """
+    for name, size in (("fsdp_size", fsdp_size), ("tp_size", tp_size)):
+        if size == 0 or size < (-1 if name == "fsdp_size" else 1):
+            raise ValueError(f"{name}={size} is no number of ranks")
+    if world % tp_size:
+        raise ValueError(f"tp_size={tp_size} does not divide {world} ranks")
+    data = world // tp_size
+    shard = data if fsdp_size == -1 else min(fsdp_size, data)
+    if data % shard:
+        raise ValueError(f"fsdp_size={fsdp_size} does not divide {data} ranks ({world} ranks, {tp_size=})")
+    if tp_size > 1 and shard < data:
+        raise ValueError(f"fsdp_size={fsdp_size} makes {data // shard} replicas: not offered with {tp_size=}")
+    if tp_size > 1 and not compat.HAS_STRIDED:
+        raise ValueError(
+            f"tp_size={tp_size} needs torch >= 2.5, which can say how FSDP2 cuts what TP has cut"
+        )
+    return Sizes(data // shard, shard, tp_size)
+
+
+def arrange(device_type: str, fsdp_size: int = -1, tp_size: int = 1) -> Grid:
+    """Arrange the ranks of the default process group. Collective.
+
+    Raises:
+        RuntimeError: sizes that do not divide, or are not the same on every rank; on every rank.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(f"{TITLE}: torch.distributed.init_process_group comes first, on one rank too")
+    with Call(TITLE, "arrange", groups_of()) as call:
+        sizes = Sizes(1, 1, 1)
+        with call.guard():
+            sizes = sizes_of(dist.get_world_size(), fsdp_size, tp_size)
+        asked = {"device": device_type, "fsdp_size": str(fsdp_size), "tp_size": str(tp_size)}
+        agree(call, common=asked)
+    extents = {"ddp": sizes.replicate, "fsdp": sizes.shard, "tp": sizes.tp}
+    # verl's names. A dimension of one rank is left out, but never the one that shards.
+    dims = {name: size for name, size in extents.items() if size > 1 or name == "fsdp"}
+    mesh = device_mesh.init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    if sizes.tp == 1:
+        return Grid(sizes, mesh, mesh, None)
+    return Grid(sizes, mesh, mesh["fsdp"], mesh["tp"])

@@ -1,0 +1,162 @@
+"""An optimizer step that is right whatever the backend averages, on any mixture of meshes.
+
+Works on any model of DTensors and whole tensors; must never trust a backend's word for its average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.engine.build import Sharding
+from torch_dcp_backport.engine.mesh import TITLE, Grid
+from torch_dcp_backport.transfer import layout_of
+from torch_dcp_backport.transfer.wire import device_for
+
+
+def divisor_of(grid: Grid, sharding: Optional[Sharding] = None) -> float:
+    """Measure by what FSDP2 divides the sum of the ranks' gradients, on one small parameter. Collective.
+
+    gloo, up to torch 2.7 at least, takes `reduce_scatter_tensor(AVG)` for a sum: gradients are as many times
+    too large as there are shards, which AdamW hides. Scale the loss by `divisor_of(grid) / grid.dp_size` and
+    the gradient is the mean over ranks wherever it runs.
+
+    Raises:
+        RuntimeError: the backend cannot reduce gradients on this mesh; on every rank.
+    """
+    sharding = (sharding or Sharding())._replace(offload=False)
+    device = compat.current_device(grid.mesh.device_type)
+    probe = nn.Linear(1, grid.sizes.shard, bias=False, device=device)
+    compat.fsdp2().fully_shard(probe, **sharding.arguments(grid))
+    try:
+        probe(torch.ones(1, 1, device=device)).sum().backward()
+    except (RuntimeError, ValueError, AssertionError) as error:
+        # FSDP2 of torch 2.7 has an assertion where its CPU streams make no events.
+        replicas = grid.sizes.replicate
+        raise RuntimeError(
+            f"{TITLE}: FSDP2 of torch {torch.__version__} with {dist.get_backend()} cannot reduce gradients "
+            f"over {replicas} replicas of {grid.sizes.shard} shards: {type(error).__name__} {error}. One "
+            "copy of the model (fsdp_size=-1) needs less of the backend"
+        ) from error
+    gradient: Any = probe.weight.grad
+    return grid.dp_size / float(compat.local_part(gradient))
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def local_gradients(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, float]]:
+    """This rank's part of each gradient, and how much of its square counts.
+
+    Of n replicas each counts an nth, and not the first alone: a number that is not finite is seen wherever it
+    is. A tensor whose mesh is a part of the ranks is taken to be on as many such meshes as there is room for.
+    """
+    world = dist.get_world_size()
+    found = []
+    for param in params:
+        gradient: Any = param.grad
+        if gradient is None:
+            continue
+        layout = layout_of(gradient)
+        local = compat.arrived(compat.local_part(gradient)) if layout.mesh is not None else gradient
+        holders = world
+        if layout.mesh is not None:
+            holders = math.prod(layout.mesh.shape[dim] for dim in layout.replica_dims)
+            holders *= world // len(layout.mesh.ranks)
+        found.append((local, 1 / holders))
+    return found
+
+
+@torch.no_grad()
+def grad_norm(params: Iterable[torch.Tensor]) -> float:
+    """The norm of all gradients, the same number on every rank. Collective: one all-reduce of one number.
+
+    The gradients may be on different meshes, or on the host, where torch's own helpers give up.
+    """
+    return _norm_of(local_gradients(params))
+
+
+def _norm_of(gradients: Sequence[tuple[torch.Tensor, float]]) -> float:
+    total = torch.zeros((), dtype=torch.float64)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for local, part in gradients:
+        if local.numel():
+            # The norm of half-precision numbers overflows in their own; the squares of norms in float32.
+            kind = torch.float32 if local.dtype.itemsize < 4 else local.dtype
+            norm = torch.linalg.vector_norm(local, dtype=kind)
+            by_device.setdefault(local.device, []).append(norm.double().square() * part)
+    for squares in by_device.values():
+        total += torch.stack(squares).sum().cpu()
+    if dist.get_world_size() > 1:
+        total = total.to(device_for(None))
+        dist.all_reduce(total)
+    return math.sqrt(total.item())
+
+
+class Stepped(NamedTuple):
+    """What a step did."""
+
+    #: Before they were clipped.
+    grad_norm: float
+    is_skipped: bool
+
+
+@torch.no_grad()
+def step(optimizer: torch.optim.Optimizer, max_norm: Optional[float] = None) -> Stepped:
+    """Clip the gradients by their norm and step; with any that is not finite no rank does. Collective.
+
+    A skipped step leaves parameters and states as they were, and drops the gradients.
+    """
+    gradients = local_gradients(parameters_of(optimizer))
+    norm = _norm_of(gradients)
+    if not math.isfinite(norm):
+        optimizer.zero_grad()
+        return Stepped(norm, True)
+    if max_norm is not None and norm + 1e-6 > max_norm:
+        torch._foreach_mul_([local for local, _ in gradients], max_norm / (norm + 1e-6))
+    optimizer.step()
+    return Stepped(norm, False)
+
+
+def schedule(
+    optimizer: torch.optim.Optimizer,
+    kind: str = "constant",
+    *,
+    warmup: int = 0,
+    total: int = 0,
+    least: float = 0.0,
+    cycles: float = 0.5,
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """A linear warm-up, and then the optimizer's own rate ("constant") or a cosine down from it ("cosine").
+
+    Args:
+        warmup, total: steps.
+        least: the smallest part of the rate that a cosine comes to.
+        cycles: waves until the last step; a half ends at the bottom.
+
+    Raises:
+        ValueError: another kind, or a cosine without its total.
+    """
+    if kind not in ("constant", "cosine"):
+        raise ValueError(f"lr_scheduler_type={kind!r} is neither 'constant' nor 'cosine'")
+    if kind == "cosine" and total <= 0:
+        raise ValueError(f"lr_scheduler_type='cosine' needs total_training_steps, got {total}")
+
+    def part(done: int) -> float:
+        if done < warmup:
+            return done / max(1, warmup)
+        if kind == "constant":
+            return 1.0
+        progress = (done - warmup) / max(1, total - warmup)
+        wave = 0.5 * (1 + math.cos(2 * math.pi * cycles * progress))
+        return max(0.0, least + (1 - least) * wave)
+
+    factor: Callable[[int], float] = part
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

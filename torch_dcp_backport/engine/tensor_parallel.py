@@ -1,0 +1,69 @@
+"""Tensor parallelism by the plan that a model of transformers brings; applied before FSDP2.
+
+What the plan does not cut is computed on every rank, as a replica: all parameters are on one mesh.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import parallel
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.engine.build import names_by_parameter, tie
+from torch_dcp_backport.engine.mesh import Grid
+
+STYLES = {"colwise": parallel.ColwiseParallel, "rowwise": parallel.RowwiseParallel}
+
+
+def styles_of(model: Any, grid: Grid) -> dict[str, Any]:
+    """Path of a module -> torch's style that cuts it; nothing without tensor parallelism.
+
+    Raises:
+        ValueError: a model without a plan, or with a style that is not offered.
+    """
+    if grid.tp is None:
+        return {}
+    plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    if not plan:
+        raise ValueError(f"tp_size={grid.sizes.tp}: a {type(model).__name__} has no plan for it")
+    unknown = sorted({style for style in plan.values() if style not in STYLES})
+    if unknown:
+        raise ValueError(f"tp_size={grid.sizes.tp}: the plan of a {type(model).__name__} has {unknown}")
+    prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
+    return {
+        path: STYLES[style]()
+        for path, _ in model.named_modules()
+        for pattern, style in plan.items()
+        if fnmatch.fnmatchcase(path, prefix + pattern)
+    }
+
+
+def parallelize(model: nn.Module, grid: Grid) -> None:
+    """Cut the modules of the plan over the ranks of `grid.tp`; the others become replicas."""
+    if grid.tp is None:
+        return
+    styles = styles_of(model, grid)
+    tied = names_by_parameter(model).values()
+    for path, module in list(model.named_modules()):
+        if path in styles:
+            parallel.parallelize_module(module, grid.tp, styles[path])
+        elif next(module.parameters(recurse=False), None) is not None:
+            _replicate(module, grid.tp)
+    tie(model, tied)
+
+
+def _replicate(module: nn.Module, mesh: Any) -> None:
+    """Make the module compute with DTensors inside, and plain tensors on both sides."""
+    for name, param in list(module.named_parameters(recurse=False)):
+        local = compat.replicated(param.detach(), mesh)
+        module.register_parameter(name, nn.Parameter(local, param.requires_grad))
+
+    def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(compat.replicated(x, mesh) if isinstance(x, torch.Tensor) else x for x in inputs)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(lambda _, __, output: output.to_local())
