@@ -17,7 +17,7 @@ from torch_dcp_backport.dist_checkpointing.engine import load as engine
 from torch_dcp_backport.dist_checkpointing.engine.background import begin_save
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
-from torch_dcp_backport.dist_checkpointing.engine.metadata import Stored, paused_gc
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Stored
 from torch_dcp_backport.dist_checkpointing.engine.save import Saving
 from torch_dcp_backport.dist_checkpointing.engine.save import save as save_together
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
@@ -43,6 +43,7 @@ from torch_dcp_backport.dist_checkpointing.validation import (
     table_of,
     verify_digests,
 )
+from torch_dcp_backport.state_dict.api import gc_context
 from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.groups import Group
 
@@ -127,7 +128,7 @@ class SaveOptions(NamedTuple):
 
 def save_made(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions) -> None:
     """As `save`, of a state dict that is made inside the call: what fails there is heard on every rank."""
-    with paused_gc(), begin(CANNOT_SAVE, "save", options.process_group) as call:
+    with gc_context(), begin(CANNOT_SAVE, "save", options.process_group) as call:
         report.close_save(call.tally, save_together(call, saving_from(call, make, checkpoint_dir, options)))
 
 
@@ -135,7 +136,7 @@ def begin_made(
     make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions
 ) -> AsyncRequest:
     """As `save_made`, in the background."""
-    with paused_gc(), begin(CANNOT_SAVE, "save", options.process_group) as call:
+    with gc_context(), begin(CANNOT_SAVE, "save", options.process_group) as call:
         saving = saving_from(call, make, checkpoint_dir, options)
         save = begin_save(call, saving, options.process_group)
     return AsyncRequest(save.write, (), [save.commit])
@@ -239,7 +240,7 @@ def load_made(
     make: Callable[[Opened], ShardedStateDict], checkpoint_dir: Folder, options: LoadOptions
 ) -> Any:
     """As `load`, of a state dict that is made inside the call: what fails there is heard on every rank."""
-    with paused_gc(), begin(CANNOT_LOAD, "load", options.process_group) as call:
+    with gc_context(), begin(CANNOT_LOAD, "load", options.process_group) as call:
         folder, mode, parts = Path(), StrictHandling.ASSUME_OK_UNEXPECTED, split({})
         with guard(call):
             folder, mode = Path(checkpoint_dir), parse_strict_flag(options.strict)

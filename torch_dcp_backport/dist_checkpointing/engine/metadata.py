@@ -6,10 +6,8 @@ passes over, and of the pickle itself behind its end.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import gc
 import itertools
 import math
 import pickle
@@ -32,6 +30,7 @@ from torch_dcp_backport.dist_checkpointing.engine.unpickle import (
     Refused,
     TensorEntry,
 )
+from torch_dcp_backport.state_dict.api import gc_context
 from torch_dcp_backport.transfer import Box
 from torch_dcp_backport.transfer.spread import intersection
 
@@ -178,18 +177,6 @@ class Index:
         return ends
 
 
-@contextlib.contextmanager
-def paused_gc() -> Iterator[None]:
-    """No garbage collection: it would look at every one of a million new objects again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 class Template:
     """The content of `.metadata` but for its checksums: saved again and again, it differs in these alone."""
 
@@ -197,7 +184,7 @@ class Template:
         """`index.common` says whether there is a common state."""
         #: Of the records, in the order of their checksums.
         self.places: list[Place] = []
-        with paused_gc():
+        with gc_context():
             whole = self._whole_of(index)
             count = len(self.places)
             common = None if index.common is None else UNKNOWN
@@ -280,7 +267,7 @@ def from_bytes(data: bytes) -> Index:
     # First of all: a single bit can make an unpickler ask for gigabytes.
     if data[end:-4] == TRAILER and data[-4:] != zlib.crc32(data[:end]).to_bytes(4, "big"):
         raise Refused("its checksum is wrong")
-    with paused_gc():
+    with gc_context():
         whole, length = Reader(data, METADATA, FOREIGN).read()
         trailer = data[length:]
         expected = TRAILER + zlib.crc32(data[:length]).to_bytes(4, "big")
