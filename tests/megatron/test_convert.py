@@ -222,12 +222,67 @@ def test_a_conversion_that_is_killed_leaves_the_old_checkpoint(tmp_path, model, 
         convert(model, out, how=hf.Export(overwrite=True))
         assert not list(tmp_path.glob(".*"))
         return
-    old = tmp_path / ".ckpt.partial" / "old"
+    old = tmp_path / ".ckpt.converting" / "old"
     assert verify(old) == []
-    with pytest.raises(CheckpointingException, match="move it away"):
-        convert(model, out)
+    out.mkdir()
+    for how in (None, hf.Export(overwrite=True)):
+        with pytest.raises(CheckpointingException, match="move it away"):
+            convert(model, out, how=how)
+    out.rmdir()
     os.rename(old, out)
     convert(model, out, how=hf.Export(overwrite=True))
+
+
+def test_what_comes_meanwhile_stays(tmp_path, model, monkeypatch):
+    out, name = tmp_path / "ckpt", "torch_dcp_backport.megatron.convert.companions_of"
+
+    def comes(folder):
+        out.mkdir()
+        (out / "precious").write_text("mine")
+        return {}
+
+    monkeypatch.setattr(name, comes)
+    with pytest.raises(CheckpointingException, match="not empty"):
+        convert(model, out)
+    assert (out / "precious").read_text() == "mine"
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_source_and_target_apart(tmp_path, model):
+    out = tmp_path / "ckpt"
+    convert(model, out)
+    write_folder(out / "inside", QWEN, QWEN.tensors(), files=1)
+    link = tmp_path / "link"
+    link.symlink_to(out)
+    replaced = hf.Export(overwrite=True)
+    for source, target in ((out, out), (out, link), (out, out / "hf"), (out / "inside", out), (model, model)):
+        with pytest.raises(CheckpointingException, match="is in the (source|target)"):
+            convert(source, target, how=replaced)
+    assert verify(out) == []
+    # A link's folder is replaced, not the link.
+    (out / "inside").rename(tmp_path / "inside")
+    convert(model, link, how=replaced)
+    assert link.is_symlink()
+    assert verify(out) == []
+
+
+ALONE = """
+import sys, time
+import torch.distributed as dist
+from torch_dcp_backport.megatron.convert import convert
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+if rank == 0:
+    convert(*sys.argv[3:5])
+dist.barrier()
+"""
+
+
+def test_it_is_not_collective(tmp_path, model):
+    args = [str(tmp_path / "meet"), str(model), str(tmp_path / "ckpt")]
+    ranks = [subprocess.Popen([sys.executable, "-c", ALONE, str(rank), *args]) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    assert verify(tmp_path / "ckpt") == []
 
 
 # --- the command ---

@@ -124,11 +124,17 @@ class SaveOptions(NamedTuple):
     written: Callable[[Output], None] = lambda output: None
     #: Whether the SHA-256 of every file is saved, too.
     is_hashed: bool = False
+    #: Whether no other rank takes part, also where there is a process group.
+    is_alone: bool = False
+
+    def begin(self) -> Call:
+        """The call of this save."""
+        return Call(CANNOT_SAVE, "save", ()) if self.is_alone else begin(CANNOT_SAVE, "save", self.process_group)
 
 
 def save_made(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions) -> None:
     """As `save`, of a state dict that is made inside the call: what fails there is heard on every rank."""
-    with gc_context(), begin(CANNOT_SAVE, "save", options.process_group) as call:
+    with gc_context(), options.begin() as call:
         report.close_save(call.tally, save_together(call, saving_from(call, make, checkpoint_dir, options)))
 
 
@@ -136,7 +142,7 @@ def begin_made(
     make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions
 ) -> AsyncRequest:
     """As `save_made`, in the background."""
-    with gc_context(), begin(CANNOT_SAVE, "save", options.process_group) as call:
+    with gc_context(), options.begin() as call:
         saving = saving_from(call, make, checkpoint_dir, options)
         save = begin_save(call, saving, options.process_group)
     return AsyncRequest(save.write, (), [save.commit])

@@ -14,7 +14,7 @@ from torch_dcp_backport.hf.blocks import Share, Window, clipped
 from torch_dcp_backport.transfer import Box, Call, Problem, TransferError, raise_together
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.consensus import agree_on_mesh
-from torch_dcp_backport.transfer.errors import UNCHANGED, Finding
+from torch_dcp_backport.transfer.errors import DOUBTFUL, UNCHANGED, Finding
 from torch_dcp_backport.transfer.exchange import Route
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.memories import Memories, Memory, move
@@ -101,12 +101,12 @@ def send_window(call: Call, agreement: Agreement, share: Share, window: Window, 
     turns = {key: turns_of(want[key], first_rank(call)) for key in window if key in share.relayed}
     have = {key: at_first(call, share, window, key) for key in window}
     direct = {key: turns[key][0][1] if key in turns else want[key] for key in window}
-    move(call, agreement, _routes(share, have, direct), Memories(read, share.view))
+    move(call, agreement, _routes(share, have, direct), Memories(read, share.view, DOUBTFUL))
     for number in range(1, max(map(len, turns.values()), default=0)):
         routes: dict[Key, Route] = {
             key: Route(*turns[key][number], share.relayed[key]) for key in turns if number < len(turns[key])
         }
-        move(call, agreement, routes, Memories(share.view, share.view))
+        move(call, agreement, routes, Memories(share.view, share.view, DOUBTFUL))
 
 
 def turns_of(want: Boxes, first: int) -> list[tuple[Boxes, Boxes]]:

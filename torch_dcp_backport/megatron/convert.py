@@ -101,15 +101,34 @@ def convert(
         CheckpointingException: source and config.json do not fit, something is damaged, no room, ...; the
             target is as it was.
     """
-    folder, out = Path(source), Path(os.path.abspath(target))
+    # Of a link the folder that it leads to.
+    folder, out = Path(source), Path(os.path.realpath(target))
     try:
-        if (folder / CONFIG).is_file():
+        to_checkpoint = (folder / CONFIG).is_file()
+        check_apart(folder, out, to_checkpoint)
+        if to_checkpoint:
             with Call(CANNOT_CONVERT, "save", ()) as call:
                 return _to_checkpoint(call, folder, out, how or Export(), dry_run)
         with Call(CANNOT_CONVERT, "collect", ()) as call:
             return _to_files(call, folder, out, like, how, dry_run)
     except (RuntimeError, OSError) as error:
         raise CheckpointingException(str(error)) from error
+
+
+def check_apart(folder: Path, out: Path, is_replaced: bool) -> None:
+    """Refuse a target that takes the source with it, or makes another thing of it.
+
+    Args:
+        is_replaced: whether the target is replaced as a whole.
+
+    Raises:
+        CheckpointingException: it is so.
+    """
+    real = Path(os.path.realpath(folder))
+    if real == out or (not is_replaced and real in out.parents):
+        raise CheckpointingException(f"{CANNOT_CONVERT}: {out} is in the source, which is to stay as it is")
+    if is_replaced and out in real.parents:
+        raise CheckpointingException(f"{CANNOT_CONVERT}: the source {real} is in the target")
 
 
 # --- Hugging Face files to a checkpoint ---
@@ -157,8 +176,11 @@ def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bo
     if dry_run:
         return converted
     state = {"tensors": _parts(files, cuts, tensors), "objects": _objects(shape, naming), **COMMON}
-    with _published(out) as new:
-        save_made(lambda: state, new, SaveOptions(must_load=True))
+    with _published(out, how) as new:
+        try:
+            save_made(lambda: state, new, SaveOptions(must_load=True, is_alone=True))
+        except CheckpointingException as error:
+            raise CheckpointingException(f"{CANNOT_CONVERT}: {out} is as it was; in {new}: {error}") from error
         (new / HUGGING_FACE).mkdir()
         for name, content in companions_of(folder).items():
             path = new / HUGGING_FACE / name
@@ -227,25 +249,31 @@ def _check_target(out: Path, how: Export) -> None:
         # Of anything else no conversion is the replacement.
         opened_alone(out)
     old = room_of(out) / "old"
-    if not out.exists() and old.exists():
+    # Both are there between two renames alone: the old one has made room, the new one is not in its place.
+    if old.exists() and (old.parent / "new").exists():
         raise FileExistsError(f"{old} is what was here before a conversion that was killed: move it away")
 
 
 def room_of(out: Path) -> Path:
-    return out.parent / f".{out.name}.partial"
+    """A hidden folder of conversions alone: an export into the target clears its own away."""
+    return out.parent / f".{out.name}.converting"
 
 
 @contextlib.contextmanager
-def _published(out: Path) -> Iterator[Path]:
+def _published(out: Path, how: Export) -> Iterator[Path]:
     """A hidden folder that takes the target's place when everything in it is on the disk."""
     out.parent.mkdir(parents=True, exist_ok=True)
+    _check_target(out, how)
     room = Room(room_of(out), out)
     try:
         new, old = room.path / "new", room.path / "old"
         new.mkdir()
+        # What was there before the lock was taken may be another conversion's work by now.
+        _check_target(out, how)
         yield new
         sync_folder(new)
-        is_there = out.exists()
+        # An empty folder makes room by itself; one that is filled meanwhile does not, and is an error.
+        is_there = how.overwrite and out.exists()
         if is_there:
             os.rename(out, old)
         try:

@@ -125,7 +125,9 @@ def states_of(shape: Shape, naming: Naming) -> Iterator[Slot]:
         elif shape.shared_intermediate:
             modules += [f"mlp.shared_experts.{name}" for name in FEED_FORWARD]
         for module in modules:
-            yield naming.slot(f"{module}._extra_state", shape, layer)
+            slot = naming.slot(f"{module}._extra_state", shape, layer)
+            # An object has a place among others of its key, if there is but one.
+            yield slot if slot.lead else slot._replace(lead=(0,), extents=(1,))
         for expert in range(shape.experts if shape.is_sparse(layer) else 0):
             for name in FEED_FORWARD:
                 yield naming.slot(f"mlp.experts.experts.{name}._extra_state", shape, layer, expert)
