@@ -24,7 +24,7 @@ EXPORT_CODES = "exit codes: 0 fine; 1 damaged, no model, or no room for it; 2 wr
 def list_steps(argv: list[str], prog: str) -> int:
     """The command `checkpoint list`."""
     parser = argparse.ArgumentParser(
-        prog=prog, description="List the steps of a run: good, or why not.", epilog=CODES
+        prog=prog, description="List the steps of a run: good, or why not, and where uploaded.", epilog=CODES
     )
     parser.add_argument("root", metavar="ROOT", type=Path)
     parser.add_argument("--json", action="store_true", help="as one JSON object")
@@ -122,6 +122,7 @@ def as_dict(step: Step) -> dict[str, object]:
     facts: dict[str, object] = {"step": step.step, "path": str(step.path), "fault": step.fault}
     if content is not None:
         facts.update(bytes=content.nbytes, ranks=content.world, made_at=content.made_at)
+        facts["uploaded"] = store.uploaded_to(step.path) or None
     return facts
 
 
@@ -130,7 +131,9 @@ def line_of(step: Step) -> str:
     if content is None:
         return f"{step.step:>10}  {step.fault}"
     minutes = max(0.0, time.time() - content.made_at) / 60
-    state = step.fault or "good"
+    state, url = step.fault or "good", store.uploaded_to(step.path)
+    if url or store.is_uploading(step.path):
+        state += f", uploaded to {url}" if url else ", being uploaded"
     return (
         f"{step.step:>10}  {content.nbytes:>16,} bytes  {content.world:>4} ranks  {minutes:8.0f} min  {state}"
     )
