@@ -101,6 +101,9 @@ def export(argv: list[str], prog: str) -> int:
     )
     parser.add_argument("--dtype", help="what weights are cast to, such as bfloat16; by default as saved")
     parser.add_argument("--overwrite", action="store_true", help="replace a model that OUT holds")
+    parser.add_argument(
+        "--trust", action="store_true", help="read files of verl's own manager, which runs what they say"
+    )
     args = parser.parse_args(argv)
     dtype = getattr(torch, args.dtype, None) if args.dtype else None
     if args.dtype and not isinstance(dtype, torch.dtype):
@@ -108,7 +111,11 @@ def export(argv: list[str], prog: str) -> int:
         return 2
     try:
         saved = export_checkpoint(
-            args.folder, args.target, like=args.like, how=Export(dtype, overwrite=args.overwrite)
+            args.folder,
+            args.target,
+            like=args.like,
+            how=Export(dtype, overwrite=args.overwrite),
+            trust=args.trust,
         )
     except CheckpointingException as error:
         print(f"{prog}: {error}", file=sys.stderr)
