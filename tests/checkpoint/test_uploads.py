@@ -19,7 +19,7 @@ from trainer import Trainer, same
 
 from torch_dcp_backport import transfer
 from torch_dcp_backport.__main__ import main
-from torch_dcp_backport.checkpoint import manifest, remote, store
+from torch_dcp_backport.checkpoint import export_checkpoint, manifest, remote, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import files
 
@@ -395,7 +395,7 @@ def test_a_manager_alone_uploads_and_brings(tmp_path: Path) -> None:
         trainer.manager.save_checkpoint(folder, str(folder), 1)
 
 
-def test_progress_of_uploads_and_downloads(tmp_path: Path) -> None:
+def test_progress_of_all_that_moves_bytes(tmp_path: Path) -> None:
     seen: dict[str, list[tuple[int, int]]] = {}
 
     def note(progress: Any) -> None:
@@ -414,9 +414,12 @@ def test_progress_of_uploads_and_downloads(tmp_path: Path) -> None:
         nbytes = manifest.read(tmp_path / "global_step_1").nbytes
         shutil.rmtree(tmp_path / "global_step_1")
         Trainer(tmp_path, default_hdfs_dir=URL).handler.load_checkpoint()
+        export_checkpoint(tmp_path / "global_step_1", tmp_path / "out", like={"model_type": "linear"})
     finally:
         transfer.configure()
-    assert set(seen) == {"save", "upload", "download", "load"}
-    for operation in ("upload", "download"):
-        assert seen[operation][-1] == (nbytes, nbytes)
+    assert set(seen) == {"save", "upload", "download", "verify", "load", "export"}
+    for operation in ("upload", "download", "verify", "export"):
+        assert seen[operation][-1][0] == seen[operation][-1][1]
+    assert seen["upload"][-1] == seen["download"][-1] == (nbytes, nbytes)
+    for operation in seen:
         assert [done for done, _ in seen[operation]] == sorted({done for done, _ in seen[operation]})

@@ -16,6 +16,7 @@ from torch_dcp_backport.checkpoint.layout import SHARDED
 from torch_dcp_backport.checkpoint.store import Step
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, inspection
 from torch_dcp_backport.hf import Export
+from torch_dcp_backport.transfer import configure
 
 CODES = "exit codes: 0 fine; 1 no good step; 2 wrong usage"
 EXPORT_CODES = "exit codes: 0 fine; 1 damaged, no model, or no room for it; 2 wrong usage"
@@ -104,7 +105,10 @@ def export(argv: list[str], prog: str) -> int:
     parser.add_argument(
         "--trust", action="store_true", help="read files of verl's own manager, which runs what they say"
     )
+    parser.add_argument("--progress", action="store_true", help="a bar on standard error; needs tqdm")
     args = parser.parse_args(argv)
+    if args.progress:
+        configure(progress="tqdm")
     dtype = getattr(torch, args.dtype, None) if args.dtype else None
     if args.dtype and not isinstance(dtype, torch.dtype):
         print(f"{prog}: --dtype {args.dtype}: torch has no such dtype", file=sys.stderr)

@@ -28,10 +28,12 @@ from torch_dcp_backport.dist_checkpointing.inspection import opened_alone
 from torch_dcp_backport.dist_checkpointing.training_state import MODEL
 from torch_dcp_backport.hf.blocks import Window
 from torch_dcp_backport.hf.export import Export, Saved, Target, exported, target_of, write_files
+from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.moving import settle
 from torch_dcp_backport.hf.source import CONFIG
-from torch_dcp_backport.transfer import Call, Problem, TensorInfo
+from torch_dcp_backport.transfer import Call, Problem, TensorInfo, settings
 from torch_dcp_backport.transfer.memories import Memory
+from torch_dcp_backport.transfer.progress import Meter
 
 CANNOT_EXPORT = "cannot export the checkpoint"
 PREFIX = f"{MODEL}."
@@ -105,11 +107,13 @@ def _export(call: Call, folder: Path, out: Path, asked: Asked) -> Saved:
         infos = {key: (TensorInfo(one.shape, one.dtype),) for key, one in stored.items()}
         tensors = exported(infos, target.how)
     settle(call)
+    meter = meter_of(tensors)
     reader = Reader(checkpoint.folder, checkpoint.holds.is_ours)
 
     def bring(window: Window, write: Memory) -> None:
         try:
             reader.read(reads_of(window, stored, write))
+            meter.add(nbytes_of_window(window, tensors))
         except (Damaged, OSError) as error:
             raise CheckpointingException(f"{CANNOT_EXPORT}: {checkpoint.folder}: {error}") from error
 
@@ -126,7 +130,28 @@ def _export_of_verl(call: Call, folder: Path, target: Target, trust: bool) -> Sa
         model = verl.without_tied(model, target.companions[CONFIG])
         tensors = exported({key: (shards.info,) for key, shards in model.items()}, target.how)
     settle(call)
-    return write_files(call, tensors, verl.bringer(model), target)
+    meter = meter_of(tensors)
+
+    def bring(window: Window, write: Memory) -> None:
+        for key, pieces in window.items():
+            for piece in pieces:
+                model[key].copy(piece.box, write(key, piece.box))
+        meter.add(nbytes_of_window(window, tensors))
+
+    return write_files(call, tensors, bring, target)
+
+
+def meter_of(tensors: Mapping[str, TensorInfo]) -> Meter:
+    """Tells how far an export is: bytes of what is written."""
+    meter = Meter("export", settings.progress())
+    meter.expect(lambda: sum(map(nbytes_of, tensors.values())))
+    return meter
+
+
+def nbytes_of_window(window: Window, tensors: Mapping[str, TensorInfo]) -> int:
+    return sum(
+        piece.box.numel * tensors[key].dtype.itemsize for key, pieces in window.items() for piece in pieces
+    )
 
 
 def faults_of(folder: Path) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -124,6 +124,12 @@ def parsed(data: Optional[bytes]) -> Manifest:
         raise Damaged(f"{NAME} cannot be read: {error!r}") from error
 
 
+def share_of(manifest: Manifest, share: int, shares: int) -> list[str]:
+    """The names of one of several parts of the files, of about the same size."""
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].nbytes, name))
+    return by_size[share::shares]
+
+
 def faults(folder: Path, manifest: Manifest) -> Iterator[str]:
     """What is missing or of another size. Looks at no content."""
     for name, entry in manifest.files.items():
@@ -136,10 +142,9 @@ def faults(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{name} has {nbytes} bytes, and had {entry.nbytes}"
 
 
-def wrong_checksums(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> Iterator[str]:
-    """Which files hold other bytes than when they were saved, of every `shares`-th file."""
-    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].nbytes, name))
-    for name in by_size[share::shares]:
+def wrong_checksums(folder: Path, manifest: Manifest, names: Optional[Sequence[str]] = None) -> Iterator[str]:
+    """Which files hold other bytes than when they were saved; of all, where none are named."""
+    for name in manifest.files if names is None else names:
         try:
             entry = entry_of(folder / name)
         except OSError as error:

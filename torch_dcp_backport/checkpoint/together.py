@@ -32,8 +32,9 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.hf.moving import NOTHING, Common, differences
-from torch_dcp_backport.transfer import Call, Problem
+from torch_dcp_backport.transfer import Call, Problem, settings
 from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.progress import Meter
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -340,8 +341,13 @@ def read_folder(
             with guard(call):
                 ranks = ranks_of(call)
                 content = manifest.read(folder)
-                wrong = manifest.wrong_checksums(folder, content, ranks.index(call.rank), len(ranks))
-                call.problems += [Problem("not what was saved", str(folder), text) for text in wrong]
+                names = manifest.share_of(content, ranks.index(call.rank), len(ranks))
+                meter = Meter("verify", settings.progress())
+                meter.expect(lambda: sum(content.files[name].nbytes for name in names))
+                for name in names:
+                    wrong = manifest.wrong_checksums(folder, content, [name])
+                    call.problems += [Problem("not what was saved", str(folder), text) for text in wrong]
+                    meter.add(content.files[name].nbytes)
             consult(call, None, nothing, Topic("verifying the files"))
         with guard(call):
             read(folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,14 +191,3 @@ def without_tied(model: dict[str, Shards], config: bytes) -> dict[str, Shards]:
 
 def is_same(part: tuple[Box, torch.Tensor], others: Sequence[tuple[Box, torch.Tensor]]) -> bool:
     return any(part[0] == box and torch.equal(part[1], other) for box, other in others)
-
-
-def bringer(model: Mapping[str, Shards]) -> Callable[[Any, Any], None]:
-    """What fills the windows of an export."""
-
-    def bring(window: Any, write: Any) -> None:
-        for key, pieces in window.items():
-            for piece in pieces:
-                model[key].copy(piece.box, write(key, piece.box))
-
-    return bring
