@@ -146,3 +146,20 @@ def test_saves_by_different_ranks_in_one_folder_are_an_error(tmp_path: Path) -> 
     (tmp_path / "actor" / "model_world_size_1_rank_0.pt").unlink()
     with pytest.raises(CheckpointingException, match=r"model_world_size_2_rank_1\.pt cannot be read"):
         verl.model_of(tmp_path / "actor", 2)
+
+
+def test_a_handler_goes_on_from_one_that_is_named(tmp_path: Path) -> None:
+    trainer, folder = trainer_of(tmp_path), tmp_path / "global_step_7"
+    trainer.train(1)
+    write_as_verl(trainer, folder, 1, 0)
+    torch.save(trainer.loader.state_dict(), folder / "data_0.pt")
+    state = trainer.state()
+    with pytest.raises(CheckpointingException, match=r"no step in .* is good"):
+        trainer_of(tmp_path, trust=True).handler.load_checkpoint()
+    options: dict[str, Any] = {"resume_mode": "resume_path", "resume_from_path": folder}
+    resumed = trainer_of(tmp_path, 5, trust=True, **options)
+    assert resumed.handler.load_checkpoint() == 7
+    assert same(resumed.state(), state)
+    resumed.handler.save_checkpoint(8)
+    fresh = trainer_of(tmp_path)
+    assert fresh.handler.load_checkpoint() == 8

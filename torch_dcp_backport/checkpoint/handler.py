@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch.distributed as dist
 
-from torch_dcp_backport.checkpoint import remote, store, together, uploads
+from torch_dcp_backport.checkpoint import remote, store, together, uploads, verl
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint.saves import Saves
 from torch_dcp_backport.checkpoint.store import Shelf
@@ -46,6 +46,8 @@ class Found(NamedTuple):
     #: Why the others are not: one text each.
     faults: list[str]
     tracked: Optional[int]
+    #: Whether they have manifests: what verl's own manager saved has none.
+    is_ours: bool = True
 
 
 class CheckpointHandler:
@@ -209,7 +211,7 @@ class CheckpointHandler:
             left = [(step, path) for step, path in found.good if path not in failures]
             for step, path in left:
                 try:
-                    self.load_step(Path(path))
+                    self.load_step(Path(path), found.is_ours)
                 except CheckpointingException as error:
                     if self.resume_mode == "resume_path":
                         raise
@@ -264,8 +266,9 @@ class CheckpointHandler:
         with begin(CANNOT_RESUME, "load", self.process_group) as call:
             return Brought(*together.tell_all_in_time(call, make, "bringing a step from the store"))
 
-    def load_step(self, path: Path) -> None:
-        together.read_folder(path, self.read, is_verified=self.verify, group=self.process_group)
+    def load_step(self, path: Path, is_ours: bool) -> None:
+        is_verified = self.verify and is_ours
+        together.read_folder(path, self.read, is_verified=is_verified, group=self.process_group)
 
     def found(self) -> Found:
         """The steps to try. Runs on the first rank; removes what writers left that are gone."""
@@ -275,9 +278,10 @@ class CheckpointHandler:
             path = Path(str(self.resume_from_path))
             store.clean(path.parent, re.compile(re.escape(path.name)))
             step = store.examined(path, extract_step(path))
-            if step.fault:
+            is_ours = not (step.fault and verl.saved_world(path))
+            if step.fault and is_ours:
                 raise CheckpointingException(f"{path}: {step.fault}")
-            return Found([(step.step, str(path))], [], None)
+            return Found([(step.step, str(path))], [], None, is_ours)
         root = self.default_local_dir
         if os.path.lexists(root) and not root.is_dir():
             raise NotADirectoryError(f"{root} is no folder")

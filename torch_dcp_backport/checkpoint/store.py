@@ -230,7 +230,8 @@ def tracked(root: Path) -> Optional[int]:
 
 
 def retired(steps: list[Step], keep: Optional[int], distrusted: Collection[Path] = ()) -> list[Step]:
-    """What retention removes: all that is older than the newest `keep` good steps, damaged or not.
+    """What retention removes: all that is older than the newest `keep` good steps, damaged or not, and
+    not being uploaded.
 
     Args:
         steps: newest first.
@@ -242,7 +243,8 @@ def retired(steps: list[Step], keep: Optional[int], distrusted: Collection[Path]
     if len(good) < keep:
         return []
     last = good[keep - 1]
-    return [step for step in steps if step.age < last.age and (step.age[0] or step.step < last.step)]
+    older = [step for step in steps if step.age < last.age and (step.age[0] or step.step < last.step)]
+    return [step for step in older if not is_uploading(step.path)]
 
 
 def is_distrusted(step: Step) -> bool:
