@@ -321,11 +321,11 @@ def test_steps_that_go_while_they_are_tried(tmp_path: Path, monkeypatch, caplog)
     other.handler.save_checkpoint(1)
     native = trainer.handler.load_step
 
-    def load_step(path: Path) -> None:
+    def load_step(path: Path, is_ours: bool) -> None:
         if path.name == "global_step_1":
             other.handler.save_checkpoint(2)
             store.remove(path)
-        native(path)
+        native(path, is_ours)
 
     monkeypatch.setattr(trainer.handler, "load_step", load_step)
     with caplog.at_level(logging.ERROR):

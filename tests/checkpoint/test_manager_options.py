@@ -33,7 +33,8 @@ from torch_dcp_backport.dist_checkpointing import CheckpointingException
         ({"resume_mode": "resume_path"}, "needs resume_from_path"),
         ({"on_data": "guess"}, "expected error or restart"),
         ({"max_ckpt_to_keep": 0}, "keep at least 1"),
-        ({"default_hdfs_dir": "hdfs://x"}, "not supported yet"),
+        ({"default_hdfs_dir": "nowhere://x"}, "nowhere://x cannot be reached: Protocol not known"),
+        ({"on_upload": "shrug"}, "expected raise or warn"),
         ({"mode": "RAY"}, "only SPMD"),
     ],
 )

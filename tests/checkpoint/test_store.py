@@ -100,7 +100,9 @@ def test_a_file_of_another_step_has_another_checksum(tmp_path: Path) -> None:
     (first / "part/file").rename(second / "part/file")
     assert states(tmp_path)[2] == ""  # sizes say nothing
     assert len(list(manifest.wrong_checksums(second, manifest.read(second)))) == 1
-    assert list(manifest.wrong_checksums(second, manifest.read(second), 1, 2)) == []  # another rank's share
+    shares = [manifest.share_of(manifest.read(second), rank, 2) for rank in (0, 1)]
+    assert shares == [["part/file"], []]
+    assert list(manifest.wrong_checksums(second, manifest.read(second), shares[1])) == []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch_dcp_backport.checkpoint.layout import SHARDED
 from torch_dcp_backport.checkpoint.store import Step
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, inspection
 from torch_dcp_backport.hf import Export
+from torch_dcp_backport.transfer import configure
 
 CODES = "exit codes: 0 fine; 1 no good step; 2 wrong usage"
 EXPORT_CODES = "exit codes: 0 fine; 1 damaged, no model, or no room for it; 2 wrong usage"
@@ -24,7 +25,7 @@ EXPORT_CODES = "exit codes: 0 fine; 1 damaged, no model, or no room for it; 2 wr
 def list_steps(argv: list[str], prog: str) -> int:
     """The command `checkpoint list`."""
     parser = argparse.ArgumentParser(
-        prog=prog, description="List the steps of a run: good, or why not.", epilog=CODES
+        prog=prog, description="List the steps of a run: good, or why not, and where uploaded.", epilog=CODES
     )
     parser.add_argument("root", metavar="ROOT", type=Path)
     parser.add_argument("--json", action="store_true", help="as one JSON object")
@@ -101,14 +102,24 @@ def export(argv: list[str], prog: str) -> int:
     )
     parser.add_argument("--dtype", help="what weights are cast to, such as bfloat16; by default as saved")
     parser.add_argument("--overwrite", action="store_true", help="replace a model that OUT holds")
+    parser.add_argument(
+        "--trust", action="store_true", help="read files of verl's own manager, which runs what they say"
+    )
+    parser.add_argument("--progress", action="store_true", help="a bar on standard error; needs tqdm")
     args = parser.parse_args(argv)
+    if args.progress:
+        configure(progress="tqdm")
     dtype = getattr(torch, args.dtype, None) if args.dtype else None
     if args.dtype and not isinstance(dtype, torch.dtype):
         print(f"{prog}: --dtype {args.dtype}: torch has no such dtype", file=sys.stderr)
         return 2
     try:
         saved = export_checkpoint(
-            args.folder, args.target, like=args.like, how=Export(dtype, overwrite=args.overwrite)
+            args.folder,
+            args.target,
+            like=args.like,
+            how=Export(dtype, overwrite=args.overwrite),
+            trust=args.trust,
         )
     except CheckpointingException as error:
         print(f"{prog}: {error}", file=sys.stderr)
@@ -122,6 +133,7 @@ def as_dict(step: Step) -> dict[str, object]:
     facts: dict[str, object] = {"step": step.step, "path": str(step.path), "fault": step.fault}
     if content is not None:
         facts.update(bytes=content.nbytes, ranks=content.world, made_at=content.made_at)
+        facts["uploaded"] = store.uploaded_to(step.path) or None
     return facts
 
 
@@ -130,7 +142,9 @@ def line_of(step: Step) -> str:
     if content is None:
         return f"{step.step:>10}  {step.fault}"
     minutes = max(0.0, time.time() - content.made_at) / 60
-    state = step.fault or "good"
+    state, url = step.fault or "good", store.uploaded_to(step.path)
+    if url or store.is_uploading(step.path):
+        state += f", uploaded to {url}" if url else ", being uploaded"
     return (
         f"{step.step:>10}  {content.nbytes:>16,} bytes  {content.world:>4} ranks  {minutes:8.0f} min  {state}"
     )

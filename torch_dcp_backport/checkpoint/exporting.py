@@ -11,11 +11,11 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
-from torch_dcp_backport.checkpoint import manifest, store
+from torch_dcp_backport.checkpoint import manifest, store, verl
 from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SHARDED, TIED
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
@@ -27,11 +27,13 @@ from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader, wr
 from torch_dcp_backport.dist_checkpointing.inspection import opened_alone
 from torch_dcp_backport.dist_checkpointing.training_state import MODEL
 from torch_dcp_backport.hf.blocks import Window
-from torch_dcp_backport.hf.export import Export, Saved, exported, target_of, write_files
+from torch_dcp_backport.hf.export import Export, Saved, Target, exported, target_of, write_files
+from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.moving import settle
 from torch_dcp_backport.hf.source import CONFIG
-from torch_dcp_backport.transfer import Call, Problem, TensorInfo
+from torch_dcp_backport.transfer import Call, Problem, TensorInfo, settings
 from torch_dcp_backport.transfer.memories import Memory
+from torch_dcp_backport.transfer.progress import Meter
 
 CANNOT_EXPORT = "cannot export the checkpoint"
 PREFIX = f"{MODEL}."
@@ -43,29 +45,39 @@ def export_checkpoint(
     *,
     like: Optional[Union[Folder, Any]] = None,
     how: Optional[Export] = None,
+    trust: bool = False,
 ) -> Saved:
     """Write the model of a checkpoint as a folder that `from_pretrained` opens. Not collective.
 
     Every byte is compared with its checksum on the way; until all is on the disk the target is as it was.
 
     Args:
-        folder: what `FSDPCheckpointManager.save_checkpoint` or `save_training_state` wrote.
+        folder: what `FSDPCheckpointManager.save_checkpoint` or `save_training_state` wrote; with `trust` also
+            what verl's own manager did.
         target: where the model goes.
         like: a folder or a configuration of transformers: config.json, a tokenizer's files and the like. None
             takes those of the checkpoint.
         how: dtype, size of files, whether an older model is replaced; None is `Export()`.
+        trust: read the files of verl's own manager, which runs what they say.
 
     Raises:
         CheckpointingException: the checkpoint is damaged or has no model, the target holds one, ...
     """
     try:
         with Call(CANNOT_EXPORT, "collect", ()) as call:
-            return _export(call, Path(folder), Path(target), like, how)
+            return _export(call, Path(folder), Path(target), Asked(like, how, trust))
     except RuntimeError as error:
         raise CheckpointingException(str(error)) from error
 
 
-def _export(call: Call, folder: Path, out: Path, like: Any, how: Optional[Export]) -> Saved:
+class Asked(NamedTuple):
+    like: Any
+    how: Optional[Export]
+    trust: bool
+
+
+def _export(call: Call, folder: Path, out: Path, asked: Asked) -> Saved:
+    like, how, _ = asked
     own_files = folder / HUGGING_FACE
     if like is None and not (own_files / CONFIG).is_file():
         raise CheckpointingException(f"{CANNOT_EXPORT}: {own_files} has no {CONFIG}: name a model's folder")
@@ -77,6 +89,8 @@ def _export(call: Call, folder: Path, out: Path, like: Any, how: Optional[Export
         if within in (real, *real.parents):
             raise ValueError(f"{out} is in the checkpoint, which would no longer be what was saved")
     settle(call)
+    if not (folder / SHARDED).is_dir() and verl.saved_world(folder):
+        return _export_of_verl(call, folder, target, asked.trust)
     checkpoint = opened_alone(folder / SHARDED if (folder / SHARDED).is_dir() else folder)
     tied: Mapping[str, str] = {}
     # Its bytes are as they were saved; objects in it that are not made here do not matter.
@@ -93,15 +107,51 @@ def _export(call: Call, folder: Path, out: Path, like: Any, how: Optional[Export
         infos = {key: (TensorInfo(one.shape, one.dtype),) for key, one in stored.items()}
         tensors = exported(infos, target.how)
     settle(call)
+    meter = meter_of(tensors)
     reader = Reader(checkpoint.folder, checkpoint.holds.is_ours)
 
     def bring(window: Window, write: Memory) -> None:
         try:
             reader.read(reads_of(window, stored, write))
+            meter.add(nbytes_of_window(window, tensors))
         except (Damaged, OSError) as error:
             raise CheckpointingException(f"{CANNOT_EXPORT}: {checkpoint.folder}: {error}") from error
 
     return write_files(call, tensors, bring, target)
+
+
+def _export_of_verl(call: Call, folder: Path, target: Target, trust: bool) -> Saved:
+    """Write the model that verl's own manager saved."""
+    if not trust:
+        raise CheckpointingException(f"{CANNOT_EXPORT}: {folder} {verl.UNTRUSTED}")
+    model = verl.model_of(folder, verl.saved_world(folder))
+    tensors: dict[str, TensorInfo] = {}
+    with call.guard():
+        model = verl.without_tied(model, target.companions[CONFIG])
+        tensors = exported({key: (shards.info,) for key, shards in model.items()}, target.how)
+    settle(call)
+    meter = meter_of(tensors)
+
+    def bring(window: Window, write: Memory) -> None:
+        for key, pieces in window.items():
+            for piece in pieces:
+                model[key].copy(piece.box, write(key, piece.box))
+        meter.add(nbytes_of_window(window, tensors))
+
+    return write_files(call, tensors, bring, target)
+
+
+def meter_of(tensors: Mapping[str, TensorInfo]) -> Meter:
+    """Tells how far an export is: bytes of what is written."""
+    meter = Meter("export", settings.progress())
+    meter.expect(lambda: sum(map(nbytes_of, tensors.values())))
+    return meter
+
+
+def nbytes_of_window(window: Window, tensors: Mapping[str, TensorInfo]) -> int:
+    return sum(
+        piece.box.numel * tensors[key].dtype.itemsize for key, pieces in window.items() for piece in pieces
+    )
 
 
 def faults_of(folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_dcp_backport.checkpoint import extra
+from torch_dcp_backport.checkpoint import extra, verl
 from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, TIED, WORLD
 from torch_dcp_backport.checkpoint.manager import CONTENTS, BaseCheckpointManager
 from torch_dcp_backport.checkpoint.store import checked_step
@@ -110,6 +110,9 @@ class FSDPCheckpointManager(BaseCheckpointManager):
 
     def read(self, folder: Path) -> None:
         path = folder / SHARDED
+        if verl_world := self.verl_world(folder):
+            self.read_verl(folder, verl_world)
+            return
         common, state = self.agree_on(path)
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
@@ -135,6 +138,52 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 extra.warn_of_other_world(world, saved_world)
             # Last: what comes before may make random numbers.
             self.load_rng_state(loaded[extra.RNG][0])
+
+    def verl_world(self, folder: Path) -> int:
+        """How many ranks of verl's own manager saved a folder; 0 where ours did."""
+
+        def look() -> int:
+            return 0 if (folder / SHARDED).exists() else verl.saved_world(folder)
+
+        with begin(CANNOT_LOAD, "load", self.process_group) as call:
+            return int(tell_all(call, look, "looking who saved it", {"folder": str(folder)}))
+
+    def read_verl(self, folder: Path, saved_world: int) -> None:
+        """Load what verl's own manager saved."""
+        rank, world = self.place()
+        contents = self.checkpoint_load_contents
+        with begin(CANNOT_LOAD, "load", self.process_group) as call:
+            model: dict[str, verl.Shards] = {}
+            halves, optimizer, others = dict[str, Any](), None, None
+            with guard(call, str(folder)):
+                if not self.trust:
+                    raise CheckpointingException(f"{folder} {verl.UNTRUSTED}")
+                if saved_world != world and contents != (MODEL,):
+                    raise CheckpointingException(
+                        f"saved by {saved_world} ranks of verl's own manager, and loaded by {world}: on "
+                        f"another number load_contents=['model'] alone can be, not {', '.join(contents)}"
+                    )
+                if self.should_load_model:
+                    model = verl.model_of(folder, saved_world)
+                    halves = self.halves(True, False)
+                    call.problems += verl.problems_of(model, tensors_of(halves[MODEL]))
+                if self.should_load_optimizer and self.optimizer is not None:
+                    optimizer = verl.loaded(folder, verl.OPTIMIZER, world, rank)
+                    call.problems += verl.problems_of_optimizer(optimizer, self.optimizer)
+                if self.should_load_extra:
+                    others = verl.loaded(folder, verl.EXTRA, world, rank)
+            common = {"load_contents": ", ".join(contents)}
+            tell_all(call, lambda: None, "reading the files of verl's manager", common)
+        if model:
+            verl.fill(model, tensors_of(halves[MODEL]), dist.get_rank() if dist.is_initialized() else 0)
+            self.restore(halves)
+        if optimizer is not None:
+            verl.load_optimizer(optimizer, self.optimizer)
+        if others is not None:
+            if self.lr_scheduler is not None and others["lr_scheduler"] is not None:
+                self.lr_scheduler.load_state_dict(others["lr_scheduler"])
+            if "rng" in others:
+                self.load_rng_state(verl.rng_state_of(others["rng"]))
 
     def agree_on(self, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """The common state, once it has what is to be loaded, and the state dicts that are to be filled."""

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple, Optional
 
 import torch.distributed as dist
 
-from torch_dcp_backport.checkpoint import store, together
+from torch_dcp_backport.checkpoint import remote, store, together, uploads, verl
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint.saves import Saves
 from torch_dcp_backport.checkpoint.store import Shelf
+from torch_dcp_backport.checkpoint.together import Wanted
+from torch_dcp_backport.checkpoint.uploads import Brought, Uploads
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.dist_checkpointing.engine import files, values
@@ -44,6 +46,8 @@ class Found(NamedTuple):
     #: Why the others are not: one text each.
     faults: list[str]
     tracked: Optional[int]
+    #: Whether they have manifests: what verl's own manager saved has none.
+    is_ours: bool = True
 
 
 class CheckpointHandler:
@@ -63,6 +67,7 @@ class CheckpointHandler:
         on_data: str = "error",
         verify: bool = True,
         trust: bool = False,
+        on_upload: str = "raise",
         process_group: Group = None,
     ) -> None:
         """Remember what to save, and where. Not collective.
@@ -74,13 +79,19 @@ class CheckpointHandler:
             train_dataloader: with `state_dict()` and `load_state_dict()`, as torchdata's StatefulDataLoader.
             default_local_dir: the root of all steps; every rank sees it.
             max_ckpt_to_keep: how many good steps to keep, by what is on disk; None keeps all.
+            default_hdfs_dir: a URL of fsspec, such as s3://bucket/run, or a path: the first rank uploads each
+                step to it in the background, and brings the newest one where `default_local_dir` has no good
+                one.
             resume_mode: "disable" starts at step 0; "auto" takes the newest good step; "resume_path" takes
                 `resume_from_path` and no other.
             on_data: what to do where the states of data loaders do not fit the ranks of today: "error", or
                 "restart" the data.
-            verify: compare every file with its checksum before a step is loaded.
+            verify: compare every file with its checksum before a step is loaded, and once it is uploaded.
             trust: take states of data loaders with objects of any class, which runs what the file says; else
                 the save refuses them. For the rest see the manager's.
+
+            on_upload: what an upload that failed is at the next save or `finish`: "raise", an error on every
+                rank, or "warn".
 
         Raises:
             ValueError: an option that is not there, or not there yet.
@@ -91,8 +102,6 @@ class CheckpointHandler:
             raise ValueError("resume_mode='resume_path' needs resume_from_path")
         if on_data not in ("error", "restart"):
             raise ValueError(f"on_data={on_data!r}: expected error or restart")
-        if default_hdfs_dir is not None:
-            raise ValueError("default_hdfs_dir is not supported yet: copy a step once it is saved")
         if mode is not OrchestrationMode.SPMD and getattr(mode, "name", mode) != "SPMD":
             raise ValueError(f"mode={mode}: only SPMD is supported yet")
         if train_dataloader is not None and not has_state(train_dataloader) and on_data != "restart":
@@ -112,6 +121,11 @@ class CheckpointHandler:
         self.verify = verify
         self.process_group = process_group
         self.trust = trust
+        self.default_hdfs_dir = default_hdfs_dir
+        self._remote = None if default_hdfs_dir is None else remote.place_of(default_hdfs_dir)
+        if self._remote is not None and remote.is_within(self._remote, self.default_local_dir):
+            raise ValueError(f"default_hdfs_dir={default_hdfs_dir}: it is where steps are saved")
+        self._uploads = Uploads(verify, on_upload)
         self._saves = Saves(process_group)
         #: Steps that could not be loaded.
         self._distrusted: set[Path] = set()
@@ -130,6 +144,7 @@ class CheckpointHandler:
         root = self.default_local_dir
 
         def locate() -> Path:
+            self._uploads.raise_failed()
             return root / store.name_of(store.checked_step(step))
 
         def shelf_of(final: Path) -> Shelf:
@@ -138,13 +153,15 @@ class CheckpointHandler:
         def follow(final: Path) -> None:
             store.write_tracker(final.parent, step)
             self._distrusted.discard(final)
+            self.upload(final)
             shelf_of(final).retire(self.max_ckpt_to_keep, self._distrusted)
 
-        self._saves.save(locate, step, lambda draft: self.write(draft, step), shelf_of, follow)
-        return locate()
+        wanted = Wanted(locate, step, {"default_hdfs_dir": str(self.default_hdfs_dir)})
+        self._saves.save(wanted, lambda draft: self.write(draft, step), shelf_of, follow)
+        return root / store.name_of(step)
 
     def finish(self, blocking: bool = True) -> bool:
-        """Publish the step that is being saved in the background; whether none is left. Collective.
+        """Publish what is being saved in the background, and upload it; whether nothing is left. Collective.
 
         Call it before the process ends, and with `blocking=False` now and then between saves.
 
@@ -154,7 +171,16 @@ class CheckpointHandler:
         Raises:
             CheckpointingException: it failed; the same on every rank. The steps before are as they were.
         """
-        return self._saves.finish(blocking)
+        is_published = self._saves.finish(blocking)
+        if self._remote is None:
+            return is_published
+        with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
+            return uploads.settle(call, self._uploads, blocking) and is_published
+
+    def upload(self, folder: Path) -> None:
+        """Upload a step, if steps are. Runs on the first rank."""
+        if self._remote is not None:
+            self._uploads.add(folder, self._remote.below(folder.name).url)
 
     def write(self, draft: Path, step: int) -> None:
         self.engine.save_checkpoint(local_path=str(draft), global_step=step, max_ckpt_to_keep=None)
@@ -174,17 +200,18 @@ class CheckpointHandler:
             CheckpointingException: there are steps and none of them could be loaded, or `resume_from_path`
                 could not; the same on every rank.
         """
-        self.finish()
+        self._saves.finish()
         if isinstance(self.engine, BaseCheckpointManager):
             # A save of its own that failed is no fault of any step.
             self.engine.finish()
         failures: dict[str, str] = {}
+        absent, tried = list[str](), set[int]()
         while True:
             found, is_first = self.look()
             left = [(step, path) for step, path in found.good if path not in failures]
             for step, path in left:
                 try:
-                    self.load_step(Path(path))
+                    self.load_step(Path(path), found.is_ours)
                 except CheckpointingException as error:
                     if self.resume_mode == "resume_path":
                         raise
@@ -192,15 +219,22 @@ class CheckpointHandler:
                     self._distrusted.add(Path(path).absolute())
                     continue
                 if is_first:
-                    tell([*found.faults, *failures.values()], step, found.tracked)
+                    tell([*found.faults, *absent, *failures.values()], step, found.tracked)
                     store.believe(Path(path))
                     for other, text in failures.items():
                         store.distrust(Path(other), text)
+                    if Path(path).parent == self.default_local_dir and not store.uploaded_to(Path(path)):
+                        self.upload(Path(path))
                 return step
-            if not left:
-                break
             # Another process may have published since, and retention have taken what was found.
-        texts = [*found.faults, *failures.values()]
+            if not left:
+                brought = self.bring(tried)
+                absent = brought.faults
+                if brought.step is None:
+                    break
+                tried.add(brought.step)
+                failures.pop(str(self.default_local_dir / store.name_of(brought.step)), None)
+        texts = [*found.faults, *absent, *failures.values()]
         if texts:
             raise CheckpointingException(
                 f"{CANNOT_RESUME}: no step in {self.default_local_dir} is good: {'; '.join(texts)}"
@@ -215,12 +249,26 @@ class CheckpointHandler:
                 "resume_mode": self.resume_mode,
                 "resume_from_path": str(self.resume_from_path),
                 "verify": str(self.verify),
+                "default_hdfs_dir": str(self.default_hdfs_dir),
             }
             found = Found(*together.tell_all(call, self.found, "looking for steps", common))
             return found, call.rank == ranks_of(call)[0]
 
-    def load_step(self, path: Path) -> None:
-        together.read_folder(path, self.read, is_verified=self.verify, group=self.process_group)
+    def bring(self, tried: set[int]) -> Brought:
+        """Bring the newest step of the store that was not tried yet. Collective."""
+        place = self._remote
+        if place is None or self.resume_mode != "auto":
+            return Brought(None, [])
+
+        def make() -> Brought:
+            return uploads.bring_newest(place, self.default_local_dir, tried)
+
+        with begin(CANNOT_RESUME, "load", self.process_group) as call:
+            return Brought(*together.tell_all_in_time(call, make, "bringing a step from the store"))
+
+    def load_step(self, path: Path, is_ours: bool) -> None:
+        is_verified = self.verify and is_ours
+        together.read_folder(path, self.read, is_verified=is_verified, group=self.process_group)
 
     def found(self) -> Found:
         """The steps to try. Runs on the first rank; removes what writers left that are gone."""
@@ -230,9 +278,10 @@ class CheckpointHandler:
             path = Path(str(self.resume_from_path))
             store.clean(path.parent, re.compile(re.escape(path.name)))
             step = store.examined(path, extract_step(path))
-            if step.fault:
+            is_ours = not (step.fault and verl.saved_world(path))
+            if step.fault and is_ours:
                 raise CheckpointingException(f"{path}: {step.fault}")
-            return Found([(step.step, str(path))], [], None)
+            return Found([(step.step, str(path))], [], None, is_ours)
         root = self.default_local_dir
         if os.path.lexists(root) and not root.is_dir():
             raise NotADirectoryError(f"{root} is no folder")

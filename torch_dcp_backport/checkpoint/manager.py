@@ -5,16 +5,20 @@ Names, arguments and defaults are those of verl's `BaseCheckpointManager`.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from torch_dcp_backport.checkpoint import extra, store, together
+from torch_dcp_backport.checkpoint import extra, remote, store, together, uploads
 from torch_dcp_backport.checkpoint.saves import Saves
 from torch_dcp_backport.checkpoint.store import Shelf
+from torch_dcp_backport.checkpoint.together import Wanted
+from torch_dcp_backport.checkpoint.uploads import Uploads
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
+from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
 from torch_dcp_backport.transfer.groups import Group
 
 CONTENTS = ("model", "optimizer", "extra")
@@ -62,6 +66,9 @@ class BaseCheckpointManager:
         self.is_async = bool(setting(checkpoint_config, "async_save"))
         self.previous_global_step: Optional[int] = None
         self._saves = Saves(process_group)
+        self._uploads = Uploads()
+        #: Whether anything was ever uploaded; the same on every rank.
+        self._is_uploading = False
 
     should_save_model = property(lambda self: "model" in self.checkpoint_save_contents)
     should_save_optimizer = property(lambda self: "optimizer" in self.checkpoint_save_contents)
@@ -82,7 +89,8 @@ class BaseCheckpointManager:
 
         Args:
             local_path: every rank sees it. Below a folder that a handler is writing, it is written in place.
-            hdfs_path: not there yet; only None is taken.
+            hdfs_path: a URL of fsspec that the first rank uploads the folder to, in the background; an upload
+                that failed is an error of the next save or of `finish`.
             global_step: of the training; 0 is that of a global_step_N in the path, if there is one.
             max_ckpt_to_keep: how many good ones of the same name below other global_step_N folders to keep,
                 by what is on disk; None keeps all.
@@ -91,30 +99,39 @@ class BaseCheckpointManager:
             CheckpointingException: the same on every rank; older checkpoints are as they were.
         """
 
+        def locate() -> Path:
+            self._uploads.raise_failed()
+            if hdfs_path is not None and remote.is_within(remote.place_of(hdfs_path), Path(local_path)):
+                raise ValueError(f"hdfs_path={hdfs_path}: it is where the folder is saved")
+            return Path(local_path)
+
         def write(draft: Path) -> None:
-            if hdfs_path is not None:
-                raise CheckpointingException(
-                    "hdfs_path is not supported yet: copy the folder once it is saved"
-                )
             self.write(draft, step)
+
+        def follow(path: Path) -> None:
+            if hdfs_path is not None:
+                self._uploads.add(path, hdfs_path)
+            self.ensure_checkpoint_capacity(path, max_ckpt_to_keep)
 
         step = global_step
         if together.is_in_draft(local_path):
+            if hdfs_path is not None:
+                raise CheckpointingException("hdfs_path is the handler's here: give it default_hdfs_dir")
             write(Path(local_path))
         else:
             step = step or step_in(local_path)
-            self._saves.save(
-                lambda: Path(local_path),
-                step,
-                write,
-                shelf_of,
-                lambda path: self.ensure_checkpoint_capacity(path, max_ckpt_to_keep),
-            )
+            wanted = Wanted(locate, step, {"hdfs_path": str(hdfs_path)})
+            self._saves.save(wanted, write, shelf_of, follow)
+            self._is_uploading = self._is_uploading or hdfs_path is not None
         self.previous_global_step = global_step
 
     def finish(self, blocking: bool = True) -> bool:
-        """Publish what `async_save` is writing; as `CheckpointHandler.finish`."""
-        return self._saves.finish(blocking)
+        """Publish what `async_save` is writing, and upload; as `CheckpointHandler.finish`."""
+        is_published = self._saves.finish(blocking)
+        if not self._is_uploading:
+            return is_published
+        with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
+            return uploads.settle(call, self._uploads, blocking) and is_published
 
     def load_checkpoint(
         self,
@@ -126,19 +143,25 @@ class BaseCheckpointManager:
 
         Args:
             local_path: the same on every rank; None loads nothing.
+            hdfs_path: where it is brought from, if it is not there, or not whole.
             del_local_after_load: not offered: the folder may be the only one that is good.
 
         Raises:
             CheckpointingException: the same on every rank.
         """
-        self.finish()
+        self._saves.finish()
 
         def locate() -> Optional[Path]:
-            if hdfs_path is not None or del_local_after_load:
-                raise CheckpointingException("hdfs_path and del_local_after_load are not supported")
+            if del_local_after_load:
+                raise CheckpointingException("del_local_after_load is not supported")
             return None if local_path is None else Path(local_path)
 
-        path = together.put_back(locate, self.process_group)
+        common = {"hdfs_path": str(hdfs_path)}
+        path = together.put_back(locate, common, self.process_group)
+        if path is not None and hdfs_path is not None:
+            bring = functools.partial(uploads.bring_if_needed, hdfs_path, path)
+            with begin(together.CANNOT_LOAD, "load", self.process_group) as call:
+                together.tell_all_in_time(call, bring, "bringing it from the store")
         if path is not None:
             together.read_folder(path, self.read, is_verified=False, group=self.process_group)
 

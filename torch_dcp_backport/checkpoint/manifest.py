@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from torch_dcp_backport.dist_checkpointing.engine import files
 
@@ -18,6 +18,7 @@ NAME = "manifest.json"
 FORMAT = 1
 #: Bytes that are read at once for a checksum.
 BLOCK = 4 * 2**20
+ABSENT = f"no {NAME}: the save did not come to its end"
 
 
 class Entry(NamedTuple):
@@ -56,6 +57,13 @@ def entry_of(path: Path) -> Entry:
     return Entry(nbytes, crc)
 
 
+def crc_of(blocks: Iterable[bytes]) -> int:
+    crc = 0
+    for block in blocks:
+        crc = zlib.crc32(block, crc)
+    return crc
+
+
 def paths_in(folder: Path) -> Iterator[str]:
     """Every file below a folder but its manifests, with "/" between names."""
     for path in sorted(folder.rglob("*")):
@@ -86,7 +94,23 @@ def read(folder: Path) -> Manifest:
         Damaged: there is none, or it is not what was written.
     """
     try:
-        outer = json.loads((folder / NAME).read_bytes())
+        return parsed((folder / NAME).read_bytes())
+    except FileNotFoundError:
+        raise Damaged(ABSENT) from None
+    except OSError as error:
+        raise Damaged(f"{NAME} cannot be read: {error!r}") from error
+
+
+def parsed(data: Optional[bytes]) -> Manifest:
+    """The manifest in a file's content; None is one that is not there.
+
+    Raises:
+        Damaged: it is not what was written.
+    """
+    if data is None:
+        raise Damaged(ABSENT)
+    try:
+        outer = json.loads(data)
         text = outer["content"]
         if zlib.crc32(text.encode()) != outer["crc32"]:
             raise Damaged(f"{NAME} has another checksum than when it was written")
@@ -96,10 +120,14 @@ def read(folder: Path) -> Manifest:
         entries = {name: Entry(*map(int, entry)) for name, entry in content["files"].items()}
         made_at, order = float(content["made_at"]), int(content["order"])
         return Manifest(int(content["step"]), int(content["world"]), made_at, order, entries)
-    except FileNotFoundError:
-        raise Damaged(f"no {NAME}: the save did not come to its end") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{NAME} cannot be read: {error!r}") from error
+
+
+def share_of(manifest: Manifest, share: int, shares: int) -> list[str]:
+    """The names of one of several parts of the files, of about the same size."""
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].nbytes, name))
+    return by_size[share::shares]
 
 
 def faults(folder: Path, manifest: Manifest) -> Iterator[str]:
@@ -114,10 +142,9 @@ def faults(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{name} has {nbytes} bytes, and had {entry.nbytes}"
 
 
-def wrong_checksums(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> Iterator[str]:
-    """Which files hold other bytes than when they were saved, of every `shares`-th file."""
-    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].nbytes, name))
-    for name in by_size[share::shares]:
+def wrong_checksums(folder: Path, manifest: Manifest, names: Optional[Sequence[str]] = None) -> Iterator[str]:
+    """Which files hold other bytes than when they were saved; of all, where none are named."""
+    for name in manifest.files if names is None else names:
         try:
             entry = entry_of(folder / name)
         except OSError as error:

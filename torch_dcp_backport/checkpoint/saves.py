@@ -13,7 +13,7 @@ from typing import Optional
 
 from torch_dcp_backport.checkpoint import together
 from torch_dcp_backport.checkpoint.store import Shelf
-from torch_dcp_backport.checkpoint.together import Begun
+from torch_dcp_backport.checkpoint.together import Begun, Wanted
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from torch_dcp_backport.transfer.groups import Group
 
@@ -30,8 +30,7 @@ class Saves:
 
     def save(
         self,
-        locate: Callable[[], Path],
-        step: int,
+        wanted: Wanted,
         write: Callable[[Path], None],
         shelf_of: Callable[[Path], Optional[Shelf]],
         then: Callable[[Path], None],
@@ -39,7 +38,7 @@ class Saves:
         """Write a folder, or begin to, once the save before is published.
 
         Args:
-            locate, write, shelf_of, then: as of `together.begin_folder` and `finish_folder`.
+            wanted, write, shelf_of, then: as of `together.begin_folder` and `finish_folder`.
 
         Returns:
             The folder.
@@ -49,7 +48,7 @@ class Saves:
                 same on every rank. What was saved before is as it was.
         """
         self.finish()
-        begun = together.begin_folder(locate, step, write, self.process_group)
+        begun = together.begin_folder(wanted, write, self.process_group)
         if not begun.requests:
             together.finish_folder(begun, shelf_of, then, self.process_group)
             return begun.final

@@ -15,7 +15,9 @@ import re
 import secrets
 import shutil
 import socket
+import threading
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,10 @@ ABANDONED = 3600.0
 ATTEMPTS = 20
 #: In a step that could not be loaded where an older one could: retention does not count it.
 NOT_LOADED = "could-not-be-loaded.txt"
+#: In a step: where it was uploaded to; whose process uploads it now.
+UPLOADED, UPLOADING = "uploaded.txt", "uploading.json"
+#: Held while a step is taken away, and while one is marked as being uploaded.
+_taking = threading.Lock()
 
 
 class AnotherWriter(Exception):
@@ -124,14 +130,13 @@ def draft_of(final: Path) -> Path:
     """Make the hidden folder in which a folder is written, once those of dead writers of it are gone."""
     final.parent.mkdir(parents=True, exist_ok=True)
     clean(final.parent, re.compile(re.escape(final.name)))
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started_at(os.getpid())}
     for attempt in range(ATTEMPTS):
         draft, nameless = hidden_name(final, "tmp"), hidden_name(final, "old")
         files.step(f"make {draft.name[-12:]}")
         try:
             # Until it says whose it is, it is one that anybody may remove.
             nameless.mkdir()
-            (nameless / OWNER).write_text(json.dumps(owner))
+            (nameless / OWNER).write_text(own_process())
             files.step(f"name {draft.name[-12:]}")
             os.rename(nameless, draft)
             break
@@ -140,6 +145,11 @@ def draft_of(final: Path) -> Path:
             if attempt == ATTEMPTS - 1:
                 raise
     return draft
+
+
+def own_process() -> str:
+    """This process, as `is_alive` reads it."""
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started_at(os.getpid())})
 
 
 def hidden_name(path: Path, kind: str) -> Path:
@@ -220,7 +230,8 @@ def tracked(root: Path) -> Optional[int]:
 
 
 def retired(steps: list[Step], keep: Optional[int], distrusted: Collection[Path] = ()) -> list[Step]:
-    """What retention removes: all that is older than the newest `keep` good steps, damaged or not.
+    """What retention removes: all that is older than the newest `keep` good steps, damaged or not, and
+    not being uploaded.
 
     Args:
         steps: newest first.
@@ -232,7 +243,8 @@ def retired(steps: list[Step], keep: Optional[int], distrusted: Collection[Path]
     if len(good) < keep:
         return []
     last = good[keep - 1]
-    return [step for step in steps if step.age < last.age and (step.age[0] or step.step < last.step)]
+    older = [step for step in steps if step.age < last.age and (step.age[0] or step.step < last.step)]
+    return [step for step in older if not is_uploading(step.path)]
 
 
 def is_distrusted(step: Step) -> bool:
@@ -256,11 +268,46 @@ def believe(folder: Path) -> None:
         (folder / NOT_LOADED).unlink()
 
 
+@contextlib.contextmanager
+def uploading(folder: Path) -> Iterator[None]:
+    """Mark a step as being uploaded: retention leaves it, in any process."""
+    mark = folder / UPLOADING
+    with _taking:
+        mark.write_text(own_process())
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            mark.unlink()
+
+
+def is_uploading(folder: Path) -> bool:
+    return (folder / UPLOADING).exists() and is_alive(folder, UPLOADING)
+
+
+def mark_uploaded(folder: Path, url: str, mark: bytes) -> None:
+    """Say where a step was uploaded to, with the manifest that it had then: a step may be saved again."""
+    (folder / UPLOADED).write_text(json.dumps({"url": url, "manifest": zlib.crc32(mark)}))
+
+
+def uploaded_to(folder: Path) -> str:
+    """Where a step was uploaded to; "" where it was not."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        said = json.loads((folder / UPLOADED).read_text())
+        if said["manifest"] == zlib.crc32((folder / manifest.NAME).read_bytes()):
+            return str(said["url"])
+    return ""
+
+
 def remove(folder: Path) -> None:
-    """Take a folder out of sight, and then away."""
+    """Take a folder out of sight, and then away; not one that is being uploaded."""
     hidden = hidden_name(folder, "old")
     files.step(f"rename {folder.name} away")
-    os.rename(folder, hidden)
+    with _taking:
+        if is_uploading(folder):
+            logger.warning("%s stays until it is uploaded", folder)
+            return
+        os.rename(folder, hidden)
     files.step(f"remove {folder.name}")
     discard(hidden)
 
@@ -299,10 +346,10 @@ def clean(root: Path, names: re.Pattern[str] = STEP) -> None:
         discard(path)
 
 
-def is_alive(draft: Path) -> bool:
+def is_alive(draft: Path, name: str = OWNER) -> bool:
     """Whether a draft may still be written: its process of this machine runs, or it changed a while ago."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        owner = json.loads((draft / OWNER).read_text())
+        owner = json.loads((draft / name).read_text())
         if owner["host"] == socket.gethostname():
             return bool(owner["started"] == started_at(owner["pid"]))
     return time.time() - last_change(draft) < ABANDONED

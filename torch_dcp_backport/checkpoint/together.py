@@ -5,12 +5,13 @@ Collective. Every rank hears of any rank's failure, and the first rank alone nam
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +32,18 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.hf.moving import NOTHING, Common, differences
-from torch_dcp_backport.transfer import Call, Problem
+from torch_dcp_backport.transfer import Call, Problem, settings
 from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.progress import Meter
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 #: One text at every depth: where a rank fails before the others agree on something, they hear of it there.
 CANNOT_SAVE, CANNOT_LOAD = "cannot save the checkpoint", "cannot load the checkpoint"
+CANNOT_UPLOAD = "cannot upload the checkpoint"
 OLDER = "steps saved before are as they were"
+#: Seconds between two meetings of ranks that wait for the first one: less than any group's timeout.
+PATIENCE = 2.0
 #: Files that a rank writes, by its number.
 OF_RANK = re.compile(r"(?:__(?P<shard>\d+)_\d+\.distcp|data_(?P<data>\d+)\.pt)")
 
@@ -77,6 +82,39 @@ def tell_all(call: Call, make: Callable[[], object], doing: str, common: Common 
     return consult(call, common, decide, Topic(doing))
 
 
+def tell_all_in_time(call: Call, make: Callable[[], object], doing: str, common: Common = NOTHING) -> Any:
+    """As `tell_all`, of what may take longer than the group's timeout: ranks meet again until it is made.
+
+    `make` runs in a thread of the first rank.
+    """
+    made: list[Future[object]] = []
+    with contextlib.ExitStack() as stack:
+
+        def look() -> Optional[tuple[object]]:
+            if not made:
+                pool = ThreadPoolExecutor(1)
+                # Where another rank is gone this one is not to wait for what nobody needs.
+                stack.callback(pool.shutdown, wait=False)
+                made.append(pool.submit(make))
+            is_made = made[0] in wait(made, PATIENCE).done
+            return (made[0].result(),) if is_made else None
+
+        while True:
+            answer = tell_all(call, look, doing, common)
+            if answer is not None:
+                return answer[0]
+
+
+class Wanted(NamedTuple):
+    """What a save is asked for."""
+
+    #: Tells what the folder is to be called; an older folder of this name stays until then.
+    locate: Callable[[], Path]
+    step: int
+    #: What else must be the same on every rank.
+    common: Common = NOTHING
+
+
 @dataclass(frozen=True)
 class Begun:
     """A folder that is being written."""
@@ -93,13 +131,10 @@ class Begun:
         return self.writing.requests
 
 
-def begin_folder(
-    locate: Callable[[], Path], step: int, write: Callable[[Path], None], group: Group = None
-) -> Begun:
+def begin_folder(wanted: Wanted, write: Callable[[Path], None], group: Group = None) -> Begun:
     """Make a folder beside its place, and begin to write it. Collective.
 
     Args:
-        locate: tells what it is to be called; an older folder of this name stays until then.
         write: called on every rank with the draft, which is there. What it leaves to be done in the
             background it gives to `write_later`.
 
@@ -108,11 +143,11 @@ def begin_folder(
     """
     with begin(CANNOT_SAVE, "save", group) as call:
         before: Optional[int] = None
-        final, common = Path(), dict[str, str]()
+        final, step, common = Path(), 0, dict[str, str]()
         with guard(call):
             # The working directory may be another one when the rest is written.
-            final = locate().absolute()
-            common = {"folder": str(final), "step": str(store.checked_step(step))}
+            final, step = wanted.locate().absolute(), store.checked_step(wanted.step)
+            common = {"folder": str(final), "step": str(step), **wanted.common}
 
         def start() -> str:
             nonlocal before
@@ -131,7 +166,7 @@ def begin_folder(
                 tell_all(call, lambda: None, "writing", common)
         finally:
             _writing.reset(token)
-    return Begun(final, store.checked_step(step), before, writing)
+    return Begun(final, step, before, writing)
 
 
 def finish_folder(
@@ -185,7 +220,7 @@ def complete(requests: Iterable[AsyncRequest]) -> None:
             finalize()
 
 
-@contextmanager
+@contextlib.contextmanager
 def discarding(call: Call, draft: Path) -> Iterator[None]:
     """Leave nothing of a draft that will not be published."""
     try:
@@ -268,11 +303,14 @@ def all_entries(draft: Path, known: Iterable[Mapping[str, Entry]]) -> dict[str, 
     return listed
 
 
-def put_back(locate: Callable[[], Optional[Path]], group: Group = None) -> Optional[Path]:
+def put_back(
+    locate: Callable[[], Optional[Path]], common: Common = NOTHING, group: Group = None
+) -> Optional[Path]:
     """Have a folder that lost its name to a writer that is gone where it was; its path. Collective.
 
     Args:
         locate: tells its path; None is none. What it raises is raised on all ranks.
+        common: what else must be the same on every rank.
 
     Raises:
         CheckpointingException: the same on every rank.
@@ -286,7 +324,7 @@ def put_back(locate: Callable[[], Optional[Path]], group: Group = None) -> Optio
     with begin(CANNOT_LOAD, "load", group) as call:
         with guard(call):
             folder = locate()
-        tell_all(call, look, "looking", {"folder": str(folder)})
+        tell_all(call, look, "looking", {"folder": str(folder), **common})
     return folder
 
 
@@ -303,8 +341,13 @@ def read_folder(
             with guard(call):
                 ranks = ranks_of(call)
                 content = manifest.read(folder)
-                wrong = manifest.wrong_checksums(folder, content, ranks.index(call.rank), len(ranks))
-                call.problems += [Problem("not what was saved", str(folder), text) for text in wrong]
+                names = manifest.share_of(content, ranks.index(call.rank), len(ranks))
+                meter = Meter("verify", settings.progress())
+                meter.expect(lambda: sum(content.files[name].nbytes for name in names))
+                for name in names:
+                    wrong = manifest.wrong_checksums(folder, content, [name])
+                    call.problems += [Problem("not what was saved", str(folder), text) for text in wrong]
+                    meter.add(content.files[name].nbytes)
             consult(call, None, nothing, Topic("verifying the files"))
         with guard(call):
             read(folder)

@@ -1,0 +1,158 @@
+"""Uploads of published folders, one after the other, in a thread of the first rank.
+
+No collective runs in the thread: what failed is kept until the ranks meet again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+from torch_dcp_backport.checkpoint import manifest, remote, store, together
+from torch_dcp_backport.checkpoint.manifest import Damaged
+from torch_dcp_backport.checkpoint.remote import Failed, Place
+from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.transfer import Call
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+ON_UPLOAD = ("raise", "warn")
+
+
+class Uploads:
+    """What is to be uploaded, and what came of it."""
+
+    def __init__(self, is_verified: bool = True, on_upload: str = "raise") -> None:
+        if on_upload not in ON_UPLOAD:
+            raise ValueError(f"on_upload={on_upload!r}: expected raise or warn")
+        self.is_verified = is_verified
+        self.on_upload = on_upload
+        self._lock = threading.Condition()
+        self._waiting: deque[tuple[Path, str]] = deque()
+        self._failures: list[str] = []
+        self._is_running = False
+
+    def add(self, folder: Path, url: str) -> None:
+        """Upload a folder after those that were added before."""
+        with self._lock:
+            if self._is_running:
+                logger.warning("%s waits for the upload before", folder)
+            self._waiting.append((folder.absolute(), url))
+            if self._is_running:
+                return
+            self._is_running = True
+        # Not a daemon: at the end of the process it is waited for.
+        threading.Thread(target=self._work, name="upload of checkpoints").start()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether none is left to be uploaded, after so many seconds at most."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._is_running, seconds)
+
+    def raise_failed(self) -> None:
+        """Say once what could not be uploaded.
+
+        Raises:
+            CheckpointingException: naming it.
+        """
+        with self._lock:
+            failures, self._failures = self._failures, []
+        if failures and self.on_upload == "raise":
+            raise CheckpointingException(f"an upload failed: {'; '.join(failures)}")
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._is_running = False
+                    self._lock.notify_all()
+                    return
+                folder, url = self._waiting.popleft()
+            failure = self._upload(folder, url)
+            if failure:
+                logger.error("an upload failed: %s", failure)
+                with self._lock:
+                    self._failures.append(failure)
+
+    def _upload(self, folder: Path, url: str) -> str:
+        """Upload a folder; why it could not be, or ""."""
+        identity, began = store.identity_of(folder), time.monotonic()
+        try:
+            with store.uploading(folder):
+                mark = remote.upload(folder, remote.place_of(url), self.is_verified)
+                store.mark_uploaded(folder, url, mark)
+        except Exception as error:
+            if identity is None or store.identity_of(folder) != identity:
+                logger.warning("%s was not uploaded: it was removed, or saved again, before", folder)
+                return ""
+            text = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
+            return f"{folder} to {url}: {text}"
+        logger.info("%s is in %s, after %.1f s", folder, url, time.monotonic() - began)
+        return ""
+
+
+class Brought(NamedTuple):
+    """What came from a store."""
+
+    #: None where none could be brought.
+    step: Optional[int]
+    #: Why others could not be.
+    faults: list[str]
+
+
+def bring_newest(root: Place, local: Path, tried: set[int]) -> Brought:
+    """Bring the newest good step of a store that was not tried yet. Runs on the first rank.
+
+    Raises:
+        Failed: the store cannot be asked.
+    """
+    steps = remote.steps_at(root)
+    faults = [f"{root.below(str(step.path)).url}: {step.fault}" for step in steps if step.fault]
+    for step in steps:
+        if step.step in tried or step.fault:
+            continue
+        place = root.below(str(step.path))
+        try:
+            remote.download(place, local / step.path)
+        except Failed as error:
+            faults.append(str(error))
+            continue
+        logger.warning("%s has no good step; %s was brought from the store", local, place.url)
+        return Brought(step.step, faults)
+    return Brought(None, faults)
+
+
+def bring_if_needed(url: str, folder: Path) -> None:
+    """Bring a folder from a store if it is not here, or not whole by its sizes. Runs on the first rank.
+
+    Raises:
+        Failed: the store does not have it, or does not give it.
+    """
+    try:
+        if not any(manifest.faults(folder, manifest.read(folder))):
+            return
+    except Damaged as error:
+        logger.warning("%s: %s; it is brought from %s", folder, error, url)
+    remote.download(remote.place_of(url), folder)
+
+
+def settle(call: Call, uploads: Uploads, is_blocking: bool) -> bool:
+    """Wait until none is left to be uploaded, where asked to; whether none is. Collective.
+
+    Raises:
+        CheckpointingException: one failed; the same on every rank.
+    """
+
+    def look() -> bool:
+        is_settled = uploads.wait(together.PATIENCE if is_blocking else 0.0)
+        uploads.raise_failed()
+        return is_settled
+
+    while True:
+        is_settled = bool(together.tell_all(call, look, "waiting for uploads"))
+        if is_settled or not is_blocking:
+            return is_settled
