@@ -215,11 +215,18 @@ def refused(room: Any, fault: str) -> tuple[str, bool]:
         algorithm = "gather_rounds"
     if rank == 3 and fault == "not a tensor":
         loaded = {shard: "text"}  # type: ignore[dict-item]
+    if rank == 0 and fault == "loaded without values":
+        loaded = {shard: value.to("meta")}
+    if rank == 2:
+        data = {"other data": torch.zeros(2, 2), "data without values": part.data.to("meta")}
+        part.data = data.get(fault, part.data.new_zeros(1).expand(3) if fault == "expanded" else part.data)
+    if rank == 1 and fault == "no distribution":
+        found = None
     with pytest.raises(CheckpointingException) as caught:
         exchange_utils.exchange_by_distribution(
             loaded, {} if loaded else {shard: part}, found, None, algorithm
         )
-    return str(caught.value), bool((part.data == 0).all())
+    return str(caught.value), part.data.is_meta or bool((part.data == 0).all())
 
 
 @pytest.mark.parametrize(
@@ -234,6 +241,11 @@ def refused(room: Any, fault: str) -> tuple[str, bool]:
         ("loaded twice", "rank 1: loaded by several ranks: w at (0,)"),
         ("another algorithm", "rank 2: another distribution or exchange_algo than on another rank"),
         ("not a tensor", "rank 3: "),
+        ("no distribution", "rank 1: broadcast needs a shard_distribution"),
+        ("loaded without values", "rank 0: w at (0,): a tensor without values"),
+        ("data without values", "rank 2: w at (0,): a tensor without values"),
+        ("other data", "rank 2: w at (0,): data of (2, 2) torch.float32, expected (3,) torch.float32"),
+        ("expanded", "rank 2: w at (0,): an expanded tensor cannot be written"),
     ],
 )
 def test_bad_input(ranks: Any, fault: str, words: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from array import array
 from pathlib import Path
 from typing import Any
@@ -142,3 +144,47 @@ def test_checksums_are_filled_into_the_description(count: int, common: Any) -> N
     assert [stored.chunks[0].place.crc for stored in found.tensors.values()] == list(sums)
     assert found.common == common
     assert metadata.from_bytes(metadata.to_bytes(index)).tensors[key].chunks[0].place.crc == 0xA5A5A5A5
+
+
+AGAIN = """
+import sys
+import torch, torch.distributed as dist
+from torch_dcp_backport.dist_checkpointing import ShardedTensor, load, save
+own, folder = int(sys.argv[1]), sys.argv[2]
+for step, rank in enumerate((own, (0, 2, 1)[own])):  # two processes change places
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet{step}", rank=rank, world_size=3)
+
+    def state(value):
+        # Replicas of one size: which rank writes which is all that differs.
+        parts = {f"w{n}": torch.full((1000,), value * (step * 10.0 + n)) for n in range(6)}
+        made = ShardedTensor.from_rank_offsets
+        return {name: made(name, part, replica_id=rank) for name, part in parts.items()}
+
+    save(state(1.0), f"{folder}/{step}")
+    loaded = load(state(0.0), f"{folder}/{step}")
+    assert all(torch.equal(loaded[name], part.data) for name, part in state(1.0).items()), (step, rank)
+    dist.destroy_process_group()
+"""
+
+
+def test_processes_that_change_places(tmp_path: Path) -> None:
+    """A restart within the processes: each wrote what the rank that it had been was to write."""
+    for step in range(2):
+        (tmp_path / str(step)).mkdir()
+    command = [sys.executable, "-c", AGAIN]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)]) for rank in range(3)]
+    assert [rank.wait(120) for rank in ranks] == [0, 0, 0]
+
+
+def test_a_failure_leaves_a_plan_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    description = plans.Description({}, {})
+    real = metadata.Template
+
+    def fails(index: Any) -> Any:
+        monkeypatch.setattr(metadata, "Template", real)
+        raise MemoryError
+
+    monkeypatch.setattr(metadata, "Template", fails)
+    with pytest.raises(MemoryError):
+        description.to_bytes({}, (0, 0))
+    assert description.to_bytes({}, (0, 0)) == plans.Description({}, {}).to_bytes({}, (0, 0))

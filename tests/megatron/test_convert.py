@@ -256,7 +256,7 @@ def test_source_and_target_apart(tmp_path, model):
     link.symlink_to(out)
     replaced = hf.Export(overwrite=True)
     for source, target in ((out, out), (out, link), (out, out / "hf"), (out / "inside", out), (model, model)):
-        with pytest.raises(CheckpointingException, match="is in the (source|target)"):
+        with pytest.raises(CheckpointingException, match=r"is in the (source|target)"):
             convert(source, target, how=replaced)
     assert verify(out) == []
     # A link's folder is replaced, not the link.

@@ -19,8 +19,13 @@ from torch_dcp_backport.dist_checkpointing.dict_utils import nested_values
 from torch_dcp_backport.dist_checkpointing.engine import meeting
 from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, begin, consult, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
-from torch_dcp_backport.dist_checkpointing.sharded_tensor import data_shape
-from torch_dcp_backport.dist_checkpointing.utils import ShardId, _sharded_tensor_shard_id
+from torch_dcp_backport.dist_checkpointing.sharded_tensor import (
+    check_memory,
+    data_shape,
+    is_float8tensor,  # noqa: F401 - by Megatron's name
+    nominal,
+)
+from torch_dcp_backport.dist_checkpointing.utils import ShardId, _sharded_tensor_shard_id, spelled
 from torch_dcp_backport.transfer import Box, Call, Problem
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.errors import DOUBTFUL
@@ -85,11 +90,6 @@ class Way(NamedTuple):
 
 
 Ways = dict[ShardId, Way]
-
-
-def is_float8tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of Transformer Engine's class for float8, told by the name of its class."""
-    return any(kind.__name__ in ("Float8Tensor", "QuantizedTensor") for kind in type(tensor).__mro__)
 
 
 def distribute_shards_to_ranks(
@@ -258,8 +258,6 @@ def exchange_by_distribution(
     """
     if exchange_algo not in (BROADCAST, GATHER_ROUNDS, GATHER_OBJECT):
         raise NotImplementedError(f"no such exchange_algo: {exchange_algo!r}")
-    if shard_distribution is None and exchange_algo != GATHER_OBJECT:
-        raise CheckpointingException(f"{CANNOT_EXCHANGE}: {exchange_algo} needs a shard_distribution")
     try:
         with begin(CANNOT_EXCHANGE, "load", parallelization_group) as call:
             return exchanged(call, loaded_tensors, unloaded_shards, shard_distribution, exchange_algo)
@@ -278,11 +276,18 @@ def exchanged(
     result: Loaded = {}
     said = Said({}, {}, {}, algorithm)
     with guard(call):
+        if distribution is None and algorithm != GATHER_OBJECT:
+            raise CheckpointingException(f"{algorithm} needs a shard_distribution")
         result = {shard: nominal(tensor) for shard, tensor in loaded.items()}
+        for shard, tensor in result.items():
+            check_memory(spelled(shard), tensor, tuple(tensor.shape), tensor.dtype)
         said.loaded.update((shard, Shape(tuple(value.shape), value.dtype)) for shard, value in result.items())
         for shard, part in waiting.items():
             if shard not in loaded:
-                said.waiting[shard] = shape_of(adopted(part))
+                said.waiting[shard] = shape = shape_of(adopted(part))
+                data = adopted(part).data
+                if data is not None:
+                    check_memory(spelled(shard), data, shape.size, shape.dtype, is_written=True)
         if distribution is not None and algorithm != GATHER_OBJECT:
             said.mains.update(distribution.main_rank_for_shard)
     ranks = meeting.ranks_of(call)
@@ -314,12 +319,6 @@ def exchanged(
 
     move(call, agreement, routes, Memories(source_of, target_of, DOUBTFUL))
     return {**result, **targets}
-
-
-def nominal(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor of Transformer Engine's in their nominal dtype; others as they are."""
-    dequantize = getattr(tensor, "dequantize", None) if is_float8tensor(tensor) else None
-    return tensor if dequantize is None else dequantize()
 
 
 def ways_of(ranks: tuple[int, ...], everyone: Mapping[int, Said]) -> tuple[Ways, meeting.Findings]:
@@ -369,11 +368,6 @@ def loaded_twice(shard: ShardId, ranks: list[int]) -> Problem:
     return Problem("loaded by several ranks", spelled(shard), f"ranks {ranks}", "one")
 
 
-def spelled(shard: ShardId) -> str:
-    key, offset, *_ = shard
-    return f"{key} at {offset}"
-
-
 def exchange_loaded_objects_gather_object(loaded_objects: dict[ShardId, Any]) -> dict[ShardId, Any]:
     """The objects that any rank has loaded, on every rank of the default group. Collective.
 
@@ -396,5 +390,8 @@ def exchange_loaded_objects_gather_object(loaded_objects: dict[ShardId, Any]) ->
                 raise Refusal(findings)
             return dict.fromkeys(said, together)
 
-        objects: dict[ShardId, Any] = consult(call, dict(loaded_objects), decide, Topic("exchanging objects"))
+        own: dict[ShardId, Any] = {}
+        with guard(call):
+            own = dict(loaded_objects)
+        objects: dict[ShardId, Any] = consult(call, own, decide, Topic("exchanging objects"))
     return objects

@@ -129,7 +129,9 @@ class SaveOptions(NamedTuple):
 
     def begin(self) -> Call:
         """The call of this save."""
-        return Call(CANNOT_SAVE, "save", ()) if self.is_alone else begin(CANNOT_SAVE, "save", self.process_group)
+        return (
+            Call(CANNOT_SAVE, "save", ()) if self.is_alone else begin(CANNOT_SAVE, "save", self.process_group)
+        )
 
 
 def save_made(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions) -> None:

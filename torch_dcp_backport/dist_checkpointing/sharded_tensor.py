@@ -351,3 +351,31 @@ def data_shape(part: ShardedTensor) -> tuple[int, ...]:
 
 def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
     return (*values[:place], value, *values[place + 1 :])
+
+
+def check_memory(
+    name: str, tensor: torch.Tensor, size: tuple[int, ...], dtype: torch.dtype, is_written: bool = False
+) -> None:
+    """Refuse a tensor that an exchange cannot read or write: other ranks would wait for it.
+
+    Raises:
+        CheckpointingException: it is of another shape or dtype than is said, or has no memory of its own.
+    """
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise CheckpointingException(f"{name}: a tensor without values ({tensor.layout} on {tensor.device})")
+    if (tuple(tensor.shape), tensor.dtype) != (size, dtype):
+        got = f"{tuple(tensor.shape)} {tensor.dtype}"
+        raise CheckpointingException(f"{name}: data of {got}, expected {size} {dtype}")
+    if is_written and any(stride == 0 and many > 1 for stride, many in zip(tensor.stride(), tensor.shape)):
+        raise CheckpointingException(f"{name}: an expanded tensor cannot be written")
+
+
+def is_float8tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of Transformer Engine's class for float8, told by the name of its class."""
+    return any(kind.__name__ in ("Float8Tensor", "QuantizedTensor") for kind in type(tensor).__mro__)
+
+
+def nominal(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor of Transformer Engine's in their nominal dtype; others as they are."""
+    dequantize = getattr(tensor, "dequantize", None) if is_float8tensor(tensor) else None
+    return tensor if dequantize is None else dequantize()

@@ -140,3 +140,8 @@ def debug_time(
         spent = time.perf_counter() - start
         if logger is not None and spent >= threshold:
             logger.log(logging.DEBUG if level is None else level, "%s took %.4f s", name, spent)
+
+
+def spelled(shard: ShardId) -> str:
+    key, offset, *_ = shard
+    return f"{key} at {offset}"

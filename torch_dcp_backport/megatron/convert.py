@@ -180,7 +180,9 @@ def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bo
         try:
             save_made(lambda: state, new, SaveOptions(must_load=True, is_alone=True))
         except CheckpointingException as error:
-            raise CheckpointingException(f"{CANNOT_CONVERT}: {out} is as it was; in {new}: {error}") from error
+            raise CheckpointingException(
+                f"{CANNOT_CONVERT}: {out} is as it was; in {new}: {error}"
+            ) from error
         (new / HUGGING_FACE).mkdir()
         for name, content in companions_of(folder).items():
             path = new / HUGGING_FACE / name

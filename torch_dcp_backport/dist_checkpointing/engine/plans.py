@@ -40,6 +40,8 @@ class Description:
         #: Until they were used; then as bytes, for a million objects would be looked at by every garbage
         #: collection, and only where objects may change in size.
         self._fresh: Optional[tuple[Mapping[int, Table], Mapping[int, Share]]] = tables, shares
+        #: Two threads may save by one plan.
+        self._lock = threading.Lock()
         self._frozen = b""
         self._template: Optional[metadata.Template] = None
         self._lines: dict[int, Lines] = {}
@@ -48,27 +50,31 @@ class Description:
 
     def to_bytes(self, outputs: Mapping[int, Output], common: tuple[int, int]) -> bytes:
         """The content of `.metadata` for what the ranks have written by this plan."""
+        with self._lock:
+            return self._to_bytes(outputs, common)
+
+    def _to_bytes(self, outputs: Mapping[int, Output], common: tuple[int, int]) -> bytes:
         lines = {rank: lines_of(output) for rank, output in outputs.items()}
         if self._template is None or lines != self._lines:
             # Objects may have other sizes than they had.
             tables, shares = self._fresh or pickle.loads(self._frozen)
-            if self._fresh and any(share.objects for share in shares.values()):
-                self._frozen = pickle.dumps((dict(tables), dict(shares)))
-            self._fresh = None
             index = index_of(tables, shares, outputs)
             index.is_ours, index.common = True, common
             template = metadata.Template(index)
             numbers = {(place.file, place.offset): number for number, place in enumerate(template.places)}
-            self._places = {
+            places = {
                 rank: array("I", (numbers[line.file, offset] for offset in line.offsets))
                 for rank, line in lines.items()
             }
             template.places.clear()
-            self._template, self._lines = template, lines
+            if self._fresh and any(share.objects for share in shares.values()):
+                self._frozen = pickle.dumps((dict(tables), dict(shares)))
+            # Nothing fails from here on: a plan is as it was, or has all of this.
+            self._template, self._lines, self._places, self._fresh = template, lines, places, None
         sums = array("I", bytes(4 * sum(map(len, self._places.values()))))
-        for rank, places in self._places.items():
+        for rank, own in self._places.items():
             output = outputs[rank]
-            for number, entry in zip(places, (*output.tensors, *output.objects)):
+            for number, entry in zip(own, (*output.tensors, *output.objects)):
                 sums[number] = entry.crc
         return self._template.filled(sums, common)
 
@@ -116,9 +122,13 @@ _LOCK = threading.Lock()
 _kept: OrderedDict[tuple[Ranks, bytes], Plan] = OrderedDict()
 
 
-def digest_of(table: Table, *options: bool) -> bytes:
-    """The same bytes for the same rows under the same options."""
-    return hashlib.blake2b(pickle.dumps((table, options)), digest_size=32).digest()
+def digest_of(table: Table, rank: int, *options: bool) -> bytes:
+    """The same bytes for the same rows of the same rank under the same options.
+
+    Of the same rank: a process can be another one in a process group that is made anew, and its kept share
+    is that of the rank it was.
+    """
+    return hashlib.blake2b(pickle.dumps((table, rank, options)), digest_size=32).digest()
 
 
 def find(ranks: Ranks, digest: bytes) -> Optional[Plan]:

@@ -182,7 +182,7 @@ def planned_share(call: Call, saving: Saving) -> tuple[Share, plans.Plan]:
     """
     ranks, digest, known = ranks_of(call), b"", None
     with guard(call):
-        digest = plans.digest_of(saving.table, saving.is_checked, saving.is_balanced)
+        digest = plans.digest_of(saving.table, call.rank, saving.is_checked, saving.is_balanced)
         known = plans.find(ranks, digest)
 
     def compare(said: Mapping[int, tuple[bytes, bytes]]) -> Mapping[int, bool]:
