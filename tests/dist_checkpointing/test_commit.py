@@ -174,3 +174,32 @@ def test_a_part_of_a_tensor_is_saved_without_the_rest(tmp_path: Path) -> None:
     assert (loaded["more"][0][0].item(), loaded["more"][1]["last"].item()) == (0.0, 99999.0)
     assert loaded["o"]["x"].item() == 7.0
     assert state["row"].data_ptr() == large[3:].data_ptr()
+
+
+def test_all_is_on_the_disk_before_the_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill does not show it, a power cut does: files, their names, and the marker last."""
+    done: list[str] = []
+    sync, replace = os.fsync, os.replace
+
+    def synced(file: int) -> None:
+        done.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+        sync(file)
+
+    def renamed(source: Any, target: Any) -> None:
+        done.append(f"-> {os.path.basename(target)}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    room.save(state_of(1.0, 0, 1), folder, verify_integrity=True)
+    marker = done.index(f"-> {core.CONFIG_FNAME}")
+    before, small = done[:marker], ("common.pt", ".metadata", "integrity.json")
+    assert "__0_0.distcp" in before
+    for name in small:
+        assert before.index(f"{name}.new") < before.index(f"-> {name}")
+    assert f"{core.CONFIG_FNAME}.new" in before
+    # The names of all of them, and then the marker's own.
+    assert "checkpoint" in before[before.index("-> integrity.json") :]
+    assert "checkpoint" in done[marker:]

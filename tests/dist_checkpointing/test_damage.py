@@ -25,7 +25,6 @@ from torch_dcp_backport.dist_checkpointing.engine.reader import Reader
 
 VALUES = {
     "small": torch.arange(12.0).view(3, 4),
-    # With a table of checksums.
     "large": torch.arange(4800, dtype=torch.float32).view(48, 100),
 }
 STATE = {"step": 3, "rates": [0.1, {"warm": True}]}
@@ -87,6 +86,31 @@ def test_a_flipped_bit_is_an_error_wherever_it_is(checkpoint: Path) -> None:
     assert unread[0] > 0
     # Columns take all grains of the large tensor.
     assert unread[1] == 0
+
+
+def test_a_flipped_bit_in_any_grain_of_a_large_record(tmp_path: Path) -> None:
+    """Above 32 KiB a record has a table of checksums, and is not read whole."""
+    value = torch.arange(64 * 1024, dtype=torch.float32).view(64, 1024)
+    room.save({"wide": ShardedTensor.from_dtensor("wide", value)}, tmp_path)
+    path = tmp_path / "__0_0.distcp"
+    content = path.read_bytes()
+    begin = content.index(value.numpy().tobytes())
+    parts = {
+        "rows": ShardedTensor("wide", None, torch.float32, (20, 1024), (64, 1024), (44, 0), None),
+        "columns": ShardedTensor("wide", None, torch.float32, (64, 9), (64, 1024), (0, 1015), None),
+    }
+    for name, part in parts.items():
+        # The first and the last row of each, and all in between: a run ends in any grain.
+        wanted = value[44:] if name == "rows" else value[:, 1015:]
+        for row in range(44, 64):
+            flipped = bytearray(content)
+            flipped[begin + (row * 1024 + 1020) * 4] ^= 1
+            path.write_bytes(flipped)
+            with pytest.raises(CheckpointingException, match="wrong checksum"):
+                room.load({name: part}, tmp_path, validate_access_integrity=False)
+        path.write_bytes(content)
+        loaded = room.load({name: part}, tmp_path, validate_access_integrity=False)
+        assert torch.equal(loaded[name], wanted)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])

@@ -24,6 +24,7 @@ from torch_dcp_backport.dist_checkpointing.serialization import (
     load_plain_tensors,
     load_sharded_metadata,
     load_tensors_metadata,
+    remove_sharded_tensors,
     save,
 )
 
@@ -43,6 +44,7 @@ __all__ = [
     "load_plain_tensors",
     "load_sharded_metadata",
     "load_tensors_metadata",
+    "remove_sharded_tensors",
     "save",
     "verify",
 ]

@@ -21,6 +21,7 @@ from torch_dcp_backport.dist_checkpointing.engine.metadata import Stored
 from torch_dcp_backport.dist_checkpointing.engine.save import Saving
 from torch_dcp_backport.dist_checkpointing.engine.save import save as save_together
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
+from torch_dcp_backport.dist_checkpointing.inspection import problems_of_digests
 from torch_dcp_backport.dist_checkpointing.loading import Loading, boxed
 from torch_dcp_backport.dist_checkpointing.mapping import (
     CommonStateDict,
@@ -371,9 +372,12 @@ def remove_sharded_tensors(checkpoint_dir: Folder, key_prefix: str) -> None:
     Files that hold other records keep their size.
 
     Raises:
-        CheckpointingException: no checkpoint of this room; others are not rewritten.
+        CheckpointingException: no checkpoint of this room, others are not rewritten; files that are not those
+            that were saved, of which new digests would make good ones.
     """
     checkpoint = open_alone(checkpoint_dir)
     if not checkpoint.holds.is_ours:
         raise CheckpointingException(f"{checkpoint_dir} was not saved by this package, and is not rewritten")
+    for problem in problems_of_digests(checkpoint):
+        raise CheckpointingException(f"{checkpoint_dir}: {problem}")
     commit.forget(checkpoint.folder, checkpoint.holds, lambda key: key.startswith(key_prefix))

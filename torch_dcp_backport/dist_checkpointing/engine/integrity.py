@@ -66,7 +66,8 @@ def read(folder: Path) -> Digests:
         known: Any = json.loads(data)
         algorithm, listed = known["algorithm"], dict(known["files"])
         names = {metadata.file_name(name): str(value) for name, value in listed.items()}
-    except (ValueError, TypeError, AttributeError, KeyError, Refused) as error:
+        os.fsencode("".join(names))  # half a character is no name
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError, Refused) as error:
         raise Unknown(f"{folder / NAME} is damaged: {error!r}") from None
     if algorithm != ALGORITHM:
         raise Unknown(f"{folder / NAME} has another algorithm: {algorithm} (known is {ALGORITHM})")
