@@ -49,6 +49,10 @@ def sparse(decoder: Decoder) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": decoder.shared_rows or None,
         "moe_router_topk": 2,
         "moe_router_load_balancing_type": "none",
+        # For layers of one kind a number: a list asks for keys with the layer's.
+        "moe_layer_freq": [int(layer not in decoder.dense) for layer in range(decoder.layers)]
+        if decoder.dense
+        else 1,
     }
 
 
@@ -67,7 +71,7 @@ def gpt(
     On the CPU there are no TP and EP together: that needs sequence parallelism, which torch's norms have not.
     """
     state = initialise(tp, pp, vpp, ep, etp)
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -105,18 +109,26 @@ def gpt(
         expert_tensor_parallel_size=etp or tp,
         **sparse(decoder),
     )
-    spec = get_gpt_layer_local_spec(
-        normalization="RMSNorm",
-        qk_layernorm=has_norms,
-        num_experts=decoder.experts or None,
-        moe_grouped_gemm=False,
-    )
-    if decoder.experts and decoder.shared_rows:
-        spec.submodules.mlp.submodules.shared_experts.params = {"gate": True}
     chunks = []
     for chunk in range(vpp):
         if vpp > 1:
             state.set_virtual_pipeline_model_parallel_rank(chunk)
+        # Of the layers of this chunk, where they differ.
+        if decoder.dense:
+            spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+                config, use_transformer_engine=False, normalization="RMSNorm"
+            )
+        else:
+            spec = gpt_layer_specs.get_gpt_layer_local_spec(
+                normalization="RMSNorm",
+                qk_layernorm=has_norms,
+                num_experts=decoder.experts or None,
+                moe_grouped_gemm=False,
+            )
+        for layer in spec.layer_specs if decoder.dense else [spec]:
+            mlp = layer.submodules.mlp.submodules
+            if decoder.shared_rows and getattr(mlp, "shared_experts", None):
+                mlp.shared_experts.params = {"gate": True}
         model = GPTModel(
             config,
             spec,

@@ -24,6 +24,9 @@ CASES = {
     "qwen3": Decoder("qwen3", head_dim=6, vocab=48),
     "qwen2_moe": Decoder("qwen2_moe", vocab=48, experts=4, expert_rows=12, shared_rows=20),
     "qwen3_moe": Decoder("qwen3_moe", head_dim=6, vocab=48, experts=4, expert_rows=12),
+    "sparse and dense": Decoder(
+        "qwen2_moe", vocab=48, experts=4, expert_rows=12, shared_rows=20, dense=(1, 2)
+    ),
     "llama, tied": Decoder("llama", heads=8, kv_heads=4, head_dim=2, vocab=48, tied=True),
 }
 
