@@ -91,7 +91,9 @@ def train(made, steps: range) -> list:
     with made.train_mode():
         for step in steps:
             rows = {name: value[rank::size] for name, value in batch_of(step).items()}
-            loss = torch.tensor(sum(made.train_batch(rows, engine.sft_loss)["loss"]), device=made.device)
+            loss = torch.tensor(
+                float(sum(made.train_batch(rows, engine.sft_loss)["loss"])), device=made.device
+            )
             dist.all_reduce(loss)
             losses.append(loss.item() / size)
     return losses

@@ -224,6 +224,18 @@ def fsdp2() -> Any:
     return importlib.import_module("torch.distributed." + ("fsdp" if has_it else "_composable.fsdp"))
 
 
+def drop_whole_gradients(model: torch.nn.Module) -> None:
+    """Forget gradients of FSDP2's that were not reduced yet, and to which `zero_grad` does not come."""
+    for module in model.modules():
+        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+        group = getattr(state, "_fsdp_param_group", None)
+        for param in group.fsdp_params if group is not None else ():
+            param.unsharded_accumulated_grad = None
+            whole = getattr(param, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = None
+
+
 def reshard(model: torch.nn.Module) -> None:
     """FSDP2's parameters as shards again: after a forward pass alone the root keeps them whole."""
     for module in model.modules():

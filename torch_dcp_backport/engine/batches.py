@@ -12,13 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from torch_dcp_backport.transfer import Problem, raise_together
+from torch_dcp_backport.transfer import Problem, problem_of, raise_together
 from torch_dcp_backport.transfer.consensus import share_findings
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.wire import device_for
 
 TITLE = "cannot run this batch"
 IDS, MASK, LOSS_MASK = "input_ids", "attention_mask", "loss_mask"
+
+#: Of a token, in which counts travel.
+UNITS = 2**20
 
 #: First column of a row that is no padding, and the one behind the last.
 Span = tuple[int, int]
@@ -37,8 +40,8 @@ class Plan(NamedTuple):
     #: The rows of each micro-batch; none where the rank only keeps the others company.
     parts: list[list[int]]
     spans: list[Span]
-    #: Tokens with a loss on all ranks.
-    tokens: int
+    #: Tokens with a loss on all ranks; of a mask of weights their sum.
+    tokens: float
     #: Of padded rows; None where they are jagged.
     width: Optional[int]
 
@@ -69,9 +72,13 @@ def plan(data: Any, limit: Limit, group: Group = None, *, needs_tokens: bool = T
     own = Plan([], [], 0, None)
     try:
         own = plan_alone(data, limit, needs_tokens)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError) as error:
         problems.append(Problem(str(error)))
-    said = torch.tensor([len(own.parts), own.tokens, len(problems)], device=device_for(group))
+    except Exception as error:
+        # Whatever it is: the other ranks wait here.
+        problems.append(problem_of(error))
+    tokens = round(own.tokens * UNITS)
+    said = torch.tensor([len(own.parts), tokens, len(problems)], device=device_for(group))
     heard = [torch.empty_like(said) for _ in range(dist.get_world_size(group))]
     dist.all_gather(heard, said, group=group)
     rows = torch.stack(heard).tolist()
@@ -79,13 +86,14 @@ def plan(data: Any, limit: Limit, group: Group = None, *, needs_tokens: bool = T
         # What is wrong travels only where something is.
         raise_together(TITLE, share_findings([(dist.get_rank(), problem) for problem in problems], group))
     count, tokens = max(row[0] for row in rows), sum(row[1] for row in rows)
+    total = tokens // UNITS if tokens % UNITS == 0 else tokens / UNITS
     findings = []
     if not count:
         findings = [(dist.get_rank(), Problem("no rows on any rank"))]
     elif needs_tokens and not tokens:
         findings = [(dist.get_rank(), Problem(f"no token on any rank has a loss: {LOSS_MASK} is zero"))]
     raise_together(TITLE, findings)
-    return own._replace(parts=spread(own.parts, count), tokens=tokens)
+    return own._replace(parts=spread(own.parts, count), tokens=total)
 
 
 def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
@@ -104,7 +112,10 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
             raise KeyError(f"the batch has no {key}; it has {', '.join(sorted(map(str, keys)))}")
     ids = data[IDS]
     spans = spans_of(data)
-    tokens = int(values_of(data[LOSS_MASK]).sum()) if LOSS_MASK in keys else 0
+    tokens = 0.0
+    if needs_tokens:
+        check_alike(LOSS_MASK, data[LOSS_MASK], ids)
+        tokens = float(values_of(data[LOSS_MASK]).sum(dtype=torch.float64))
     if limit.rows is not None:
         rows = list(range(len(spans)))
         parts = [rows[start : start + limit.rows] for start in range(0, len(rows), limit.rows)]
@@ -117,6 +128,34 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.values() if tensor.is_nested else tensor
 
 
+def check_alike(name: str, mask: Any, ids: Any) -> None:
+    """Refuse a mask that does not say something of each id.
+
+    Raises:
+        ValueError: another shape, or other rows.
+    """
+    if ids.is_nested and mask.is_nested:
+        check_jagged(name, mask)
+        if not torch.equal(mask.offsets(), ids.offsets()):
+            got, expected = mask.offsets().diff().tolist(), ids.offsets().diff().tolist()
+            raise ValueError(f"{name} has rows of {got} tokens, {IDS} of {expected}")
+    elif ids.is_nested or mask.is_nested or mask.shape != ids.shape:
+        shapes = ["jagged" if one.is_nested else f"of shape {tuple(one.shape)}" for one in (mask, ids)]
+        raise ValueError(f"{name} is {shapes[0]}: expected that of {IDS}, {shapes[1]}")
+
+
+def check_jagged(name: str, tensor: Any) -> None:
+    """Refuse a nested tensor whose values are not its rows, one after the other.
+
+    Raises:
+        ValueError: it is strided, or narrowed.
+    """
+    if tensor.layout is not torch.jagged:
+        raise ValueError(f"{name} is nested and {tensor.layout}: expected torch.jagged")
+    if tensor.lengths() is not None:
+        raise ValueError(f"{name} is a part of another tensor's rows: call contiguous()")
+
+
 def spans_of(data: Any) -> list[Span]:
     """What each row has between the padding on both sides.
 
@@ -125,8 +164,12 @@ def spans_of(data: Any) -> list[Span]:
     """
     ids = data[IDS]
     if ids.is_nested:
-        return [(0, int(length)) for length in ids.offsets().diff()]
-    if ids.dim() != 2:
+        check_jagged(IDS, ids)
+        lengths = ids.offsets().diff().tolist()
+        if 0 in lengths:
+            raise ValueError(f"row {lengths.index(0)} has no tokens")
+        return [(0, length) for length in lengths]
+    if ids.dim() != 2 or (len(ids) and not ids.shape[1]):
         raise ValueError(f"{IDS} of shape {tuple(ids.shape)}: expected rows and columns")
     keys = set(data.keys())  # a TensorDict iterates over rows
     if MASK not in keys:

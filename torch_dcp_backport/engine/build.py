@@ -225,6 +225,10 @@ def fill(
             with call.guard():
                 source = source_of(folder)
             held = look(call, source, files).tensors
+        # Of a tied parameter the files need one name.
+        for names in names_by_parameter(model).values():
+            if any(hf_name(name) in held for name in names):
+                draws = {name: draw for name, draw in draws.items() if name not in names}
         draws = {name: draw for name, draw in draws.items() if hf_name(name) not in held}
     state = {hf_name(name): tensor for name, tensor in tensors.items() if name not in draws}
     filled = load_state_dict(state, folder, files=files)

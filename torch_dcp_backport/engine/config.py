@@ -14,6 +14,7 @@ import torch
 
 from torch_dcp_backport.engine.batches import Limit
 from torch_dcp_backport.engine.build import Blocks, Sharding
+from torch_dcp_backport.engine.step import check_schedule
 
 DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
@@ -83,6 +84,9 @@ class EngineConfig:
 
     @property
     def sharding(self) -> Sharding:
+        unknown = sorted(set(self.mixed_precision or {}) - {"param_dtype", "reduce_dtype", "buffer_dtype"})
+        if unknown:
+            raise ValueError(f"no setting of mixed_precision: {', '.join(unknown)}")
         asked = {"param_dtype": "bf16", "reduce_dtype": "fp32", **(self.mixed_precision or {})}
         param_dtype, reduce_dtype = (dtype_of(asked[name]) for name in ("param_dtype", "reduce_dtype"))
         return Sharding(self.reshard_after_forward, param_dtype, reduce_dtype, self.offload_policy)
@@ -127,11 +131,12 @@ class OptimizerConfig:
         kind = getattr(torch.optim, self.optimizer, None)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ValueError(f"optimizer={self.optimizer!r} is none of torch.optim")
+        check_schedule(self.lr_scheduler_type, self.total_training_steps)
 
     @property
     def warmup(self) -> int:
         steps = self.lr_warmup_steps
-        if steps is not None and steps > 0:
+        if steps is not None and steps >= 0:
             return steps
         return int(self.lr_warmup_steps_ratio * self.total_training_steps)
 
@@ -155,6 +160,20 @@ def dtype_of(name: Union[str, torch.dtype, None]) -> Optional[torch.dtype]:
     if name not in DTYPES:
         raise ValueError(f"{name!r} is no dtype; there are {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def spelled(config: Any) -> str:
+    """Settings as text, the same in every process; without paths, which may differ."""
+    fields = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
+    fields.pop("path", None)
+    return ", ".join(f"{name}={_ordered(value)!r}" for name, value in fields.items())
+
+
+def _ordered(value: Any) -> Any:
+    """The order of a set is another one in every process."""
+    if isinstance(value, Mapping):
+        return {key: _ordered(part) for key, part in sorted(value.items(), key=str)}
+    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else value
 
 
 Kind = TypeVar("Kind", ModelConfig, EngineConfig, OptimizerConfig)

@@ -49,7 +49,7 @@ def whole_tensors(
     parts = {name: unchecked(tensor) for name, tensor in tensors.items()}
     bucket: list[list[str]] = []
     size = 0
-    for names in names_of(parts, tied_names(parts)):
+    for names in names_of(parts, {**tied_names(parts), **same_objects(tensors)}):
         info = parts[names[0]].info
         nbytes = math.prod(info.shape) * _cast(info.dtype, dtype).itemsize
         if bucket and size + nbytes > bucket_bytes:
@@ -59,6 +59,12 @@ def whole_tensors(
         size += nbytes
     if bucket:
         yield from _gathered(parts, bucket, to, dtype, device, group)
+
+
+def same_objects(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Names of an object that has another name before -> that name; on ranks that hold nothing of it, too."""
+    first: dict[int, str] = {}
+    return {name: first[id(one)] for name, one in tensors.items() if first.setdefault(id(one), name) != name}
 
 
 def _gathered(

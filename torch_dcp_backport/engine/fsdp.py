@@ -16,7 +16,14 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.engine import batches, build, heads, lora, move, tensor_parallel
 from torch_dcp_backport.engine import step as steps
 from torch_dcp_backport.engine.base import BaseEngine, EngineRegistry, default_device
-from torch_dcp_backport.engine.config import EngineConfig, ModelConfig, OptimizerConfig, dtype_of, settings
+from torch_dcp_backport.engine.config import (
+    EngineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    dtype_of,
+    settings,
+    spelled,
+)
 from torch_dcp_backport.engine.export import whole_tensors
 from torch_dcp_backport.engine.mesh import arrange
 from torch_dcp_backport.hf.moving import agree, groups_of
@@ -113,7 +120,7 @@ class FSDPEngine(BaseEngine):
                     model = lora.adapted(model, asked)
                 build.units_of(model, own.blocks)
                 tensor_parallel.styles_of(model, self.grid)
-            said = {type(part).__name__: repr(part) for part in (own, self.optimizer_config)}
+            said = {type(part).__name__: spelled(part) for part in (own, asked, self.optimizer_config)}
             agree(call, common={**said, **build.outline(model)})
         tensor_parallel.parallelize(model, self.grid)
         build.shard(model, self.grid, own.sharding, own.blocks)
@@ -147,9 +154,14 @@ class FSDPEngine(BaseEngine):
         for number, micro in enumerate(batches.micro_batches(data, plan), 1):
             if not forward_only and self.engine_config.gradient_sync == "last":
                 self.module.set_requires_gradient_sync(number == len(plan.parts))
-            loss, output = self.forward_step(micro, common, loss_function)
-            if not forward_only:
-                torch.autograd.backward(loss * self.scale)
+            try:
+                loss, output = self.forward_step(micro, common, loss_function)
+                if not forward_only:
+                    torch.autograd.backward(loss * self.scale)
+            except BaseException:
+                # Whole gradients that wait for the last micro-batch would go into the next batch's.
+                compat.drop_whole_gradients(self.module)
+                raise
             outputs.append({name: value.detach() for name, value in output["model_output"].items()})
             if not micro.is_filler:
                 losses.append(loss.item())
@@ -280,7 +292,9 @@ class FSDPEngineWithLMHead(FSDPEngine):
     ) -> dict[str, torch.Tensor]:
         temperature = data.get("temperature", 1.0)
         if isinstance(temperature, torch.Tensor):
-            logits = logits / temperature.clamp(min=1e-8).to(logits).view(-1, 1, 1)
+            factor = temperature.clamp(min=1e-8).to(logits)
+            # Half precision has no 1e-8; rows without tokens have no temperature.
+            logits = logits / factor.where(factor > 0, 1.0).view(-1, 1, 1)
         elif temperature != 1.0:
             logits = logits / max(temperature, 1e-8)
         found = {"log_probs": heads.next_log_probs(logits, inputs[batches.IDS], inputs[batches.MASK])}

@@ -36,7 +36,8 @@ def next_log_probs(
     """At each position the log-probability of the token after it; 0 where there is none, or padding."""
     found = log_probs(logits[:, :-1], ids[:, 1:], chunk=chunk)
     if mask is not None:
-        found = found * mask[:, 1:].to(found)
+        # From a token to a token: what padding says of a row's first one depends on how rows are cut.
+        found = found.where((mask[:, 1:] != 0) & (mask[:, :-1] != 0), 0.0)
     return torch.nn.functional.pad(found, (0, 1))
 
 
@@ -48,7 +49,9 @@ def sft_loss(
     # The mask marks tokens, a log-probability stands one before its token; the last of a row is 0.
     if found.is_nested:
         found, mask = found.values(), mask.values()
-    total = (found * mask.roll(-1, -1).to(found)).sum()
+    weights = mask.roll(-1, -1).to(found)
+    # Not by the product alone: of a word that cannot be (-inf) it is no number.
+    total = (found.where(weights != 0, 0.0) * weights).sum()
     return -total / data["batch_num_tokens"] * data["dp_size"], {}
 
 
@@ -74,4 +77,5 @@ def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def _entropy(logits: torch.Tensor) -> torch.Tensor:
     found = logits.float().log_softmax(-1)
-    return -(found.exp() * found).sum(-1)
+    shares = found.exp()
+    return -(shares * found.where(shares != 0, 0.0)).sum(-1)

@@ -78,7 +78,8 @@ def local_gradients(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, 
 def grad_norm(params: Iterable[torch.Tensor]) -> float:
     """The norm of all gradients, the same number on every rank. Collective: one all-reduce of one number.
 
-    The gradients may be on different meshes, or on the host, where torch's own helpers give up.
+    The gradients may be on different meshes, or on the host, where torch's own helpers give up. Meshes of a
+    part of the ranks count as replicas of each other: pipeline stages are not offered.
     """
     return _norm_of(local_gradients(params))
 
@@ -119,10 +120,22 @@ def step(optimizer: torch.optim.Optimizer, max_norm: Optional[float] = None) -> 
     if not math.isfinite(norm):
         optimizer.zero_grad()
         return Stepped(norm, True)
-    if max_norm is not None and norm + 1e-6 > max_norm:
+    if gradients and max_norm is not None and norm + 1e-6 > max_norm:
         torch._foreach_mul_([local for local, _ in gradients], max_norm / (norm + 1e-6))
     optimizer.step()
     return Stepped(norm, False)
+
+
+def check_schedule(kind: str, total: int) -> None:
+    """Refuse a schedule that is not offered.
+
+    Raises:
+        ValueError: another kind, or a cosine without its total.
+    """
+    if kind not in ("constant", "cosine"):
+        raise ValueError(f"lr_scheduler_type={kind!r} is neither 'constant' nor 'cosine'")
+    if kind == "cosine" and total <= 0:
+        raise ValueError(f"lr_scheduler_type='cosine' needs total_training_steps, got {total}")
 
 
 def schedule(
@@ -144,10 +157,7 @@ def schedule(
     Raises:
         ValueError: another kind, or a cosine without its total.
     """
-    if kind not in ("constant", "cosine"):
-        raise ValueError(f"lr_scheduler_type={kind!r} is neither 'constant' nor 'cosine'")
-    if kind == "cosine" and total <= 0:
-        raise ValueError(f"lr_scheduler_type='cosine' needs total_training_steps, got {total}")
+    check_schedule(kind, total)
 
     def part(done: int) -> float:
         if done < warmup:
