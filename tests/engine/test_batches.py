@@ -78,6 +78,21 @@ def planned(api: Any, faults: dict[int, str], limit: tuple[Any, Any] = (2, None)
         data["attention_mask"] = data["attention_mask"] * 0
     if fault == "narrow":
         data["attention_mask"] = data["attention_mask"][:, 1:]
+    if fault == "mask of one column":
+        data["loss_mask"] = data["loss_mask"][:, :1]
+    if fault == "a list":
+        data["loss_mask"] = data["loss_mask"].tolist()
+    if fault in ("other rows", "no length", "narrowed"):
+        data = small.jagged(small.batch(0))
+    if fault == "other rows":
+        rows = data["loss_mask"].unbind()[::-1]
+        data["loss_mask"] = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+    if fault == "no length":
+        rows = [torch.zeros(2, dtype=torch.long), torch.zeros(0, dtype=torch.long)]
+        data["input_ids"] = data["loss_mask"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    if fault == "narrowed":
+        places = torch.tensor([0, 1]), torch.tensor([2, 3])
+        data["input_ids"] = torch.nested.narrow(torch.zeros(2, 6), 1, *places, layout=torch.jagged)
     try:
         plan = batches.plan(data, batches.Limit(*limit))
     except RuntimeError as error:
@@ -101,6 +116,11 @@ def test_every_rank_has_as_many_micro_batches(ranks) -> None:
         ({0: "no ids"}, (2, None), r"rank 0: .*no input_ids; it has attention_mask, loss_mask"),
         ({3: "padding"}, (2, None), r"rank 3: row 0 is padding alone"),
         ({1: "narrow"}, (2, None), r"rank 1: attention_mask of shape \(1, 10\).*\(1, 11\)"),
+        ({1: "mask of one column"}, (2, None), r"rank 1: loss_mask is of shape \(1, 1\)"),
+        ({2: "a list"}, (2, None), r"rank 2: AttributeError"),
+        ({0: "other rows"}, (2, None), r"rank 0: loss_mask has rows of .* tokens, input_ids of"),
+        ({0: "no length"}, (2, None), r"rank 0: row 1 has no tokens"),
+        ({3: "narrowed"}, (2, None), r"rank 3: input_ids is a part of another tensor's rows"),
         (dict.fromkeys(range(4), "no tokens"), (2, None), r"no token on any rank has a loss"),
         (dict.fromkeys(range(4), "no rows"), (2, None), r"no rows on any rank"),
         ({}, (None, 6), r"tokens, more than the 6 of a micro-batch"),
@@ -114,3 +134,10 @@ def test_what_cannot_be_run_is_one_error_on_every_rank(ranks, faults: Any, limit
     texts = ranks(planned, faults, limit)
     assert all(isinstance(text, str) and re.search(says, text) for text in texts), texts
     assert faults == dict.fromkeys(range(4), faults.get(0)) or len(set(texts)) == 1
+
+
+def test_masks_may_be_weights() -> None:
+    data: Any = {name: value[:2] for name, value in small.batch(0).items()}
+    for value, count in ((0.25, 0.25 * 2 * small.LENGTH), (1.0, 2 * small.LENGTH)):
+        data["loss_mask"] = torch.full((2, small.LENGTH), value, dtype=torch.bfloat16)
+        assert batches.plan_alone(data, batches.Limit(rows=2)).tokens == count

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_dcp_backport import compat, engine
 
 try:
-    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 except ImportError:  # torch 2.4
-    from torch.distributed._tensor import Replicate, distribute_tensor
+    from torch.distributed._tensor import Replicate, Shard, distribute_tensor
 
 
 def not_finite(api: Any, folder: Path, options: dict[str, Any], value: float) -> Any:
@@ -184,3 +184,57 @@ def norms(api: Any) -> Any:
 def test_one_norm_over_several_meshes(ranks) -> None:
     for found, expected in ranks(norms):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+def after_a_failure(api: Any, folder: Path) -> tuple[float, float]:
+    """The norm of a batch, and of the same after one that failed between its micro-batches."""
+    made, calls = small.made(folder, gradient_sync="last"), []
+
+    def fails(**named: Any) -> Any:
+        calls.append(named)
+        if len(calls) % 2 == 0:
+            raise ZeroDivisionError("in my loss")
+        return engine.sft_loss(**named)
+
+    rows = {name: value[:4] for name, value in small.batch(0).items()}
+    norms = []
+    for _ in range(2):
+        with made.train_mode():
+            made.optimizer_zero_grad()
+            made.forward_backward_batch(rows, engine.sft_loss)
+            norms.append(engine.grad_norm(made.module.parameters()))
+        with made.train_mode():
+            made.optimizer_zero_grad()
+            with pytest.raises(ZeroDivisionError):
+                made.forward_backward_batch(rows, fails)
+    return norms[0], norms[1]
+
+
+def test_gradients_of_a_batch_that_failed_are_gone(ranks, tmp_path) -> None:
+    small.write(tmp_path / "m")
+    for first, second in ranks(after_a_failure, tmp_path / "m"):
+        assert first == pytest.approx(second, rel=1e-6)
+
+
+def steps_without_gradients(api: Any) -> tuple[float, float]:
+    param = torch.nn.Parameter(torch.ones(3))
+    if dist.get_rank() == 0:
+        param.grad = torch.ones(3)
+    done = engine.step(torch.optim.SGD([param], lr=1.0), max_norm=0.1)
+    return done.grad_norm, float(param.detach().sum())
+
+
+def test_a_rank_without_gradients_steps_with_the_others(ranks) -> None:
+    found = ranks(steps_without_gradients)
+    assert len({norm for norm, _ in found}) == 1
+    assert [total == 3 for _, total in found] == [False, True, True, True]
+
+
+def tied_without_rows(api: Any) -> list[str]:
+    mesh = init_device_mesh("cpu", (4,))
+    weight = distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)])  # the last rank has none
+    return [name for name, _ in engine.whole_tensors({"embed": weight, "head": weight})]
+
+
+def test_ties_are_known_where_there_are_no_rows(ranks) -> None:
+    assert ranks(tied_without_rows) == [["embed", "head"]] * 4

@@ -185,3 +185,18 @@ def test_a_registry_finds_engines_by_names() -> None:
     assert (
         engine.EngineRegistry.get_engine_cls("language_model", "fsdp", "cpu") is engine.FSDPEngineWithLMHead
     )
+
+
+def test_padding_says_nothing() -> None:
+    """Neither what it says of a row's first token, which depends on how rows are cut, nor what cannot be."""
+    logits, ids = torch.randn(2, 5, 7), torch.randint(1, 7, (2, 5))
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
+    logits[0, :2, :] = -torch.inf
+    logits[1, 3, 0] = -torch.inf
+    found = heads.next_log_probs(logits, ids * mask, mask)
+    assert (found != 0).tolist() == [[False, False, True, True, False], [True, True, True, False, False]]
+    data = {"loss_mask": mask, "batch_num_tokens": 7, "dp_size": 1}
+    assert torch.isfinite(heads.sft_loss({"log_probs": found}, data)[0])
+    kept = logits[1]
+    expected = torch.distributions.Categorical(logits=kept).entropy()
+    torch.testing.assert_close(heads.entropy(kept), expected)
