@@ -68,7 +68,8 @@ documents:
 clients: clients-2.6 clients-2.5
 
 clients-2.6:
-	$(LANES) test clients -- tests/clients tests/engine/test_engine_lora.py --timeout 900
+	$(LANES) test clients -- tests/clients --timeout 900
+	$(LANES) test clients -- tests/engine/test_engine_lora.py
 
 clients-2.5:
 	$(LANES) test clients-2.5 -- tests/clients --timeout 900
