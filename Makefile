@@ -1,7 +1,7 @@
 # Needs python3 >= 3.9 with venv, nothing else: tools/lanes.py makes the environments.
 PYTHON ?= python3
 LANES = $(PYTHON) tools/lanes.py
-# Lanes at a time: one more than there are cores, unless something else is said ("--jobs 1").
+# Lanes at a time: two, unless something else is said ("--jobs 1"); a third one takes 6 GiB.
 JOBS ?=
 FORMATS = tests/dist_checkpointing/test_megatron_formats.py
 

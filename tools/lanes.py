@@ -309,8 +309,7 @@ def main() -> int:
     tester = sub.add_parser("test", help="run the test suite in lanes; pytest's own arguments after --")
     tester.add_argument("lane", nargs="+", metavar="LANE")
     tester.add_argument("--whole", action="store_true", help="leave nothing out")
-    # Much of a lane's time is waiting: for timeouts, for ranks that start.
-    tester.add_argument("--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="lanes at a time")
+    tester.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="lanes at a time")
     argv = sys.argv[1:]
     extra: list[str] = []
     if argv[:1] == ["test"] and "--" in argv:
