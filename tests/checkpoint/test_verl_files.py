@@ -78,6 +78,8 @@ def save(api: Any, root: Path, shape: tuple[int, ...] = ()) -> dict[str, torch.T
 
 @pytest.mark.parametrize("shape", [(), (2, 2)], ids=["FSDP", "HSDP"])
 def test_the_same_ranks_go_on_from_them(ranks, tmp_path: Path, shape: tuple[int, ...]) -> None:
+    if shape and torch.__version__.startswith("2.4"):
+        pytest.skip("torch 2.4 has no state_dict() of a module under HSDP, so there are no such files")
     world = 4 if shape else 3
     whole, *_ = ranks(save, tmp_path, shape, world=world)
     # One process merges them, too.
