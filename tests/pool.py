@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 OURS = "torch_dcp_backport.state_dict"
 STOCK = "torch.distributed.checkpoint.state_dict"
@@ -133,7 +133,15 @@ class Pool:
 
 
 class Pools:
-    """The pools of a session, by world size and API; one that lost a rank is followed by another."""
+    """The pools of a folder of tests, by world size and API; one that lost a rank is followed by another.
+
+    A rank that has run some hundred tests holds up to 1 GiB: of all folders' pools, those that were used last
+    stay, up to `MOST` ranks. The start of another costs 0.3 s of CPU per rank.
+    """
+
+    MOST = 20
+    #: Of all folders, the one used last at the end.
+    kept: ClassVar[list[Pool]] = []
 
     def __init__(self, api: str, *, timeout: float = 30.0, limit: float = LIMIT) -> None:
         self.api = api
@@ -146,7 +154,20 @@ class Pools:
         pool = self.open.get(key)
         if pool is None or not pool.usable:
             pool = self.open[key] = Pool(*key, timeout=self.timeout, limit=self.limit)
+        self.keep(pool)
         return pool
+
+    def keep(self, newest: Pool) -> None:
+        """Close the pools that were not used for longest, those of other folders included."""
+        others = [pool for pool in self.kept if pool is not newest and pool.usable]
+        ranks = len(newest.processes)
+        self.kept[:] = [newest]
+        for pool in reversed(others):
+            ranks += len(pool.processes)
+            if ranks > self.MOST:
+                pool.close()
+            else:
+                self.kept.insert(0, pool)
 
     def run(self, function: Callable[..., Any], *args: Any, world: int = 4, **kwargs: Any) -> list[Any]:
         """On 4 ranks (or `world=`); the function gets the module of the API first."""
