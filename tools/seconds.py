@@ -14,7 +14,7 @@ from typing import Optional
 
 import pytest
 
-SHOWN = 16
+SHOWN = 40
 
 
 def spent() -> float:
