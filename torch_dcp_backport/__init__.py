@@ -25,7 +25,7 @@ __all__ = [
     "status",
 ]
 
-# The libraries beside the shim. They import torch, so whoever names one first loads it.
+# The libraries beside the shim. They import torch: the first use of a name loads it.
 _ROOMS = ("checkpoint", "dist_checkpointing", "engine", "hf", "megatron", "state_dict", "transfer")
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _is_own_command() -> bool:
     return str(frame.f_locals.get("mod_name")).partition(".")[0] == __name__
 
 
-# What our own command has to tell, and must not die of.
+# An error of activation that our own command reports, and must not end with.
 _failure: Exception | None = None
 try:
     activate()

@@ -75,7 +75,7 @@ exit codes: 0 applied, pending, not-needed, disabled; 1 unsupported, conflict, o
 2 wrong usage, or another value of TORCH_DCP_BACKPORT
 """
 
-CLOSED = 128 + 13  # what a shell gives a command that SIGPIPE ended
+CLOSED = 128 + 13  # a shell's exit code for a command that SIGPIPE ended
 
 
 def console() -> int:
@@ -130,11 +130,11 @@ def status(argv: list[str]) -> int:
         except Exception as error:  # torch's own, or that of strict, which the status tells too
             print(f"{PROG} status: {type(error).__name__}: {error}", file=sys.stderr)
             code = 1
-    found = current()
-    print(json.dumps(found.to_dict(), indent=2) if args.json else found)
+    seen = current()
+    print(json.dumps(seen.to_dict(), indent=2) if args.json else seen)
     if isinstance(torch_dcp_backport._failure, ValueError):
         return 2
-    return 1 if found.outcome in ("unsupported", "conflict") else code
+    return 1 if seen.outcome in ("unsupported", "conflict") else code
 
 
 def current() -> Status:

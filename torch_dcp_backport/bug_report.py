@@ -1,20 +1,21 @@
-"""What a bug report has to say about the environment, as text to paste. Nothing of the user's own is in it.
+"""The environment for a bug report, as text to paste. Nothing of the user's own is in it.
 
 Must work where torch does not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch_dcp_backport.activation import gate
 from torch_dcp_backport.activation.status import Status
 
-#: What takes part, and who calls the functions that we replace.
+#: The packages that take part, and those that call the functions that we replace.
 PACKAGES = (
     "torch",
     "numpy",
@@ -30,12 +31,12 @@ PACKAGES = (
     "torch-npu",
     "habana-torch-plugin",
 )
-#: All our switches begin so.
+#: The beginning of all our switches.
 PREFIX = gate.VARIABLE
 
 
 def compose(status: Callable[[], Status]) -> str:
-    """With torch's module imported, as training does, so that the status is final."""
+    """The report. Imports torch's module, as training does, so that the status is final."""
     devices = devices_of_torch()
     switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PREFIX)]
     lines = [
@@ -43,7 +44,7 @@ def compose(status: Callable[[], Status]) -> str:
         str(status()),
         "",
         f"python       {platform.python_version()} ({sys.implementation.name}), {platform.platform()}",
-        f"packages     {', '.join(found())}",
+        f"packages     {', '.join(versions())}",
         *devices,
         f"switches     {', '.join(switches) or 'none set'}",
         "```",
@@ -71,7 +72,7 @@ def devices_of_torch() -> list[str]:
 
 
 def staging() -> str:
-    """The budget that transfers will have, or what is wrong with it."""
+    """The budget that transfers will have, or its error."""
     from torch_dcp_backport.transfer import settings
 
     try:
@@ -80,11 +81,7 @@ def staging() -> str:
         return str(error)
 
 
-def found() -> list[str]:
-    versions = []
+def versions() -> Iterator[str]:
     for name in PACKAGES:
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield f"{name} {importlib.metadata.version(name)}"

@@ -1,6 +1,6 @@
 """Every difference between torch 2.4 and the newest that the library has to know, and nothing else.
 
-No other module below `activation` may ask which torch this is.
+No other module below `activation` may ask which torch this is. A gate names the pull request that ends it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
+    from torch.distributed.tensor import DTensor as DTensor
+    from torch.distributed.tensor import Replicate as Replicate
+    from torch.distributed.tensor import Shard as Shard
+    from torch.distributed.tensor import placement_types
 else:
     try:
         from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
-    except ImportError:  # torch 2.4
+    except ImportError:  # torch 2.4, https://github.com/pytorch/pytorch/pull/134203
         from torch.distributed._tensor import DTensor, Replicate, Shard, placement_types
     try:
         from torch.distributed.fsdp import FSDPModule
-    except ImportError:  # torch 2.4 and 2.5
+    except ImportError:  # torch 2.4 and 2.5, https://github.com/pytorch/pytorch/pull/141868
         from torch.distributed._composable.fsdp import FSDPModule
 
-#: Tensors with no behaviour of their own. torch 2.4 has no `Buffer`.
+#: Tensors with no behaviour of their own. torch 2.4 has no `Buffer`:
+#: https://github.com/pytorch/pytorch/pull/125971
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter))
+#: torch 2.4 has no strided shards: https://github.com/pytorch/pytorch/pull/126697
 HAS_STRIDED = hasattr(placement_types, "_StridedShard")
 #: What safetensors calls a dtype -> that dtype, of those that this torch has.
 STORED_DTYPES: dict[str, torch.dtype] = {
@@ -56,48 +61,16 @@ STORED_DTYPES: dict[str, torch.dtype] = {
     }.items()
     if hasattr(torch, name)
 }
-#: Device type -> the package that brings it to torch. torch >= 2.5 imports such packages itself.
+#: Device type -> the package that brings it to torch. torch >= 2.5 imports such packages itself:
+#: https://github.com/pytorch/pytorch/pull/127074
 PLUGINS = {"npu": "torch_npu", "hpu": "habana_frameworks.torch"}
-
-__all__ = [
-    "AmbiguousLayout",
-    "DTensor",
-    "STORED_DTYPES",
-    "Shard",
-    "add_note",
-    "allowed_globals",
-    "arrived",
-    "as_dtensor",
-    "backend_device_types",
-    "backends",
-    "check_placements",
-    "current_device",
-    "default_backends",
-    "default_store",
-    "device_counts",
-    "device_module",
-    "from_local",
-    "fsdp2",
-    "host_buffer",
-    "is_cut_as",
-    "local_part",
-    "mesh_groups",
-    "mesh_ranks",
-    "offloaded_parameters",
-    "on_mesh_device",
-    "replicated",
-    "reshard",
-    "set_device",
-    "split_of",
-    "wrap_local",
-]
 
 
 def split_of(placement: object) -> Optional[tuple[int, int]]:
     """(tensor dim, split factor) of a sharding placement, None for Replicate.
 
-    The factor is 1 except for a strided shard (FSDP2 over TP), which torch 2.5 introduced as a
-    kind of `Shard` and later made a class of its own.
+    The factor is 1 except for a strided shard (FSDP2 over TP), which is no subclass of `Shard` any more since
+    https://github.com/pytorch/pytorch/pull/167887
 
     Raises:
         NotImplementedError: a placement that does not say where elements live (Partial and the like).
@@ -145,8 +118,7 @@ def arrived(local: torch.Tensor) -> torch.Tensor:
 def from_local(local: torch.Tensor, like: DTensor) -> DTensor:
     """`local` as a DTensor of `like`'s global shape, stride, mesh and placements, without traffic.
 
-    torch 2.4 checks (and broadcasts) unless told not to; uneven shards need the global shape. `local` stays
-    on its device: from_local() would move what is offloaded to the host back to the mesh's.
+    `local` stays on its device: from_local() would move an offloaded tensor back to the mesh's.
     """
     if local.device.type != like.device_mesh.device_type:
         return wrap_local(local, like)
@@ -160,7 +132,11 @@ def as_dtensor(
     shape: torch.Size,
     stride: tuple[int, ...],
 ) -> DTensor:
-    """`local` as this rank's part of a DTensor of a global shape and stride, without traffic."""
+    """`local` as this rank's part of a DTensor of a global shape and stride, without traffic.
+
+    Uneven shards need the global shape. torch 2.4 broadcasts by default:
+    https://github.com/pytorch/pytorch/pull/130289
+    """
     wrapped = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     return cast(DTensor, wrapped)
 
@@ -170,16 +146,18 @@ def wrap_local(local: torch.Tensor, like: DTensor) -> DTensor:
     return cast(DTensor, DTensor(local, like._spec, requires_grad=False))
 
 
-def offloaded_parameters(model: torch.nn.Module) -> set[int]:
-    """The ids of the parameters whose shards FSDP2's CPUOffloadPolicy keeps on the host, also from meta."""
-    found: set[int] = set()
+def fsdp2_parameters(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield FSDP2's own record of each parameter that it shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
-            for param in getattr(group, "fsdp_params", ()):
-                if getattr(param, "offload_to_cpu", False):
-                    found.add(id(param.sharded_param))
-    return found
+            yield from getattr(group, "fsdp_params", ())
+
+
+def offloaded_parameters(model: torch.nn.Module) -> set[int]:
+    """The ids of the parameters whose shards FSDP2's CPUOffloadPolicy keeps on the host, also from meta."""
+    params = (param for param in fsdp2_parameters(model) if getattr(param, "offload_to_cpu", False))
+    return {id(param.sharded_param) for param in params}
 
 
 def replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -189,7 +167,7 @@ def replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Python 3.11 came with notes that a traceback shows."""
+    """Add a note that the traceback shows, from Python 3.11 on: https://peps.python.org/pep-0678/"""
     if hasattr(error, "add_note"):
         error.add_note(note)
 
@@ -220,20 +198,18 @@ def on_mesh_device(tensor: DTensor) -> DTensor:
 
 def fsdp2() -> Any:
     """The module that has `fully_shard` and its policies."""
-    has_it = hasattr(torch.distributed.fsdp, "fully_shard")  # torch >= 2.6
-    return importlib.import_module("torch.distributed." + ("fsdp" if has_it else "_composable.fsdp"))
+    # Public from torch 2.6 on: https://github.com/pytorch/pytorch/pull/141868
+    is_public = hasattr(torch.distributed.fsdp, "fully_shard")
+    return importlib.import_module("torch.distributed." + ("fsdp" if is_public else "_composable.fsdp"))
 
 
 def drop_whole_gradients(model: torch.nn.Module) -> None:
-    """Forget gradients of FSDP2's that were not reduced yet, and to which `zero_grad` does not come."""
-    for module in model.modules():
-        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-        group = getattr(state, "_fsdp_param_group", None)
-        for param in group.fsdp_params if group is not None else ():
-            param.unsharded_accumulated_grad = None
-            whole = getattr(param, "_unsharded_param", None)
-            if whole is not None:
-                whole.grad = None
+    """Forget gradients of FSDP2's that were not reduced yet; `zero_grad` does not reach them."""
+    for param in fsdp2_parameters(model):
+        param.unsharded_accumulated_grad = None
+        unsharded = getattr(param, "_unsharded_param", None)
+        if unsharded is not None:
+            unsharded.grad = None
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -251,7 +227,7 @@ def mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def backend_device_types(group: dist.ProcessGroup) -> list[str]:
     """The device types that messages of `group` can be on.
 
-    torch 2.4 has no public way to ask; the attributes below are the same from 2.1 to the newest. gloo
+    No release has a public way to ask; the attributes below are the same from 2.1 to the newest. gloo
     says that it serves accelerators too, but its point-to-point messages are on the host.
     """
     asked: Any = group
@@ -295,10 +271,10 @@ def default_store() -> Any:
 def device_module(kind: str) -> Optional[ModuleType]:
     """`torch.cuda` for "cuda" and its like for any other accelerator; None where torch knows no such type.
 
-    torch.accelerator, which asks without a name, came with torch 2.6.
+    torch 2.4 and 2.5 have no torch.accelerator: https://github.com/pytorch/pytorch/pull/132204
     """
     if kind in PLUGINS and not hasattr(torch, kind):
-        # Whatever it raises: torch_npu, for one, a RuntimeError beside another accelerator.
+        # Any error means that it is not there: torch_npu raises a RuntimeError beside another accelerator.
         with contextlib.suppress(Exception):
             importlib.import_module(PLUGINS[kind])
     try:
@@ -343,7 +319,7 @@ def default_backends() -> dict[str, str]:
 def allowed_globals(kinds: Sequence[Any]) -> Iterator[None]:
     """Let `torch.load(weights_only=True)` make objects of these classes meanwhile.
 
-    torch 2.5 came with a context for it; 2.4 has the list alone.
+    torch 2.4 has the list alone, and no context: https://github.com/pytorch/pytorch/pull/127939
     """
     serialization: Any = torch.serialization
     if hasattr(serialization, "safe_globals"):

@@ -1,4 +1,4 @@
-"""`doctor PROGRAM`: what is bound too early for the fix in this program, and what to change.
+"""`doctor PROGRAM`: the bindings of a program that are too early for the fix, and the changes that help.
 
 The lower half runs as a script in a process of its own, where it executes the imports at the program's top
 and nothing else of it. It must not import this package before the program has had its chance to.
@@ -64,7 +64,7 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def changes(seen: dict[str, Any], program: str) -> list[str]:
-    """What to do about it, most important first; empty where all is well."""
+    """The advice, most important first; empty where nothing has to change."""
     outcome = seen["status"]["outcome"]
     if outcome in ("not-needed", "disabled"):
         return []
@@ -114,7 +114,7 @@ def _where(place: dict[str, Any] | None) -> str:
 
 
 class Step(NamedTuple):
-    """One statement that was executed, and what came with it."""
+    """A statement that was executed, and the modules and names that it brought."""
 
     line: int
     text: str
@@ -130,7 +130,7 @@ BEFORE = {"line": 0, "text": "before the program's first line"}
 
 
 class Visit:
-    """Executes the imports of a program, one by one."""
+    """A program whose imports are executed, one by one."""
 
     def __init__(self, path: str) -> None:
         with open(path, "rb") as file:
@@ -161,7 +161,7 @@ class Visit:
     def _holds(self, test: ast.expr) -> bool:
         try:
             return bool(eval(compile(ast.Expression(test), "<test>", "eval"), self.names))
-        except Exception:  # it needs what was not executed
+        except Exception:  # it needs a line that was not executed
             return False
 
     def _execute(self, node: ast.stmt) -> None:
@@ -173,7 +173,7 @@ class Visit:
         new = frozenset(set(sys.modules) - modules), frozenset(set(self.names) - names)
         self.steps.append(Step(node.lineno, ast.unparse(node), *new, error))
 
-    def who_brought(self, place: str) -> dict[str, Any]:
+    def origin_of(self, place: str) -> dict[str, Any]:
         """The statement behind an early binding such as `client.load` or `list in client.kept`."""
         dotted = place.rpartition(" ")[2]
         for step in self.steps:
@@ -183,16 +183,16 @@ class Visit:
                 return step.place()
         return BEFORE
 
-    def who_imported(self, module: str) -> dict[str, Any] | None:
+    def import_of(self, module: str) -> dict[str, Any] | None:
         return next((step.place() for step in self.steps if module in step.modules), None)
 
     def processes(self) -> Iterator[dict[str, Any]]:
-        """Lines that start processes which know nothing of this one."""
+        """Yield the lines that start processes without the modules of this one."""
         for node in ast.walk(self.tree):
             name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
             if isinstance(node, (ast.Attribute, ast.Constant)) and name in ("spawn", "forkserver"):
                 yield {"line": node.lineno, "text": f"{name} starts processes anew"}
-        ray = self.who_imported("ray")
+        ray = self.import_of("ray")
         if ray is not None:
             yield {**ray, "text": f"{ray['text']}: Ray's workers are started anew"}
 
@@ -206,7 +206,7 @@ def look(path: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         visit = Visit(path)
-        activated = BEFORE if known else visit.who_imported(PACKAGE)
+        activated = BEFORE if known else visit.import_of(PACKAGE)
         package = importlib.import_module(PACKAGE)
         if package.status().outcome == "pending":
             importlib.import_module(TRIGGER)
@@ -215,9 +215,7 @@ def look(path: str) -> dict[str, Any]:
     return {
         "imports": len(visit.steps),
         "activated": activated,
-        "early": [
-            {"name": name, **visit.who_brought(name)} for name in early if not name.startswith("torch.")
-        ],
+        "early": [{"name": name, **visit.origin_of(name)} for name in early if not name.startswith("torch.")],
         "failed": [{**step.place(), "error": step.error} for step in visit.steps if step.error],
         "processes": list(visit.processes()),
         "status": status.to_dict(),
@@ -225,7 +223,7 @@ def look(path: str) -> dict[str, Any]:
 
 
 def probe(result: str, kind: str, program: str, *args: str) -> None:
-    # Where `python -m` and `python SCRIPT` have the program's folder, this script has its own: our package's.
+    # `python -m` and `python SCRIPT` have the program's folder first; this script has our package's there.
     sys.path[0] = os.getcwd() if kind else os.path.dirname(os.path.realpath(program))
     sys.argv = [program, *args]
     path = program

@@ -26,11 +26,11 @@ NOT_REACHED = (
 
 
 class Nothing(Exception):
-    """Why there is no program to run."""
+    """The reason why there is no program to run."""
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the program that `python *argv` would run. What it raises, SystemExit included, is its own.
+    """Run the program that `python *argv` would run. Its errors, SystemExit included, are its own.
 
     Raises:
         Nothing: there is no such program.
@@ -58,7 +58,7 @@ def run_module(name: str, args: list[str]) -> None:
         raise Nothing(f"no module {name}")
     sys.argv = ["-m", *args]  # `python -m` has put the working directory first in sys.path, for this one too
     _new_main()
-    # What `python -m` itself calls; run_module() would take the name __main__ back at the end.
+    # `python -m` itself calls this; run_module() would take the name __main__ back at the end.
     vars(runpy)["_run_module_as_main"](name)
 
 
@@ -102,7 +102,7 @@ def run_text(text: str, option: str, args: list[str]) -> None:
 
 
 def _put_first(folder: str) -> None:
-    """Where Python puts the program's folder, unless told not to trust it (-P)."""
+    """Put a folder where Python puts the program's, unless it was started with -P."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
 
@@ -115,7 +115,7 @@ def _new_main(**names: object) -> dict[str, object]:
 
 
 def _exists(module: str) -> bool:
-    """Whether there is such a module; what its parents raise when they are imported is theirs."""
+    """Whether there is such a module. Errors from importing its parents are theirs."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError as error:
@@ -125,11 +125,11 @@ def _exists(module: str) -> bool:
 
 
 class SpawnNotice:
-    """A finder that finds nothing, and says once that a process is started which does not know of us."""
+    """A finder that finds nothing, and says once that a process is started without this package."""
 
     @classmethod
     def post(cls) -> None:
-        """Unless sitecustomize brings us into every process."""
+        """Add the notice, unless sitecustomize brings this package into every process."""
         if "torch_dcp_backport" not in vars(sys.modules.get("sitecustomize", cls)):
             sys.meta_path.insert(0, cls())
 
@@ -138,5 +138,5 @@ class SpawnNotice:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name in SPAWNING and not self._said:
-            self._said = True  # and stays in the list, which somebody is walking right now
+            self._said = True  # and stays in the list: its caller is walking it right now
             print(NOT_REACHED, file=sys.stderr, flush=True)

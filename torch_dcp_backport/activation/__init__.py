@@ -1,4 +1,4 @@
-"""Whether and when this process gets the replacements: one decision, made once, told truthfully.
+"""Whether and when this process gets the replacements: one decision, made once, reported truthfully.
 
 Knows nothing of tensors. Must never import torch or our replacements where they are not needed.
 """
@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from torch_dcp_backport.activation import finder, gate
-from torch_dcp_backport.activation.status import BackportWarning, Status, tell
+from torch_dcp_backport.activation.status import BackportWarning, Status, warn
 from torch_dcp_backport.activation.table import TABLE
 
 if TYPE_CHECKING:
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 # importlib.reload() executes this again, and must not forget it.
 _outcome: Status | None = globals().get("_outcome")
 _lock = threading.Lock()
-_told: set[str] = globals().get("_told", set())
+#: Reasons that were warned about.
+_reported: set[str] = globals().get("_reported", set())
 
 
 def activate() -> Status:
     """Do what `import torch_dcp_backport` does; where that has been done, change nothing.
 
-    ValueError for an unknown TORCH_DCP_BACKPORT; RuntimeError when strict and it cannot be applied.
+    Raises:
+        ValueError: an unknown TORCH_DCP_BACKPORT.
+        RuntimeError: strict, and it cannot be applied.
     """
     installer = _pending_or_applied() or _enter_gate()
     if installer is not None and (installer.outcome == "pending" or installer.reloaded()):
@@ -35,7 +38,7 @@ def activate() -> Status:
 
 
 def deactivate() -> Status:
-    """Torch's own objects back in torch's modules, hooks removed. Modules that bound ours since keep ours."""
+    """Put torch's own objects back and remove the hooks. Modules that bound ours since keep ours."""
     global _outcome
     with _lock:
         installer = _pending_or_applied()
@@ -46,7 +49,7 @@ def deactivate() -> Status:
         _outcome = Status("disabled", "deactivate() was called", decision.switch, decision.torch_version)
     from torch_dcp_backport.activation import compiled
 
-    compiled.no_more()
+    compiled.stop()
     lost = installer.remove()
     if lost:
         reason = f"deactivate() was called; left alone, as somebody else replaced them: {', '.join(lost)}"
@@ -55,7 +58,7 @@ def deactivate() -> Status:
 
 
 def current() -> Status:
-    """What is so in this process now. Changes nothing."""
+    """The state of this process now. Changes nothing."""
     installer = _installer()
     if installer is not None:
         return installer.status()
@@ -63,9 +66,9 @@ def current() -> Status:
 
 
 def _installer() -> Installer | None:
-    """Also that of an earlier copy of this package, deleted from sys.modules: what it did stays as it is."""
-    found = finder.installed()
-    return found.installer if found is not None else None
+    """The installer of this process, perhaps of a copy of this package that was deleted from sys.modules."""
+    here = finder.installed()
+    return here.installer if here is not None else None
 
 
 def _pending_or_applied() -> Installer | None:
@@ -74,27 +77,27 @@ def _pending_or_applied() -> Installer | None:
 
 
 def _enter_gate() -> Installer | None:
-    """A new installer where this process needs one."""
+    """A new installer where this process needs the replacements."""
     global _outcome
     decision = gate.decide(gate.read_facts(os.environ))
     if decision.outcome == "pending":
         from torch_dcp_backport.activation import compiled
         from torch_dcp_backport.activation.importer import Installer
 
-        compiled.pass_us_by()
-        with _lock:  # of two threads the second takes the first one's
+        compiled.skip_own_code()
+        with _lock:  # of two threads the second takes the installer of the first
             installer = _pending_or_applied() or Installer(TABLE, decision)
             finder.process().installer = installer
             return installer
     with _lock:
-        found = finder.installed()
-        if found is not None:
-            found.installer = None
+        here = finder.installed()
+        if here is not None:
+            here.installer = None
         _outcome = Status(decision.outcome, decision.reason, decision.switch, decision.torch_version)
     if decision.outcome == "unsupported":
         if decision.switch == "strict":
             raise RuntimeError(f"torch_dcp_backport: {decision.reason}")
-        if decision.reason not in _told:
-            _told.add(decision.reason)
-            tell(decision.reason, BackportWarning)
+        if decision.reason not in _reported:
+            _reported.add(decision.reason)
+            warn(decision.reason, BackportWarning)
     return None

@@ -1,7 +1,7 @@
-"""Who bound early what is about to be replaced, where that can be rebound, and where it cannot.
+"""Early bindings of torch's objects: those that can be given the replacement, and those that cannot.
 
-Rebinds names of modules and class attributes. What else holds an original is its owner's, who may keep it
-there on purpose: it is listed. Must never keep a module or class of anybody alive.
+Rebinds names of modules and class attributes. Other holders may keep an original on purpose: they are listed.
+Must never keep a module or class alive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ABSENT = object()
 
 
 class Swap(NamedTuple):
-    """One name in one module: what is there, what torch put there, and what shall be.
+    """A name in a module: its object now, torch's object, and the replacement.
 
     A class that is changed in place is its own replacement.
     """
@@ -51,28 +51,28 @@ class Swap(NamedTuple):
 
 
 def holder_in(module: object, name: str) -> ModuleType | type | None:
-    """The module that has this name, or with a dot the class in it. Runs no code of either."""
+    """The module that has this name, or with a dot the class in it. Runs no code of theirs."""
     namespace = namespace_of(module)
     if namespace is None:
         return None
     cls = name.rpartition(".")[0]
     if not cls:
         return cast(ModuleType, module)
-    found = namespace.get(cls)
-    return cast(type, found) if issubclass(type(found), type) else None
+    value = namespace.get(cls)
+    return cast(type, value) if issubclass(type(value), type) else None
 
 
 def contents(holder: ModuleType | type | None) -> dict[str, object]:
-    """The dict itself of a module or class; an empty one where there is none."""
+    """The namespace itself of a module or class; an empty dict for None."""
     if issubclass(type(holder), type):
         return class_namespace(cast(type, holder))
     return namespace_of(holder) or {}
 
 
 class ClassAttribute(NamedTuple):
-    """One attribute of one class; ABSENT where there is none."""
+    """An attribute of a class; ABSENT stands for no value."""
 
-    name: str  # empty: torch's own, nobody needs to hear of it
+    name: str  # for warnings; empty for torch's own classes
     cls: weakref.ref[type]
     key: str
     stock: object
@@ -91,10 +91,10 @@ class ClassAttribute(NamedTuple):
 
 
 def turn(cls: type, key: str, old: object, new: object) -> None:
-    """One attribute of one class, except where somebody put a third thing since."""
+    """Replace an attribute of a class, unless it holds a third value by now."""
     if class_namespace(cls).get(key, ABSENT) is not old:
         return
-    # Past a metaclass that has its own.
+    # A metaclass may have a __setattr__ of its own.
     if new is ABSENT:
         type.__delattr__(cls, key)
     else:
@@ -102,28 +102,28 @@ def turn(cls: type, key: str, old: object, new: object) -> None:
 
 
 class Early(NamedTuple):
-    """All that was bound early."""
+    """The early bindings of a set."""
 
     names: list[Swap]
     attributes: list[ClassAttribute]
-    listed: list[str]  # what cannot be rebound
+    listed: list[str]  # out of reach
 
     @property
     def rebound(self) -> tuple[str, ...]:
-        """Where torch's own was. A stub has been ours from the beginning."""
+        """The names that held torch's own object. A stub has been ours from the beginning."""
         names = {swap.dotted for swap in self.names if swap.held is swap.stock}
         return tuple(sorted(names | {attribute.name for attribute in self.attributes if attribute.name}))
 
-    def told(self, owner: str) -> list[str]:
-        """What was rebound, without torch's own."""
+    def reported(self, owner: str) -> list[str]:
+        """The rebound names outside of torch."""
         own = {swap.dotted for swap in self.names if within(swap.module, owner)}
         return [name for name in self.rebound if name not in own]
 
 
 def early_names(swaps: list[Swap]) -> list[Swap]:
-    """Names of other modules that hold what is about to be replaced."""
+    """The names of other modules that hold an object of the swaps."""
     doomed = {id(thing): (swap, thing) for swap in _moved(swaps) for thing in (swap.held, swap.stock)}
-    found = []
+    names = []
     # A module may have two names (__main__ and __mp_main__).
     seen = {id(swap.namespace) for swap in swaps if swap.holder() is not None}
     for module_name, module in sys.modules.copy().items():
@@ -134,23 +134,24 @@ def early_names(swaps: list[Swap]) -> list[Swap]:
         for name, value in namespace.copy().items():
             swap, held = doomed.get(id(value), (None, None))
             if swap is not None:
-                found.append(
-                    swap._replace(module=module_name, name=name, holder=weakref.ref(module), held=held)
-                )
-    return found
+                holder: weakref.ref[ModuleType | type] = weakref.ref(module)
+                names.append(swap._replace(module=module_name, name=name, holder=holder, held=held))
+    return names
 
 
 def early_places(swaps: list[Swap], owner: str) -> tuple[list[ClassAttribute], list[str]]:
-    """Outside of modules: attributes of classes, and the names of what cannot be rebound."""
+    """Early bindings outside of modules: attributes of classes, and the places that cannot be rebound."""
     ours = {id(swap.stock): swap for swap in _moved(swaps)}
     holders = Holders(Own(swap.stock for swap in ours.values()), owner)
     attributes: list[ClassAttribute] = []
     listed: set[str] = set()
     for swap in ours.values():
         for holder in holders.of(swap.stock):
-            found = [] if holders.is_module(holder) else _attributes(holders, holder, swap)
-            attributes += found
-            if not found and not holders.is_module(holder):
+            if holders.is_module(holder):
+                continue
+            of_classes = _attributes(holders, holder, swap)
+            attributes += of_classes
+            if not of_classes:
                 listed.update(holders.names_in(holder, swap.stock))
     return attributes, sorted(listed)
 

@@ -23,8 +23,10 @@ _own: Finder | None = globals().get("_own")
 
 
 class Finder:
-    """In sys.meta_path from the first hook on, for good: a thread that walks the list would miss a finder
-    if it were taken out. Without hooks it costs a look into an empty dict for each import.
+    """The finder of the hooks, in sys.meta_path from the first hook on, for good.
+
+    A thread that walks the list would miss a finder if this one were taken out. Without hooks it costs a look
+    into an empty dict for each import.
     """
 
     def __init__(self) -> None:
@@ -45,7 +47,7 @@ class Finder:
         self._awaited.discard(name)
 
     def seen(self, name: str) -> None:
-        """Whoever hooked has looked at this module: it went past nobody."""
+        """Note that the hook's owner has looked at this module already."""
         self._awaited.discard(name)
 
     def find_spec(
@@ -66,7 +68,7 @@ class Finder:
         return spec
 
     def executed(self, name: str) -> None:
-        missed = [one for one in self._missed() if one != name]
+        missed = [other for other in self._missed() if other != name]
         for due in (*missed, name):
             self._awaited.discard(due)
             hook = self._hooks.get(due)
@@ -80,13 +82,13 @@ class Finder:
     def _ask_others(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> tuple[ModuleSpec | None, list[str]]:
-        """What sys.meta_path has for this name, and the modules of wrapt that were not asked."""
+        """The spec that sys.meta_path has for this name, and the modules of wrapt that were not asked."""
         registries = []
         for finder in list(sys.meta_path):
             home = str(type(finder).__module__)
             if home.endswith("wrapt.importer"):
                 # It imports the parent package under the global import lock: a deadlock where another thread
-                # is at that. Its loader would tell its hooks of the import, so ours does.
+                # is at that. So it is not asked, and our loader notifies its hooks instead.
                 # https://github.com/DataDog/dd-trace-py/pull/17742
                 registries.append(home)
             elif finder is not self and hasattr(finder, "find_spec"):
@@ -97,7 +99,7 @@ class Finder:
 
 
 class _Loader:
-    """The loader that was found, until it has executed the module, which never sees this one."""
+    """A loader around the module's own until the module is executed, which never sees this one."""
 
     def __init__(self, loader: Any, registries: list[str]) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""Decides whether this process needs the backport, from torch's version, a probe of its files and the switch.
+"""The decision whether this process needs the backport: by torch's version, its files and the switch.
 
 Must never import torch, and must never change anything: facts in, Decision out.
 """
@@ -15,12 +15,12 @@ from torch_dcp_backport.activation.table import FIRST, FIXED_IN, STATE_DICT
 VARIABLE = "TORCH_DCP_BACKPORT"
 SWITCHES = ("off", "auto", "strict")
 
-# What the probe of torch's files can find.
+# The results of the probe of torch's files.
 FIXED, AFFECTED, UNKNOWN = "fixed", "affected", "unknown"
 
 
 class Facts(NamedTuple):
-    """What the decision rests on."""
+    """The facts behind the decision."""
 
     switch: str  # off, auto or strict
     version: str | None  # torch's version; None where it could not be read
@@ -89,10 +89,10 @@ def decide(facts: Facts) -> Decision:
     if not preview:
         return decision("pending", needed)
     # Nightly and vendor builds are cut on any day: some of 2.7.0a0 lack the fix, some of 2.6.0a0 may have it.
-    found = facts.probe()
-    if found == FIXED:
+    probed = facts.probe()
+    if probed == FIXED:
         return decision("not-needed", f"torch {text} (a pre-release or vendor build) has the fix in its code")
-    if found == AFFECTED:
+    if probed == AFFECTED:
         return decision("pending", f"{needed} (a pre-release or vendor build, decided by its code)")
     return decision("unsupported", f"torch {text} (a pre-release or vendor build) is unknown; {unsupported}")
 
@@ -104,7 +104,7 @@ _DIGITS = "0123456789"
 
 
 def _parse(text: str) -> tuple[tuple[int, int], bool] | None:
-    """The release, and whether it is a pre-release; None for what PEP 440 does not know."""
+    """The release, and whether it is a pre-release; None for a text that PEP 440 does not know."""
     public = text.strip().lower().partition("+")[0]
     rest = public.lstrip(_DIGITS + ".")
     numbers = public[: len(public) - len(rest)].rstrip(".").split(".")
@@ -121,9 +121,9 @@ def _dotted(release: tuple[int, int]) -> str:
 
 
 def _torch_folder() -> str | None:
-    """Where torch lies, or would be imported from."""
+    """The folder that torch lies in, or would be imported from."""
     if "torch" in sys.modules:
-        # Perhaps half-initialised, or somebody's stub: then no __path__.
+        # A half-initialised torch, or a stub in its place, has no __path__.
         paths = getattr(sys.modules["torch"], "__path__", None)
     else:
         from importlib.util import find_spec
@@ -139,7 +139,7 @@ def _torch_folder() -> str | None:
 
 
 def _torch_version(folder: str | None) -> str | None:
-    # What is loaded wins over what lies on disk.
+    # The loaded torch wins over the files on disk.
     loaded = getattr(sys.modules.get("torch"), "__version__", None)
     if isinstance(loaded, str):
         return str.__str__(loaded)  # torch has a subclass of str there
@@ -154,7 +154,7 @@ def _torch_version(folder: str | None) -> str | None:
 
 
 def _probe(folder: str | None) -> str:
-    """The fix came with a new parameter of the broadcast helper: is it there?"""
+    """Whether torch's broadcast helper has the parameter that came with the fix (pytorch#142845)."""
     import ast  # 5 ms, and rarely needed
 
     try:

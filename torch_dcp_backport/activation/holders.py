@@ -1,7 +1,7 @@
-"""Who holds these objects, from the garbage collector's view, and what to call the place.
+"""The holders of some objects, as the garbage collector sees them, and a name for each place.
 
-Only looks: must never run code of what it looks at (no getattr, no ==). What running functions have in their
-locals is passed over, and so is what gc.freeze() set aside, which the collector does not show.
+Only looks: must never run code of the objects that it looks at (no getattr, no ==). Locals of running
+functions are left out, and so are objects that gc.freeze() set aside: the collector does not show them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import types
 from typing import cast
 
 OWN = __name__.partition(".")[0]
-DEPTH = 8  # what torch.compile makes of a function: cell, tuple, function, twice, and who has that
+DEPTH = 8  # torch.compile makes of a function: cell, tuple, function, twice, and the holder of that
 
 _STANDARD = getattr(  # came with Python 3.10
     sys, "stdlib_module_names", frozenset({"builtins", "collections", "contextlib", "functools", "types"})
@@ -25,16 +25,16 @@ _IDLE = frozenset({types.FrameType, types.GeneratorType, types.CoroutineType, ty
     getattr(types, "UnionType", types.GenericAlias)})  # fmt: skip
 _IDLE_CLASSES = ("typing.", "dataclasses.Field")
 _IDLE_KEYS = frozenset({"__annotations__", "__annotations_cache__", "__wrapped__"})
-# Parts of a function or of an object, not named by themselves.
+# Parts of a function or of an object, without a name of their own.
 _PARTS = frozenset({tuple, dict, types.CellType})
 _WHOLES = ("closure of ", "default of ", "attribute of ", "a ")
 
-# What type itself says of a class, whatever its metaclass says.
+# The attributes of a class by `type` itself: a metaclass may have others of these names.
 _facts = vars(type)
 
 
 class Own(list[object]):
-    """A list of ours, to be told from everybody else's."""
+    """A list of this package's: a holder that does not count."""
 
 
 def within(module: str, package: str) -> bool:
@@ -60,7 +60,7 @@ def title(cls: type) -> str:
 
 
 class Holders:
-    """Everything that holds `things`, what holds that, and so on, as far as a name needs it."""
+    """The holders of some objects, their holders, and so on, as far as a name needs them."""
 
     def __init__(self, things: Own, owner: str) -> None:
         self._quiet = (owner, OWN)  # packages that know what they do
@@ -78,7 +78,7 @@ class Holders:
         return self._above.get(id(thing), Own())
 
     def names(self, thing: object) -> list[str]:
-        """Where people put it; nothing where only torch or the standard library has it, or nobody known."""
+        """The places of an object outside torch and the standard library."""
         return self._names(thing, frozenset())
 
     def is_module(self, holder: object) -> bool:
@@ -92,11 +92,11 @@ class Holders:
         return None
 
     def is_quiet(self, dotted: str) -> bool:
-        """Torch's or ours."""
+        """Whether a name is torch's or ours."""
         return dotted.partition(".")[0] in self._quiet
 
     def _climb(self, things: Own) -> Own:
-        """One pass over all objects. Returns who is worth a further look."""
+        """Note the holders of these objects, and return those whose own holders are needed."""
         wanted = {id(thing) for thing in things}
         above = Own()
         for holder in gc.get_referrers(*things):
@@ -121,7 +121,7 @@ class Holders:
         return not title(kind).startswith(_IDLE_CLASSES) and not self.is_quiet(title(kind))
 
     def _is_last(self, holder: object) -> bool:
-        """Named by itself, whoever holds it."""
+        """Whether a holder has a name of its own, so that its holders do not matter."""
         kind = type(holder)
         if kind is types.FunctionType:
             return self._is_somebodys(_function_title(holder))
@@ -131,7 +131,7 @@ class Holders:
         return not self.is_quiet(dotted) and dotted.partition(".")[0] not in _STANDARD
 
     def _counts(self, holder: object, thing: object) -> bool:
-        """Whether something is done with the thing there. An annotation does nothing."""
+        """Whether the holder may use the object: an annotation does not."""
         kind = type(holder)
         if issubclass(kind, type):
             cls = cast(type, holder)
@@ -144,7 +144,7 @@ class Holders:
             values = cast("dict[object, object]", holder).copy()
             keys = [key for key, value in values.items() if value is thing or key is thing]
             return any(type(key) is not str or key not in _IDLE_KEYS for key in keys)
-        # What a cache remembers is not what it calls.
+        # A cache does not call its entries.
         return kind is not _LRU_CACHE or type(thing) not in _PARTS
 
     def _names(self, thing: object, seen: frozenset[int]) -> list[str]:
@@ -155,7 +155,7 @@ class Holders:
         return sorted(names, key=lambda name: (len(name), name))
 
     def names_in(self, holder: object, thing: object, seen: frozenset[int] = frozenset()) -> list[str]:
-        """What to call the thing's place in this holder."""
+        """The names of an object's place in this holder."""
         kind = type(holder)
         if issubclass(kind, type):
             name = title(cast(type, holder))
@@ -182,7 +182,7 @@ def _function_title(function: object) -> str:
 
 
 def _role(function: types.FunctionType, part: object) -> str | None:
-    """As what a function holds a part of its own. Annotations are not asked for: that may run code."""
+    """The role of a part in its function. Annotations are not asked for: that may run code."""
     if part is function.__closure__:
         return "closure"
     if part is function.__defaults__ or part is function.__kwdefaults__:

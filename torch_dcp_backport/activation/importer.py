@@ -1,6 +1,6 @@
 """When to replace: at once where torch's modules are loaded, else as soon as they are. And the way back.
 
-Must never import torch, act on a half-executed module, or run anybody else's code while holding a lock.
+Must never import torch, act on a half-executed module, or run other code than ours while holding a lock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch_dcp_backport.activation.bindings import Early, Swap
 from torch_dcp_backport.activation.finder import ready
 from torch_dcp_backport.activation.gate import Decision
 from torch_dcp_backport.activation.replace import Plan, Refused, Replacement
-from torch_dcp_backport.activation.status import BackportWarning, LateImportWarning, Status, tell
+from torch_dcp_backport.activation.status import BackportWarning, LateImportWarning, Status, warn
 from torch_dcp_backport.activation.table import Table
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ class Installer:
         self._lock = threading.Lock()  # held for the few writes only
         self._busy = False
         self._over = False  # removed, or refused: nothing more is tried
-        self._late: set[str] = set()  # torch's modules that were there before us, for anybody to bind from
+        self._late: set[str] = set()  # torch's modules that were there before us, open to early bindings
         self._missed: set[str] = set()  # those that were imported past our hook
-        self._executed: set[str] = set()  # those whose import has not returned yet, but for us
+        self._executed: set[str] = set()  # those that are executed, and whose import has not returned yet
 
     def install(self) -> None:
         """Replace now or hook the import; again does no harm. RuntimeError when strict and refused."""
@@ -73,7 +73,7 @@ class Installer:
             self._refuse_half_executed()
 
     def remove(self) -> list[str]:
-        """Take back the hook or the replacement; the names left alone, as somebody replaced ours there."""
+        """Take back the hook or the replacement; return the names that hold neither ours nor torch's."""
         with self._lock:
             self._over = True
             lost = self._replacement.overridden() if self._replacement is not None else []
@@ -89,10 +89,10 @@ class Installer:
     def status(self) -> Status:
         decision, done = self.decision, self._replacement
         status = Status(self.outcome, self.reason, decision.switch, decision.torch_version)
-        early = [step.early for step in (*self._stubs, done) if step is not None]
+        steps = [step.early for step in (*self._stubs, done) if step is not None]
         status = status._replace(
-            late_bindings=tuple(sorted({name for one in early for name in one.rebound})),
-            out_of_reach=tuple(sorted({name for one in early for name in one.listed})),
+            late_bindings=tuple(sorted({name for early in steps for name in early.rebound})),
+            out_of_reach=tuple(sorted({name for early in steps for name in early.listed})),
         )
         if done is not None and done.reloaded(self.table):
             again = f"{self.table.trigger} was reloaded since, with torch's own functions"
@@ -114,7 +114,7 @@ class Installer:
         return done is not None and done.reloaded(self.table)
 
     def resolve(self, module: str, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """What a stub calls."""
+        """The function that a stub calls."""
         strict = self.decision.switch == "strict"
         if not self._over and (self.outcome == "pending" or (strict and self.outcome != "applied")):
             try:
@@ -139,11 +139,11 @@ class Installer:
         self._catch_up(name)
 
     def _catch_up(self, executed: str = "") -> None:
-        """Do what can be done with those of torch's modules that are there."""
+        """Do as much as the loaded modules of torch allow."""
         self._executed.add(executed)
         if not self._loaded(self.table.trigger) and self._without_stubs():
             self._attempt(self._put_stubs)
-        # Perhaps by another thread, which found this one busy.
+        # Another thread may have imported it, and have found this thread busy.
         if self._loaded(self.table.trigger) and not self._half_executed():
             self._attempt(self._apply)
 
@@ -152,7 +152,7 @@ class Installer:
         return any(name in sys.modules and not self._loaded(name) for name in self.table.helpers)
 
     def _without_stubs(self) -> list[str]:
-        """Helper modules that are there, and could have them."""
+        """The loaded helper modules that could have stubs."""
         return [name for name in self.table.helpers if self._loaded(name) and name not in self._stubbed]
 
     def _loaded(self, name: str) -> bool:
@@ -194,24 +194,24 @@ class Installer:
 
     def _put_stubs(self) -> None:
         decision, modules = self.decision, self._without_stubs()
-        found = replace.find(self.table, modules, decision.release, decision.preview)
-        swaps = [swap._replace(ours=_stub(swap)) for swap in found]
+        swaps = replace.find(self.table, modules, decision.release, decision.preview)
+        swaps = [swap._replace(ours=_stub(swap)) for swap in swaps]
         late = not self._late.isdisjoint(modules)
         early = self._find_early(swaps, late) if late else Early([], [], [])
-        self._tell_early(early)
+        self._report_early(early)
         self._write(Replacement(Plan(swaps, []), early), modules)
 
     def _apply(self) -> None:
         stubs = [swap for step in self._stubs for swap in step.swaps]
         plan = replace.plan(self.table, self.decision.release, self.decision.preview, stubs)
         early = self._find_early(plan.swaps, self.table.trigger in self._late)
-        self._tell_early(early)
+        self._report_early(early)
         if self._write(Replacement(plan, early)):
             self.outcome, self.reason = "applied", self.decision.reason
             self._unhook()
 
     def _write(self, replacement: Replacement, stubbed: Collection[str] = ()) -> bool:
-        """The set, or the stubs of some modules; not where it is over."""
+        """Write the set, or the stubs of some modules, and return True; do nothing where it is over."""
         with self._lock:
             if self._over:
                 return False
@@ -224,16 +224,15 @@ class Installer:
             return True
 
     def _find_early(self, swaps: list[Swap], search: bool) -> Early:
-        """`search` beyond modules for early bindings: not where we came before any could be made."""
+        """Find early bindings; beyond modules only with `search`, where one can have been made before us."""
         ours = {swap.name: swap.ours for swap in swaps}
         former = [swap._replace(ours=ours[swap.name]) for swap in self._former if swap.name in ours]
         names = bindings.early_names([*former, *swaps])
         places, listed = bindings.early_places([*former, *swaps], self.table.owner) if search else ([], [])
         return Early(names, places, listed)
 
-    def _tell_early(self, early: Early) -> None:
-        told = early.told(self.table.owner)
-        rebound, listed = ", ".join(told), ", ".join(early.listed)
+    def _report_early(self, early: Early) -> None:
+        rebound, listed = ", ".join(early.reported(self.table.owner)), ", ".join(early.listed)
         if not rebound and not listed:
             return
         when, advice = "before torch_dcp_backport was imported", "Import it earlier."
@@ -246,7 +245,7 @@ class Installer:
             raise Refused("conflict", f"bound {when}{first}: {names}")
         parts = [f"bound {when}, and given the replacements now: {rebound}."] if rebound else []
         parts += [f"bound {when}, and out of reach: {listed}."] if listed else []
-        tell(" ".join([*parts, advice]), LateImportWarning)
+        warn(" ".join([*parts, advice]), LateImportWarning)
 
     def _refuse_half_executed(self) -> None:
         self.reason = (
@@ -267,7 +266,7 @@ class Installer:
         self._complain(cause)
 
     def _take_stubs_back(self) -> None:
-        """Also where they were imported to since."""
+        """Take the stubs back, also from modules that imported them since."""
         stubs, self._stubs = self._stubs, []
         self._stubbed.clear()
         for step in stubs:
@@ -278,7 +277,7 @@ class Installer:
     def _complain(self, cause: Exception | None = None) -> None:
         if self.decision.switch == "strict":
             raise RuntimeError(f"torch_dcp_backport: {self.reason}") from cause
-        tell(self.reason, BackportWarning)
+        warn(self.reason, BackportWarning)
 
 
 def _stub(swap: Swap) -> object:
@@ -294,7 +293,7 @@ def _stub(swap: Swap) -> object:
 
 
 def _wait_for_import(name: str) -> None:
-    """Until no other thread is in the middle of importing it. Imports nothing."""
+    """Wait until no other thread is in the middle of importing a module. Imports nothing."""
     # The import system's own barrier: takes and releases the module's lock, and gets out of a deadlock.
     barrier = getattr(_bootstrap, "_lock_unlock_module", None)
     if barrier is not None:

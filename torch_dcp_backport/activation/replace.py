@@ -32,7 +32,7 @@ STUBS = "torch_dcp_backport.activation.importer"
 _DECORATORS = ("contextlib", "functools")
 _LAYERLESS = ("@no_type_check",)  # returns what it is given
 _LRU_CACHE = type(functools.lru_cache(maxsize=None)(lambda: None))
-# What @dataclass writes into a class, besides the defaults of its fields.
+# The names that @dataclass writes into a class, besides the defaults of its fields.
 _DATACLASS = ("__init__", "__repr__", "__eq__", "__replace__", "__match_args__", "__annotations__",
     "__dataclass_fields__")  # fmt: skip
 
@@ -60,7 +60,7 @@ def plan(table: Table, release: tuple[int, int], preview: bool, stubs: Sequence[
         swap = swap._replace(ours=replacement_of(table, swap.module, swap.name))
         _check(swap, table)
         if isinstance(swap.stock, type) and not swap.name.startswith("_"):
-            # Instances made before stay instances of the class that everybody has.
+            # Instances made before stay instances of the class that other modules have.
             attributes += _extension(swap.stock, cast(type, swap.ours))
             swap = swap._replace(ours=swap.stock)
         swaps.append(swap)
@@ -70,10 +70,10 @@ def plan(table: Table, release: tuple[int, int], preview: bool, stubs: Sequence[
 def replacement_of(table: Table, module: str, name: str) -> object:
     """Ours for this name in torch's module, None where there is none. Imports the provider."""
     (target,) = (target for target in table.targets if (target.module, target.name) == (module, name))
-    found: object = import_module(table.provider_of(target))
+    value: object = import_module(target.provider or table.provider)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def find(
@@ -83,10 +83,10 @@ def find(
     preview: bool,
     stubs: Sequence[Swap] = (),
 ) -> list[Swap]:
-    """What is to be replaced in these modules, each with itself yet; Refused where it is not torch's own.
+    """The swaps of these modules, without a replacement yet; Refused where a name is not torch's own.
 
-    `stubs`: those that were put. What another tool put in the place of one since is as what it replaces
-    after us: left alone, and told as overridden. A wrapper around the stub calls ours by then.
+    `stubs`: those that are in place. An object that another tool put over a stub since counts as an object
+    over ours: left alone, and reported as overridden. A wrapper around the stub calls ours by then.
     """
     put = {swap.dotted: swap for swap in stubs}
     # By name, and the id of what stands in the place of a stub: other modules import it from there.
@@ -145,7 +145,7 @@ def _check(swap: Swap, table: Table) -> None:
 
 
 def _extension(stock: type, ours: type) -> list[ClassAttribute]:
-    """What makes torch's own dataclass the newer one."""
+    """The attributes that make torch's own dataclass the newer one."""
     old, new = class_namespace(stock), class_namespace(ours)
     fields = cast("dict[str, object]", new.get("__dataclass_fields__", {}))
     return [
@@ -156,10 +156,10 @@ def _extension(stock: type, ours: type) -> list[ClassAttribute]:
 
 
 def foreign_layer(value: object, table: Table) -> str | None:
-    """Who else had a hand in this function or class; None if nobody.
+    """The module that changed this function or class of torch's; None if there is none.
 
-    A wrapper's home does not tell: anybody's @torch.no_grad() comes from where torch's does. So the layers
-    are counted: torch's definition has one for each of its decorators.
+    A wrapper's home does not tell: every @torch.no_grad() comes from the same module as torch's own. So the
+    layers are counted: torch's definition has one for each of its decorators.
     """
     definition, wrappers = value, []
     while getattr(definition, "__wrapped__", None) is not None:
@@ -168,7 +168,7 @@ def foreign_layer(value: object, table: Table) -> str | None:
     home = _home(definition)
     if home not in table.modules:
         return home
-    unknown = [one for one in wrappers if not within(one, table.owner) and one not in _DECORATORS]
+    unknown = [layer for layer in wrappers if not within(layer, table.owner) and layer not in _DECORATORS]
     if unknown or not wrappers:
         return unknown[0] if unknown else None
     return wrappers[0] if len(wrappers) > _decorators(definition) else None
@@ -186,7 +186,7 @@ def _home(layer: object) -> str:
 
 
 def _decorators(definition: object) -> int:
-    """How many layers torch's own source puts around a function; any number where there is no source."""
+    """The number of decorators in torch's own source of a function; the largest int without a source."""
     if type(definition) is not FunctionType:
         return 0
     code = definition.__code__
@@ -201,7 +201,7 @@ def _decorators(definition: object) -> int:
 
 
 def call_misfit(stock: object, ours: object, positions: bool = True) -> str | None:
-    """Why some call that stock takes would fail with ours; None if there is none."""
+    """The reason why a call that stock takes would fail with ours; None if there is none."""
     import inspect  # torch has it loaded by now
 
     if not callable(stock) or not callable(ours):
@@ -256,10 +256,10 @@ class Replacement:
             raise
 
     def undo(self) -> None:
-        """Torch's own objects back, except where somebody put a third thing in place of ours since."""
+        """Put torch's own objects back, except over an object that replaced ours since."""
         for attribute in reversed(self._attributes):
             attribute.undo()
-        # A module that was imported anew has got what it imports itself from one that was not.
+        # A module that was imported anew took its imports from modules that were not.
         anew = [(holder_in(sys.modules.get(swap.module), swap.name), swap) for swap in self.swaps]
         places = [(swap.holder(), swap) for swap in (*self.early.names, *self.swaps)]
         _update([(holder, swap.key, swap.ours, swap.stock) for holder, swap in (*places, *anew)])
@@ -291,7 +291,7 @@ def _label(cls: type, module: str, qualname: str) -> None:
 
 
 def _update(changes: Iterable[tuple[ModuleType | type | None, str, object, object]]) -> None:
-    """One dict.update for each module: no other thread sees it half done. (holder, name, old, new)"""
+    """Apply (holder, name, old, new), each module in one dict.update: no thread sees it half done."""
     updates: dict[int, tuple[dict[str, object], dict[str, object]]] = {}
     for holder, name, old, new in changes:
         namespace = contents(holder)
@@ -307,7 +307,7 @@ def names_by_module(swaps: list[Swap]) -> tuple[tuple[str, tuple[str, ...]], ...
     names: dict[str, list[str]] = {}
     for swap in swaps:
         names.setdefault(swap.module, []).append(swap.name)
-    return tuple((module, tuple(sorted(found))) for module, found in names.items())
+    return tuple((module, tuple(sorted(of_module))) for module, of_module in names.items())
 
 
 def records_of(swaps: list[Swap], table: Table) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch_dcp_backport._version import __version__
 from torch_dcp_backport.activation.gate import VARIABLE
 from torch_dcp_backport.activation.table import FIXED_IN, RECORDS
 
-# What each outcome means to somebody who has not read the code.
+# Each outcome in plain words.
 MEANING = {
     "applied": "torch's functions are replaced in this process",
     "pending": "nothing is replaced yet; it will be as soon as torch's functions are imported or called",
@@ -48,7 +48,7 @@ class Status(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """The same on all ranks that did the same, for launchers to compare; without what may differ."""
+        """A short text for launchers to compare: equal on ranks with the same outcome and replacements."""
         from hashlib import sha256
 
         facts = (self.version, self.torch_version, self.outcome, self.replaced, self.records)
@@ -98,7 +98,7 @@ class Status(NamedTuple):
 
 
 def _upstream(record: str) -> tuple[str, tuple[str, ...]]:
-    """What a record is about, and its links."""
+    """The subject of a record, and its links."""
     return RECORDS.get(record, (record, ()))
 
 
@@ -117,8 +117,8 @@ def _wrapped(names: tuple[str, ...], width: int = 96) -> list[str]:
     return [" " * 15 + line.rstrip() for line in lines[:-1]] + [" " * 15 + lines[-1].rstrip(", ")]
 
 
-def tell(message: str, category: type[BackportWarning]) -> None:
-    """Warn at the line of the first caller who is neither us nor the import machinery."""
+def warn(message: str, category: type[BackportWarning]) -> None:
+    """Warn at the line of the first caller outside this package and the import machinery."""
     ours = ("torch_dcp_backport", "wrapt", "importlib", "_frozen_importlib", "_frozen_importlib_external")
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ours:

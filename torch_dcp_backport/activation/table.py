@@ -1,4 +1,4 @@
-"""The one list of what is replaced in torch: where, which name, since when, for which records in patches/.
+"""The list of the names that are replaced in torch: where, since when, for which records in patches/.
 
 Data only: everything else reads it. Must never import torch or the replacements themselves.
 """
@@ -32,7 +32,7 @@ OTHER_SHAPE = "0011-another-shape-loads-silently"
 COORDINATOR = "0012-save-and-load-without-global-rank-0"
 BY_KEY = "0013-load-by-key-fails-without-paths"
 
-# What each is about, and where upstream has it: the pull requests or issues that its record names.
+# The subject of each record, and the pull requests or issues that it names.
 _PULL, _ISSUE = "https://github.com/pytorch/pytorch/pull/", "https://github.com/pytorch/pytorch/issues/"
 RECORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     KEPT_ALIVE: ("every rank keeps the full model alive", (_PULL + "142845",)),
@@ -85,9 +85,6 @@ class Table(NamedTuple):
     def modules(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(target.module for target in self.targets))
 
-    def provider_of(self, target: Target) -> str:
-        return target.provider or self.provider
-
 
 # The public names, and the private ones too: a function bound before activation in a place that cannot be
 # reached (a closure, a partial) is still torch's own, but finds these through the module's globals.
@@ -121,8 +118,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "_verify_options": (NEVER_FREED,),
     "_verify_state_dict": (BAD_INPUT,),
 }
-# Left to torch on purpose, and shared: the mutable set _patched_state_dict that the _patch_* functions fill.
-# A second copy of that set recurses without end.
+# Left to torch on purpose: the mutable set _patched_state_dict, which the _patch_* functions fill. With a
+# second set calls recurse without end.
 
 # Helpers that state_dict.py imports by name, so that both modules hold them.
 _SHARED: tuple[tuple[str, tuple[int, int], tuple[str, ...]], ...] = (
@@ -140,7 +137,7 @@ _HELPERS: tuple[tuple[str, tuple[int, int], tuple[str, ...]], ...] = (
     ("_distribute_tensors", (2, 5), (KEPT_ALIVE,)),
 )
 
-# What dcp.save and dcp.load use, without checkpoint.state_dict.
+# The names that dcp.save and dcp.load use, without checkpoint.state_dict.
 _DCP: tuple[tuple[str, str, tuple[str, ...], tuple[int, int]], ...] = (
     (PLANNER, "create_default_local_load_plan", (OTHER_SHAPE,), (2, 6)),
     (PLANNER, "_EmptyStateDictLoadPlanner._should_include_key", (BY_KEY,), FIXED_IN),

@@ -1,7 +1,7 @@
-"""What `dcp.save` and `dcp.load` use, corrected: functions, and methods for objects of torch's classes.
+"""Corrected functions of `dcp.save` and `dcp.load`, and methods for objects of torch's classes.
 
-Under torch's names, a method in a class of the name of torch's. Knows nothing of patching, and nothing of
-`state_dict` and `transfer`; must never be needed by them.
+The names are torch's, also that of a method's class. Knows nothing of patching, and nothing of `state_dict`
+and `transfer`; must never be needed by them.
 """
 
 from __future__ import annotations

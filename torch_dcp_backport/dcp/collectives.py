@@ -28,7 +28,7 @@ class DistWrapper:
         return held[0]
 
     def gather_object(self: Any, object: Any) -> Optional[list[Any]]:
-        """Everybody's objects on the coordinator, None on other ranks."""
+        """Every rank's object on the coordinator, None on other ranks."""
         if not self.use_dist:
             return [object]
         held = [None] * dist.get_world_size(self.group) if self.is_coordinator else None
@@ -38,7 +38,7 @@ class DistWrapper:
         return held
 
     def scatter_object(self: Any, object_list: Optional[list[Any]]) -> Any:
-        """This rank's one of the coordinator's objects."""
+        """This rank's object out of the coordinator's list."""
         if not self.use_dist:
             assert object_list is not None
             return object_list[0]

@@ -1,4 +1,4 @@
-"""What a load is planned with: shapes that must fit, and the keys of a checkpoint without a state dict.
+"""The plan of a load: shapes that must fit, and the keys of a checkpoint without a state dict.
 
 Must never change the metadata: the storage reader has it too.
 """
@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcp_backport.compat import DTensor
 
-planners: Any = default_planner  # whose private names others may have replaced
+planners: Any = default_planner  # by attribute: other tools may replace its private names
 
 
 def create_default_local_load_plan(
     state_dict: Mapping[str, Any], metadata: Metadata, strict: bool = True
 ) -> LoadPlan:
-    """One request for each part of each value.
+    """A request for each part of each value.
 
     Raises:
         RuntimeError: strict, and a key is not in the checkpoint.
@@ -44,7 +44,7 @@ def create_default_local_load_plan(
 
 
 def check_size(key: str, stored: object, value: Any) -> None:
-    """ValueError, in torch 2.6's words, for a tensor of another global shape than the stored one."""
+    """Raise a ValueError, in torch 2.6's words, for a tensor of another global shape than the stored one."""
     size = getattr(value, "size", None)
     if not isinstance(stored, TensorStorageMetadata) or not callable(size) or stored.size == size():
         return
@@ -63,7 +63,7 @@ def may_differ(value: Any) -> bool:
     made_of = getattr(value, "mcore_sh_ten", None)
     if made_of is not None:
         return bool(made_of.allow_shape_mismatch)
-    return hasattr(value, "prepend_axis_num")  # releases up to 0.7, which do not keep what it is made of
+    return hasattr(value, "prepend_axis_num")  # releases up to 0.7 have no mcore_sh_ten
 
 
 class EmptyStateDictLoadPlanner:
@@ -93,7 +93,7 @@ class EmptyStateDictLoadPlanner:
 
 
 def path_of(key: str, metadata: Metadata) -> tuple[Any, ...]:
-    """Where the value of a key stood in the nested state dict; nothing where that was not recorded."""
+    """The path of a key's value in the nested state dict; empty where it was not recorded."""
     paths = metadata.planner_data
     if not paths or key not in paths:
         return ()

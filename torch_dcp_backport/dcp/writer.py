@@ -22,7 +22,7 @@ PATIENCE = 0.01
 
 
 class File(NamedTuple):
-    """What torch's loop takes from its queue."""
+    """An entry of the queue of torch's loop."""
 
     path: Any  # as the writer's storage has it
     name: str
@@ -73,9 +73,9 @@ class FileSystemWriter:
 def write_in_threads(
     write: Callable[[Sequence[File]], list[list[WriteResult]]], files: Sequence[File], count: int
 ) -> list[list[WriteResult]]:
-    """What `write` returns for the files, one by one, in `count` threads, of which the caller's is one.
+    """The results of `write` for each file, written in `count` threads, one of them the caller's.
 
-    Raises what the first of them raised, or an interrupt of the caller's; by then the others are done with
+    Raises the first thread's error, or an interrupt of the caller's; by then the others are done with
     the file that they were at. A second interrupt ends that wait.
     """
     waiting = deque(files)

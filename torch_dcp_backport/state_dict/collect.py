@@ -30,13 +30,13 @@ def full_or_cpu(state_dict: Any, info: StateDictInfo) -> Any:
     """
     if info.full_state_dict:
         to = (0,) if info.cpu_offload and dist.is_initialized() else None
-        return whole_tree(state_dict, to, info.cpu_offload)
+        return full_tree(state_dict, to, info.cpu_offload)
     if info.cpu_offload:
         return rebuild(state_dict, lambda _, value: value.cpu() if torch.is_tensor(value) else value)
     return state_dict
 
 
-def whole_tree(
+def full_tree(
     tree: Any,
     to: Optional[Collection[int]],
     cpu_offload: bool,
@@ -52,8 +52,8 @@ def whole_tree(
     values = leaves(tree, opens=lambda _: True)
     dtensors = {path: value for path, value in values.items() if isinstance(value, compat.DTensor)}
     gathered: dict[Path, torch.Tensor] = {}
-    for span, tensors in by_group(dtensors):
-        gathered.update(whole_tensors(tensors, span, to, cpu_offload))
+    for span, shards in by_group(dtensors):
+        gathered.update(full_tensors(shards, span, to, cpu_offload))
     keep = to is None or dist.get_rank() in to
 
     def leaf(path: Path, value: Any) -> Any:
@@ -72,30 +72,30 @@ def whole_tree(
     return {} if isinstance(tree, Mapping) else None
 
 
-class Spread(NamedTuple):
+class Shards(NamedTuple):
     """A DTensor that is gathered."""
 
     tensor: compat.DTensor
-    #: How it lies on the ranks of the group that gathers it; None where its placements do not say.
+    #: Its layout on the ranks of the group that gathers it; None where its placements give none.
     layout: Optional[Layout]
 
 
-def by_group(tensors: Mapping[Path, compat.DTensor]) -> list[tuple[Group, dict[Path, Spread]]]:
+def by_group(tensors: Mapping[Path, compat.DTensor]) -> list[tuple[Group, dict[Path, Shards]]]:
     """The tensors by the process group whose ranks hold one copy of them; None where no group does.
 
-    Without those whose mesh this rank is not in. As torch's, a gather spans the mesh dimensions that shard
-    and no others: a replica of HSDP may call alone.
+    Tensors on a mesh without this rank are left out. A gather spans the mesh dimensions that shard and no
+    others, as torch's does: a replica of HSDP may call alone.
     """
     rank, world = (dist.get_rank(), group_ranks()) if tensors else (0, ())
-    spreads: dict[Any, tuple[Group, dict[Path, Spread]]] = {}
-    #: The span of each layout, of any shape; tensors of one layout are gathered together.
+    shards: dict[Any, tuple[Group, dict[Path, Shards]]] = {}
+    #: By mesh and placements: the tensors of a span are gathered together.
     spans: dict[Any, tuple[Any, Group, Optional[Mesh], tuple[Placement, ...]]] = {}
     for path, tensor in tensors.items():
         if rank not in mesh_of(tensor.device_mesh).coordinates:
             continue
         layout = layout_or_none(tensor)
         if layout is None:
-            spreads.setdefault(None, (None, {}))[1][path] = Spread(tensor, None)
+            shards.setdefault(None, (None, {}))[1][path] = Shards(tensor, None)
             continue
         shapeless = layout.mesh, layout.placements
         if shapeless not in spans:
@@ -103,9 +103,9 @@ def by_group(tensors: Mapping[Path, compat.DTensor]) -> list[tuple[Group, dict[P
             key = frozenset(group_ranks(group)) if group is not None else None
             spans[shapeless] = key, group, line.mesh, line.placements
         key, group, mesh, placements = spans[shapeless]
-        spread = Spread(tensor, Layout(layout.shape, mesh, placements))
-        spreads.setdefault(key, (group, {}))[1][path] = spread
-    return list(spreads.values())
+        part = Shards(tensor, Layout(layout.shape, mesh, placements))
+        shards.setdefault(key, (group, {}))[1][path] = part
+    return list(shards.values())
 
 
 def span_of(tensor: compat.DTensor, layout: Layout, world: Sequence[int]) -> tuple[Group, Layout]:
@@ -128,8 +128,8 @@ def span_of(tensor: compat.DTensor, layout: Layout, world: Sequence[int]) -> tup
     return (dist.group.WORLD, layout) if is_all else (None, layout)
 
 
-def whole_tensors(
-    tensors: Mapping[Path, Spread],
+def full_tensors(
+    tensors: Mapping[Path, Shards],
     group: Group,
     to: Optional[Collection[int]],
     cpu_offload: bool,
@@ -161,7 +161,7 @@ def whole_tensors(
     if to is None or set(members) <= set(to):
         receivers: list[Optional[int]] = [None]
     else:
-        # Where no receiver is a member no rank keeps the result, and nothing needs to travel.
+        # With no receiver among the members no rank keeps the result, and nothing needs to travel.
         receivers = [rank for rank in members if rank in to]
     for receiver in receivers if moving else ():
         gathered.update(gather(moving, make, to=receiver, group=group))  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def whole_tensors(
 
 
 def layout_or_none(tensor: compat.DTensor) -> Optional[Layout]:
-    """None for a tensor whose placements do not say where its elements live (partial sums)."""
+    """The layout of a tensor; None for placements that do not say where elements live (partial sums)."""
     try:
         return layout_of(tensor)
     except compat.AmbiguousLayout:

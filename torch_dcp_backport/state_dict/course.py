@@ -23,7 +23,7 @@ from torch_dcp_backport.transfer import (
     scatter,
     spell_key,
 )
-from torch_dcp_backport.transfer.errors import DOUBTFUL, spell_broken_off, told
+from torch_dcp_backport.transfer.errors import DOUBTFUL, as_transfer_error, spell_broken_off
 from torch_dcp_backport.transfer.groups import device_types
 from torch_dcp_backport.transfer.layout import Mesh, mesh_of
 from torch_dcp_backport.transfer.plan import Terms
@@ -264,7 +264,7 @@ class Broadcast(Course):
             doing = "copying what came with the inventory", list(targets)[len(written) : len(written) + 1]
             return f"{self.call.title}: {spell_broken_off(self.call.rank, doing, written)}"
 
-        with told(story):
+        with as_transfer_error(story):
             # A target may be the source's own tensor: no copy of it stands in between.
             self.fill_from(self.source if self.is_source else values, targets)
 

@@ -18,6 +18,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed._state_dict_utils import CompanionMismatch
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.state_dict.destination import local_of
 from torch_dcp_backport.state_dict.tree import Path, check_types, rebuild, untouched
 from torch_dcp_backport.transfer import spell_key
 
@@ -250,7 +251,7 @@ def alike(value: torch.Tensor, other: Any) -> bool:
 def locals_of(value: torch.Tensor) -> list[torch.Tensor]:
     if isinstance(value, ShardedTensor):
         return [shard.tensor for shard in value.local_shards()]
-    return [compat.local_part(value) if isinstance(value, compat.DTensor) else value]
+    return [local_of(value)]
 
 
 def describe(value: object) -> str:

@@ -120,7 +120,7 @@ def value_of(destination: Destination, filled: torch.Tensor) -> Any:
     if becomes is Becomes.LIVE:
         if destination.local is None:
             written = written_part(like)
-            # Of a scalar for which the checkpoint has a vector of one element.
+            # The checkpoint may have a vector of one element for a scalar.
             written.copy_(filled.view(written.shape))
         return like
     if becomes is Becomes.REPLICA:

@@ -22,7 +22,7 @@ STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
 def model_problem(state: Mapping[Any, Any], info: StateDictInfo) -> Optional[Problem]:
-    """The reason why a call can neither give nor take this model state dict; None where it can."""
+    """The problem of a model state dict that a call can neither give nor take; None where it can."""
     if not isinstance(state, Mapping):
         return Problem(f"not a state dict but a {type(state).__name__}")
     may_be_empty = (
@@ -44,7 +44,7 @@ def model_problem(state: Mapping[Any, Any], info: StateDictInfo) -> Optional[Pro
 
 
 def optim_problem(state: Optional[Mapping[Any, Any]], info: StateDictInfo) -> Optional[Problem]:
-    """The reason why a call can neither give nor take this optimizer state dict; None where it can."""
+    """The problem of an optimizer state dict that a call can neither give nor take; None where it can."""
     # None counts as empty: accelerate gives it where rank 0 alone has read the file.
     if state is not None and not isinstance(state, Mapping):
         return Problem(f"not a state dict but a {type(state).__name__}")
@@ -80,6 +80,15 @@ def is_numbered(state: Mapping[str, Any]) -> bool:
     """Whether a nested state dict numbers its parameters, as torch.optim's own do."""
     names = [name for group in state[GROUPS] for name in group[PARAMS]] or list(state[STATE])
     return bool(names) and all(isinstance(name, int) for name in names)
+
+
+def renamed_params(state: Mapping[str, Any], name_of: Callable[[Any], str]) -> dict[str, Any]:
+    """A nested optimizer state dict with `name_of(name)` for the name of every parameter."""
+    return {
+        **state,
+        STATE: {name_of(name): states for name, states in state[STATE].items()},
+        GROUPS: [{**group, PARAMS: list(map(name_of, group[PARAMS]))} for group in state[GROUPS]],
+    }
 
 
 def named_params(

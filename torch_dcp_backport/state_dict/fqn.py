@@ -26,7 +26,7 @@ FQN_MODIFIERS = "_fqn_modifiers"
 
 
 class ExtraState:
-    """A placeholder for a module's extra state, whose value only the module itself can make."""
+    """A placeholder for a module's extra state: only the module itself can make the value."""
 
 
 def get_fqns(

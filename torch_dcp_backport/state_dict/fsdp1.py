@@ -1,4 +1,4 @@
-"""FSDP1, whose own code names, gathers and loads its states.
+"""FSDP1: its own code names, gathers and loads its states.
 
 Nothing here is for FSDP2 (`fully_shard`).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
-from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE
+from torch_dcp_backport.state_dict.form import renamed_params
 from torch_dcp_backport.state_dict.fqn import COMPILED_PREFIX, Names
 from torch_dcp_backport.state_dict.patched import original_method
 from torch_dcp_backport.transfer.groups import group_ranks
@@ -57,7 +57,7 @@ def named_state(model: nn.Module, optim: Optimizer, info: StateDictInfo) -> dict
     state = original_method(optim, "state_dict")()
     with info.fsdp_context():
         state = FullyShardedDataParallel.optim_state_dict(model, optim, state, group=group_of(info))
-    return renamed(state, lambda fqn: fqn.replace(COMPILED_PREFIX, "")) if state else {}
+    return renamed_params(state, lambda fqn: fqn.replace(COMPILED_PREFIX, "")) if state else {}
 
 
 def state_to_load(
@@ -72,18 +72,9 @@ def state_to_load(
             (fqn,), (prefixed_fqn,) = fqns, prefixed_fqns
             prefixed[fqn] = prefixed_fqn
     if state:
-        state = renamed(state, lambda fqn: prefixed.get(fqn, fqn))
+        state = renamed_params(state, lambda fqn: prefixed.get(fqn, fqn))
     with info.fsdp_context():
         return FullyShardedDataParallel.optim_state_dict_to_load(model, optim, state, group=group_of(info))
-
-
-def renamed(state: dict[str, Any], name_of: Callable[[str], str]) -> dict[str, Any]:
-    """An optimizer state dict with `name_of(FQN)` for every FQN."""
-    return {
-        **state,
-        STATE: {name_of(fqn): states for fqn, states in state[STATE].items()},
-        GROUPS: [{**group, PARAMS: list(map(name_of, group[PARAMS]))} for group in state[GROUPS]],
-    }
 
 
 def group_of(info: StateDictInfo) -> Optional[dist.ProcessGroup]:

@@ -8,7 +8,7 @@ from typing import Any, Optional
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.state_dict.collect import Group, whole_tree
+from torch_dcp_backport.state_dict.collect import Group, full_tree
 from torch_dcp_backport.state_dict.course import Local, run
 from torch_dcp_backport.state_dict.cpu_copy import Tree
 from torch_dcp_backport.state_dict.destination import FIRST, fresh, unsharded
@@ -168,5 +168,5 @@ def gather_state_dict(
     if ranks_only:
         members = group_ranks(pg)
         to = [members[rank] for rank in ranks_only if rank < len(members)]
-    gathered = whole_tree(state_dict, to, cpu_offload, group=pg, device=device)
+    gathered = full_tree(state_dict, to, cpu_offload, group=pg, device=device)
     return rebuild(gathered, lambda _, value: untouched(value))  # type: ignore[no-any-return]

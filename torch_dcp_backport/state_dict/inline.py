@@ -15,12 +15,12 @@ from torch_dcp_backport.state_dict.source import Source
 from torch_dcp_backport.transfer import TensorInfo
 from torch_dcp_backport.transfer.chunks import Key, Piece, chunk_bytes, chunks, moved
 from torch_dcp_backport.transfer.layout import Box, whole
-from torch_dcp_backport.transfer.memory import span_bytes
+from torch_dcp_backport.transfer.memory import is_freed
 from torch_dcp_backport.transfer.staging import Staging, Views, part_of
 
 #: Bytes of tensors that travel with an inventory: together they fit into the message that is sent anyway.
 MOST = 24 * 1024
-#: What any release copies on any device.
+#: The dtypes that every release copies on every device.
 DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64}
 DTYPES |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
@@ -28,8 +28,8 @@ DTYPES |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch
 def pack(source: Source, inventory: Mapping[Key, object]) -> Optional[bytes]:
     """The values of all tensors of an inventory; None where they are too many, or not all plain ones.
 
-    The inventory has keys that no rank wants: what could fail there is left to the messages, which carry what
-    is wanted alone. So is what the source makes on access, which may be read only so often.
+    The inventory has keys that no rank wants: a value that could fail there is left to the messages, which
+    carry wanted values alone. So is a value that the source makes on access, which may be read only so often.
     """
     pieces = pieces_of(inventory) if source.is_dict else None
     if not pieces:
@@ -43,11 +43,7 @@ def pack(source: Source, inventory: Mapping[Key, object]) -> Optional[bytes]:
 
 
 def can_travel(value: torch.Tensor) -> bool:
-    if type(value) not in compat.PLAIN_TENSORS or value.dtype not in DTYPES:
-        return False
-    # A freed storage (FSDP's, resize_(0)) leaves a tensor without memory.
-    needed = value.storage_offset() * value.element_size() + span_bytes(value)
-    return value.untyped_storage().nbytes() >= needed
+    return type(value) in compat.PLAIN_TENSORS and value.dtype in DTYPES and not is_freed(value)
 
 
 def pieces_of(inventory: Mapping[Key, object]) -> Optional[list[Piece]]:

@@ -1,6 +1,6 @@
 """A load of full tensors, and its wants as data: where each tensor goes on this rank.
 
-How the tensors get there is decided in `course` and in `transfer`.
+`course` and `transfer` decide the way of each tensor.
 """
 
 from __future__ import annotations

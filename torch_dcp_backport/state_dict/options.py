@@ -27,7 +27,7 @@ ParamMapping = dict[Union[str, torch.Tensor], Union[FQNS_T, torch.Tensor]]
 
 @dataclass
 class StateDictOptions:
-    """How the get and set functions of this package work; upstream's fields, in upstream's order."""
+    """The options of the get and set functions: upstream's fields, in upstream's order."""
 
     full_state_dict: bool = False
     """Whole tensors instead of shards. On get every shard is gathered; on set the given tensors are

@@ -1,6 +1,6 @@
 """One collective call: its title, its ranks, and the problems so far.
 
-A rank that fails inside it still comes to the call's agreement, and every rank hears of it there.
+A rank that fails inside it still takes part in the call's agreement, and every rank hears of it there.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Call:
         if not self.user_code or not self.groups or self.is_settled:
             return
         problem = problem_of(error)
-        # Now, in case that the others never come to the agreement.
+        # Now, in case that the other ranks never reach the agreement.
         logger.error("%s: %s", self.title, problem)
         with contextlib.suppress(Exception):
             agree_on_mesh([(self.rank, problem)], self.groups, so_far=so_far())

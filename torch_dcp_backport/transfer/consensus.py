@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport.transfer.errors import UNCHANGED, Finding, Problem, spell, told
+from torch_dcp_backport.transfer.errors import UNCHANGED, Finding, Problem, as_transfer_error, spell
 from torch_dcp_backport.transfer.groups import Group, group_ranks
 from torch_dcp_backport.transfer.wire import (
     absent,
@@ -22,6 +23,9 @@ from torch_dcp_backport.transfer.wire import (
 )
 
 NO_DIGEST = bytes(16)
+#: A mark as it travels: the device type is filled up with zeros.
+ROW = struct.Struct(">16s??Q15s")
+MARK_BYTES = ROW.size
 
 
 class Mark(NamedTuple):
@@ -39,16 +43,12 @@ class Mark(NamedTuple):
     device: str = ""
 
     def to_bytes(self) -> bytes:
-        budget, device = self.staging_bytes.to_bytes(8, "big"), self.device.encode()[:15].ljust(15, b"\0")
-        return b"".join((self.digest, bytes([self.troubled, self.user_code]), budget, device))
+        return ROW.pack(*self[:4], self.device.encode())
 
     @classmethod
     def from_bytes(cls, row: bytes) -> Mark:
-        budget, device = int.from_bytes(row[18:26], "big"), row[26:].rstrip(b"\0").decode()
-        return cls(row[:16], bool(row[16]), bool(row[17]), budget, device)
-
-
-MARK_BYTES = len(Mark(NO_DIGEST, False).to_bytes())
+        *fields, device = ROW.unpack(row)
+        return cls._make([*fields, device.rstrip(b"\0").decode()])
 
 
 def common_mark(marks: Sequence[Mark]) -> Mark:
@@ -81,7 +81,7 @@ def agree_on_mark(mark: Mark, group: Group, so_far: str = UNCHANGED) -> Mark:
         return f"{so_far}; no agreement with {spell(ranks[:1])}, which may be waiting for another rank itself"
 
     check_in(group)
-    with told(story):
+    with as_transfer_error(story):
         common = _agree_on_mark(mark, ranks, group)
     count_agreement(group)
     return common

@@ -37,7 +37,7 @@ class Relay(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Keys whose tensors the source holds at the same time."""
+    """The keys of tensors that the source holds at the same time."""
 
     #: Those that every rank wants whole.
     common: list[Key]

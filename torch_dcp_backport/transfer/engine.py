@@ -1,4 +1,4 @@
-"""Chunks through buffers in turn, their counts, and the story of an error: what every transfer shares.
+"""The common part of all transfers: chunks through buffers in turn, their counts, and the story of an error.
 
 Knows no plan: scatter, gather and exchange say which pieces go where.
 """
@@ -18,7 +18,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import Key, KeyedBox, Piece, chunk_bytes, moved
 from torch_dcp_backport.transfer.consensus import NO_DIGEST, Mark
-from torch_dcp_backport.transfer.errors import spell_broken_off, told
+from torch_dcp_backport.transfer.errors import as_transfer_error, spell_broken_off
 from torch_dcp_backport.transfer.layout import Box
 from torch_dcp_backport.transfer.memory import is_same_view
 from torch_dcp_backport.transfer.plan import Agreement
@@ -81,7 +81,7 @@ class Engine:
             self.staging, self.tally.staging_budget = self.prepare(nbytes)
         # In the frame of an error, and so there as long as it: chunks on their way to other ranks arrive.
         ring = self.ring  # noqa: F841
-        with self.tally.phase("move"), told(self.story):
+        with self.tally.phase("move"), as_transfer_error(self.story):
             try:
                 if len(self.ranks) > 1:
                     open_lane(self.staging.device, self.group)

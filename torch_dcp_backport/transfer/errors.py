@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Optional
 
 #: A message names at most so many problems; the rest are counted.
@@ -105,15 +106,12 @@ class TransferError(RuntimeError):
     """A transfer that broke off: a rank is gone, a collective timed out, memory ran out."""
 
 
-class told:
-    """A context that turns an error into a `TransferError` that begins with `story()`."""
-
-    def __init__(self, story: Callable[[], str]) -> None:
-        self.story = story
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: Optional[BaseException], __: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, TransferError):
-            raise TransferError(f"{self.story()}: {error}") from error
+@contextlib.contextmanager
+def as_transfer_error(story: Callable[[], str]) -> Iterator[None]:
+    """Turn an error into a `TransferError` that begins with `story()`."""
+    try:
+        yield
+    except TransferError:
+        raise
+    except Exception as error:
+        raise TransferError(f"{story()}: {error}") from error

@@ -20,12 +20,12 @@ from torch_dcp_backport.transfer.chunks import (
     Key,
     KeyedBox,
     Piece,
+    aligned,
     box_bytes,
     capacity_of,
     chunk_bytes,
     chunks,
     moved,
-    total_bytes,
 )
 from torch_dcp_backport.transfer.engine import Engine, Local
 from torch_dcp_backport.transfer.errors import Problem, spell_key
@@ -125,18 +125,13 @@ class Plan:
         largest = 0
         for peer in self.peers:
             for boxes in (self.sends(peer), self.receives(peer)):
-                largest = max(largest, total_bytes(until(boxes, limit)))
-        return min(largest, limit)
-
-
-def until(boxes: Iterator[KeyedBox], nbytes: int) -> Iterator[KeyedBox]:
-    """The boxes up to that with which they come to so many bytes."""
-    left = nbytes
-    for key, box, dtype in boxes:
-        yield key, box, dtype
-        left -= box.numel * dtype.itemsize
-        if left <= 0:
-            return
+                nbytes = 0
+                for _, box, dtype in boxes:
+                    nbytes += aligned(box.numel * dtype.itemsize)
+                    if nbytes >= limit:
+                        return limit
+                largest = max(largest, nbytes)
+        return largest
 
 
 def problems_of(routes: Mapping[Key, Route], call: Call) -> list[Problem]:

@@ -42,7 +42,7 @@ def info_of(group: Group) -> GroupInfo:
     info = _infos.get(group)
     if info is None:
         info = GroupInfo(group)
-        with _LOCK:  # two threads that come first must not each have a claim of their own
+        with _LOCK:  # two threads at once must not each have a claim of their own
             info = _infos.setdefault(group, info)
     return info
 

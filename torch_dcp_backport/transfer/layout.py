@@ -1,4 +1,4 @@
-"""Which box of a global tensor each rank holds.
+"""The box of a global tensor that each rank holds.
 
 Plain arithmetic on shapes, meshes and placements: never moves data, never talks to other ranks.
 """
@@ -104,10 +104,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor of a global shape is spread over ranks.
-
-    Without a mesh every rank holds all of it.
-    """
+    """The spread of a tensor of a global shape over ranks; without a mesh every rank holds all of it."""
 
     shape: tuple[int, ...]
     mesh: Optional[Mesh] = None

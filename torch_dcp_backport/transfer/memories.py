@@ -23,11 +23,11 @@ Memory = Callable[[str, Box], torch.Tensor]
 
 
 class Memories(NamedTuple):
-    """Where boxes come from, and where they go."""
+    """The memory that boxes are read from, and that they are written to."""
 
     source: Memory
     target: Memory
-    #: What an exchange that breaks off leaves; by itself it names what was written.
+    #: The state after an exchange that broke off, for its error; by default it names the written keys.
     left: str = ""
 
 

@@ -1,4 +1,4 @@
-"""Where tensors lie in memory, and whether their parts do. Reads addresses only."""
+"""The memory of tensors: its addresses, and whether their parts are parts of it. Reads addresses only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def has_slices(value: torch.Tensor) -> bool:
 
 
 def layout_text(value: torch.Tensor) -> str:
-    """What a tensor without slices is, in words of errors."""
+    """The kind of a tensor without slices, for errors."""
     return f"{type(value).__name__} of layout {value.layout}"
 
 
@@ -51,7 +51,7 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 
 def why_not_writable(tensor: torch.Tensor) -> str:
-    """Why a copy into this tensor would fail; nothing where it would not."""
+    """The reason why a copy into this tensor would fail; "" where it would not."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "it was made in inference mode"
     if is_freed(tensor):

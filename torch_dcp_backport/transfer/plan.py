@@ -18,10 +18,10 @@ from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.errors import (
     UNCHANGED,
     Problem,
+    as_transfer_error,
     problem_of,
     raise_together,
     spell_key,
-    told,
 )
 from torch_dcp_backport.transfer.groups import Group, group_ranks
 from torch_dcp_backport.transfer.layout import Layout
@@ -164,7 +164,7 @@ def share_tables(own: Table, digest: bytes, title: str, group: Group, so_far: st
         problem = problem_of(error)
     rows: list[Any] = [None] * len(ranks)
     # One story: with any of the messages missing, the wants are not known everywhere.
-    with told(lambda: f"{so_far}; what the ranks want did not arrive everywhere"):
+    with as_transfer_error(lambda: f"{so_far}; what the ranks want did not arrive everywhere"):
         dist.all_gather_object(rows, (digest, len(data), problem), group=group)
         findings = [(rank, Problem(*fields)) for rank, (*_, fields) in zip(ranks, rows) if fields]
         ranks_by_digest: dict[bytes, list[int]] = {}

@@ -1,4 +1,4 @@
-"""How far a transfer is, for a callback. Must never change its course: a callback's errors are logged."""
+"""The progress of a transfer, for a callback, which must never change its course: its errors are logged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger("torch_dcp_backport.transfer")
 
 
 class Progress(NamedTuple):
-    """How far one transfer of this rank is."""
+    """The progress of one transfer of this rank."""
 
     #: "scatter" (load from rank 0), "gather" (save) or "reshard".
     operation: str
@@ -42,7 +42,7 @@ class Bar:
 
 
 class Meter:
-    """Calls the callback of one transfer until that raises; the transfer goes on without it then."""
+    """A caller of one transfer's callback; a callback that raised is not called again."""
 
     def __init__(self, operation: str, callback: Optional[Callback]) -> None:
         self.operation = operation

@@ -31,7 +31,7 @@ class Report:
     bytes_received: int
     #: Buffers of tensors that this rank handed to the backend and got from it.
     chunks: int
-    #: Chunks per receiver, the most that anyone needs. Grows with bytes / budget, not with the tensors.
+    #: The most chunks of any receiver. Grows with bytes / budget, not with the tensors.
     rounds: int
     #: Peak bytes of this rank's staging buffers, and the budget that all ranks agreed on.
     staging_bytes: int
@@ -80,7 +80,7 @@ class Tally:
 
 
 class Phase:
-    """Counts the seconds of a part of a transfer. No generator: small loads feel what those cost."""
+    """A timer of a part of a transfer. No generator: its cost would show in small loads."""
 
     def __init__(self, seconds: dict[str, float], name: str) -> None:
         self.seconds = seconds

@@ -16,7 +16,13 @@ from torch_dcp_backport.transfer.errors import Problem, spell_key
 from torch_dcp_backport.transfer.exchange import Exchange, Plan, Route, problems_of, rows_of
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.layout import Box, Layout, layout_of, mesh_of, splits_of
-from torch_dcp_backport.transfer.memory import has_slices, is_same_view, span_of, why_not_writable
+from torch_dcp_backport.transfer.memory import (
+    has_slices,
+    is_same_view,
+    layout_text,
+    span_of,
+    why_not_writable,
+)
 from torch_dcp_backport.transfer.plan import Agreement, Terms, misfit
 
 TITLE = "cannot reshard"
@@ -116,7 +122,7 @@ def end_of(tensor: torch.Tensor, call: Call) -> End:
     layout = layout_of(tensor)
     local = compat.arrived(compat.local_part(tensor)) if isinstance(tensor, compat.DTensor) else tensor
     if not has_slices(local) or local.is_meta:
-        kind = "on the meta device" if local.is_meta else f"{type(local).__name__} of layout {local.layout}"
+        kind = "on the meta device" if local.is_meta else layout_text(local)
         raise ValueError(f"a local tensor without parts in memory ({kind})")
     return End(layout, local.detach(), layout.own_box(call.rank))
 

@@ -26,7 +26,7 @@ from torch_dcp_backport.transfer.wire import (
 
 
 class Heard(NamedTuple):
-    """What the first rank heard: bytes by global rank, and the ranks that are gone, or too late."""
+    """The messages that the first rank received, by global rank, and the ranks that are gone or late."""
 
     messages: dict[int, bytes]
     gone: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ def ask(data: bytes, group: Group) -> Optional[Heard]:
     messages = _receive(lengths, group)
     messages[rank] = data
     silent = [other for other in others if other not in messages]
-    # After a timeout gloo closes all connections, those of ranks that have come, too.
+    # After a timeout gloo closes all connections, also those of ranks that are not late.
     late = set(absent(group)).intersection(silent) if silent else set()
     return Heard(messages, tuple(other for other in silent if other in late or not late))
 

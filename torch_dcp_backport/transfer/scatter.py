@@ -52,7 +52,7 @@ class Reader(Protocol):
 class Offer(NamedTuple):
     """The source's tensors, as this rank knows them."""
 
-    #: What `call.publish` returned.
+    #: The result of `call.publish`.
     inventory: Mapping[Key, object]
     #: On the source.
     reader: Optional[Reader] = None
@@ -62,7 +62,7 @@ class Offer(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a rank's box of a key goes: a local tensor of the box's shape, written in place."""
+    """The destination of a rank's box of a key: a local tensor of the box's shape, written in place."""
 
     tensor: torch.Tensor
     box: Box

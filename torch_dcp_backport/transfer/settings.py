@@ -27,7 +27,7 @@ def configure(*, staging_bytes: Optional[int] = None, progress: Union[Callback, 
             rounds. Where ranks differ, the smallest budget counts for all. Buffers hold at least one
             element (16 bytes) each, however small the budget is.
         progress: called with a `Progress` after every chunk that this rank sends or receives, or "tqdm" for
-            a bar on standard error. What it raises is logged, and ends no transfer.
+            a bar on standard error. Its errors are logged, and end no transfer.
 
     Raises:
         ValueError: not a whole number of bytes, or fewer than one element has; not a callback.
@@ -35,9 +35,7 @@ def configure(*, staging_bytes: Optional[int] = None, progress: Union[Callback, 
     """
     global _chosen, _progress
     budget = None if staging_bytes is None else checked(staging_bytes)
-    if isinstance(progress, str):
-        if progress != "tqdm":
-            raise ValueError(f'progress={progress!r}: expected a callable, "tqdm" or None')
+    if progress == "tqdm":
         progress = Bar()
     elif progress is not None and not callable(progress):
         raise ValueError(f'progress={progress!r}: expected a callable, "tqdm" or None')

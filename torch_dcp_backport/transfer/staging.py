@@ -48,7 +48,7 @@ def part_of(tensor: torch.Tensor, holds: Box, box: Box) -> torch.Tensor:
 
 
 def copy_to(target: torch.Tensor, part: torch.Tensor) -> None:
-    """Copy, unless the target is the source's own tensor, whose memory may be read-only."""
+    """Copy, unless the target is the source's own tensor: its memory may be read-only."""
     if is_same_view(part, target):
         return
     if part.data_ptr() == target.data_ptr() and part.device == target.device:

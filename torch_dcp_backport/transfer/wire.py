@@ -1,4 +1,4 @@
-"""Messages of bytes within a process group, and the roll call: the ranks that have come to an agreement.
+"""Messages of bytes within a process group, and the roll call: the ranks that have reached an agreement.
 
 Knows no tensors but the bytes that it sends.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer.errors import UNCHANGED, spell, told
+from torch_dcp_backport.transfer.errors import UNCHANGED, as_transfer_error, spell
 from torch_dcp_backport.transfer.groups import Group, comm_device_type, group_ranks, info_of
 
 #: Up to so many bytes take one message: a collective's cost is its start.
@@ -55,7 +55,7 @@ def broadcast_bytes(data: bytes, group: Group) -> bytes:
         return f"{UNCHANGED}; the inventory of rank {source} did not arrive everywhere{who}"
 
     check_in(group)
-    with told(story):
+    with as_transfer_error(story):
         return _broadcast_bytes(data, source, group)
 
 
@@ -134,7 +134,7 @@ class Roll:
     """The agreements of the groups with the same ranks."""
 
     ranks: tuple[int, ...]
-    #: Agreements that have come about; the same number on ranks that are in step.
+    #: Agreements that succeeded; the same number on ranks that are in step.
     count: int = 0
     #: The count in this rank's entry.
     checked_in: int = -1
@@ -148,7 +148,7 @@ _rolls: dict[tuple[int, tuple[int, ...]], Roll] = {}
 
 
 def check_in(group: Group) -> None:
-    """Note that this rank has come to the next agreement."""
+    """Note that this rank has reached the next agreement."""
     with contextlib.suppress(Exception):
         roll = _roll_of(group)
         if roll.checked_in != roll.count:

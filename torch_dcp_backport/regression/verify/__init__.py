@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise  # of standard output: the command's own affair
     except (CannotRun, launch.LaunchError) as error:
         print(f"verify could not run: {error}", file=sys.stderr)
-    except Exception:  # 1 would say that the fix is not what it should be
+    except Exception:  # exit code 1 is for a fix that is not within its budget
         traceback.print_exc()
     return 2
 
@@ -110,11 +110,11 @@ def verify(options: argparse.Namespace) -> int:
         print(f"measurements: {options.json}")
     if not options.no_plot:
         print(_draw((stock, fixed), about, options.plot))
-    return _verdict(fixed, faults, "" if report.measured((stock, fixed)) else _untold(chosen.device))
+    return _verdict(fixed, faults, "" if report.measured((stock, fixed)) else _unknown(chosen.device))
 
 
 def _check_writable(option: str, path: str | None) -> None:
-    """Now, and not after some minutes of work."""
+    """Raise CannotRun now, and not after some minutes of work."""
     if path is None:
         return
     there = os.path.exists(path)
@@ -127,7 +127,7 @@ def _check_writable(option: str, path: str | None) -> None:
 
 
 class Runner:
-    """Runs the cases of each side where `choose` has decided; the first side also writes the checkpoint."""
+    """The cases of each side, on the devices of `choose`; the first side also writes the checkpoint."""
 
     def __init__(self, size: str, world: int, folder: str, library: bool, steps: Steps) -> None:
         self.written: dict[str, Any] = {}
@@ -138,23 +138,23 @@ class Runner:
         self._place: place.Place
 
     def choose(self, device: str | None, backend: str | None) -> place.Place:
-        """A rank looks what there is: the process that forks the others must not touch an accelerator."""
+        """Choose the ranks' place; a rank looks: the parent of all ranks must not touch an accelerator."""
         look = launch.Job("devices", WORK + "look", 1, {"device": device}, seconds=LIMIT)
-        (found,) = self._run(launch.STOCK, [look], preload=())["devices"]
-        if found.ending != "finished":
-            raise CannotRun(f"torch could not be asked for its devices and backends.\n{found}")
-        self._place = place.choose(place.Seen(**found.result), self._world, device, backend)
+        (report,) = self._run(launch.STOCK, [look], preload=())["devices"]
+        if report.ending != "finished":
+            raise CannotRun(f"torch could not be asked for its devices and backends.\n{report}")
+        self._place = place.choose(place.Seen(**report.result), self._world, device, backend)
         return self._place
 
     def stock(self) -> report.Side:
         write = launch.Job("write", WORK + "write", 1, self._arguments, seconds=LIMIT)
-        found = self._run(launch.STOCK, [write, *self._cases()])
-        torch = found["write"][0].evidence.get("torch", "")
-        fixed = found["write"][0].evidence.get("fixed") == "yes"
-        return _side(f"torch {torch} as it is{' (it has the fix)' if fixed else ''}", found)
+        reports = self._run(launch.STOCK, [write, *self._cases()])
+        evidence = reports["write"][0].evidence
+        fixed = " (it has the fix)" if evidence.get("fixed") == "yes" else ""
+        return _side(f"torch {evidence.get('torch', '')} as it is{fixed}", reports)
 
     def fixed(self, stock: report.Side) -> report.Side:
-        """The shim where torch needs it; where it does not, our functions called by their own name."""
+        """Run the cases with the shim, or our functions by their own name where torch needs no shim."""
         native = stock.evidence["fixed"] == "yes"
         if native:
             _say("this torch needs no backport: compared with torch_dcp_backport.state_dict, called directly")
@@ -211,8 +211,8 @@ class Runner:
         )
 
 
-def _side(label: str, found: dict[str, list[launch.RankReport]]) -> report.Side:
-    return report.Side(label, {case.name: found[case.name] for case in report.CASES})
+def _side(label: str, reports: dict[str, list[launch.RankReport]]) -> report.Side:
+    return report.Side(label, {case.name: reports[case.name] for case in report.CASES})
 
 
 def _headline(about: dict[str, Any]) -> str:
@@ -229,22 +229,23 @@ def _draw(sides: tuple[report.Side, report.Side], about: dict[str, Any], path: s
     if find_spec("matplotlib") is None:
         return "picture: none, matplotlib is not here (`pip install matplotlib`)"
     if not report.measured(sides):
-        return f"picture: none, {_untold(about['device'])}"
+        return f"picture: none, {_unknown(about['device'])}"
     from torch_dcp_backport.regression.verify.plot import draw
 
     draw(sides, _headline(about), path)
     return f"picture: {path}"
 
 
-def _untold(device: str) -> str:
+def _unknown(device: str) -> str:
+    """The reason why peaks are not known."""
     if device == "cpu":
         return "this system does not tell a process's memory (no /proc)"
     return f"torch.{device} does not tell what a process has allocated"
 
 
-def _verdict(fixed: report.Side, faults: list[str], untold: str) -> int:
-    if untold:
-        print(f"peaks are NOT known: {untold}. Storages and values are.")
+def _verdict(fixed: report.Side, faults: list[str], unknown: str) -> int:
+    if unknown:
+        print(f"peaks are NOT known: {unknown}. Storages and values are.")
     if faults:
         print(f"FAILED ({fixed.label}):", *faults, sep="\n  ")
         failed = [r for reports in fixed.cases.values() for r in reports if r.ending != "finished"]

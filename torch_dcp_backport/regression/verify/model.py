@@ -1,6 +1,6 @@
 """The model that `verify` loads and its checkpoint on disk: Qwen2's shape, random weights, no download.
 
-Must not use the code under test: what the checkpoint holds is read back by other means.
+Must not use the code under test: the checkpoint is read back by other means.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,12 +37,8 @@ SIZES = {
 }
 
 
-def has_library() -> bool:
-    return find_spec("transformers") is not None and find_spec("safetensors") is not None
-
-
 def build(size: str, device: str, *, library: bool) -> nn.Module:
-    """The model, its embeddings tied; on a device its values are whatever the memory held."""
+    """The model, its embeddings tied; on a device its values are arbitrary."""
     model = (_from_library if library else _built_in)(SIZES[size])
     if device != "meta":
         model = model.to_empty(device=device)
@@ -189,8 +184,8 @@ class Checkpoint:
             with safe_open(str(path), framework="pt") as opened:
                 part: torch.Tensor = opened.get_slice(self._stored(key))[first:last]
                 return part
-        whole: torch.Tensor = torch.load(path, mmap=True, weights_only=True)[self._stored(key)]
-        return whole[first:last].clone()
+        full: torch.Tensor = torch.load(path, mmap=True, weights_only=True)[self._stored(key)]
+        return full[first:last].clone()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All of it in memory of our own (not mapped files), with the tied weight under both its names."""

@@ -1,6 +1,6 @@
-"""Decides where `verify` loads: the ranks' device type and their backend. Data in, decision out.
+"""The choice of the ranks' device type and backend in `verify`. Data in, decision out.
 
-Must not import torch: a rank looks what there is.
+Must not import torch: a rank reports the devices and backends.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Optional
 
 
 class CannotRun(RuntimeError):
-    """Why there is nothing to compare."""
+    """The reason why there is nothing to compare."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What torch sees of this machine."""
+    """The devices and backends of this machine, as torch sees them."""
 
     torch: str  # its version
     devices: Mapping[str, int]  # accelerator type -> how many; a type that torch does not know is not here
@@ -26,7 +26,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks are, and why there."""
+    """The place of the ranks, and the reason for it."""
 
     device: str
     backend: str
@@ -34,10 +34,10 @@ class Place:
 
 
 def choose(seen: Seen, world: int, device: Optional[str] = None, backend: Optional[str] = None) -> Place:
-    """What was asked for if it is there, and the rest by what is there.
+    """Choose the device and the backend that were asked for, or the best of this machine.
 
     Raises:
-        CannotRun: what was asked for is not there.
+        CannotRun: this machine does not have them.
     """
     if backend is not None:
         backend = backend.lower()  # as torch does
@@ -47,16 +47,16 @@ def choose(seen: Seen, world: int, device: Optional[str] = None, backend: Option
     else:
         _check(seen, world, device)
         reason = "as asked"
-    found = _backend(seen, device, backend)
-    if found is None and backend is not None:
+    chosen = _backend(seen, device, backend)
+    if chosen is None and backend is not None:
         why = "" if reason == "as asked" else f", where the ranks would be ({reason})"
         raise CannotRun(f"--backend {backend} does not serve {device}{why}")
-    if found is None:
+    if chosen is None:
         raise CannotRun(
             f"torch {seen.torch} has no own backend for {device}: give --backend; "
             f"it has {_listed(seen.backends)} here"
         )
-    return Place(device, found, reason)
+    return Place(device, chosen, reason)
 
 
 def _check_backend(seen: Seen, backend: str) -> None:
@@ -109,11 +109,11 @@ def _best(seen: Seen, world: int, backend: Optional[str]) -> tuple[str, str]:
 
 
 def _backend(seen: Seen, device: str, asked: Optional[str]) -> Optional[str]:
-    """The backend for a device type, None where what was asked for, or torch's own, does not serve it."""
+    """The backend for a device type; None where the one asked for, or torch's own, does not serve it."""
     if asked is None:
         own = seen.defaults.get(device)
         return own if own in seen.backends else None
-    served = {one for kind, name in _pairs(asked) for one in ([kind] if kind else seen.backends[name])}
+    served = {served for kind, name in _pairs(asked) for served in ([kind] if kind else seen.backends[name])}
     return asked if device in served else None
 
 

@@ -1,6 +1,6 @@
-"""Draws memory over time, one side beside the other, one line per rank.
+"""A picture of memory over time, one side beside the other, one line per rank.
 
-Imported only where a picture is wanted and matplotlib is there; draws what was sampled and smooths nothing.
+Imported only where a picture is wanted and matplotlib is there; draws every sample and smooths nothing.
 """
 
 from __future__ import annotations

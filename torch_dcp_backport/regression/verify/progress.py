@@ -1,4 +1,4 @@
-"""Says on stderr how far `verify` is, so that stdout has nothing but the result.
+"""The progress of `verify` on stderr, so that stdout has nothing but the result.
 
 On a terminal one line that is rewritten, and gone at the end; elsewhere a line for each finished step.
 """
@@ -31,7 +31,7 @@ class Steps:
         self._show("")
 
     def waiting(self, step: str) -> None:
-        """To be called again and again until the step is finished."""
+        """Show a step that is under way; called again and again until it is finished."""
         if self._rewrites:
             self._show(f"[{self._clock()}] {self._finished + 1}/{self._total} {step} ...")
 
@@ -43,7 +43,7 @@ class Steps:
             print(line, file=self._stream, flush=True)
 
     def _show(self, line: str) -> None:
-        """In place of what is shown. No escape sequences: not every terminal has them."""
+        """Show a line in place of the last one. No escape sequences: not every terminal has them."""
         line = line[: shutil.get_terminal_size().columns - 1]
         if line == self._shown:
             return

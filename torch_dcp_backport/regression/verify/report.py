@@ -1,6 +1,6 @@
-"""Judges what the ranks of `verify` found and puts it into a table and a JSON document.
+"""The verdict on the ranks' reports in `verify`, as a table and a JSON document.
 
-Every figure comes from a rank's report; what was not measured is called so and never passes for good.
+Every figure comes from a rank's report; a missing measurement is named and never passes for good.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Case:
 
     name: str
     title: str
-    what: str  # what the multiples are multiples of
+    what: str  # the unit of the multiples
     target: str  # the function of work.py
     meta: bool | None = None  # its argument, for a model
 
@@ -44,7 +44,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two that are compared."""
+    """One side of the comparison."""
 
     label: str
     cases: Mapping[str, Sequence[RankReport]]  # by case name
@@ -56,7 +56,7 @@ class Side:
 
 
 def failures(side: Side) -> list[str]:
-    """What the fixed side is not allowed to do and did; one line each."""
+    """The faults of the fixed side, one line each."""
     return [
         f"{case.name}, rank {report.rank}: {text}"
         for case in CASES
@@ -81,9 +81,9 @@ def _faults(report: RankReport) -> list[str]:
 
 
 def measured(sides: Sequence[Side]) -> bool:
-    """Was every peak told?"""
-    reports = [r for side in sides for found in side.cases.values() for r in found if r.ending == "finished"]
-    return all(report.result["peak"] is not None for report in reports)
+    """Whether every rank that finished knows its peak."""
+    reports = [report for side in sides for reports in side.cases.values() for report in reports]
+    return all(report.result["peak"] is not None for report in reports if report.ending == "finished")
 
 
 def table(sides: Sequence[Side]) -> str:
@@ -105,10 +105,10 @@ COLUMNS = ("peak MiB", "x", "kept MiB", "x", "storages", "seconds", "values")
 
 
 def _sizes(case: Case, sides: Sequence[Side]) -> list[str]:
-    found = [r.result for side in sides for r in side.cases[case.name] if r.ending == "finished"]
-    if not found:
+    reports = (report for side in sides for report in side.cases[case.name])
+    first = next((report.result for report in reports if report.ending == "finished"), None)
+    if first is None:
         return []
-    first = found[0]
     return [
         f"  {case.what} {_mib(first['whole'])} MiB, shard {_mib(first['shard'])} MiB; "
         f"budget of the fixed side: peak {_mib(first['new'] + first['margin'])} MiB, storages {KEPT_FACTOR}x"

@@ -1,6 +1,6 @@
-"""What each rank of `verify` does: make the model, make the call, say what it cost and what came of it.
+"""The work of each rank of `verify`: make the model, make the call, report its costs and results.
 
-Measures only the call: whatever else needs memory is done before it or after it.
+Measures only the call: everything else that needs memory is done before it or after it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEARNING_RATE = 0.01
 
 
 def look(api: ModuleType, device: str | None) -> dict[str, Any]:
-    """What `place.Seen` holds, with the device type that was asked for."""
+    """The fields of `place.Seen`, with the device type that was asked for."""
     from torch_dcp_backport import compat
 
     return {
@@ -41,7 +41,7 @@ def write(api: ModuleType, size: str, folder: str, library: bool) -> dict[str, i
 def load_model(
     api: ModuleType, size: str, folder: str, library: bool, device: str, meta: bool
 ) -> dict[str, Any]:
-    """Rank 0 reads the checkpoint; everybody gets its shard."""
+    """Load a checkpoint that rank 0 reads; every rank gets its shard."""
     scenarios.warm_up(api, scenarios.Scenario("warm-up", meta=meta), device)
     model = _sharded(size, library, device, meta)
     checkpoint = models.Checkpoint(folder)
@@ -50,15 +50,15 @@ def load_model(
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     shard = sum(_padded_bytes(parameter) for parameter in model.parameters())
     loaded = scenarios.Loaded(model, None, source)
-    found = _measure(api, loaded, device, new=shard if meta else 0)
-    found["margin"] = PEAK_MARGINS[size]
+    cost = _measure(api, loaded, device, new=shard if meta else 0)
     wrong = [
         key
         for key, tensor in _state(model).items()
         if meter.local(tensor).device.type != device or not _from_file(checkpoint, key, tensor)
     ]
     return {
-        **found,
+        **cost,
+        "margin": PEAK_MARGINS[size],
         "whole": whole,
         "shard": shard,
         "storages": meter.storage_bytes(p.detach() for p in model.parameters()),
@@ -68,7 +68,7 @@ def load_model(
 
 
 def load_optimizer(api: ModuleType, size: str, folder: str, library: bool, device: str) -> dict[str, Any]:
-    """AdamW's states to rank 0 and back into a fresh optimizer, compared with the originals rank by rank."""
+    """Move AdamW's states to rank 0 and back into a fresh optimizer; compare them rank by rank."""
     scenarios.warm_up(api, scenarios.Scenario("warm-up", optimizer=True), device)
     model = _sharded(size, library, device, meta=False)
     original = _stepped(model)
@@ -79,15 +79,15 @@ def load_optimizer(api: ModuleType, size: str, folder: str, library: bool, devic
     fresh = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
     wanted = _states(model, original)
     shard = sum(meter.own_bytes(tensor) for tensor in wanted.values())
-    found = _measure(api, scenarios.Loaded(model, fresh, source), device, new=shard)
-    found["margin"] = PEAK_MARGINS[size]
+    cost = _measure(api, scenarios.Loaded(model, fresh, source), device, new=shard)
     got = _states(model, fresh)
     wrong = [name for name in wanted if name not in got or not _same_state(got[name], wanted[name])]
     wrong += sorted(set(got) - set(wanted))
     if fresh.param_groups[0]["lr"] != LEARNING_RATE:
         wrong.append("param_groups.0.lr")
     return {
-        **found,
+        **cost,
+        "margin": PEAK_MARGINS[size],
         "whole": sum(t.numel() * t.element_size() for s in original.state.values() for t in s.values()),
         "shard": shard,
         "storages": meter.storage_bytes(got.values()),
@@ -96,7 +96,7 @@ def load_optimizer(api: ModuleType, size: str, folder: str, library: bool, devic
 
 
 def _measure(api: ModuleType, loaded: scenarios.Loaded, device: str, new: int) -> dict[str, Any]:
-    """The call; `new` is what this rank has to hold afterwards and does not hold before."""
+    """Measure the call; `new`: bytes that this rank has to hold afterwards and does not hold before."""
     # Held until the call is over: stock torch overwrites the caller's dict, which would free it meanwhile.
     source = _tensors(loaded.source)
     handed_in = meter.storage_bytes(tensor for tensor in source if tensor.device.type == device)
@@ -111,7 +111,7 @@ def _measure(api: ModuleType, loaded: scenarios.Loaded, device: str, new: int) -
         gc.collect()
         watch.mark("released")
         time.sleep(SETTLE)
-    # What rank 0 handed in does not count once it is let go: it is the caller's.
+    # Rank 0's input does not count once it is let go: it is the caller's.
     history = [(at, held) for at, held in watch.history if at <= watch.marks["returned"]]
     history += [(at, held + handed_in) for at, held in watch.history if at >= watch.marks["released"]]
     return {
@@ -133,7 +133,7 @@ def _sharded(size: str, library: bool, device: str, meta: bool) -> nn.Module:
 
 
 def _padded_bytes(parameter: torch.Tensor) -> int:
-    """FSDP2 gives every rank as many rows as rank 0."""
+    """The bytes of a rank's shard: FSDP2 gives every rank as many rows as rank 0."""
     first, last = scenarios.rows_of(parameter.shape[0], 0, dist.get_world_size())
     return (last - first) * (parameter.numel() // parameter.shape[0]) * parameter.element_size()
 

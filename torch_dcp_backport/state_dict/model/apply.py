@@ -1,7 +1,7 @@
 """Hand what was loaded to a model, through its own `load_state_dict()`.
 
-Tensors that loading code of the model can look at come when that code is about to run, one such module at a
-time.
+Tensors that loading code of the model can look at are fetched right before that code runs, one such module at
+a time.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Handover:
     def loadable(self, skipped: set[str]) -> OrderedDict[str, Any]:
         """The state dict for the model's own load_state_dict(), in the checkpoint's order.
 
-        A tensor that is in place already stands for itself. Tensors that loading code looks at come later.
+        A tensor that is in place already stands for itself. Tensors that loading code looks at follow later.
         """
         plan, values = self.plan, self.plan.values
         by_fqn: dict[str, list[Entry]] = {}

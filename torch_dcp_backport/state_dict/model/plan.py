@@ -48,7 +48,7 @@ NOTHING_GOVERNED = Governance({}, (), frozenset(), frozenset())
 
 
 class ModelPlan(Plan):
-    """The destinations of a model's values, what its loading code finds, and the values as they come."""
+    """The destinations of a model's values, its loading code's share, and the values that have arrived."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class ModelPlan(Plan):
         return next(prefix or ROOT for prefix in self.governance.prefixes if text.startswith(prefix))
 
     def load_key_of(self, key: Any) -> Optional[str]:
-        """Where loading code finds a key that is not the model's; None where none looks."""
+        """The load key of a key that is not the model's; None where no loading code looks at it."""
         text = str(key)
         for place, governor in self.governance.by_place.items():
             if governor == place.fqn and text.startswith(place.fqn):
@@ -171,7 +171,7 @@ def govern(outline: Outline, inventory: Inventory, stages: Sequence[str]) -> Gov
         if governed or (len(entries) > 1 and any(entry.place.looked_at_after for entry in entries)):
             forced |= {entry.place.fqn for entry in entries if entry.place not in by_place}
             continue
-        # Whole tensors come one module at a time: a leaf governs itself. A module with others below it gets
+        # Whole tensors move one module at a time: a leaf governs itself. A module with others below it gets
         # them first, with everything that is written in place.
         leaves = {
             entry.place.fqn for entry in entries if id(entry) in whole and not entry.place.module._modules

@@ -1,13 +1,13 @@
 """Get optimizer states under the names of the model's parameters.
 
-An optimizer is left as it is, but that a fresh one gets its first states.
+No optimizer is changed, but a fresh one gets its first states.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict import fsdp1
 from torch_dcp_backport.state_dict.collect import full_or_cpu
-from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, renamed_params
 from torch_dcp_backport.state_dict.fqn import Names
 from torch_dcp_backport.state_dict.optim.flat import flatten_optim_state
 from torch_dcp_backport.state_dict.optim.initial import first_states, init_optim_state, kind_of, params_of
@@ -70,11 +70,8 @@ def named_state(params: Params, optim: Optimizer) -> dict[str, Any]:
             raise KeyError(f"parameter {number} of {type(optim).__name__} is not a parameter of the model")
         return fqn
 
-    return {
-        **state,
-        STATE: {fqn_of(number): laid_as(numbered[number], states) for number, states in state[STATE].items()},
-        GROUPS: [{**group, PARAMS: list(map(fqn_of, group[PARAMS]))} for group in state[GROUPS]],
-    }
+    laid = {number: laid_as(numbered.get(number), states) for number, states in state[STATE].items()}
+    return renamed_params({**state, STATE: laid}, fqn_of)
 
 
 def params_by_fqn(optim: Optimizer, named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -86,7 +83,7 @@ def params_by_fqn(optim: Optimizer, named: Mapping[str, Any]) -> dict[str, torch
     }
 
 
-def laid_as(param: torch.Tensor, states: Any) -> Any:
+def laid_as(param: Optional[torch.Tensor], states: Any) -> Any:
     """The states of a parameter, with its placements where they are cut as it is.
 
     Operations with `out=` forget up to torch 2.7 that FSDP2 over TP cuts in another order (_StridedShard):

@@ -184,7 +184,7 @@ def as_of(param: torch.Tensor, stand_in: torch.Tensor, states: dict[str, Any]) -
 def rewind(states: dict[str, Any], kind: Kind, group: Mapping[str, Any]) -> None:
     """Set the states of a first step to what they were before it (pytorch#164929).
 
-    A counter that starts at 1 would make every bias correction of the training to come too small.
+    A counter that starts at 1 would make every later bias correction too small.
     """
     for name in kind.before.keys() & states.keys():
         state, value = states[name], kind.before[name]
@@ -231,8 +231,8 @@ ExpectedStates = Mapping[torch.Tensor, Mapping[str, Expected]]
 def expected_states(optim: Optimizer, params: Collection[torch.Tensor]) -> ExpectedStates:
     """parameter -> the states that the first step would make for it, for an optimizer that has a kind.
 
-    Where every parameter of a group gets the same, from those of one parameter per group: nothing of the
-    size of the model is made.
+    A group whose parameters all get the same is judged by the states of one of them: nothing of the size of
+    the model is made.
     """
     kind = kind_of(optim)
     assert kind is not None

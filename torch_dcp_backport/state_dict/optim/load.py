@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict import fsdp1
-from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, is_numbered
+from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, is_numbered, renamed_params
 from torch_dcp_backport.state_dict.load import Inventory, Load, guarded
 from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state
 from torch_dcp_backport.state_dict.optim.get import Params
@@ -78,7 +78,7 @@ def prepare_full(
     """Prepare a load into one optimizer: the load, and path -> value that this rank has for it.
 
     `problems` of this rank may be shared by the loads of several optimizers. Raises nothing but interrupts
-    where other ranks take part: they come to the agreement and wait there.
+    where other ranks take part: they wait in the agreement.
     """
     sharded = any(isinstance(param, compat.DTensor) for param in params_of(beginning.optim))
     others_wait = info.broadcast_from_rank0 or (sharded and dist.is_initialized())
@@ -183,9 +183,4 @@ def by_fqn(state: Mapping[str, Any], fqns_of_groups: Sequence[Sequence[str]]) ->
             f"the state dict has groups of {sizes} numbered parameters, but the optimizer of "
             f"{expected_sizes}; use FQNs"
         )
-    fqn_of = dict(zip(numbers, fqns))
-    return {
-        **state,
-        STATE: {fqn_of[number]: states for number, states in state[STATE].items()},
-        GROUPS: [{**group, PARAMS: fqns} for group, fqns in zip(state[GROUPS], fqns_of_groups)],
-    }
+    return renamed_params(state, dict(zip(numbers, fqns)).__getitem__)

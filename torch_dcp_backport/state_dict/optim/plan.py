@@ -92,7 +92,7 @@ def outline_of(params: Params, beginning: Beginning, strict: bool) -> OptimOutli
 
 
 class OptimPlan(Plan):
-    """The destinations of an optimizer's states, and its values as they come."""
+    """The destinations of an optimizer's states, and the values that have arrived."""
 
     def __init__(self, problems: list[Problem], outline: OptimOutline) -> None:
         super().__init__(problems)
@@ -194,7 +194,7 @@ def drop_replaced(values: dict[Path, Any], inventory: Inventory) -> None:
 def settle_absent(plan: OptimPlan, inventory: Inventory) -> None:
     """Decide about the parameters that start from nothing: those not in the checkpoint stay so.
 
-    Where only some of their states are there, the others are as a first step would find them.
+    A parameter with some of its states gets the others as a first step would find them.
     """
     outline, values = plan.outline, plan.values
     offered = {path[1] for path in inventory if path[0] == STATE}
