@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
+from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.dist_checkpointing import ShardedTensor
 from torch_dcp_backport.regression import meter
 
@@ -65,3 +69,33 @@ def test_a_load_reads_what_it_needs(ranks: Any, tmp_path: Path, dim: int, world:
     for ratio, peak in ranks(loaded, str(tmp_path), dim, world=world):
         assert ratio <= most
         assert peak <= 16 * MIB
+
+
+@pytest.mark.parametrize("writer", ["ours", "torch's"])
+def test_small_records_are_read_many_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
+    """Of files of ours and of torch's alike, and no byte more than once."""
+    count, calls, native = 400, [0], os.preadv
+    tensors = {f"w{number}": torch.full((40,), float(number)) for number in range(count)}
+    state = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}
+    if writer == "ours":
+        room.save(state, tmp_path)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(tmp_path, single_file_per_rank=True))
+    for value in tensors.values():
+        value.zero_()
+
+    def counted(*arguments: Any) -> int:
+        calls[0] += 1
+        return native(*arguments)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    room.load(state, tmp_path)
+    monkeypatch.undo()
+    assert [float(value[7]) for value in tensors.values()] == [float(number) for number in range(count)]
+    nbytes = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
+    assert room.last_report().nbytes <= nbytes
+    assert calls[0] <= 2 + nbytes // 2**20

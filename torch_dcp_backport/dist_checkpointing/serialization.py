@@ -249,7 +249,15 @@ def load_made(
     make: Callable[[Opened], ShardedStateDict], checkpoint_dir: Folder, options: LoadOptions
 ) -> Any:
     """As `load`, of a state dict that is made inside the call: what fails there is heard on every rank."""
-    with gc_context(), begin(CANNOT_LOAD, "load", options.process_group) as call:
+    # What is of use for the load alone is gone when the collector may look at it.
+    with gc_context():
+        return _load_made(make, checkpoint_dir, options)
+
+
+def _load_made(
+    make: Callable[[Opened], ShardedStateDict], checkpoint_dir: Folder, options: LoadOptions
+) -> Any:
+    with begin(CANNOT_LOAD, "load", options.process_group) as call:
         folder, mode, parts = Path(), StrictHandling.ASSUME_OK_UNEXPECTED, split({})
         with guard(call):
             folder, mode = Path(checkpoint_dir), parse_strict_flag(options.strict)

@@ -48,6 +48,8 @@ class Source:
         self.fd = fd
         self.name = name
         self.nbytes = 0
+        #: What was read ahead, and from where on.
+        self._ahead, self._ahead_at = bytearray(), 0
 
     def end(self) -> int:
         return os.fstat(self.fd).st_size
@@ -71,11 +73,19 @@ class Source:
         Raises:
             Damaged: the file ends before.
         """
+        start = offset - self._ahead_at
+        if start >= 0 and start + length <= len(self._ahead):
+            return self._ahead[start : start + length]
         if offset + length > self.end():
             raise Damaged(f"{self.name} ends at byte {self.end()}, where {offset + length} were saved")
         data = bytearray(length)
         self.fill(memoryview(data), offset)
         return data
+
+    def read_ahead(self, offset: int, length: int) -> None:
+        """Have `bytes_at` ask for these bytes no more; nothing where the file does not have them all."""
+        if length and offset + length <= self.end():
+            self._ahead, self._ahead_at = self.bytes_at(offset, length), offset
 
 
 class Memory(Source):

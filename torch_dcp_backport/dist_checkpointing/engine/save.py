@@ -254,8 +254,10 @@ def check_trust(common: bytes, must_load: bool) -> None:
 
 
 def work_of(saving: Saving, item: Item) -> Work:
-    data, holds = saving.data[item.number], saving.table.tensors[item.number].box
-    if not item.box.numel:
+    data, row = saving.data[item.number], saving.table.tensors[item.number]
+    # A piece as large as what this rank has is that.
+    holds = item.box if item.box.size == row.size else row.box
+    if 0 in item.box.size:
         # A tensor without elements is written whole, whatever part of nothing this rank has.
         data, holds = data.new_empty(item.box.size), item.box
     return Work(data, holds, item.box)
