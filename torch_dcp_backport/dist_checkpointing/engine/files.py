@@ -105,6 +105,19 @@ class Memory(Source):
         target[:] = part
 
 
+def check_writable(folder: Path) -> None:
+    """Ask whether files can be made in a folder, and make none.
+
+    Raises:
+        OSError: they cannot (EACCES, EROFS).
+    """
+    # The rights of this moment: those that a process has given up for good are the same.
+    is_effective = os.access in os.supports_effective_ids
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=is_effective):
+        code = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(code, os.strerror(code), str(folder))
+
+
 def reserve(fd: int, length: int) -> None:
     """Have the disk's room for a file before its first byte, where the file system can.
 

@@ -34,7 +34,7 @@ from torch_dcp_backport.dist_checkpointing.engine.table import (
     unwritable,
 )
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
-from torch_dcp_backport.transfer import Box, Call, Problem
+from torch_dcp_backport.transfer import Box, Call, Problem, problem_of
 from torch_dcp_backport.transfer.memory import has_slices, layout_text
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
@@ -73,6 +73,11 @@ def problems_of(saving: Saving) -> list[Problem]:
     problems = []
     if not saving.folder.is_dir():
         problems.append(Problem("no such folder (make it first)", str(saving.folder)))
+    else:
+        try:
+            files.check_writable(saving.folder)
+        except OSError as error:
+            problems.append(problem_of(error))
     for row, data in zip(saving.table.tensors, saving.data):
         if not has_slices(data) or data.is_meta:
             kind = "on the meta device" if data.is_meta else layout_text(data)
