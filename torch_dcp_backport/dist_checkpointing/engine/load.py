@@ -76,7 +76,7 @@ def small_files(folder: Path) -> dict[str, bytes]:
     if not folder.is_dir():
         raise CheckpointingException(f"{folder} is no folder")
     content = {}
-    for name in (CONFIG_FNAME, metadata.NAME, commit.COMMON):
+    for name in commit.SMALL:
         try:
             content[name] = (folder / name).read_bytes()
         except FileNotFoundError:
