@@ -99,3 +99,22 @@ def test_small_records_are_read_many_at_once(
     nbytes = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
     assert room.last_report().nbytes <= nbytes
     assert calls[0] <= 2 + nbytes // 2**20
+
+
+def replicated(room: Any, folder: str) -> int:
+    """Halves of an embedding and of many layers, each on two of four ranks: what this rank wrote."""
+    rank = dist.get_rank()
+    sizes = {"embedding": 1_500_000, **{f"layer.{number}": 80_000 + 37 * number for number in range(12)}}
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, torch.ones(size), (0, rank % 2, 2), replica_id=rank // 2)
+        for key, size in sizes.items()
+    }
+    room.save(state, folder)
+    return int(room.last_report().nbytes)
+
+
+def test_replicas_are_written_once_by_all_alike(ranks: Any, tmp_path: Path) -> None:
+    written = ranks(replicated, str(tmp_path))
+    assert max(written) <= 1.05 * sum(written) / 4
+    values = 4 * 2 * (1_500_000 + sum(80_000 + 37 * number for number in range(12)))
+    assert values <= sum(written) <= 1.02 * values
