@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.dist_checkpointing import ShardedTensor
+from torch_dcp_backport.dist_checkpointing.engine import meeting
 from torch_dcp_backport.regression import meter
 
 MIB = 2**20
@@ -118,3 +119,42 @@ def test_replicas_are_written_once_by_all_alike(ranks: Any, tmp_path: Path) -> N
     assert max(written) <= 1.05 * sum(written) / 4
     values = 4 * 2 * (1_500_000 + sum(80_000 + 37 * number for number in range(12)))
     assert values <= sum(written) <= 1.02 * values
+
+
+def rounds(room: Any, folders: list[str], count: int) -> list[int]:
+    """How often the ranks meet: in a save, in one where a rank has an entry more, and in a load of that."""
+    native, met = meeting.ask, 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal met
+        met += 1
+        return native(*args)
+
+    rank, world, found = dist.get_rank(), dist.get_world_size(), []
+    state = {
+        f"w{number}": ShardedTensor.from_rank_offsets(f"w{number}", torch.ones(2), (0, rank, world))
+        for number in range(count)
+    }
+    more = {"one": ShardedTensor.from_rank_offsets("one", torch.ones(3))} if rank == 1 else {}
+    meeting.ask = counted
+    try:
+        for call, parts, folder in (
+            (room.save, state, folders[0]),
+            (room.save, {**state, **more}, folders[1]),
+            (room.load, {**state, **more}, folders[1]),
+        ):
+            met = 0
+            call(parts, folder)
+            found.append(met)
+    finally:
+        meeting.ask = native
+    return found
+
+
+def test_the_ranks_meet_as_often_whatever_there_is(ranks: Any, tmp_path: Path) -> None:
+    """Comparing plans, planning, removing the old marker, committing; opening, planning, settling."""
+    for count in (1, 500):
+        folders = [str(tmp_path / f"{count}-{name}") for name in ("alike", "more")]
+        for folder in folders:
+            os.mkdir(folder)
+        assert ranks(rounds, folders, count) == [[4, 4, 3]] * 4
