@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch_dcp_backport.dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     check_is_distributed_checkpoint,
+    last_report,
     load,
     save,
     verify,
@@ -293,3 +295,121 @@ def test_a_process_that_ends_leaves_no_checkpoint(tmp_path: Path, kill: bool) ->
     request, expected = begin(folder, 1)
     request.execute_sync()
     assert loaded(folder) == expected
+
+
+def watched(api: Any, folder: Path, fails: bool) -> None:
+    """A save in the background that is slow, and a load beside it."""
+    from torch_dcp_backport.transfer import configure
+
+    calls: list[tuple[str, int, int, bool]] = []
+
+    def show(so_far: Any) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        calls.append((so_far.operation, so_far.done, so_far.total, is_main))
+        if fails:
+            raise ValueError("a callback")
+
+    state = state_of(1)
+    nbytes = sum(state[key].data.nbytes for key in ("rows", "half"))
+    nbytes += state["same"].data.nbytes if dist.get_world_size() == 1 else 0
+    (folder / "older").mkdir(exist_ok=True)
+    save(state, folder / "older")
+    gate, queue = Gate(), AsyncCallsQueue()
+    configure(progress=show)
+    try:
+        with gate.around():
+            queue.schedule_async_request(save(state, folder, async_sharded_save=True))
+            assert calls == []
+            loaded(folder / "older")
+            while_writing, calls[:] = list(calls), []
+            gate.opened.set()
+            queue.close()
+    finally:
+        configure()
+    assert {(operation, is_main) for operation, _, _, is_main in while_writing} == {("load", True)}
+    assert {(operation, is_main) for operation, _, _, is_main in calls} == {("save", False)}
+    done = [entry[1] for entry in calls]
+    assert len(done) == 1 if fails else len(done) > 1
+    if not fails:
+        assert done == sorted(done)
+        assert calls[-1][1] == calls[-1][2]
+        assert calls[-1][2] == nbytes
+    assert check_is_distributed_checkpoint(folder)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_progress_is_told_by_the_thread_that_writes(ranks, tmp_path: Path, fails: bool) -> None:
+    ranks(watched, tmp_path, fails, world=1)
+
+
+def test_a_bar_of_its_own_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from torch_dcp_backport.transfer.progress import Bar, Progress
+
+    shown: list[Any] = []
+
+    class Shown:
+        n = 0
+
+        def __init__(self, *, total: int, **_: Any) -> None:
+            self.total = total
+
+        def update(self, more: int) -> None:
+            self.n += more
+
+        def close(self) -> None:
+            shown.append((self.total, self.n))
+
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=Shown))
+    bar = Bar()
+    bar(Progress("save", 1, 7))
+    other = threading.Thread(target=lambda: [bar(Progress("save", done, 5)) for done in (2, 5)])
+    other.start()
+    other.join()
+    bar(Progress("save", 7, 7))
+    assert shown == [(5, 5), (7, 7)]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_report_tells_what_was_hidden(tmp_path: Path, waits: bool) -> None:
+    gate, queue = Gate(), AsyncCallsQueue()
+    with gate.around():
+        request, _ = begin(tmp_path, 3)
+        scheduled = time.perf_counter()
+        queue.schedule_async_request(request)
+        assert queue._thread is not None
+        if waits:
+            threading.Timer(0.3, gate.opened.set).start()
+        else:
+            time.sleep(0.3)
+            gate.opened.set()
+            queue._thread.join()
+        began = time.perf_counter()
+        queue.close()
+        closing = time.perf_counter() - began
+    report = last_report()
+    assert report is not None
+    assert {"comparing plans", "copying", "writing", "committing"} <= set(report.seconds)
+    writing = report.seconds["writing"]
+    assert max(writing - closing, 0) <= report.hidden <= writing
+    if waits:
+        assert report.hidden <= began - scheduled
+        assert report.blocked >= writing - (began - scheduled)
+    else:
+        assert report.hidden > 0
+        assert f"hidden {report.hidden:.3f} s" in str(report)
+
+
+def test_the_report_of_a_save_in_the_callers_thread(tmp_path: Path) -> None:
+    for background in (False, True):
+        began = time.perf_counter()
+        request = save(state_of(1), tmp_path, async_sharded_save=background)
+        if request is not None:
+            request.execute_sync()
+        spent = time.perf_counter() - began
+        report = last_report()
+        assert report is not None
+        assert sum(report.seconds.values()) <= report.blocked <= spent
+        assert report.hidden == 0
+        assert "hidden" not in str(report)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +81,66 @@ def test_calls_that_do_less_than_they_were_asked_for(tmp_path: Path, monkeypatch
     assert room.verify(tmp_path) == []
 
 
-def test_a_folder_in_which_nothing_can_be_made(tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may write anywhere")
-    tmp_path.chmod(0o500)
-    with pytest.raises(CheckpointingException, match="Permission denied"):
-        room.save(state_of(1.0), tmp_path)
-    tmp_path.chmod(0o700)
+NOBODY = 65534
+IS_ROOT = os.geteuid() == 0
+
+
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A folder that every user can reach."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        for parent in folder.parents:
+            if IS_ROOT and not parent.stat().st_mode & stat.S_IXOTH:
+                pytest.skip(f"other users do not get through {parent}")
+        yield folder
+        for path in (folder, *folder.iterdir()):
+            path.chmod(0o755)
+
+
+def denied(room: Any, folder: Path, call: str, who: list[int]) -> str:
+    """The error of a call in which some ranks have no more rights than a user has."""
+    state = state_of(2.0)
+    before = {key: part.data.clone() for key, part in state.items()}
+    is_less = IS_ROOT and dist.get_rank() in who
+    if is_less:
+        os.seteuid(NOBODY)
+    try:
+        with pytest.raises(CheckpointingException) as caught:
+            getattr(room, call)(state, folder)
+    finally:
+        if is_less:
+            os.seteuid(0)
+    assert all(torch.equal(part.data, before[key]) for key, part in state.items())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("who", [[0, 1, 2, 3], [2]])
+def test_a_folder_that_may_not_be_written(ranks: Any, reachable: Path, who: list[int]) -> None:
+    if not IS_ROOT and len(who) < 4:
+        pytest.skip("only root has more rights than another rank")
+    ranks(saved, reachable)
+    reachable.chmod(0o555)
+    (text,) = set(ranks(denied, reachable, "save", who))
+    assert f"[Errno 13] Permission denied: '{reachable}'" in text
+    assert ("rank 2" in text) == (who == [2])
+    assert "nothing was changed" in text
+    # The older checkpoint is what it was.
+    assert room.verify(reachable) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "who"), [("__1_0.distcp", [0, 1, 2, 3]), ("__1_0.distcp", [1]), (".metadata", [0, 1, 2, 3])]
+)
+def test_a_file_that_may_not_be_read(ranks: Any, reachable: Path, name: str, who: list[int]) -> None:
+    if not IS_ROOT and len(who) < 4:
+        pytest.skip("only root has more rights than another rank")
+    ranks(saved, reachable)
+    (reachable / name).chmod(0)
+    (text,) = set(ranks(denied, reachable, "load", who))
+    assert f"[Errno 13] Permission denied: '{reachable / name}'" in text
+    assert "nothing was changed" in text
 
 
 def test_a_slow_disk_is_not_waited_for_in_the_background(

@@ -55,7 +55,9 @@ def test_a_flipped_bit_of_values_is_found_in_either(request: Any, kind: str) -> 
 
 def test_a_missing_file_is_told_once(ours: Path) -> None:
     (ours / "__0_0.distcp").unlink()
-    assert room.verify(ours) == ["__0_0.distcp cannot be read: a (No such file or directory)"]
+    assert room.verify(ours) == [
+        f"__0_0.distcp cannot be read: a ([Errno 2] No such file or directory: '{ours / '__0_0.distcp'}')"
+    ]
 
 
 def test_the_command(ours: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,17 @@ from zlib import crc32
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 
-from torch_dcp_backport.dist_checkpointing.engine import foreign, writer
+from torch_dcp_backport import dist_checkpointing as room
+from torch_dcp_backport.dist_checkpointing.engine import foreign, records, writer
 from torch_dcp_backport.dist_checkpointing.engine.assign import cut, shares_of
 from torch_dcp_backport.dist_checkpointing.engine.cover import covered, fills, overlapping
 from torch_dcp_backport.dist_checkpointing.engine.crc import combined
-from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Memory
+from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Memory, Source
 from torch_dcp_backport.dist_checkpointing.engine.load import keeps_values
 from torch_dcp_backport.dist_checkpointing.engine.metadata import (
     Chunk,
@@ -161,6 +166,64 @@ def test_sizes_beyond_four_gib_have_their_fields() -> None:
     assert b"PK\6\6" in tail
     assert b"PK\6\7" in tail
     assert b"PK\6\6" not in ending(3, 100, 1000)
+
+
+def test_a_record_beyond_four_gib(tmp_path: Path) -> None:
+    """Of which the disk has the ends alone; torch maps it, and reads no checksum."""
+    rows, width = 4500, 2**20
+    form, last = form_of(torch.uint8, (rows, width)), bytes(range(256)) * (width // 256)
+    path = tmp_path / "record"
+    with open(path, "wb") as file:
+        file.write(form.head(1))
+        file.seek(form.at + (rows - 1) * width)
+        file.write(last + form.tail(1, bytes(form.table_bytes)))
+    assert path.stat().st_size == form.length > 2**32
+    value = torch.load(path, mmap=True, weights_only=True)
+    assert value.shape == (rows, width)
+    assert value[-1].numpy().tobytes() == last
+    assert not bool(value[4096].any())
+    del value
+    with zipfile.ZipFile(path) as archive:
+        assert archive.getinfo("archive/data/0").file_size == rows * width
+    with open(path, "rb") as file:
+        place = Place(path.name, 0, form.length)
+        located = foreign.locate(Source(file.fileno(), path.name), place, (rows, width))
+    assert located == (torch.uint8, form.at, rows * width, 1)
+
+
+@pytest.mark.skipif(
+    Version(torch.__version__).release < (2, 6),
+    reason="up to 2.5 torch refuses places of eight bytes in a file below 4 GiB",
+)
+def test_records_with_sizes_of_eight_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As beyond 4 GiB: read by torch, by Python's zipfile, by us as ours, and as a stranger's."""
+    monkeypatch.setattr(records, "LIMIT32", 20_000)
+    value = torch.arange(10_000, dtype=torch.int32).view(100, 100)
+    state = {"w": room.ShardedTensor.from_rank_offsets("w", value)}
+    form_of.cache_clear()
+    try:
+        room.save(state, tmp_path)
+        data = (tmp_path / "__0_0.distcp").read_bytes()
+        form = form_of(torch.int32, (100, 100))
+        assert len(data) == form.length
+        assert data.count(struct.pack("<Q", value.nbytes)) >= 4
+        assert b"PK\6\6" in data
+        assert torch.equal(torch.load(io.BytesIO(data), weights_only=True), value)
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            assert archive.testzip() is None
+            assert archive.read("archive/data/0") == value.numpy().tobytes()
+        theirs = {"w": torch.zeros_like(value)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(theirs, storage_reader=dcp.FileSystemReader(tmp_path))
+        assert torch.equal(theirs["w"], value)
+        part = room.ShardedTensor("w", None, torch.int32, (30, 100), (100, 100), (70, 0), None)
+        assert torch.equal(room.load({"w": part}, tmp_path, validate_access_integrity=False)["w"], value[70:])
+        assert room.verify(tmp_path) == []
+    finally:
+        form_of.cache_clear()
+    located = foreign.locate(Memory(bytearray(data), "file"), Place("file", 0, len(data)), (100, 100))
+    assert located == (torch.int32, form.at, value.nbytes, crc32(value.numpy().tobytes()))
 
 
 @pytest.mark.parametrize("strides", ["transposed", "expanded", "narrowed"])

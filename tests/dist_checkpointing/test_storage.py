@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcp_backport import dist_checkpointing
 from torch_dcp_backport.compat import DTensor, Shard
+from torch_dcp_backport.dist_checkpointing import validation
 from torch_dcp_backport.dist_checkpointing.engine import metadata
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Place
 from torch_dcp_backport.dist_checkpointing.storage import CheckedReader, CheckedWriter
@@ -213,3 +214,60 @@ def test_what_names_a_folder(tmp_path: Path) -> None:
     assert not CheckedReader.validate_checkpoint_id(tmp_path / "none")
     assert CheckedWriter.validate_checkpoint_id(tmp_path / "none")
     assert not CheckedWriter.validate_checkpoint_id("s3://there")
+
+
+def hashed(api: Any, folder: Path, differs: bool = False) -> str:
+    model, optimizer = build("FSDP")
+    fill(sharded_state_dict(model, optimizer))
+    is_hashed = not differs or dist.get_rank() == 0
+    try:
+        dcp.save(state_of(model, optimizer), storage_writer=CheckedWriter(folder, verify_integrity=is_hashed))
+    except CheckpointException as error:
+        return str(error)
+    return ""
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def compared(api: Any, folder: Path) -> str:
+    model, optimizer = build("FSDP")
+    state = state_of(model, optimizer)
+    before = {key: local(value).clone() for key, value in state["model"].items()}
+    try:
+        dcp.load(state, storage_reader=CheckedReader(folder, verify_integrity=True))
+    except CheckpointException as error:
+        # Of other ranks' files, too: nothing was loaded.
+        assert all(torch.equal(value, local(state["model"][key])) for key, value in before.items())
+        return str(error)
+    assert differences(sharded_state_dict(model, optimizer)) == []
+    return ""
+
+
+def test_digests_on_request(ranks: Any, tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        assert set(ranks(hashed, folder, world=2)) == {""}
+    assert dist_checkpointing.verify(one) == []
+    validation.verify_integrity_manifest(one)
+    assert set(ranks(compared, one, world=2)) == {""}
+    # Whole in itself, and of another step: no checksum within it is wrong.
+    path = other / "__1_0.distcp"
+    ranks(saved, other, True, world=2)
+    for text in ranks(compared, other, world=2):
+        assert "has no integrity.json: it was saved without verify_integrity=True" in text
+    changed = bytearray((one / path.name).read_bytes())
+    changed[-1] ^= 1
+    (one / path.name).write_bytes(changed)
+    for text in ranks(compared, one, world=2):
+        assert "a file is not the one that was saved (wrong SHA-256): __1_0.distcp" in text
+    (one / "integrity.json").write_text('{"algorithm": "sha256", "files": {}}')
+    for text in ranks(compared, one, world=2):
+        assert "integrity.json does not list a file: .metadata" in text
+
+
+def test_digests_on_some_ranks_alone_are_refused(ranks: Any, tmp_path: Path) -> None:
+    for text in ranks(hashed, tmp_path, True, world=2):
+        assert "no SHA-256 of __1_0.distcp: verify_integrity differs between ranks" in text
+    assert not dist_checkpointing.check_is_distributed_checkpoint(tmp_path)

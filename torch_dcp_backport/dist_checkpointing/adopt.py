@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, Optional
 
 from torch_dcp_backport.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -32,8 +33,15 @@ PACKAGE = "megatron"
 
 def adopted(value: Any) -> Any:
     """One of ours with the same fields, for an object of Megatron's classes; else the value itself."""
-    for kind in type(value).__mro__:
-        if kind.__module__.partition(".")[0] == PACKAGE and kind.__name__ in FIELDS:
-            ours, names = FIELDS[kind.__name__]
-            return ours(**{name: getattr(value, name) for name in names if hasattr(value, name)})
-    return value
+    kind: Any = type(value)
+    known = _known(kind)
+    if known is None:
+        return value
+    ours, names = known
+    return ours(**{name: getattr(value, name) for name in names if hasattr(value, name)})
+
+
+@functools.lru_cache(maxsize=256)
+def _known(kind: type) -> Optional[tuple[Any, tuple[str, ...]]]:
+    names = (base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == PACKAGE)
+    return next((FIELDS[name] for name in names if name in FIELDS), None)

@@ -92,6 +92,7 @@ def check_fields(key: object, numbers: Iterable[object], replica_id: object) -> 
     if not isinstance(key, str):
         raise CheckpointingException(f"a key that is no text: {key!r}")
     replicas = replica_id if isinstance(replica_id, tuple) else (replica_id,)
-    for number in (*numbers, *replicas):
-        if type(number) is not int:
+    known = (*numbers, *replicas)
+    if {*map(type, known)} != {int}:
+        for number in (number for number in known if type(number) is not int):
             raise CheckpointingException(f"{key}: {number!r} is a {type(number).__name__}, and not an int")

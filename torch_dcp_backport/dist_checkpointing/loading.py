@@ -97,18 +97,21 @@ class Loading:
         if keys - self.unfolded:
             self.unfolded |= keys
             self.index = self.checkpoint.holds.unfolded(self.unfolded)
+            self.__dict__.pop("wanted", None)
 
     @functools.cached_property
-    def _plain_rows(self) -> list[Row]:
-        """The rows of the tensors that are not loaded box by box; by place."""
-        return [row_of(part) for part in self.tensors]
+    def table(self) -> Table:
+        return table_of(self.parts.tensors, self.parts.objects)
 
+    @functools.cached_property
     def wanted(self) -> list[Wanted]:
+        """Anew where data was made, or keys were unfolded."""
         wanted = []
-        for part, data, plain in zip(self.tensors, self.data, self._plain_rows):
+        rows = (row for row in self.table.tensors if row.key in self.index.tensors)
+        for part, data, plain in zip(self.tensors, self.data, rows):
             if part.flattened_range is None or part.key not in self.unfolded:
                 value = None if data is None else boxed(part, data)
-                wanted.append(Wanted(plain, value, part.allow_shape_mismatch))
+                wanted.append(engine.wanted_of(self.index, plain, value, part.allow_shape_mismatch))
                 continue
             row, begin = row_of(part, is_folded=False), part.flattened_range.start
             for box, start in flat.runs(row.box, begin, part.flattened_range.stop, -begin):
@@ -116,7 +119,7 @@ class Loading:
                 if data is not None and has_slices(data):
                     value = data.detach()[start : start + box.numel].view(box.size)
                 piece = row._replace(offset=box.offset, size=box.size)
-                wanted.append(Wanted(piece, value, part.allow_shape_mismatch))
+                wanted.append(engine.wanted_of(self.index, piece, value, part.allow_shape_mismatch))
         return wanted
 
     def agree(self, is_checked: bool) -> set[str]:
@@ -130,14 +133,13 @@ class Loading:
             if self.mode.raises:
                 call.problems += unexpected_problems(self.unexpected)
             call.problems += unwritable(self.tensors)
-            wanted = self.wanted()
-            call.problems += engine.problems_of(self.index, wanted)
-            places = engine.places_of(self.index, wanted, self.objects.values())
+            call.problems += engine.problems_of(self.index, self.wanted)
+            places = engine.places_of(self.index, self.wanted, self.objects.values())
             call.problems += wrong_files(self.checkpoint.folder, places, self.index)
             self.common = self.checkpoint.common_state(self.trust)
         table, together = Table([]), tuple[int, ...]()
         with guard(call):
-            table = table_of(self.parts.tensors, self.parts.objects)
+            table = self.table
         for group in self.shared_in:
             with guard(call, "the group that reads together"):
                 together = group_ranks(group)
@@ -180,17 +182,20 @@ class Loading:
         call = self.call
         with call.room_for("the tensors that are loaded"):
             for number, part in enumerate(self.tensors):
-                # A copy: the caller's part stays without data.
-                made = replace(part)
-                made.init_data("cpu")
-                self.data[number] = self.loaded[id(part)] = made.data
+                if part.data is None:
+                    # A copy: the caller's part stays without data.
+                    made = replace(part)
+                    made.init_data("cpu")
+                    self.data[number] = made.data
+                    self.__dict__.pop("wanted", None)
+                self.loaded[id(part)] = self.data[number]
         wanted: list[Wanted] = []
         if not call.problems:
             with guard(call):
                 for data, part in zip(self.data, self.tensors):
                     if data is not None and part.allow_shape_mismatch:
                         data.detach().zero_()
-                wanted = self.wanted()
+                wanted = self.wanted
         reads = list(engine.reads_of(self.index, wanted))
         self.records = len({read.chunk.place for read in reads}) + len(self.objects)
         call.tally.meter.expect(lambda: sum(read.part.numel * read.dtype.itemsize for read in reads))

@@ -5,8 +5,11 @@ Only counts: must never decide anything, and never talk to other ranks.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Optional
 
@@ -29,28 +32,69 @@ class Report:
     files: int
     #: phase -> seconds.
     seconds: Mapping[str, float]
+    #: Seconds for which the caller waited; and those for which it went on while a thread wrote.
+    blocked: float = 0.0
+    hidden: float = 0.0
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
         verb = "written to" if self.operation == "save" else "read from"
         what = f"{self.records} records, {self.nbytes} bytes {verb} {self.files} files"
-        return f"{self.operation}: {what}; {parts}"
+        caller = f"; blocked {self.blocked:.3f} s, hidden {self.hidden:.3f} s" if self.hidden else ""
+        return f"{self.operation}: {what}; {parts}{caller}"
+
+
+class Clock:
+    """The seconds for which the caller of one save or load waits, in one call or several."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.go_on()
+
+    def go_on(self) -> None:
+        self._began = time.perf_counter()
+
+    def stop(self) -> float:
+        """All seconds so far."""
+        self.seconds += time.perf_counter() - self._began
+        return self.seconds
 
 
 _last: Optional[Report] = None
+_waited: contextvars.ContextVar[float] = contextvars.ContextVar("waited", default=0.0)
 
 
-def close(tally: Tally, records: int, nbytes: int, files: int) -> None:
-    """The call ended well: this is the last report now."""
+@contextlib.contextmanager
+def waited(seconds: float) -> Iterator[None]:
+    """Have saves that end in this context know that the caller waited so long for their threads."""
+    token = _waited.set(seconds)
+    try:
+        yield
+    finally:
+        _waited.reset(token)
+
+
+def close(
+    tally: Tally, records: int, nbytes: int, files: int, blocked: float, behind: Optional[float] = None
+) -> None:
+    """The call ended well: this is the last report now.
+
+    Args:
+        blocked: seconds of the caller in the calls themselves.
+        behind: seconds of a thread that wrote; None where the caller did.
+    """
     global _last
-    _last = Report(tally.operation, records, nbytes, files, dict(tally.seconds))
+    wait = 0.0 if behind is None else _waited.get()
+    hidden = max((behind or 0.0) - wait, 0.0)
+    _last = Report(tally.operation, records, nbytes, files, dict(tally.seconds), blocked + wait, hidden)
     logger.info("%s", _last)
 
 
-def close_save(tally: Tally, output: Output) -> None:
+def close_save(tally: Tally, output: Output, blocked: float, behind: Optional[float] = None) -> None:
     """As `close`, of what this rank wrote."""
     records = [*output.tensors, *output.objects]
-    close(tally, len(records), sum(entry.length for entry in records), 1 if records else 0)
+    nbytes = sum(entry.length for entry in records)
+    close(tally, len(records), nbytes, 1 if records else 0, blocked, behind)
 
 
 def last_report() -> Optional[Report]:

@@ -137,17 +137,20 @@ class SaveOptions(NamedTuple):
 
 def save_made(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions) -> None:
     """As `save`, of a state dict that is made inside the call: what fails there is heard on every rank."""
+    clock = report.Clock()
     with gc_context(), options.begin() as call:
-        report.close_save(call.tally, save_together(call, saving_from(call, make, checkpoint_dir, options)))
+        output = save_together(call, saving_from(call, make, checkpoint_dir, options))
+        report.close_save(call.tally, output, clock.stop())
 
 
 def begin_made(
     make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions
 ) -> AsyncRequest:
     """As `save_made`, in the background."""
+    clock = report.Clock()
     with gc_context(), options.begin() as call:
         saving = saving_from(call, make, checkpoint_dir, options)
-        save = begin_save(call, saving, options.process_group)
+        save = begin_save(call, saving, options.process_group, clock)
     return AsyncRequest(save.write, (), [save.commit])
 
 
@@ -249,7 +252,16 @@ def load_made(
     make: Callable[[Opened], ShardedStateDict], checkpoint_dir: Folder, options: LoadOptions
 ) -> Any:
     """As `load`, of a state dict that is made inside the call: what fails there is heard on every rank."""
-    with gc_context(), begin(CANNOT_LOAD, "load", options.process_group) as call:
+    # What is of use for the load alone is gone when the collector may look at it.
+    with gc_context():
+        return _load_made(make, checkpoint_dir, options)
+
+
+def _load_made(
+    make: Callable[[Opened], ShardedStateDict], checkpoint_dir: Folder, options: LoadOptions
+) -> Any:
+    clock = report.Clock()
+    with begin(CANNOT_LOAD, "load", options.process_group) as call:
         folder, mode, parts = Path(), StrictHandling.ASSUME_OK_UNEXPECTED, split({})
         with guard(call):
             folder, mode = Path(checkpoint_dir), parse_strict_flag(options.strict)
@@ -261,7 +273,8 @@ def load_made(
         loading = Loading(call, checkpoint, parts, mode, options.trust, options.shared_in)
         missing = loading.agree(options.is_checked)
         result = loading.read()
-        report.close(call.tally, loading.records, loading.reader.bytes_read, loading.reader.files)
+        reader = loading.reader
+        report.close(call.tally, loading.records, reader.bytes_read, reader.files, clock.stop())
     if StrictHandling.requires_returning_mismatch_keys(mode):
         return result, missing, loading.unexpected
     return result

@@ -68,8 +68,7 @@ def split(sharded_state_dict: Mapping[Any, Any]) -> Split:
     if not isinstance(sharded_state_dict, dict):
         raise CheckpointingException(f"expected a dict, got {type(sharded_state_dict).__name__}")
     original = structure_of(sharded_state_dict)
-    # What a factory of Megatron's builds is Megatron's.
-    built = structure_of(mapped(original, built_of))
+    built = mapped(original, built_of)
     result = Split(built, [], [], original)
     for path, value in leaves_of(built):
         if isinstance(value, ShardedTensor):
@@ -90,7 +89,8 @@ def split(sharded_state_dict: Mapping[Any, Any]) -> Split:
 
 
 def built_of(value: Any) -> Any:
-    return value.build() if isinstance(value, ShardedTensorFactory) else value
+    # What a factory of Megatron's builds is Megatron's.
+    return structure_of(value.build()) if isinstance(value, ShardedTensorFactory) else value
 
 
 def is_branch(x: Any) -> bool:

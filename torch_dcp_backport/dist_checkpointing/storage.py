@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
-from torch_dcp_backport.dist_checkpointing.engine import commit, metadata, values, writer
+from torch_dcp_backport.dist_checkpointing.engine import commit, integrity, metadata, values, writer
 from torch_dcp_backport.dist_checkpointing.engine.files import Source
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened, opened, small_files
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place, Stored
@@ -52,10 +52,17 @@ class CheckedReader(storage.StorageReader):
     whole. `.metadata` runs no code; nor do objects, unless `trust` is said.
     """
 
-    def __init__(self, path: Folder, *, trust: bool = False) -> None:
-        """`trust`: let torch make objects of any class, which runs what the file says."""
+    def __init__(self, path: Folder, *, trust: bool = False, verify_integrity: bool = False) -> None:
+        """Make a reader.
+
+        Args:
+            trust: let torch make objects of any class, which runs what the file says.
+            verify_integrity: compare the files that this rank reads from with their SHA-256, before any rank
+                loads anything.
+        """
         self.folder = Path(path)
         self.trust = trust
+        self.is_hashed = verify_integrity
         self._opened: Optional[Opened] = None
         self._chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
 
@@ -87,7 +94,25 @@ class CheckedReader(storage.StorageReader):
         pass
 
     def prepare_local_plan(self, plan: planning.LoadPlan) -> planning.LoadPlan:
+        """Nothing; but where that was asked for compare digests: torch tells all ranks before they read.
+
+        Raises:
+            CheckpointingException: a file is not the one that was saved, or there are no digests.
+        """
+        if self.is_hashed:
+            self.verify_digests({self.place_of(item)[0].file for item in plan.items})
         return plan
+
+    def verify_digests(self, needed: set[str]) -> None:
+        try:
+            digests = integrity.read(self.folder)
+        except integrity.Unknown as error:
+            raise CheckpointingException(str(error)) from None
+        problems = integrity.unlisted(digests, needed)
+        for name in sorted({*needed, *commit.SMALL} & {*digests}):
+            problems += integrity.problem_of(self.folder, name, digests[name])
+        if problems:
+            raise CheckpointingException("; ".join(map(str, problems)))
 
     def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
         return plans
@@ -169,8 +194,10 @@ class CheckedWriter(storage.StorageWriter):
     An older checkpoint in the folder is unmade first. Any `dcp.load` reads what this writes.
     """
 
-    def __init__(self, path: Folder) -> None:
+    def __init__(self, path: Folder, *, verify_integrity: bool = False) -> None:
+        """`verify_integrity`: save the SHA-256 of every file (`integrity.json`), too; on all ranks."""
         self.folder = Path(path)
+        self.is_hashed = verify_integrity
 
     def reset(self, checkpoint_id: Optional[Folder] = None) -> None:
         if checkpoint_id is not None:
@@ -203,7 +230,9 @@ class CheckedWriter(storage.StorageWriter):
             resolve: Callable[[planning.WriteItem], Any] = planner.resolve_data
             works = [work_of(resolve(item)) for item in tensors]
             data = [bytes(resolve(item).getbuffer()) for item in objects]
-            output = writer.write(self.folder / plan.storage_data, works, data, lambda nbytes: None)
+            output = writer.write(
+                self.folder / plan.storage_data, works, data, lambda nbytes: None, self.is_hashed
+            )
         return done(list(results_of(output, tensors, objects)))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -211,13 +240,21 @@ class CheckedWriter(storage.StorageWriter):
 
         Raises:
             Refusal: a rank's file is not in this folder.
+            CheckpointingException: a rank has not hashed its file.
         """
-        places = {one.index: one.storage_data for result in results for one in result}
-        index = index_of(metadata, {(key.fqn, key.offset): place for key, place in places.items()})
+        stored = {one.index: one.storage_data for result in results for one in result}
+        index = index_of(metadata, {(key.fqn, key.offset): place for key, (place, _) in stored.items()})
+        digests = {place.file: digest for place, digest in stored.values()}
+        unhashed = sorted(name for name, digest in digests.items() if not digest)
+        if self.is_hashed and unhashed:
+            raise CheckpointingException(
+                f"no SHA-256 of {', '.join(unhashed)}: verify_integrity differs between ranks"
+            )
         outputs = {
-            number: Output(name, end, [], []) for number, (name, end) in enumerate(sorted(index.ends.items()))
+            number: Output(name, end, [], [], sha256=digests[name])
+            for number, (name, end) in enumerate(sorted(index.ends.items()))
         }
-        commit.publish(self.folder, index, values.dumps({}), outputs)
+        commit.publish(self.folder, index, values.dumps({}), outputs, self.is_hashed)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Folder) -> bool:
@@ -234,7 +271,7 @@ def results_of(
 ) -> Iterator[WriteResult]:
     for items, written in ((tensors, output.tensors), (objects, output.objects)):
         for item, one in zip(items, written):
-            yield WriteResult(item.index, one.length, Place(output.file, *one))
+            yield WriteResult(item.index, one.length, (Place(output.file, *one), output.sha256))
 
 
 def index_of(whole: Metadata, places: dict[tuple[str, Any], Place]) -> Index:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
@@ -13,7 +14,7 @@ logger = logging.getLogger("torch_dcp_backport.transfer")
 class Progress(NamedTuple):
     """The progress of one transfer of this rank."""
 
-    #: "scatter" (load from rank 0), "gather" (save) or "reshard".
+    #: "scatter" (load from rank 0), "gather" (save) or "reshard"; "save" or "load" of a sharded checkpoint.
     operation: str
     #: Bytes of tensors that this rank has handed to the backend or got from it, and will have in the end.
     done: int
@@ -23,8 +24,8 @@ class Progress(NamedTuple):
 Callback = Callable[[Progress], object]
 
 
-class Bar:
-    """A tqdm bar for each transfer."""
+class Bar(threading.local):
+    """A tqdm bar for each transfer; a thread in the background has its own."""
 
     def __init__(self) -> None:
         self._tqdm: Any = importlib.import_module("tqdm").tqdm

@@ -5,6 +5,7 @@ No collective runs in the background.
 
 from __future__ import annotations
 
+import threading
 from typing import Optional
 
 import torch
@@ -22,24 +23,37 @@ from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
 from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.report import Phase
 
+WRITING = "writing"
 COPYING = Topic("copying", "an older checkpoint in the folder is gone")
 
 
 class Background:
     """One rank's part of a save under way."""
 
-    def __init__(self, planned: Planned, title: str, group: Group) -> None:
+    def __init__(self, planned: Planned, call: Call, group: Group, clock: report.Clock) -> None:
+        """`call`: in which it was planned. `clock`: of the caller's seconds."""
         self.planned = planned
-        self.title = title
+        self.title = call.title
         self.group = group
+        self.clock = clock
+        #: Its callback is called by the thread that writes.
+        self.meter = call.tally.meter
+        self.meter.expect(lambda: planned.nbytes)
+        #: Phase -> seconds.
+        self.seconds = dict(call.tally.seconds)
+        self._writer = 0
+        clock.stop()
         self._output: Optional[Output] = None
         self._error: Optional[Exception] = None
 
     def write(self) -> None:
         """Write this rank's files. Raises nothing: what fails is told in `commit`."""
+        self._writer = threading.get_ident()
         try:
-            self._output = self.planned.write(lambda nbytes: None)
+            with Phase(self.seconds, WRITING):
+                self._output = self.planned.write(self.meter.add)
         except Exception as error:
             self._error = error
         finally:
@@ -52,17 +66,25 @@ class Background:
         Raises:
             CheckpointingException: a rank could not write, or is gone; the same on every rank.
         """
+        self.clock.go_on()
         with begin(self.title, "save", self.group) as call:
+            call.tally.seconds.update(self.seconds)
             with guard(call, self.planned.path.name):
                 if self._error is not None:
                     raise self._error
                 if self._output is None:
                     raise CheckpointingException("nothing was written: its async_fn did not run to its end")
             output = self._output or self.planned.nothing()
-            report.close_save(call.tally, commit_together(call, self.planned, output))
+            output = commit_together(call, self.planned, output)
+            blocked, writing = self.clock.stop(), self.seconds[WRITING]
+            if self._writer == threading.get_ident():
+                # Nothing was hidden from a caller that wrote by itself.
+                report.close_save(call.tally, output, blocked + writing)
+            else:
+                report.close_save(call.tally, output, blocked, writing)
 
 
-def begin_save(call: Call, saving: Saving, group: Group) -> Background:
+def begin_save(call: Call, saving: Saving, group: Group, clock: report.Clock) -> Background:
     """Plan, and copy this rank's own share; what the caller does to its tensors afterwards is not saved.
 
     Raises:
@@ -72,7 +94,7 @@ def begin_save(call: Call, saving: Saving, group: Group) -> Background:
     with call.tally.phase("copying"), guard(call, "a copy of this rank's share"):
         copy_works(planned.works)
     consult(call, None, lambda ranks: {}, COPYING)
-    return Background(planned, call.title, group)
+    return Background(planned, call, group, clock)
 
 
 @torch.no_grad()

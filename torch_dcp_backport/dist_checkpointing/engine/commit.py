@@ -27,6 +27,8 @@ from torch_dcp_backport.transfer import Problem
 COMMON = "common.pt"
 #: The names that this room and torch give to files of records.
 RECORDS = re.compile(r"__\d+_\d+\.distcp")
+#: Files without records.
+SMALL = (CONFIG_FNAME, metadata.NAME, COMMON)
 MARKER = config_bytes(CheckpointingConfig(SHARDED_BACKEND))
 #: Seconds for which other ranks' files may stay unseen: network file systems remember what was not there.
 PATIENCE = 5.0
@@ -52,10 +54,12 @@ def unmark(folder: Path) -> None:
         files.sync_folder(folder)
 
 
-def publish(folder: Path, index: Index, common: bytes, outputs: Mapping[int, Output]) -> None:
+def publish(
+    folder: Path, index: Index, common: bytes, outputs: Mapping[int, Output], is_hashed: bool = False
+) -> None:
     """As `publish_described`, with the `.metadata` of an index."""
     index.is_ours, index.common = True, (len(common), zlib.crc32(common))
-    publish_described(folder, metadata.to_bytes(index), common, outputs)
+    publish_described(folder, metadata.to_bytes(index), common, outputs, is_hashed)
 
 
 def publish_described(

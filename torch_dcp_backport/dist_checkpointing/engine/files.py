@@ -48,6 +48,8 @@ class Source:
         self.fd = fd
         self.name = name
         self.nbytes = 0
+        #: What was read ahead, and from where on.
+        self._ahead, self._ahead_at = bytearray(), 0
 
     def end(self) -> int:
         return os.fstat(self.fd).st_size
@@ -71,11 +73,19 @@ class Source:
         Raises:
             Damaged: the file ends before.
         """
+        start = offset - self._ahead_at
+        if start >= 0 and start + length <= len(self._ahead):
+            return self._ahead[start : start + length]
         if offset + length > self.end():
             raise Damaged(f"{self.name} ends at byte {self.end()}, where {offset + length} were saved")
         data = bytearray(length)
         self.fill(memoryview(data), offset)
         return data
+
+    def read_ahead(self, offset: int, length: int) -> None:
+        """Have `bytes_at` ask for these bytes no more; nothing where the file does not have them all."""
+        if length and offset + length <= self.end():
+            self._ahead, self._ahead_at = self.bytes_at(offset, length), offset
 
 
 class Memory(Source):
@@ -93,6 +103,19 @@ class Memory(Source):
         if part.nbytes < target.nbytes:
             raise Damaged(f"{self.name}: an entry of a record is outside of it")
         target[:] = part
+
+
+def check_writable(folder: Path) -> None:
+    """Ask whether files can be made in a folder, and make none.
+
+    Raises:
+        OSError: they cannot (EACCES, EROFS).
+    """
+    # The rights of this moment: those that a process has given up for good are the same.
+    is_effective = os.access in os.supports_effective_ids
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=is_effective):
+        code = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(code, os.strerror(code), str(folder))
 
 
 def reserve(fd: int, length: int) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Source
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Place
-from torch_dcp_backport.dist_checkpointing.engine.records import LIMIT32, strides_of
+from torch_dcp_backport.dist_checkpointing.engine.records import ELSEWHERE, strides_of
 from torch_dcp_backport.dist_checkpointing.engine.unpickle import Described, Refused, TensorReader
 
 #: What is read of the end of a record; a directory of torch's has less than 1 KiB.
@@ -95,7 +95,7 @@ def _directory(source: Source, place: Place) -> dict[str, Listed]:
     tail = source.bytes_at(place.offset + place.length - size, size)
     end = tail.rindex(b"PK\5\6")
     count, nbytes, at = struct.unpack_from("<HII", tail, end + 10)
-    if LIMIT32 in (nbytes, at) or count == 0xFFFF:
+    if ELSEWHERE in (nbytes, at) or count == 0xFFFF:
         large = tail.rindex(b"PK\6\6", 0, end)
         count, nbytes, at = struct.unpack_from("<QQQ", tail, large + 32)
     if at + nbytes > place.length:
@@ -130,7 +130,7 @@ def _large_sizes(extra: bytes, length: int, packed: int, start: int) -> tuple[in
         if kind == 1:
             at = cursor + 4
             for number, value in enumerate(values):
-                if value == LIMIT32:
+                if value == ELSEWHERE:
                     (values[number],) = struct.unpack_from("<Q", extra, at)
                     at += 8
         cursor += 4 + size

@@ -25,7 +25,7 @@ from torch_dcp_backport.dist_checkpointing.engine import commit, metadata, value
 from torch_dcp_backport.dist_checkpointing.engine.cover import covered
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
 from torch_dcp_backport.dist_checkpointing.engine.meeting import announce, guard
-from torch_dcp_backport.dist_checkpointing.engine.metadata import Index, Place
+from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place
 from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
 from torch_dcp_backport.dist_checkpointing.engine.table import Row, spelled
 from torch_dcp_backport.dist_checkpointing.engine.unpickle import Refused
@@ -76,7 +76,7 @@ def small_files(folder: Path) -> dict[str, bytes]:
     if not folder.is_dir():
         raise CheckpointingException(f"{folder} is no folder")
     content = {}
-    for name in (CONFIG_FNAME, metadata.NAME, commit.COMMON):
+    for name in commit.SMALL:
         try:
             content[name] = (folder / name).read_bytes()
         except FileNotFoundError:
@@ -149,33 +149,37 @@ class Wanted(NamedTuple):
     """A box of a tensor, and what it is loaded into."""
 
     row: Row
+    box: Box
     #: In the shape of the box; None where it is still to be made.
     data: Optional[torch.Tensor]
-    allow_shape_mismatch: bool = False
+    allow_shape_mismatch: bool
+    #: The stored chunks that have elements of the box, each with the part that it has.
+    parts: list[tuple[Chunk, Box]]
+
+
+def wanted_of(index: Index, row: Row, data: Optional[torch.Tensor], allow_shape_mismatch: bool) -> Wanted:
+    """A box of a tensor that the checkpoint has; of another number of axes it has no parts."""
+    stored, box = index.tensors[row.key], row.box
+    parts = list(stored.parts_of(box)) if len(stored.shape) == len(row.shape) else []
+    return Wanted(row, box, data, allow_shape_mismatch, parts)
 
 
 def problems_of(index: Index, wanted: Sequence[Wanted]) -> Iterator[Problem]:
-    """What is asked for and cannot be loaded as it is asked for; keys that are not there do not count."""
-    for row, data, allow_shape_mismatch in wanted:
-        stored = index.tensors.get(row.key)
-        if stored is None:
-            if row.key in index.objects:
-                yield Problem("the checkpoint has an object under this key, not a tensor", row.key)
-            continue
+    """What is asked for and cannot be loaded as it is asked for."""
+    for row, box, data, allow_shape_mismatch, parts in wanted:
+        stored = index.tensors[row.key]
         if stored.shape != row.shape and not (allow_shape_mismatch and len(stored.shape) == len(row.shape)):
             yield Problem("wrong global shape", row.key, f"{row.shape}", f"{stored.shape} as saved")
             continue
         if not keeps_values(stored.dtype, row.dtype):
             what = "a dtype that would lose values"
             yield Problem(what, row.key, f"{row.dtype}", f"{stored.dtype} as saved")
-        box = row.box
-        parts = [part for _, part in stored.parts_of(box)]
-        have = box.numel if parts == [box] else covered(parts)
-        expected = box.numel
-        if allow_shape_mismatch:
-            expected = overlap(row.box, stored.shape)
+        have = expected = box.numel
+        if len(parts) != 1 or parts[0][1] != box:
+            have = covered(part for _, part in parts)
+            expected = overlap(box, stored.shape) if allow_shape_mismatch else expected
         if have != expected:
-            what = f"the checkpoint does not have all of {spelled(row.box)}"
+            what = f"the checkpoint does not have all of {spelled(box)}"
             yield Problem(what, row.key, f"{have} elements", f"{expected} elements")
         if data is not None and data.is_meta:
             yield Problem("a tensor on the meta device cannot be loaded into", row.key)
@@ -210,18 +214,18 @@ def overlap(box: Box, shape: tuple[int, ...]) -> int:
 
 def reads_of(index: Index, wanted: Iterable[Wanted]) -> Iterator[Read]:
     """What is read of the checkpoint's records for the tensors that are there."""
-    for row, data, _ in wanted:
-        stored = index.tensors[row.key]
-        for chunk, part in stored.parts_of(row.box):
+    for row, box, data, _, parts in wanted:
+        dtype = index.tensors[row.key].dtype
+        for chunk, part in parts:
             assert data is not None, "it was made"
-            yield Read(row.key, chunk, part, stored.dtype, data, row.box)
+            yield Read(row.key, chunk, part, dtype, data, box)
 
 
 def places_of(index: Index, wanted: Iterable[Wanted], objects: Iterable[str]) -> Iterator[tuple[str, Place]]:
     """The records that are read."""
-    for row, _, _ in wanted:
-        for chunk, _ in index.tensors[row.key].parts_of(row.box):
-            yield row.key, chunk.place
+    for one in wanted:
+        for chunk, _ in one.parts:
+            yield one.row.key, chunk.place
     for key in objects:
         yield key, index.objects[key]
 

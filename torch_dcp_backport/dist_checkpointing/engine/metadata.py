@@ -48,6 +48,8 @@ HOLE = b"\xa5"
 UNKNOWN = (2**62 + 1, 2**62 + 2)
 LONG = pickle.LONG1 + b"\x08"
 TRAILER = b"torch_dcp_backport crc32 "
+#: Of a tensor its dtype, its shape, and its boxes with the bytes of their values.
+Form = tuple[torch.dtype, tuple[int, ...], list[tuple[Box, int]]]
 
 
 class Place(NamedTuple):
@@ -110,7 +112,7 @@ class Stored:
         for chunk in chunks:
             if chunk.box == box:
                 # Nobody else is needed: most loads are of the boxes that were saved.
-                yield chunk, box
+                yield chunk, chunk.box
                 return
         for chunk in chunks:
             part = intersection(chunk.box, box)
@@ -173,7 +175,9 @@ class Index:
         """File -> where its last record ends."""
         ends: dict[str, int] = {}
         for _, place in self.places():
-            ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
+            end = place.offset + place.length
+            if end > ends.get(place.file, -1):
+                ends[place.file] = end
         return ends
 
 
@@ -197,8 +201,9 @@ class Template:
     def _whole_of(self, index: Index) -> Any:
         entries: dict[str, Any] = {}
         places: dict[Any, Any] = {}
-        # Layers have the same boxes: each is made and pickled once.
+        # Layers have the same boxes, and are alike: each kind is made and pickled once.
         boxes: dict[Box, Any] = {}
+        kinds: dict[Any, Any] = {}
         properties = functools.lru_cache(maxsize=None)(lambda dtype: metadata.TensorProperties(dtype=dtype))
         for key, stored in index.tensors.items():
             chunks = []
@@ -210,8 +215,11 @@ class Template:
                 chunks.append(known)
                 places[metadata.MetadataIndex(key, known.offsets)] = info_of(chunk.place)
                 self.places.append(chunk.place)
-            shape = torch.Size(stored.shape)
-            entries[key] = metadata.TensorStorageMetadata(properties(stored.dtype), shape, chunks)
+            kind = stored.dtype, stored.shape, *map(id, chunks)
+            if kind not in kinds:
+                shape = torch.Size(stored.shape)
+                kinds[kind] = metadata.TensorStorageMetadata(properties(stored.dtype), shape, chunks)
+            entries[key] = kinds[kind]
         for key, place in index.objects.items():
             entries[key] = metadata.BytesStorageMetadata()
             places[metadata.MetadataIndex(key)] = info_of(place)
@@ -310,35 +318,40 @@ def _index_of(whole: Any, ours: Any) -> Index:
         if not (type(at) is type(length) is int and at >= 0 and 0 <= length <= LARGEST - at):
             raise Refused(f"not a place: {at}, {length}")
         places[_text(where.fqn), offset] = Place(name_of(info.relative_path), at, length, crc)
-    #: id of a chunk -> it, and its box: many tensors share theirs.
-    boxes: dict[int, tuple[Any, Box]] = {}
+    #: id of an entry -> what it says: many tensors have the same one.
+    forms: dict[int, Form] = {}
     known = getattr(whole, "mcore_data", None)
     for key, entry in whole.state_dict_metadata.items():
         if isinstance(entry, TensorEntry):
-            stored = index.tensors[_text(key)] = _stored_of(key, entry, places, boxes)
+            form = forms.get(id(entry)) or _form_of(key, entry)
+            forms[id(entry)] = form
+            stored = index.tensors[_text(key)] = _stored_of(key, form, places)
             stored.original = _original_of(key, stored, known.get(key) if isinstance(known, dict) else None)
         else:
             index.objects[_text(key)] = _place_in(places, key, None)
     return index
 
 
-def _stored_of(key: str, entry: Any, places: dict[Any, Place], boxes: dict[int, tuple[Any, Box]]) -> Stored:
+def _form_of(key: str, entry: Any) -> Form:
     shape, dtype = _numbers(entry.size), entry.properties.dtype
     if not isinstance(dtype, torch.dtype):
         raise Refused(f"{key} has no dtype")
     if math.prod(shape) * dtype.itemsize > LARGEST:
         raise Refused(f"{key} of shape {shape} has more bytes than there are")
-    chunks = []
-    for chunk in entry.chunks:
-        known = boxes.get(id(chunk))
-        if known is None:
-            known = boxes[id(chunk)] = chunk, Box(_numbers(chunk.offsets), _numbers(chunk.sizes))
-        box = known[1]
+    boxes = [Box(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks]
+    for box in boxes:
         ends = (start + extent for start, extent in zip(box.offset, box.size))
         if not len(box.offset) == len(box.size) == len(shape) or any(map(int.__gt__, ends, shape)):
             raise Refused(f"{key} of shape {shape} has a chunk outside of it: {box}")
-        place = _place_in(places, key, box.offset)
-        if box.numel * dtype.itemsize > place.length:
+    return dtype, shape, [(box, box.numel * dtype.itemsize) for box in boxes]
+
+
+def _stored_of(key: str, form: Form, places: dict[Any, Place]) -> Stored:
+    dtype, shape, boxes = form
+    chunks = []
+    for box, nbytes in boxes:
+        place = places.get((key, box.offset)) or _place_in(places, key, box.offset)
+        if nbytes > place.length:
             raise Refused(f"{key} has more values in {box} than its record of {place.length} bytes has")
         chunks.append(Chunk(box, place))
     return Stored(dtype, shape, chunks)

@@ -19,7 +19,7 @@ from torch_dcp_backport.dist_checkpointing.engine import foreign
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Memory, Source
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place
 from torch_dcp_backport.dist_checkpointing.engine.records import bytes_to_words, form_of, strides_of
-from torch_dcp_backport.dist_checkpointing.engine.runs import LARGEST, extent_of, is_one_run, pieces
+from torch_dcp_backport.dist_checkpointing.engine.runs import LARGEST, extent_of, pieces
 from torch_dcp_backport.dist_checkpointing.engine.values import Unloadable, loads
 from torch_dcp_backport.dist_checkpointing.engine.writer import bytes_of, is_flat
 from torch_dcp_backport.transfer import Box, Problem
@@ -120,11 +120,34 @@ def wrong_files(folder: Path, needed: Iterable[tuple[str, Place]], index: Index)
         end = index.ends[name]
         try:
             size = os.stat(folder / name).st_size
+            if size >= end:
+                # Who may see a file need not be allowed to read it.
+                os.close(os.open(folder / name, os.O_RDONLY))
         except OSError as error:
-            yield Problem(f"{name} cannot be read", key, str(error.strerror))
+            yield Problem(f"{name} cannot be read", key, str(error))
             continue
         if size < end:
             yield Problem(f"{name} is cut short", key, f"{size} bytes", f"at least {end}")
+
+
+def neighbours(reads: Iterable[Read]) -> Iterator[tuple[int, int, list[Read]]]:
+    """(start, stop, reads): little records that lie side by side from start to stop, as far as BLOCK.
+
+    A large record is among them, and its bytes are not.
+    """
+    group: list[Read] = []
+    start = stop = 0
+    for read in sorted(reads, key=lambda read: read.chunk.place.offset):
+        place = read.chunk.place
+        end = place.offset + (place.length if place.length <= LITTLE else 0)
+        if place.offset > stop or end - start > BLOCK:
+            if group:
+                yield start, stop, group
+            group, start, stop = [], place.offset, place.offset
+        group.append(read)
+        stop = max(stop, end)
+    if group:
+        yield start, stop, group
 
 
 class Reader:
@@ -162,8 +185,10 @@ class Reader:
             by_file.setdefault(read.chunk.place.file, []).append(read)
         for name in sorted(by_file):
             with self.open(name) as source:
-                for read in sorted(by_file[name], key=lambda read: read.chunk.place.offset):
-                    self.read_part(source, read)
+                for start, stop, group in neighbours(by_file[name]):
+                    source.read_ahead(start, stop - start)
+                    for read in group:
+                        self.read_part(source, read)
 
     def read_part(self, source: Source, read: Read) -> None:
         try:
@@ -183,22 +208,18 @@ class Reader:
         if form.length != place.length:
             raise Damaged(f"{source.name}: the record has {place.length} bytes, not {form.length}")
         if place.length <= LITTLE:
-            record = memoryview(source.bytes_at(place.offset, place.length))
-            head, values, tail = (
-                record[: form.at],
-                record[form.at : -form.tail_bytes],
-                record[-form.tail_bytes :],
-            )
-            table = form.table_in(bytes(tail))
+            head = tail = source.bytes_at(place.offset, place.length)
+            values = memoryview(head)[form.at : form.at + form.nbytes]
+            table = form.table_in(bytes(tail[-form.tail_bytes :])) if form.grain else b""
             crc_read = zlib.crc32(values)
         else:
-            head = memoryview(source.bytes_at(place.offset, form.at))
-            tail = memoryview(source.bytes_at(at + form.nbytes, form.tail_bytes))
+            head = source.bytes_at(place.offset, form.at)
+            tail = source.bytes_at(at + form.nbytes, form.tail_bytes)
             table = form.table_in(bytes(tail))
             # The values are verified against the table when they are read.
             crc_read = bytes_to_words(table)[-1]
         ends = (form.head(crc), form.tail(crc, table)) if form.grain else form.ends(crc)
-        if crc_read != crc or head != ends[0] or tail != ends[1]:
+        if crc_read != crc or not head.startswith(ends[0]) or not tail.endswith(ends[1]):
             raise Damaged(f"{source.name}: the record at byte {place.offset} is damaged (wrong checksum)")
         if place.length <= LITTLE:
             return Held(source, at, values)
@@ -214,8 +235,9 @@ class Reader:
         values = Values(source, located.at, located.nbytes, located.crc)
         if located.nbytes > LITTLE:
             return values
-        data = memoryview(bytearray(located.nbytes))
-        values.read(0, data)
+        # Of what was read ahead, where it was.
+        data = memoryview(source.bytes_at(located.at, located.nbytes))
+        values.check(0, data)
         return Held(source, located.at, data)
 
     def read_run(self, values: Values, read: Read) -> bool:
@@ -223,11 +245,11 @@ class Reader:
         target = part_of(read.target, read.holds, read.part)
         if target.dtype != read.dtype or not is_flat(target):
             return False
-        if not is_one_run(read.chunk.box, read.part, read.dtype.itemsize):
+        begin, end = extent_of(read.chunk.box, read.part, read.dtype.itemsize)
+        if end - begin != read.part.numel * read.dtype.itemsize:
             return False
         memory, grain = bytes_of(target), values.grain
-        extent = extent_of(read.chunk.box, read.part, read.dtype.itemsize)
-        begin, end = extent[0] + read.base, extent[1] + read.base
+        begin, end = begin + read.base, end + read.base
         start = begin
         while start < end:
             # Blocks end at multiples of their size, so that all but the first and the last are whole grains.

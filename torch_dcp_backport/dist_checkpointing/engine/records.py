@@ -27,7 +27,9 @@ SMALL = 16 * 1024
 #: Bytes of values between two checksums, where the table stays below LONGEST.
 GRAIN = 4096
 LONGEST = 2**20
-LIMIT32 = 0xFFFFFFFF
+#: In place of a number that is said elsewhere, with eight bytes; and from where on numbers are.
+ELSEWHERE = 0xFFFFFFFF
+LIMIT32 = ELSEWHERE
 #: Where an entry's checksum stands in its header, and in the directory.
 CRC_IN_HEADER, CRC_IN_LISTING = 14, 16
 #: 1980-01-01, the first day that a zip can say.
@@ -75,7 +77,7 @@ class Entry(NamedTuple):
         """The entry in the directory at the end of the zip."""
         extra, at = self.sizes(), self.at
         if at >= LIMIT32:
-            extra, at = self._with_place(), LIMIT32
+            extra, at = self._with_place(), ELSEWHERE
         rest = struct.pack("<HHHII", 0, 0, 0, 0, at)
         return (
             b"PK\1\2" + struct.pack("<H", 45) + self._common(len(extra)) + rest + self.name.encode() + extra
@@ -86,7 +88,7 @@ class Entry(NamedTuple):
         return struct.pack("<HH", 1, len(sizes) + 8) + sizes + struct.pack("<Q", self.at)
 
     def _common(self, extra: int) -> bytes:
-        size = min(self.nbytes, LIMIT32)
+        size = ELSEWHERE if self.is_large else self.nbytes
         return struct.pack(
             "<HHHHHIIIHH", 45, 0, 0, 0, DATE, self.crc, size, size, len(self.name.encode()), extra
         )
@@ -167,11 +169,11 @@ class Form:
 
 def ending(count: int, nbytes: int, at: int) -> bytes:
     """The end of a zip whose directory has `count` entries in `nbytes` bytes from `at` on."""
-    large = b""
+    large, said = b"", at
     if at >= LIMIT32:
         end = struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, nbytes, at)
-        large = b"PK\6\6" + end + b"PK\6\7" + struct.pack("<IQI", 0, at + nbytes, 1)
-    return large + b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, count, count, nbytes, min(at, LIMIT32), 0)
+        large, said = b"PK\6\6" + end + b"PK\6\7" + struct.pack("<IQI", 0, at + nbytes, 1), ELSEWHERE
+    return large + b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, count, count, nbytes, said, 0)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -27,17 +27,13 @@ class Piece(NamedTuple):
 
 def extent_of(stored: Box, part: Box, itemsize: int) -> tuple[int, int]:
     """The first byte of a part and the one behind its last, within the stored box that contains it."""
+    if part is stored:
+        return 0, part.numel * itemsize
     first = last = 0
     for stride, base, start, size in zip(strides_of(stored.size), stored.offset, part.offset, part.size):
         first += (start - base) * stride
         last += (start - base + size - 1) * stride
     return first * itemsize, (last + 1) * itemsize
-
-
-def is_one_run(stored: Box, part: Box, itemsize: int) -> bool:
-    """Whether a part's bytes lie one behind the other."""
-    start, stop = extent_of(stored, part, itemsize)
-    return stop - start == part.numel * itemsize
 
 
 def pieces(stored: Box, part: Box, itemsize: int, largest: int = LARGEST, gap: int = GAP) -> Iterator[Piece]:

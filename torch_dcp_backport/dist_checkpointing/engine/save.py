@@ -34,7 +34,7 @@ from torch_dcp_backport.dist_checkpointing.engine.table import (
     unwritable,
 )
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
-from torch_dcp_backport.transfer import Box, Call, Problem
+from torch_dcp_backport.transfer import Box, Call, Problem, problem_of
 from torch_dcp_backport.transfer.memory import has_slices, layout_text
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
@@ -73,6 +73,11 @@ def problems_of(saving: Saving) -> list[Problem]:
     problems = []
     if not saving.folder.is_dir():
         problems.append(Problem("no such folder (make it first)", str(saving.folder)))
+    else:
+        try:
+            files.check_writable(saving.folder)
+        except OSError as error:
+            problems.append(problem_of(error))
     for row, data in zip(saving.table.tensors, saving.data):
         if not has_slices(data) or data.is_meta:
             kind = "on the meta device" if data.is_meta else layout_text(data)
@@ -254,8 +259,10 @@ def check_trust(common: bytes, must_load: bool) -> None:
 
 
 def work_of(saving: Saving, item: Item) -> Work:
-    data, holds = saving.data[item.number], saving.table.tensors[item.number].box
-    if not item.box.numel:
+    data, row = saving.data[item.number], saving.table.tensors[item.number]
+    # A piece as large as what this rank has is that.
+    holds = item.box if item.box.size == row.size else row.box
+    if 0 in item.box.size:
         # A tensor without elements is written whole, whatever part of nothing this rank has.
         data, holds = data.new_empty(item.box.size), item.box
     return Work(data, holds, item.box)

@@ -63,7 +63,7 @@ class Table(NamedTuple):
 
 
 def _table_of(keys: list[str], numbers: array[int], forms: list[Any], objects: list[Any]) -> Table:
-    rows = [Row(key, *forms[number]) for key, number in zip(keys, numbers)]
+    rows = [Row._make((key, *forms[number])) for key, number in zip(keys, numbers)]
     return Table(rows, [ObjectRow(*row) for row in objects])
 
 

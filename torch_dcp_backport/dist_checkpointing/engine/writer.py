@@ -73,7 +73,7 @@ class Output(NamedTuple):
 
 def _output_of(facts: tuple[str, int, int, str], *columns: Any) -> Output:
     file, nbytes, crc, sha256 = facts
-    tensors, objects = ([Written(*row) for row in zip(*part)] for part in columns)
+    tensors, objects = (list(map(Written._make, zip(*part))) for part in columns)
     return Output(file, nbytes, tensors, objects, crc, sha256)
 
 
@@ -93,7 +93,8 @@ def write(
     Raises:
         OSError: no room, known before the first byte where the file system can tell, or a failed write.
     """
-    total = sum(work.form.length for work in tensors) + sum(map(len, objects))
+    forms = [work.form for work in tensors]
+    total = sum(form.length for form in forms) + sum(map(len, objects))
     output = Output(path.name, total, [], [])
     if not tensors and not objects:
         return output
@@ -103,15 +104,15 @@ def write(
         files.reserve(fd, total)
         sink = Sink(fd)
         block: Optional[torch.Tensor] = None
-        for work in tensors:
+        for work, form in zip(tensors, forms):
             files.step("write record")
             part = work.part
             if is_flat(part):
-                output.tensors.append(write_tensor(sink, work.form, flat_blocks(part), moved))
-                continue
-            if block is None:
-                block = compat.host_buffer(BLOCK)
-            output.tensors.append(write_tensor(sink, work.form, blocks_of(work, block), moved))
+                blocks = flat_blocks(part)
+            else:
+                block = compat.host_buffer(BLOCK) if block is None else block
+                blocks = blocks_of(work, block)
+            output.tensors.append(write_tensor(sink, form, blocks, moved))
         for data in objects:
             at = sink.end
             sink.put(data)
@@ -173,15 +174,19 @@ class Sink:
 def write_tensor(
     sink: Sink, form: Form, blocks: Iterator[memoryview], moved: Callable[[int], None]
 ) -> Written:
-    at, total = sink.end, RunningSum(form.grain)
-    if form.length <= LITTLE:
-        data = next(blocks, memoryview(b""))
-        total.add(data)
-        if form.grain:
-            head, tail = form.head(total.crc), form.tail(total.crc, total.table)
-        else:
-            head, tail = form.ends(total.crc)
+    at = sink.end
+    if not form.grain:
+        data = next(blocks, b"")
+        crc = zlib.crc32(data)
+        head, tail = form.ends(crc)
         sink.put(b"".join((head, data, tail)))
+        moved(form.nbytes)
+        return Written(at, form.length, crc)
+    total = RunningSum(form.grain)
+    if form.length <= LITTLE:
+        data = next(blocks)
+        total.add(data)
+        sink.put(b"".join((form.head(total.crc), data, form.tail(total.crc, total.table))))
         moved(form.nbytes)
     else:
         # The head has the checksum of what comes behind it.
@@ -203,8 +208,7 @@ def is_flat(part: torch.Tensor) -> bool:
 def flat_blocks(part: torch.Tensor) -> Iterator[memoryview]:
     """The values of a tensor that lies as in a file, in blocks that are multiples of every grain."""
     data = bytes_of(part)
-    for start in range(0, len(data), BLOCK):
-        yield data[start : start + BLOCK]
+    return (data[start : start + BLOCK] for start in range(0, len(data), BLOCK))
 
 
 def blocks_of(work: Work, block: torch.Tensor) -> Iterator[memoryview]:
@@ -231,7 +235,7 @@ def shifted(box: Box, by: Box) -> Box:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
+    """The memory of a contiguous tensor on the host that requires no gradient."""
     # A dimension of one element may have any stride.
-    array: Any = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    array: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(array)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Optional
 
+from torch_dcp_backport.dist_checkpointing import report
 from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, consult, guard
 from torch_dcp_backport.transfer.groups import Group
 
@@ -116,8 +117,10 @@ class AsyncCallsQueue:
         request, thread = self._request, self._thread
         if request is None:
             return []
+        began = time.perf_counter()
         if blocking and thread is not None:
             thread.join()
+        seconds = time.perf_counter() - began
 
         def decide(ended: Mapping[int, bool]) -> Mapping[int, bool]:
             return dict.fromkeys(ended, all(ended.values()))
@@ -131,7 +134,7 @@ class AsyncCallsQueue:
                 thread.join()
         self._request = self._thread = None
         with begin(CANNOT_FINALIZE, "save", self.process_group) as call:
-            with guard(call):
+            with guard(call), report.waited(seconds):
                 for finalize in request.finalize_fns:
                     finalize()
             consult(call, None, lambda ranks: {}, FINALIZING)
