@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from torch_dcp_backport import hf
-from torch_dcp_backport.hf.files import Draft, planned
+from torch_dcp_backport.hf.files import Draft
 from torch_dcp_backport.hf.format import FormatError, make_header, read_header
+from torch_dcp_backport.hf.writing import planned
 from torch_dcp_backport.transfer import Box, TensorInfo
 from torch_dcp_backport.transfer.layout import whole
 
@@ -202,7 +203,7 @@ def exported(
     draft.reserve(infos(tensors), file_bytes)
     draft.add("config.json", b'{"model_type": "qwen2"}')
     for key, value in tensors.items():
-        draft.write(key, 0, memoryview(data_of(value)))
+        draft.files.write(key, 0, memoryview(data_of(value)))
     draft.sync()
     draft.switch()
     return draft.finish()

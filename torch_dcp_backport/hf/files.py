@@ -6,7 +6,6 @@ One process's work; must never talk to other ranks, and never touch what it did 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -16,8 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Optional
 
-from torch_dcp_backport.hf.format import Entry, make_header, nbytes_of
+from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.source import CONFIG, INDEX, SINGLE
+from torch_dcp_backport.hf.writing import Files
 from torch_dcp_backport.transfer import TensorInfo
 
 #: Weight files of an older export of ours or of transformers, beside those that its index names.
@@ -26,24 +26,6 @@ WEIGHTS = re.compile(
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
 )
 LOCK = ".lock"
-#: What a file system says that cannot reserve room.
-CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
-
-
-def planned(tensors: Mapping[str, TensorInfo], file_bytes: int, tag: str = "") -> dict[str, list[str]]:
-    """File name -> HF keys, in their order: as many as `file_bytes` hold, or one that is larger."""
-    files: list[list[str]] = []
-    room = 0
-    for key, info in tensors.items():
-        if not files or nbytes_of(info) > room:
-            files.append([])
-            room = file_bytes
-        files[-1].append(key)
-        room -= nbytes_of(info)
-    if len(files) == 1:
-        return {SINGLE: files[0]}
-    stem, count = f"model-{tag}" if tag else "model", len(files)
-    return {f"{stem}-{number:05d}-of-{count:05d}.safetensors": keys for number, keys in enumerate(files, 1)}
 
 
 def weights_in(folder: Path) -> list[str]:
@@ -163,9 +145,7 @@ class Draft:
         except BaseException:
             self.room.leave()
             raise
-        #: HF key -> its file, and where in it.
-        self.places: dict[str, tuple[int, Entry]] = {}
-        self._open: dict[str, int] = {}
+        self.files = Files({}, 0)
         #: Names of the weight files: the last one is that by which readers find the others.
         self._weights: list[str] = []
 
@@ -176,25 +156,19 @@ class Draft:
             OSError: there is no room, the disk failed.
             ValueError: a dtype that safetensors does not have.
         """
-        names = planned(tensors, file_bytes)
-        if any(name in self.stale for name in names) and len(names) > 1:
+        files = Files(tensors, file_bytes)
+        if any(name in self.stale for name in files.names) and len(files.names) > 1:
             # Names of its own: the old model stays whole until the new index takes its place.
-            names = planned(tensors, file_bytes, os.urandom(4).hex())
-        index: dict[str, str] = {}
-        for name, keys in names.items():
-            header, entries = make_header({key: tensors[key] for key in keys})
-            file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-            self._open[name] = file
-            size = max((entry.stop for entry in entries.values()), default=len(header))
-            reserve(file, size)
-            write_at(file, header, 0)
-            self.places.update((key, (file, entry)) for key, entry in entries.items())
-            index.update(dict.fromkeys(keys, name))
-        if len(names) > 1:
+            files = Files(tensors, file_bytes, os.urandom(4).hex())
+        self.files = files
+        files.make(self.folder)
+        self._weights = files.names
+        if len(files.names) > 1:
             total = sum(map(nbytes_of, tensors.values()))
+            index = {key: files.places[key][0] for key in tensors}
             value = {"metadata": {"total_size": total}, "weight_map": index}
             self.add(INDEX, json.dumps(value, indent=2).encode())
-        self._weights = [*names, *([INDEX] if len(names) > 1 else [])]
+            self._weights.append(INDEX)
 
     def add(self, name: str, content: bytes) -> None:
         """Write a small file."""
@@ -203,23 +177,13 @@ class Draft:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
 
-    def write(self, key: str, offset: int, data: memoryview) -> None:
-        """Write bytes of a tensor, from the one at `offset` on.
-
-        Raises:
-            OSError: the disk failed.
-        """
-        file, entry = self.places[key]
-        write_at(file, data, entry.start + offset)
-
     def sync(self) -> None:
         """Wait until everything is on the disk.
 
         Raises:
             OSError: the disk failed.
         """
-        for file in self._open.values():
-            os.fsync(file)
+        self.files.sync()
         sync_folder(self.folder)
 
     def switch(self) -> None:
@@ -233,7 +197,7 @@ class Draft:
         Raises:
             OSError: the folder was changed meanwhile, ...; it is as it was.
         """
-        self._close_files()
+        self.files.close()
         if self.is_new:
             os.rename(self.folder, self.target)
             return
@@ -288,7 +252,7 @@ class Draft:
         Raises:
             OSError: something cannot be removed.
         """
-        self._close_files()
+        self.files.close()
         self.room.leave()
 
     def _changed(self) -> list[str]:
@@ -297,10 +261,6 @@ class Draft:
             set(os.listdir(self.folder)) - set(self._weights), key=lambda name: (name == CONFIG, name)
         )
         return [name for name in names if not same_content(self.folder / name, self.target / name)] and names
-
-    def _close_files(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
 
 
 def replaced(target: Path, overwrite: bool) -> list[str]:
@@ -328,28 +288,6 @@ def discarding(draft: Optional[Draft]) -> Iterator[None]:
         if draft is not None:
             with contextlib.suppress(OSError):
                 draft.discard()
-
-
-def reserve(file: int, size: int) -> None:
-    """Take the room of a whole file now: later a full disk would be an error in the middle.
-
-    Raises:
-        OSError: there is not so much room.
-    """
-    try:
-        if size:
-            os.posix_fallocate(file, 0, size)
-    except OSError as error:
-        if error.errno not in CANNOT_RESERVE:
-            raise
-        os.ftruncate(file, size)
-
-
-def write_at(file: int, data: memoryview | bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
 
 
 def sync_folder(path: Path) -> None:

@@ -27,11 +27,12 @@ from torch_dcp_backport.hf import Export
 from torch_dcp_backport.hf.blocks import Window
 from torch_dcp_backport.hf.companions import as_config, companions_of
 from torch_dcp_backport.hf.export import Target, exported, target_of, write_files
-from torch_dcp_backport.hf.files import Room, planned, replaced, sync_folder
+from torch_dcp_backport.hf.files import Room, replaced, sync_folder
 from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.moving import settle
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.hf.source import Folder as Files
+from torch_dcp_backport.hf.writing import planned
 from torch_dcp_backport.megatron.agreed import other_head
 from torch_dcp_backport.megatron.cuts import Cut
 from torch_dcp_backport.megatron.names import HEAD, VALUE_HEADS
