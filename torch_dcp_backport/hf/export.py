@@ -151,7 +151,7 @@ def published(
         with call.guard(CONFIG):
             config = with_dtype(companions[CONFIG], (info.dtype for info in tensors.values()))
             with call.guard(str(folder)):
-                draft = Draft(folder, how.overwrite)
+                draft = Draft(folder, how.overwrite, config)
                 draft.reserve(tensors, how.file_bytes)
                 for name, content in {**companions, CONFIG: config}.items():
                     draft.add(name, content)

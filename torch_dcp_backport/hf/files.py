@@ -26,6 +26,8 @@ WEIGHTS = re.compile(
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
 )
 LOCK = ".lock"
+#: What config.json says of a file or of how a model is run; what is not in both is a default in one of them.
+NOT_THE_MODEL = frozenset(("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"))
 
 
 def weights_in(folder: Path) -> list[str]:
@@ -118,11 +120,14 @@ class Draft:
     export into the same target clears it away.
     """
 
-    def __init__(self, target: Path, overwrite: bool) -> None:
+    def __init__(self, target: Path, overwrite: bool, config: bytes = b"") -> None:
         """Make the hidden folder.
 
+        Args:
+            config: the config.json that the export will have.
+
         Raises:
-            FileExistsError: the target holds a model, and is not to be overwritten.
+            FileExistsError: the target holds a model, or the config.json of another one, and is to stay.
             BlockingIOError: another export into the same target is under way.
             OSError: the folder cannot be made.
         """
@@ -130,7 +135,7 @@ class Draft:
         self.is_new = not os.path.lexists(target)
         if not self.is_new and not target.is_dir():
             raise NotADirectoryError(f"{target} is there, and no folder")
-        replaced(target, overwrite)
+        replaced(target, overwrite, config)
         target.parent.mkdir(parents=True, exist_ok=True)
         self.room = Room(
             target.parent / f".{target.name}.partial" if self.is_new else target / ".partial", target
@@ -139,7 +144,7 @@ class Draft:
             # What was there before the lock was taken may be another export's work by now.
             if os.path.lexists(target) == self.is_new:
                 raise busy(target, self.room.path)
-            self.stale = replaced(target, overwrite)
+            self.stale = replaced(target, overwrite, config)
             self.folder = self.room.path / "new"
             self.folder.mkdir()
         except BaseException:
@@ -263,16 +268,37 @@ class Draft:
         return [name for name in names if not same_content(self.folder / name, self.target / name)] and names
 
 
-def replaced(target: Path, overwrite: bool) -> list[str]:
+def replaced(target: Path, overwrite: bool, config: bytes = b"") -> list[str]:
     """The weight files that an export takes the place of.
 
     Raises:
-        FileExistsError: there are some, and they are to stay.
+        FileExistsError: there are some, or the config.json of another model, and they are to stay.
     """
     stale = weights_in(target)
     if stale and not overwrite:
         raise FileExistsError(f"{target} holds {stale[0]}; Export(overwrite=True) replaces a model")
+    if config and not overwrite and (target / CONFIG).is_file():
+        # A caller may have put the model's own one there before, as transformers writes it.
+        other = other_number((target / CONFIG).read_bytes(), config)
+        if other:
+            what = f"{target} holds the {CONFIG} of another model"
+            raise FileExistsError(f"{what}: {other}; Export(overwrite=True) replaces it")
     return stale
+
+
+def other_number(there: bytes, config: bytes) -> str:
+    """What two config.json say of the model otherwise; nothing where they are of one."""
+    try:
+        one, other = dict(json.loads(there)), dict(json.loads(config))
+        names = (set(one) & set(other)) - NOT_THE_MODEL
+    except (ValueError, TypeError):
+        return "it cannot be read"
+    differing = [
+        f"{name} (expected {other[name]!r}, got {one[name]!r})"
+        for name in sorted(names)
+        if one[name] != other[name] and not name.endswith("_token_id")
+    ]
+    return ", ".join(differing[:3])
 
 
 def same_content(one: Path, other: Path) -> bool:
