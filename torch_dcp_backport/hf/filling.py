@@ -25,7 +25,7 @@ STEP_BYTES = 16 * 2**20
 #: What moves from the first rank between two agreements. Of files it is mapped, and in no memory.
 WINDOW_BYTES = 64 * 2**20
 #: Buffers of that move on any rank: more of them make no load faster that one rank reads.
-STAGING_BYTES = 6 * 2**20
+STAGING_BYTES = 8 * 2**20
 
 
 @torch.no_grad()
