@@ -26,7 +26,7 @@ def draft_of(target: Path, file_bytes: int, config: dict[str, Any]) -> Draft:
     draft.add("config.json", json.dumps(config).encode())
     draft.add("tokenizer.json", b"same")
     for key, value in NEW.items():
-        draft.write(key, 0, memoryview(data_of(value)))
+        draft.files.write(key, 0, memoryview(data_of(value)))
     draft.sync()
     return draft
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from torch_dcp_backport import hf
-from torch_dcp_backport.hf.files import Draft, planned
+from torch_dcp_backport.hf.files import Draft
 from torch_dcp_backport.hf.format import FormatError, make_header, read_header
+from torch_dcp_backport.hf.writing import planned
 from torch_dcp_backport.transfer import Box, TensorInfo
 from torch_dcp_backport.transfer.layout import whole
 
@@ -202,7 +203,7 @@ def exported(
     draft.reserve(infos(tensors), file_bytes)
     draft.add("config.json", b'{"model_type": "qwen2"}')
     for key, value in tensors.items():
-        draft.write(key, 0, memoryview(data_of(value)))
+        draft.files.write(key, 0, memoryview(data_of(value)))
     draft.sync()
     draft.switch()
     return draft.finish()
@@ -275,6 +276,32 @@ def test_two_exports_at_once_are_refused_and_a_dead_one_is_cleared_away(tmp_path
     os.close(first.room._lock)
     exported(target, NEW, 10, overwrite=True)
     assert same(target, NEW)
+
+
+NUMBERS = {"model_type": "qwen2", "hidden_size": 8, "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("there", "says"),
+    [
+        ({**NUMBERS, "hidden_size": 16}, r"another model: hidden_size \(expected 8, got 16\)"),
+        ({**NUMBERS, "model_type": "llama"}, r"model_type \(expected 'qwen2', got 'llama'\)"),
+        ([1], "it cannot be read"),
+        # As a caller puts it there before: of another release, in another dtype.
+        ({**NUMBERS, "dtype": "bfloat16", "transformers_version": "9", "pad_token_id": 3}, ""),
+    ],
+)
+def test_another_models_config_is_replaced_only_when_asked(tmp_path, there, says):
+    target, before = tmp_path / "m", json.dumps(there)
+    target.mkdir()
+    (target / "config.json").write_text(before)
+    if says:
+        with pytest.raises(RuntimeError, match=says):
+            hf.save_state_dict(TENSORS, target, like=NUMBERS)
+        assert [(path.name, path.read_text()) for path in target.iterdir()] == [("config.json", before)]
+    hf.save_state_dict(TENSORS, target, like=NUMBERS, how=hf.Export(overwrite=bool(says)))
+    assert json.loads((target / "config.json").read_text()) == {**NUMBERS, "dtype": "float32"}
+    assert same(target, TENSORS)
 
 
 def test_no_room_is_an_error_before_anything_moves(tmp_path):

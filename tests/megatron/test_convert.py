@@ -6,13 +6,14 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
+import pool
 import pytest
 import torch
+import torch.distributed as dist
 from decoders import Decoder, read_folder, write_folder
 
 from torch_dcp_backport import hf
@@ -24,6 +25,7 @@ from torch_dcp_backport.dist_checkpointing import (
     verify,
 )
 from torch_dcp_backport.megatron.convert import convert
+from torch_dcp_backport.regression import meter
 
 MODELS = {
     "qwen2": Decoder(),
@@ -195,19 +197,30 @@ def test_only_a_checkpoint_is_replaced_and_only_when_asked(tmp_path, model):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "ckpt", "hf", "other", "photos"]
 
 
-KILLED = """
-import os, signal, sys
-from torch_dcp_backport.megatron.convert import convert
-from torch_dcp_backport.hf import Export
-rename, calls = os.rename, []
-def dies(*paths):
-    calls.append(paths)
-    if len(calls) == int(sys.argv[3]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    rename(*paths)
-os.rename = dies
-convert(sys.argv[1], sys.argv[2], how=Export(overwrite=True))
-"""
+def forked(function: Callable[..., None], *args: object) -> Optional[int]:
+    """How a process of its own ended, which has torch already: an import of it takes seconds."""
+    process = pool.CONTEXT.Process(target=function, args=args)
+    process.start()
+    process.join(60)
+    try:
+        return process.exitcode
+    finally:
+        process.kill()
+        process.join()
+
+
+def killed(source: Path, target: Path, when: int) -> None:
+    """Convert, and die at a rename."""
+    rename, calls = os.rename, []
+
+    def dies(*paths: Any) -> None:
+        calls.append(paths)
+        if len(calls) == when:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(*paths)
+
+    os.rename = dies  # type: ignore[assignment]
+    convert(source, target, how=hf.Export(overwrite=True))
 
 
 @pytest.mark.parametrize("when", [1, 2])
@@ -215,8 +228,7 @@ def test_a_conversion_that_is_killed_leaves_the_old_checkpoint(tmp_path, model, 
     out = tmp_path / "ckpt"
     convert(model, out)
     # One rename puts the old one aside, the other the new one in its place.
-    done = subprocess.run([sys.executable, "-c", KILLED, str(model), str(out), str(when)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert forked(killed, model, out, when) == -signal.SIGKILL
     if when == 1:
         assert verify(out) == []
         convert(model, out, how=hf.Export(overwrite=True))
@@ -266,22 +278,14 @@ def test_source_and_target_apart(tmp_path, model):
     assert verify(out) == []
 
 
-ALONE = """
-import sys, time
-import torch.distributed as dist
-from torch_dcp_backport.megatron.convert import convert
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
-if rank == 0:
-    convert(*sys.argv[3:5])
-dist.barrier()
-"""
+def alone(api: Any, source: Path, target: Path) -> None:
+    if dist.get_rank() == 0:
+        convert(source, target)
+    dist.barrier()
 
 
-def test_it_is_not_collective(tmp_path, model):
-    args = [str(tmp_path / "meet"), str(model), str(tmp_path / "ckpt")]
-    ranks = [subprocess.Popen([sys.executable, "-c", ALONE, str(rank), *args]) for rank in range(2)]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
+def test_it_is_not_collective(ranks, tmp_path, model):
+    ranks(alone, model, tmp_path / "ckpt", world=2)
     assert verify(tmp_path / "ckpt") == []
 
 
@@ -293,10 +297,8 @@ def test_the_command(tmp_path, model, capsys):
     plan = capsys.readouterr()
     assert re.search(r"decoder.layers.mlp.linear_fc1.weight +4x48x16 +bfloat16", plan.out)
     assert not (tmp_path / "ckpt").exists()
-    line = [sys.executable, "-m", "torch_dcp_backport", "convert", str(model), str(tmp_path / "ckpt")]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "100 % of" in done.stderr
+    assert main(["convert", str(model), str(tmp_path / "ckpt")]) == 0
+    assert "100 % of" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "back"), "--file-size", "4KB"]) == 0
     assert "100 % of" in capsys.readouterr().err
     assert differences(tmp_path / "back", TENSORS) == []
@@ -307,15 +309,9 @@ def test_the_command(tmp_path, model, capsys):
     assert main(["convert", str(model), str(tmp_path / "x"), "--dtype", "green"]) == 2
 
 
-MEMORY = """
-import sys
-sys.path.append(sys.argv[4])
-from torch_dcp_backport.regression import meter
-from torch_dcp_backport.megatron.convert import convert
-source, target, room = sys.argv[1:4]
-with meter.data_limit(int(room)):
-    convert(source, target)
-"""
+def limited(source: Path, target: Path, room: int) -> None:
+    with meter.data_limit(room):
+        convert(source, target)
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path):
@@ -330,8 +326,4 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     for source, target in (("hf", "ckpt"), ("ckpt", "back")):
         # Mapped files count as private data here, though no page of them is written: they come on top.
         mapped = nbytes if source == "hf" else 0
-        args = [str(tmp_path / source), str(tmp_path / target), str(mapped + 140 * 2**20), ""]
-        done = subprocess.run(
-            [sys.executable, "-c", MEMORY, *args], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        assert forked(limited, tmp_path / source, tmp_path / target, mapped + 140 * 2**20) == 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from decoders import Decoder, Spot, expected, inner, module_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torch_dcp_backport.megatron.cuts import Holding, Place, holding_of
@@ -21,12 +22,15 @@ from torch_dcp_backport.transfer.staging import part_of
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Decoder, str, int, int, bool, int, int]:
     """(model, style, TP, rows of the vocabulary on a rank, TransformerEngine, EP, TP of experts)."""
-    tp = draw(st.sampled_from([1, 2, 3, 4]))
+    tp = draw(st.sampled_from([1, 2, 3, 4, 6]))
     style = draw(st.sampled_from(["verl", "mcore"]))
     sizes = ["qwen2", "qwen3", "llama", *(["qwen2_moe", "qwen3_moe"] if style == "mcore" else [])]
     kind = draw(st.sampled_from(sizes))
     ep, etp = (draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2]))) if "moe" in kind else (1, 1)
-    kv_heads = draw(st.sampled_from([size for size in (1, 2, 3, 4, 6, 8) if not (size % tp and tp % size)]))
+    sizes_of = [size for size in (1, 2, 3, 4, 6, 8) if not (size % tp and tp % size)]
+    # Several of them that are fewer than the ranks: only then it matters which rank has which.
+    few = [size for size in sizes_of if 1 < size < tp]
+    kv_heads = draw(st.sampled_from(few if few and draw(st.booleans()) else sizes_of))
     heads = kv_heads * draw(st.integers(1, 3))
     while heads % tp:
         heads += kv_heads
@@ -47,6 +51,16 @@ def cases(draw: st.DrawFn) -> tuple[Decoder, str, int, int, bool, int, int]:
     )
     rows = -(-decoder.vocab // tp) + draw(st.integers(0, 3))
     return decoder, style, tp, rows, draw(st.booleans()), ep, etp
+
+
+def with_few_kv_heads(test: Callable[..., None]) -> Callable[..., None]:
+    """Whatever is drawn: two KV heads on four ranks, and on six."""
+    for style, tp in itertools.product(("verl", "mcore"), (4, 6)):
+        decoder = Decoder(
+            "qwen2", layers=1, hidden=3, heads=12, kv_heads=2, head_dim=3, intermediate=tp, vocab=7
+        )
+        test = example((decoder, style, tp, 2, False, 1, 1))(test)
+    return test
 
 
 def holdings(
@@ -75,6 +89,7 @@ def holdings(
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
+@with_few_kv_heads
 def test_parts_and_padding_tile_each_parameter(case):
     for name, holding, value in holdings(*case):
         assert holding.shape == tuple(value.shape), name
@@ -86,6 +101,7 @@ def test_parts_and_padding_tile_each_parameter(case):
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
+@with_few_kv_heads
 def test_blocks_tile_each_hf_tensor(case):
     decoder = case[0]
     boxes: dict[str, set] = {}
@@ -105,6 +121,7 @@ def test_blocks_tile_each_hf_tensor(case):
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
+@with_few_kv_heads
 def test_parameters_are_what_cat_and_chunk_make(case):
     hf = case[0].tensors(torch.float32)
     for name, holding, value in holdings(*case):

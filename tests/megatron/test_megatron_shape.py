@@ -18,6 +18,17 @@ def test_a_head_dim_of_its_own_counts():
     assert shape_of({**qwen3, "model_type": "qwen3"}).head_dim == 128
 
 
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe"])
+def test_no_experts_are_a_dense_model(kind):
+    sparse = Decoder(kind, experts=4, expert_rows=10, shared_rows=6 if kind == "qwen2_moe" else 0)
+    shape = shape_of({**sparse.config, "num_experts": 0})
+    dense = Decoder(kind.partition("_")[0])
+    assert shape.names_in(0) == shape_of(dense.config).names_in(0)
+    assert not shape.is_mixed
+    for key, size in dense.shapes().items():
+        assert shape.hf_shape(key) == size, key
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

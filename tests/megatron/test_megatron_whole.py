@@ -10,7 +10,7 @@ import torch.distributed as dist
 from decoders import Decoder, inner, models_of, read_folder, spot_of, write_folder
 
 from torch_dcp_backport import hf, transfer
-from torch_dcp_backport.hf import blocks
+from torch_dcp_backport.hf import blocks, sharing
 from torch_dcp_backport.megatron import Parallel, load_hf, save_hf
 
 QWEN2, QWEN3, LLAMA = Decoder(layers=2), Decoder("qwen3", layers=2), Decoder("llama", layers=2)
@@ -183,14 +183,22 @@ def test_parameters_of_one_memory_are_not_loaded_over_one_another(tmp_path):
     load_hf(model, hf.Given(tied, {**config, "tie_word_embeddings": True}))
 
 
-def test_a_save_that_breaks_off_says_that_nothing_was_changed(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("is_sent", "kind", "says"),
+    [
+        (True, transfer.TransferError, "nothing was changed: the device is broken"),
+        (False, RuntimeError, "nothing was changed(?s:.*)the device is broken: model.embed_tokens.weight"),
+    ],
+)
+def test_a_save_that_breaks_off_says_that_nothing_was_changed(tmp_path, monkeypatch, is_sent, kind, says):
     model, config = whole(QWEN2)
+    if is_sent:
+        # As from ranks that do not see the files.
+        monkeypatch.setattr(sharing, "is_narrow", lambda *_: True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         monkeypatch.setattr(blocks, "part_of", broken)
-        with pytest.raises(
-            transfer.TransferError, match="nothing was changed: the device is broken"
-        ) as caught:
+        with pytest.raises(kind, match=says) as caught:
             save_hf(model, tmp_path / "saved", like=config)
     finally:
         dist.destroy_process_group()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -82,13 +82,16 @@ def gaps(key: str, spread: Boxes) -> list[Problem]:
 Window = dict[str, list[Piece]]
 
 
-def windows(tensors: Mapping[str, TensorInfo], nbytes: int) -> Iterator[Window]:
-    """All tensors in runs of at most `nbytes`: large ones are cut along their outermost dimensions.
+def windows(
+    tensors: Mapping[str, TensorInfo], nbytes: int, only: Optional[Mapping[str, Sequence[Box]]] = None
+) -> Iterator[Window]:
+    """All tensors, or only some boxes, in runs of `nbytes`: large ones are cut, at first along dimension 0.
 
     The pieces of a window lie in a buffer of `nbytes` without touching one another.
     """
-    boxes = ((key, whole(info.shape), info.dtype) for key, info in tensors.items())
-    for pieces in chunks(boxes, nbytes):
+    boxes = {key: (whole(info.shape),) for key, info in tensors.items()} if only is None else only
+    keyed = ((key, box, tensors[key].dtype) for key in boxes for box in boxes[key])
+    for pieces in chunks(keyed, nbytes):
         window: Window = {}
         for piece in pieces:
             window.setdefault(str(piece.key), []).append(piece)

@@ -20,7 +20,9 @@ from torch_dcp_backport.hf.companions import companions_of, with_dtype
 from torch_dcp_backport.hf.files import Draft, discarding
 from torch_dcp_backport.hf.format import is_plain, nbytes_of
 from torch_dcp_backport.hf.moving import bring_window, first_rank, settle
+from torch_dcp_backport.hf.sharing import Deal, sharing, write_own
 from torch_dcp_backport.hf.source import CONFIG
+from torch_dcp_backport.hf.writing import Files
 from torch_dcp_backport.transfer import Box, Call, TensorInfo
 from torch_dcp_backport.transfer.chunks import Piece
 from torch_dcp_backport.transfer.layout import whole
@@ -84,31 +86,36 @@ class Buffer:
     def bytes_of(self, piece: Piece) -> torch.Tensor:
         return self.store[piece.start : piece.start + piece.nbytes]
 
-    def write(self, window: Window, draft: Draft) -> None:
+    def write(self, window: Window, files: Files) -> None:
         data = memoryview(self.store.numpy().data)
         for key, pieces in window.items():
             for piece in pieces:
-                entry = draft.places[key][1]
-                offset = offset_of(piece, entry.info)
-                draft.write(key, offset, data[piece.start : piece.start + piece.nbytes])
-
-
-def offset_of(piece: Piece, info: TensorInfo) -> int:
-    """Bytes of a tensor before a piece. Cut along the outermost dimensions, it is one run of them."""
-    offset = 0
-    for start, extent in zip(piece.box.offset, info.shape):
-        offset = offset * extent + start
-    return offset * info.dtype.itemsize
+                files.write_box(key, piece.box, data[piece.start : piece.start + piece.nbytes])
 
 
 @torch.no_grad()
 def export(call: Call, agreement: Agreement, share: Share, target: Target) -> Saved:
-    """Write what the ranks hold into a folder, from the first rank; as `write_files`."""
+    """Write what the ranks hold into a folder; as `write_files`.
+
+    The ranks on the first one's machine that see its files write what they hold themselves; what others hold
+    travels to the first rank.
+    """
 
     def bring(window: Window, write: Memory) -> None:
         bring_window(call, agreement, share, window, write)
 
-    saved = write_files(call, share.tensors, bring, target)
+    def fill(draft: Optional[Draft]) -> None:
+        with sharing(call, draft, share.tensors, target.how.file_bytes) as (files, writers):
+            deal = Deal(share, writers)
+            write_own(call, files, share, deal)
+            _stream(call, share.tensors, bring, draft, deal.rest)
+            if files is not None:
+                place = writers.index(call.rank)
+                with call.guard(str(target.folder)):
+                    # Several wait for the disk at a time.
+                    files.sync(place, len(writers))
+
+    saved = published(call, share.tensors, fill, target)
     call.tally.tensors = len(share.parts)
     call.tally.close()
     return saved
@@ -117,8 +124,20 @@ def export(call: Call, agreement: Agreement, share: Share, target: Target) -> Sa
 def write_files(call: Call, tensors: Mapping[str, TensorInfo], bring: Bring, target: Target) -> Saved:
     """Write tensors into a folder, from the first rank.
 
-    Disk and network work at the same time: while one buffer is written the next one is filled. config.json
-    gets the dtype of what is written.
+    Disk and network work at the same time: while one buffer is written the next one is filled.
+    """
+    return published(call, tensors, lambda draft: _stream(call, tensors, bring, draft), target)
+
+
+def published(
+    call: Call, tensors: Mapping[str, TensorInfo], fill: Callable[[Optional[Draft]], None], target: Target
+) -> Saved:
+    """Make the files of an export, let all ranks fill them, and put them in their place, or none of them.
+
+    config.json gets the dtype of what is written.
+
+    Args:
+        fill: called on every rank, with the draft on the first one.
 
     Raises:
         RuntimeError: the folder holds a model, there is no room, a write failed, ...; on every rank. The
@@ -132,15 +151,15 @@ def write_files(call: Call, tensors: Mapping[str, TensorInfo], bring: Bring, tar
         with call.guard(CONFIG):
             config = with_dtype(companions[CONFIG], (info.dtype for info in tensors.values()))
             with call.guard(str(folder)):
-                draft = Draft(folder, how.overwrite)
+                draft = Draft(folder, how.overwrite, config)
                 draft.reserve(tensors, how.file_bytes)
                 for name, content in {**companions, CONFIG: config}.items():
                     draft.add(name, content)
     removed: list[str] = []
     with discarding(draft):
         settle(call)
-        with ThreadPoolExecutor(1) as disk:
-            _stream(call, tensors, bring, draft, disk)
+        fill(draft)
+        settle(call)
         if draft is not None:
             with call.guard(str(folder)):
                 draft.sync()
@@ -161,29 +180,32 @@ def _stream(
     tensors: Mapping[str, TensorInfo],
     bring: Bring,
     draft: Optional[Draft],
-    disk: ThreadPoolExecutor,
+    boxes: Optional[Mapping[str, Sequence[Box]]] = None,
 ) -> None:
-    """Bring all windows to the first rank and write them there."""
+    """Bring tensors to the first rank, and write them there; all of them, or some boxes."""
+    if boxes is not None and not boxes:
+        return
     free: deque[Buffer] = deque()
     writing: deque[tuple[Buffer, Future[None]]] = deque()
     if draft is not None:
         with call.room_for("buffers of the files"):
             free.extend(Buffer(BUFFER_BYTES) for _ in range(BUFFERS))
-    for window in windows(tensors, BUFFER_BYTES):
-        if draft is not None and not call.problems:
-            with call.guard("the files"):
-                if not free:
-                    _take_back(free, writing)
-        settle(call)
-        # The one that is filled: no other rank has any.
-        buffer = free.popleft() if draft is not None else None
-        write = functools.partial(buffer.view, window, tensors) if buffer is not None else nowhere
-        bring(window, write)
-        if buffer is not None and draft is not None:
-            writing.append((buffer, disk.submit(buffer.write, window, draft)))
-    with call.guard("the files"):
-        while writing:
-            _take_back(free, writing)
+    with ThreadPoolExecutor(1) as disk:
+        for window in windows(tensors, BUFFER_BYTES, boxes):
+            if draft is not None and not call.problems:
+                with call.guard("the files"):
+                    if not free:
+                        _take_back(free, writing)
+            settle(call)
+            # The one that is filled: no other rank has any.
+            buffer = free.popleft() if draft is not None else None
+            write = functools.partial(buffer.view, window, tensors) if buffer is not None else nowhere
+            bring(window, write)
+            if buffer is not None and draft is not None:
+                writing.append((buffer, disk.submit(buffer.write, window, draft.files)))
+        with call.guard("the files"):
+            while writing:
+                _take_back(free, writing)
 
 
 def _take_back(free: deque[Buffer], writing: deque[tuple[Buffer, Future[None]]]) -> None:

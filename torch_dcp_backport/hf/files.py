@@ -6,7 +6,6 @@ One process's work; must never talk to other ranks, and never touch what it did 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -16,8 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Optional
 
-from torch_dcp_backport.hf.format import Entry, make_header, nbytes_of
+from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.source import CONFIG, INDEX, SINGLE
+from torch_dcp_backport.hf.writing import Files
 from torch_dcp_backport.transfer import TensorInfo
 
 #: Weight files of an older export of ours or of transformers, beside those that its index names.
@@ -26,24 +26,8 @@ WEIGHTS = re.compile(
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
 )
 LOCK = ".lock"
-#: What a file system says that cannot reserve room.
-CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
-
-
-def planned(tensors: Mapping[str, TensorInfo], file_bytes: int, tag: str = "") -> dict[str, list[str]]:
-    """File name -> HF keys, in their order: as many as `file_bytes` hold, or one that is larger."""
-    files: list[list[str]] = []
-    room = 0
-    for key, info in tensors.items():
-        if not files or nbytes_of(info) > room:
-            files.append([])
-            room = file_bytes
-        files[-1].append(key)
-        room -= nbytes_of(info)
-    if len(files) == 1:
-        return {SINGLE: files[0]}
-    stem, count = f"model-{tag}" if tag else "model", len(files)
-    return {f"{stem}-{number:05d}-of-{count:05d}.safetensors": keys for number, keys in enumerate(files, 1)}
+#: What config.json says of a file or of how a model is run; what is not in both is a default in one of them.
+NOT_THE_MODEL = frozenset(("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"))
 
 
 def weights_in(folder: Path) -> list[str]:
@@ -136,11 +120,14 @@ class Draft:
     export into the same target clears it away.
     """
 
-    def __init__(self, target: Path, overwrite: bool) -> None:
+    def __init__(self, target: Path, overwrite: bool, config: bytes = b"") -> None:
         """Make the hidden folder.
 
+        Args:
+            config: the config.json that the export will have.
+
         Raises:
-            FileExistsError: the target holds a model, and is not to be overwritten.
+            FileExistsError: the target holds a model, or the config.json of another one, and is to stay.
             BlockingIOError: another export into the same target is under way.
             OSError: the folder cannot be made.
         """
@@ -148,7 +135,7 @@ class Draft:
         self.is_new = not os.path.lexists(target)
         if not self.is_new and not target.is_dir():
             raise NotADirectoryError(f"{target} is there, and no folder")
-        replaced(target, overwrite)
+        replaced(target, overwrite, config)
         target.parent.mkdir(parents=True, exist_ok=True)
         self.room = Room(
             target.parent / f".{target.name}.partial" if self.is_new else target / ".partial", target
@@ -157,15 +144,13 @@ class Draft:
             # What was there before the lock was taken may be another export's work by now.
             if os.path.lexists(target) == self.is_new:
                 raise busy(target, self.room.path)
-            self.stale = replaced(target, overwrite)
+            self.stale = replaced(target, overwrite, config)
             self.folder = self.room.path / "new"
             self.folder.mkdir()
         except BaseException:
             self.room.leave()
             raise
-        #: HF key -> its file, and where in it.
-        self.places: dict[str, tuple[int, Entry]] = {}
-        self._open: dict[str, int] = {}
+        self.files = Files({}, 0)
         #: Names of the weight files: the last one is that by which readers find the others.
         self._weights: list[str] = []
 
@@ -176,25 +161,19 @@ class Draft:
             OSError: there is no room, the disk failed.
             ValueError: a dtype that safetensors does not have.
         """
-        names = planned(tensors, file_bytes)
-        if any(name in self.stale for name in names) and len(names) > 1:
+        files = Files(tensors, file_bytes)
+        if any(name in self.stale for name in files.names) and len(files.names) > 1:
             # Names of its own: the old model stays whole until the new index takes its place.
-            names = planned(tensors, file_bytes, os.urandom(4).hex())
-        index: dict[str, str] = {}
-        for name, keys in names.items():
-            header, entries = make_header({key: tensors[key] for key in keys})
-            file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-            self._open[name] = file
-            size = max((entry.stop for entry in entries.values()), default=len(header))
-            reserve(file, size)
-            write_at(file, header, 0)
-            self.places.update((key, (file, entry)) for key, entry in entries.items())
-            index.update(dict.fromkeys(keys, name))
-        if len(names) > 1:
+            files = Files(tensors, file_bytes, os.urandom(4).hex())
+        self.files = files
+        files.make(self.folder)
+        self._weights = files.names
+        if len(files.names) > 1:
             total = sum(map(nbytes_of, tensors.values()))
+            index = {key: files.places[key][0] for key in tensors}
             value = {"metadata": {"total_size": total}, "weight_map": index}
             self.add(INDEX, json.dumps(value, indent=2).encode())
-        self._weights = [*names, *([INDEX] if len(names) > 1 else [])]
+            self._weights.append(INDEX)
 
     def add(self, name: str, content: bytes) -> None:
         """Write a small file."""
@@ -203,23 +182,13 @@ class Draft:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
 
-    def write(self, key: str, offset: int, data: memoryview) -> None:
-        """Write bytes of a tensor, from the one at `offset` on.
-
-        Raises:
-            OSError: the disk failed.
-        """
-        file, entry = self.places[key]
-        write_at(file, data, entry.start + offset)
-
     def sync(self) -> None:
         """Wait until everything is on the disk.
 
         Raises:
             OSError: the disk failed.
         """
-        for file in self._open.values():
-            os.fsync(file)
+        self.files.sync()
         sync_folder(self.folder)
 
     def switch(self) -> None:
@@ -233,7 +202,7 @@ class Draft:
         Raises:
             OSError: the folder was changed meanwhile, ...; it is as it was.
         """
-        self._close_files()
+        self.files.close()
         if self.is_new:
             os.rename(self.folder, self.target)
             return
@@ -288,7 +257,7 @@ class Draft:
         Raises:
             OSError: something cannot be removed.
         """
-        self._close_files()
+        self.files.close()
         self.room.leave()
 
     def _changed(self) -> list[str]:
@@ -298,21 +267,38 @@ class Draft:
         )
         return [name for name in names if not same_content(self.folder / name, self.target / name)] and names
 
-    def _close_files(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
 
-
-def replaced(target: Path, overwrite: bool) -> list[str]:
+def replaced(target: Path, overwrite: bool, config: bytes = b"") -> list[str]:
     """The weight files that an export takes the place of.
 
     Raises:
-        FileExistsError: there are some, and they are to stay.
+        FileExistsError: there are some, or the config.json of another model, and they are to stay.
     """
     stale = weights_in(target)
     if stale and not overwrite:
         raise FileExistsError(f"{target} holds {stale[0]}; Export(overwrite=True) replaces a model")
+    if config and not overwrite and (target / CONFIG).is_file():
+        # A caller may have put the model's own one there before, as transformers writes it.
+        other = other_number((target / CONFIG).read_bytes(), config)
+        if other:
+            what = f"{target} holds the {CONFIG} of another model"
+            raise FileExistsError(f"{what}: {other}; Export(overwrite=True) replaces it")
     return stale
+
+
+def other_number(there: bytes, config: bytes) -> str:
+    """What two config.json say of the model otherwise; nothing where they are of one."""
+    try:
+        one, other = dict(json.loads(there)), dict(json.loads(config))
+        names = (set(one) & set(other)) - NOT_THE_MODEL
+    except (ValueError, TypeError):
+        return "it cannot be read"
+    differing = [
+        f"{name} (expected {other[name]!r}, got {one[name]!r})"
+        for name in sorted(names)
+        if one[name] != other[name] and not name.endswith("_token_id")
+    ]
+    return ", ".join(differing[:3])
 
 
 def same_content(one: Path, other: Path) -> bool:
@@ -328,28 +314,6 @@ def discarding(draft: Optional[Draft]) -> Iterator[None]:
         if draft is not None:
             with contextlib.suppress(OSError):
                 draft.discard()
-
-
-def reserve(file: int, size: int) -> None:
-    """Take the room of a whole file now: later a full disk would be an error in the middle.
-
-    Raises:
-        OSError: there is not so much room.
-    """
-    try:
-        if size:
-            os.posix_fallocate(file, 0, size)
-    except OSError as error:
-        if error.errno not in CANNOT_RESERVE:
-            raise
-        os.ftruncate(file, size)
-
-
-def write_at(file: int, data: memoryview | bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
 
 
 def sync_folder(path: Path) -> None:

@@ -22,8 +22,10 @@ from torch_dcp_backport.transfer.staging import copy_to, part_of
 
 #: What one copy reads of a file: on its way to another device or dtype it may be in memory as a whole.
 STEP_BYTES = 16 * 2**20
-#: What moves from the first rank between two agreements.
+#: What moves from the first rank between two agreements. Of files it is mapped, and in no memory.
 WINDOW_BYTES = 64 * 2**20
+#: Buffers of that move on any rank: more of them make no load faster that one rank reads.
+STAGING_BYTES = 8 * 2**20
 
 
 @torch.no_grad()
@@ -77,6 +79,7 @@ def fill_from_first(call: Call, agreement: Agreement, source: Optional[Source], 
         TransferError: a read failed, a rank is gone, or the group's timeout is over.
     """
     read_bytes, so_far = 0, UNCHANGED
+    agreement = agreement._replace(staging_bytes=min(agreement.staging_bytes, STAGING_BYTES))
     for window in windows(share.tensors, WINDOW_BYTES):
         opened: dict[str, list[torch.Tensor]] = {}
         if source is not None:

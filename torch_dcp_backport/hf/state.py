@@ -64,7 +64,8 @@ def save_state_dict(
 ) -> Saved:
     """Write a model's state dict as a folder that `from_pretrained` opens. Collective.
 
-    The first rank writes, in bounded memory; until everything is on the disk the folder is as it was.
+    In bounded memory: the ranks on the first one's machine that see the folder write what they hold, and what
+    others hold travels to the first rank. Until everything is on the disk the folder is as it was.
 
     Args:
         state_dict: HF key -> DTensor, or a tensor that every rank holds whole; the same keys on every rank.

@@ -104,7 +104,7 @@ def agree_on_save(call: Call, given: Optional[Given], config: Mapping[str, Any],
     if shape.tied and HEAD in spreading.spreads:
         info = tensors[EMBED]
         both = share_of(local, spreading, {EMBED: info, HEAD: info})
-        if differ(call, agreement, both, EMBED, HEAD):
+        if differ(call, both, EMBED, HEAD) and call.rank == first_rank(call):
             call.problems.append(HEAD_OF_ITS_OWN)
         settle(call)
     return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), {})

@@ -128,8 +128,8 @@ def save_hf(
 ) -> Saved:
     """Write a Megatron model as a folder that `from_pretrained` opens.
 
-    Collective over the default process group; the first rank writes. Until everything is on the disk the
-    folder is as it was.
+    Collective over the default process group. The ranks on the first one's machine that see the folder write
+    what they hold themselves. Until everything is on the disk the folder is as it was.
 
     Args:
         models, parallel, layers: as of `load_hf`.

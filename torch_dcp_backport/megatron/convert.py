@@ -26,12 +26,13 @@ from torch_dcp_backport.dist_checkpointing.serialization import SaveOptions, sav
 from torch_dcp_backport.hf import Export
 from torch_dcp_backport.hf.blocks import Window
 from torch_dcp_backport.hf.companions import as_config, companions_of
-from torch_dcp_backport.hf.export import Target, exported, target_of, write_files
-from torch_dcp_backport.hf.files import Room, planned, replaced, sync_folder
+from torch_dcp_backport.hf.export import exported, target_of, write_files
+from torch_dcp_backport.hf.files import Room, replaced, sync_folder
 from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.moving import settle
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.hf.source import Folder as Files
+from torch_dcp_backport.hf.writing import planned
 from torch_dcp_backport.megatron.agreed import other_head
 from torch_dcp_backport.megatron.cuts import Cut
 from torch_dcp_backport.megatron.names import HEAD, VALUE_HEADS
@@ -296,8 +297,7 @@ def _published(out: Path, how: Export) -> Iterator[Path]:
 def _to_files(
     call: Call, folder: Path, out: Path, like: Any, how: Optional[Export], dry_run: bool
 ) -> Converted:
-    if (folder / SHARDED).is_dir():
-        folder = folder / SHARDED
+    folder = folder / SHARDED if (folder / SHARDED).is_dir() else folder
     checkpoint = opened_alone(folder)
     places = (folder / HUGGING_FACE, folder.parent / HUGGING_FACE)
     own = next((place for place in places if (place / CONFIG).is_file()), None)
@@ -306,7 +306,7 @@ def _to_files(
     target = target_of(call, out, own if like is None else like, how)
     settle(call)
     with call.guard(CONFIG):
-        shape = shape_of(_config_of(target))
+        shape = shape_of(as_config(json.loads(target.companions[CONFIG])))
     settle(call)
     naming = naming_of(checkpoint.holds.tensors)
     everything = checkpoint.holds.tensors
@@ -317,7 +317,7 @@ def _to_files(
     call.problems += problems_of(checkpoint, stored) if stored else []
     with call.guard(str(out)):
         # Of an export replaced weights are the only thing to be asked for; it looks once more.
-        replaced(out, target.how.overwrite)
+        replaced(out, target.how.overwrite, target.companions[CONFIG])
     settle(call)
     files = {
         name: sum(nbytes_of(tensors[key]) for key in keys)
@@ -328,10 +328,6 @@ def _to_files(
         call.tally.meter.expect(lambda: converted.nbytes)
         write_files(call, tensors, _reading(call, checkpoint, stored, sources), target)
     return converted
-
-
-def _config_of(target: Target) -> dict[str, Any]:
-    return as_config(json.loads(target.companions[CONFIG]))
 
 
 def _sources(

@@ -6,7 +6,7 @@ Must never talk to other ranks, and never write into a parameter.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -21,6 +21,8 @@ from torch_dcp_backport.transfer.memory import has_slices, why_not_writable
 Models = Union[nn.Module, Sequence[nn.Module]]
 #: [chunk] -> numbers of its layers, from 0.
 Layers = Sequence[Sequence[int]]
+#: Of a GroupedMLP's parameters what the dimensions are, once they are viewed.
+GROUPED_SHAPES = {"weight1": ("experts", "hidden", "own"), "weight2": ("experts", "own", "hidden")}
 PARALLEL_STATE = "megatron.core.parallel_state"
 
 
@@ -131,7 +133,7 @@ def describe(call: Call, models: Models, parallel: Optional[Parallel], layers: O
         prefix = f"[{number}]." if len(chunks) > 1 else ""
         numbers = numbers_of(module, style, None if layers is None else layers[number])
         roles = roles_of(module, style, where)
-        for name, param in module.named_parameters():
+        for name, param in parameters_of(module):
             known = roles[name]
             problem = unfit(param)
             if known is None:
@@ -148,11 +150,27 @@ def describe(call: Call, models: Models, parallel: Optional[Parallel], layers: O
     )
 
 
+def parameters_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and their names; of a GroupedMLP's two the part of each expert, as `weight1[0]`."""
+    for name, param in module.named_parameters():
+        path, _, last = name.rpartition(".")
+        if last in GROUPED_SHAPES and path.endswith(".mlp.experts") and param.dim() == 2:
+            count = getattr(module.get_submodule(path), "num_local_experts", None)
+            hidden = param.shape[0 if last == "weight1" else 1]
+            if isinstance(count, int) and count > 0 and param.is_contiguous() and not param.numel() % count:
+                # Stacked and transposed, whatever their own shape says: the forward views them so.
+                sizes = {"experts": count, "hidden": hidden, "own": param.numel() // count // hidden}
+                parts = param.detach().view([sizes[size] for size in GROUPED_SHAPES[last]])
+                yield from ((f"{name}[{number}]", part.t()) for number, part in enumerate(parts))
+                continue
+        yield name, param
+
+
 def roles_of(
     module: nn.Module, style: Style, where: Parallel
 ) -> dict[str, Optional[tuple[Role, Optional[int]]]]:
     """Parameter -> (role, layer within the chunk); an expert's number is that in the whole model."""
-    roles = {name: role_of(style, name) for name, _ in module.named_parameters()}
+    roles = {name: role_of(style, name) for name, _ in parameters_of(module)}
     #: Layer -> its experts here.
     counts: dict[Optional[int], int] = {}
     for known in roles.values():

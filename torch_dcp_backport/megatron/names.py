@@ -75,6 +75,8 @@ EXPERT = {
     "linear_fc1.weight": Role("rows", ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
     "linear_fc2.weight": Role("columns", ("mlp.experts.{}.down_proj.weight",)),
 }
+#: What `model.parameters_of` calls an expert's part of a GroupedMLP's parameter.
+GROUPED = re.compile(r"mlp\.experts\.weight([12])\[(\d+)\]")
 #: Modules of their own, or one module of TransformerEngine with a parameter for each.
 EXPERTS = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)")
 
@@ -134,6 +136,9 @@ def role_of(style: Style, name: str) -> Optional[tuple[Role, Optional[int]]]:
 
 
 def role_of_expert(rest: str) -> Optional[Role]:
+    part = GROUPED.fullmatch(rest)
+    if part is not None:
+        return EXPERT[f"linear_fc{part[1]}.weight"]._replace(expert=int(part[2]))
     found = EXPERTS.fullmatch(rest)
     numbers = [number for number in found.group(1, 3) if number] if found is not None else []
     # A module for each, or a parameter for each.

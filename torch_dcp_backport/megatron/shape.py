@@ -158,6 +158,9 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 
 def _experts(config: Mapping[str, Any], number: Callable[..., int], layers: int) -> dict[str, Any]:
     """What only sparse models have."""
+    if config.get("num_experts") == 0:
+        # transformers then makes every layer a dense one, whatever the other numbers are.
+        return {}
     step, dense = number("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     return {
         "experts": number("num_experts"),

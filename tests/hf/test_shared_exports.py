@@ -1,0 +1,148 @@
+"""Exports that several ranks write, each what it holds, into the same files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from pathlib import Path
+from typing import Any, Optional
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_state_dicts import CONFIG, MESHES, VALUES, bits, state_of
+
+from torch_dcp_backport import hf
+from torch_dcp_backport.hf import sharing
+from torch_dcp_backport.hf.blocks import Share, spread_of
+from torch_dcp_backport.hf.sharing import Deal
+from torch_dcp_backport.hf.writing import Files, Hand
+from torch_dcp_backport.transfer import Box, TensorInfo
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_box_is_written_where_it_belongs(tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    shape = tuple(dice.randint(1, 4) for _ in range(seed % 5))
+    offset = tuple(dice.randrange(extent) for extent in shape)
+    size = tuple(dice.randint(0, extent - start) for extent, start in zip(shape, offset))
+    value = torch.randn(shape).to(dice.choice([torch.float32, torch.bfloat16]))
+    inside = tuple(slice(start, start + extent) for start, extent in zip(offset, size))
+    wanted = torch.zeros_like(value)
+    wanted[inside] = value[inside]
+    infos = {"before": TensorInfo((3,), torch.int8), "x": TensorInfo(shape, value.dtype)}
+    files = Files(infos, 10**6)
+    files.make(tmp_path)
+    files.write_box("x", Box(offset, size), Hand(value.nbytes)(value[inside], value.dtype))
+    files.close()
+    (tmp_path / "config.json").write_text("{}")
+    got = hf.Folder(tmp_path).part("x", Box((0,) * len(shape), shape))
+    assert torch.equal(bits(got), bits(wanted))
+
+
+def test_replicas_share_the_work_and_narrow_slices_travel() -> None:
+    tensors = {
+        "rows": TensorInfo((8, 256), torch.float32),
+        "columns": TensorInfo((8, 256), torch.float32),
+        "far": TensorInfo((8, 256), torch.float32),
+        "both": TensorInfo((8, 8), torch.float32),
+    }
+    halves = Box((0, 0), (4, 256)), Box((4, 0), (4, 256))
+    sides = Box((0, 0), (8, 8)), Box((0, 8), (8, 248))
+    quarters = Box((0, 0), (8, 4)), Box((0, 4), (8, 4))
+    spreads = {
+        "rows": spread_of((8, 256), {0: halves[:1], 1: halves[1:], 2: halves[:1], 3: halves[1:]}),
+        # A narrow block, and one that is not.
+        "columns": spread_of((8, 256), {0: sides[:1], 1: sides[1:]}),
+        "far": spread_of((8, 256), {1: halves[:1], 7: halves[1:]}),
+        "both": spread_of((8, 8), {0: quarters[:1], 1: quarters[1:]}),
+    }
+    deal = Deal(Share(tensors, spreads, {}), (0, 1, 2, 3))
+    assert deal.boxes == {
+        0: [("rows", halves[0])],
+        1: [("rows", halves[1]), ("columns", sides[1]), ("far", halves[0])],
+        2: [],
+        3: [],
+    }
+    assert deal.rest == {"columns": [sides[0]], "far": [halves[1]], "both": [Box((0, 0), (8, 8))]}
+    two = {"rows": tensors["rows"], "again": tensors["rows"]}
+    deal = Deal(Share(two, {"rows": spreads["rows"], "again": spreads["rows"]}, {}), (0, 1, 2, 3))
+    assert {rank: len(boxes) for rank, boxes in deal.boxes.items()} == {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+def save(
+    api: Any, folder: Path, name: str, far: tuple[int, ...] = (), broken: Optional[int] = None
+) -> tuple[str, int]:
+    """(the text of a save's error, bytes of tensors that this rank wrote itself)."""
+    rank, wrote, write = dist.get_rank(), 0, os.pwrite
+
+    def watched(file: int, data: Any, offset: int) -> int:
+        nonlocal wrote
+        if rank == broken:
+            raise OSError(28, "no space left on the device")
+        # Headers are at the beginning.
+        wrote += len(data) if offset else 0
+        return write(file, data, offset)
+
+    options: dict[str, Any] = {"like": CONFIG, "how": api.Export(file_bytes=100)}
+    with contextlib.ExitStack() as patches:
+        if rank in far:
+            patches.enter_context(mock.patch.object(Files, "join", return_value=False))
+        for place, name_of, value in (
+            (sharing, "SHORTEST_RUN", 1),
+            (sharing, "TURN_BYTES", 30),
+            (os, "pwrite", watched),
+        ):
+            patches.enter_context(mock.patch.object(place, name_of, value))
+        try:
+            api.save_state_dict(state_of(name), folder, **options)
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}", wrote
+    return "", wrote
+
+
+@pytest.mark.parametrize("far", [(), (2,), (1, 2, 3)])
+@pytest.mark.parametrize("name", MESHES)
+def test_who_sees_the_files_writes_and_the_others_send(ranks, tmp_path: Path, name: str, far) -> None:
+    texts, counts = zip(*ranks(save, tmp_path / "m", name, far))
+    assert set(texts) == {""}
+    source = hf.Folder(tmp_path / "m")
+    assert not source.problems
+    for key, value in VALUES.items():
+        whole = Box((0,) * value.dim(), tuple(value.shape))
+        assert torch.equal(bits(source.part(key, whole)), bits(value)), key
+    # Nothing is written twice.
+    assert sum(counts) == sum(value.nbytes for value in VALUES.values())
+    assert [rank for rank, count in enumerate(counts) if not count] == list(far)
+
+
+@pytest.mark.parametrize("broken", [1, 3])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_rank_that_cannot_write_is_one_error_and_no_export(ranks, tmp_path, broken, is_there) -> None:
+    if is_there:
+        (tmp_path / "m").mkdir()
+        (tmp_path / "m" / "notes").write_text("mine")
+    texts, _ = zip(*ranks(save, tmp_path / "m", "rows", (), broken))
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("RuntimeError")
+    assert f"rank {broken}: OSError: [Errno 28] no space left on the device" in texts[0]
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["m", "m/notes"] * is_there
+
+
+def unseen(api: Any, folder: Path) -> bool:
+    """Whether this rank takes another machine's folder of the same name for the first rank's."""
+    infos = {"x": TensorInfo((2,), torch.float32)}
+    files = Files(infos, 100)
+    if dist.get_rank() == 0:
+        files.make(folder)
+    seat = files.seat(folder)
+    dist.barrier()
+    assert seat is not None
+    found = [seat, seat._replace(boot="another"), seat._replace(inode=1), seat._replace(device=-1)]
+    return [Files(infos, 100).join(one) for one in found] == [True, False, False, False]
+
+
+def test_a_folder_that_is_not_the_same_is_not_written_into(ranks, tmp_path: Path) -> None:
+    assert all(ranks(unseen, tmp_path))

@@ -1,0 +1,123 @@
+"""An export that all ranks write which see its files: each what it holds, straight out of its memory.
+
+Must never write what another rank writes, too, nor hold more than a small copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Optional
+
+from torch_dcp_backport.hf.blocks import Share
+from torch_dcp_backport.hf.files import Draft
+from torch_dcp_backport.hf.moving import agree, publish, settle
+from torch_dcp_backport.hf.writing import Files, Hand, Seat, run_of
+from torch_dcp_backport.transfer import Box, Call, TensorInfo
+from torch_dcp_backport.transfer.chunks import chunks
+from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.spread import holders_of
+
+#: Of a tensor at once: what a copy takes where the memory is not as the file has it.
+STEP_BYTES = 4 * 2**20
+#: What a rank writes between two agreements: the group's timeout is not for a whole model.
+TURN_BYTES = 512 * 2**20
+#: Narrow slices travel to the first rank instead: a call for each of so few bytes takes longer than that.
+SHORTEST_RUN = 512
+SEAT = ("seat",)
+
+
+@contextlib.contextmanager
+def sharing(
+    call: Call, draft: Optional[Draft], tensors: Mapping[str, TensorInfo], file_bytes: int
+) -> Iterator[tuple[Optional[Files], tuple[int, ...]]]:
+    """(this rank's files, where it sees those of the first rank; all ranks that do). Collective.
+
+    Raises:
+        RuntimeError: some rank has problems; on every rank.
+        TransferError: a rank is gone, or the group's timeout is over.
+    """
+    mine = {SEAT: draft.files.seat(draft.folder)} if draft is not None else None
+    seat: Optional[Seat] = publish(call, mine)[SEAT]
+    files = draft.files if draft is not None else None
+    joined: Optional[Files] = None
+    if draft is None and seat is not None:
+        with call.guard():
+            joined = Files(tensors, file_bytes, seat.tag)
+            files = joined if joined.join(seat) else None
+    try:
+        tables = agree(call, f"{files is not None}", files is not None).tables
+        yield files, tuple(sorted(rank for table in tables if table.note for rank in table.ranks))
+    finally:
+        if joined is not None:
+            joined.close()
+
+
+class Deal:
+    """Which writer writes which boxes; the same on every rank."""
+
+    def __init__(self, share: Share, writers: tuple[int, ...]) -> None:
+        #: Rank -> (HF key, box), in the order of the tensors.
+        self.boxes: dict[int, list[tuple[str, Box]]] = {rank: [] for rank in writers}
+        #: Boxes that no writer holds, or that are too narrow: they travel to the first rank.
+        self.rest: dict[str, list[Box]] = {}
+        self._nbytes = dict.fromkeys(writers, 0)
+        for key, info in share.tensors.items():
+            near = holders_of(share.spreads[key], writers)
+            every = dict.fromkeys(
+                box for _, boxes in share.spreads[key].by_rank for box in boxes if box.numel
+            )
+            far = {box: None for box in every if box not in near or is_narrow(box, info)}
+            for box in every:
+                if box not in far:
+                    self._give(key, box, near[box], box.numel * info.dtype.itemsize)
+            if far:
+                # Whole rows are fewer writes than what was cut out of them.
+                self.rest[key] = list(far) if len(far) < len(every) else [whole(info.shape)]
+
+    def _give(self, key: str, box: Box, holders: tuple[int, ...], nbytes: int) -> None:
+        """Let that holder write it which has least to write."""
+        rank = min(holders, key=self._nbytes.__getitem__)
+        self.boxes[rank].append((key, box))
+        self._nbytes[rank] += nbytes
+
+    @property
+    def turns(self) -> int:
+        """How often all ranks meet while they write."""
+        return max(-(-nbytes // TURN_BYTES) for nbytes in self._nbytes.values())
+
+
+def is_narrow(box: Box, info: TensorInfo) -> bool:
+    run = run_of(box, info.shape)
+    return run < box.numel and run * info.dtype.itemsize < SHORTEST_RUN
+
+
+def write_own(call: Call, files: Optional[Files], share: Share, deal: Deal) -> None:
+    """Write this rank's boxes out of its own memory, and meet the other ranks now and then.
+
+    Raises:
+        RuntimeError: a write failed on some rank; on every rank.
+        TransferError: a rank is gone, or the group's timeout is over.
+    """
+    own = deal.boxes.get(call.rank, [])
+    tensors = share.tensors
+    call.tally.meter.expect(lambda: sum(box.numel * tensors[key].dtype.itemsize for key, box in own))
+    pieces = (
+        piece
+        for run in chunks(((key, box, tensors[key].dtype) for key, box in own), STEP_BYTES)
+        for piece in run
+    )
+    hand = Hand(STEP_BYTES)
+    with call.tally.phase("move"):
+        for _ in range(deal.turns):
+            left = TURN_BYTES
+            for piece in pieces:
+                key = str(piece.key)
+                with call.guard(key):
+                    assert files is not None, "it is a writer"
+                    files.write_box(key, piece.box, hand(share.view(key, piece.box), piece.dtype))
+                call.tally.meter.add(piece.nbytes)
+                left -= piece.nbytes
+                if call.problems or left <= 0:
+                    break
+            settle(call)

@@ -1,0 +1,224 @@
+"""The files of an export as every rank sees them that writes into them: where each tensor is, and its bytes.
+
+Must never publish anything, and never make a file that is there.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import torch
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.hf.format import Entry, make_header, nbytes_of
+from torch_dcp_backport.hf.source import SINGLE
+from torch_dcp_backport.transfer import Box, TensorInfo
+
+#: The same on all processes of a running kernel, in whichever container.
+BOOT = "/proc/sys/kernel/random/boot_id"
+#: What a file system says that cannot reserve room.
+CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
+
+
+def planned(tensors: Mapping[str, TensorInfo], file_bytes: int, tag: str = "") -> dict[str, list[str]]:
+    """File name -> HF keys, in their order: as many as `file_bytes` hold, or one that is larger."""
+    files: list[list[str]] = []
+    room = 0
+    for key, info in tensors.items():
+        if not files or nbytes_of(info) > room:
+            files.append([])
+            room = file_bytes
+        files[-1].append(key)
+        room -= nbytes_of(info)
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    stem, count = f"model-{tag}" if tag else "model", len(files)
+    return {f"{stem}-{number:05d}-of-{count:05d}.safetensors": keys for number, keys in enumerate(files, 1)}
+
+
+class Seat(NamedTuple):
+    """Where files under way are, and by what another process knows that it sees the same."""
+
+    folder: str
+    #: Of the names of the files.
+    tag: str
+    boot: str
+    device: int
+    inode: int
+
+
+class Files:
+    """The safetensors files of an export: which has which tensor, and where in it.
+
+    The same on every rank but for those that this process has open.
+    """
+
+    def __init__(self, tensors: Mapping[str, TensorInfo], file_bytes: int, tag: str = "") -> None:
+        """Describe them; none is there yet.
+
+        Raises:
+            ValueError: a dtype that safetensors does not have.
+        """
+        self.tag = tag
+        #: File name -> its first bytes, and its size.
+        self.headers: dict[str, tuple[bytes, int]] = {}
+        #: HF key -> its file, and where in it.
+        self.places: dict[str, tuple[str, Entry]] = {}
+        for name, keys in planned(tensors, file_bytes, tag).items():
+            header, entries = make_header({key: tensors[key] for key in keys})
+            size = max((entry.stop for entry in entries.values()), default=len(header))
+            self.headers[name] = header, size
+            self.places.update((key, (name, entry)) for key, entry in entries.items())
+        self._open: dict[str, int] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.headers)
+
+    def make(self, folder: Path) -> None:
+        """Make the files with their headers, and reserve room for all tensors.
+
+        Raises:
+            OSError: there is no room, the disk failed.
+        """
+        for name, (header, size) in self.headers.items():
+            file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            self._open[name] = file
+            reserve(file, size)
+            write_at(file, header, 0)
+
+    def seat(self, folder: Path) -> Optional[Seat]:
+        """What other processes need to write into the files, too; None where they could not be sure."""
+        try:
+            boot, stat = Path(BOOT).read_text(), os.stat(folder)
+        except OSError:
+            return None
+        return Seat(str(folder), self.tag, boot, stat.st_dev, stat.st_ino)
+
+    def join(self, seat: Seat) -> bool:
+        """Open the files that another process has made; whether it is this machine, and the same folder.
+
+        On another machine, which may cache parts of the same pages, they are not opened.
+        """
+        try:
+            folder = os.open(seat.folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            return False
+        try:
+            stat = os.fstat(folder)
+            if (Path(BOOT).read_text(), stat.st_dev, stat.st_ino) != (seat.boot, seat.device, seat.inode):
+                return False
+            for name in self.names:
+                self._open[name] = os.open(name, os.O_RDWR, dir_fd=folder)
+        except OSError:
+            self.close()
+            return False
+        finally:
+            os.close(folder)
+        return True
+
+    def write(self, key: str, offset: int, data: memoryview) -> None:
+        """Write bytes of a tensor, from the one at `offset` on.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        name, entry = self.places[key]
+        write_at(self._open[name], data, entry.start + offset)
+
+    def write_box(self, key: str, box: Box, data: memoryview) -> None:
+        """Write the bytes of a box, which follow one another in `data`.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        name, entry = self.places[key]
+        file, (shape, dtype) = self._open[name], entry.info
+        length = run_of(box, shape) * dtype.itemsize
+        for number, start in enumerate(starts_of(box, shape)):
+            part = data[number * length : (number + 1) * length]
+            write_at(file, part, entry.start + start * dtype.itemsize)
+
+    def sync(self, first: int = 0, step: int = 1) -> None:
+        """Wait until every `step`-th file is on the disk.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        for name in self.names[first::step]:
+            os.fsync(self._open[name])
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def run_of(box: Box, shape: tuple[int, ...]) -> int:
+    """Elements of a box that follow one another in the tensor."""
+    run = 1
+    for extent, length in zip(reversed(box.size), reversed(shape)):
+        run *= extent
+        if extent != length:
+            break
+    return run
+
+
+def starts_of(box: Box, shape: tuple[int, ...]) -> Iterator[int]:
+    """The first element in the tensor of each run of a box."""
+    if not box.numel:
+        return
+    inner = len(shape)
+    while inner and box.size[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    # The run has the outermost of the dimensions that are cut last.
+    outer = max(inner - 1, 0)
+    steps = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        steps[dim] = steps[dim + 1] * shape[dim + 1]
+    base = sum(start * step for start, step in zip(box.offset, steps))
+    for place in itertools.product(*(range(extent) for extent in box.size[:outer])):
+        yield base + sum(index * step for index, step in zip(place, steps))
+
+
+class Hand:
+    """The bytes of tensors as a file has them: the memory itself where it has them so, else a small copy."""
+
+    def __init__(self, nbytes: int) -> None:
+        """`nbytes`: of the largest tensor."""
+        self._nbytes = nbytes
+        self._copy: Optional[torch.Tensor] = None
+
+    def __call__(self, part: torch.Tensor, dtype: torch.dtype) -> memoryview:
+        if part.device.type != "cpu" or part.dtype != dtype or not part.is_contiguous() or part.is_neg():
+            if self._copy is None:
+                self._copy = compat.host_buffer(self._nbytes)
+            copy = self._copy[: part.numel() * dtype.itemsize].view(dtype).view(part.shape)
+            part = copy.copy_(part)
+        return memoryview(part.view(-1).view(torch.uint8).numpy().data)
+
+
+def reserve(file: int, size: int) -> None:
+    """Take the room of a whole file now: later a full disk would be an error in the middle.
+
+    Raises:
+        OSError: there is not so much room.
+    """
+    try:
+        if size:
+            os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno not in CANNOT_RESERVE:
+            raise
+        os.ftruncate(file, size)
+
+
+def write_at(file: int, data: memoryview | bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
