@@ -18,7 +18,7 @@ from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.wire import device_for
 
 TITLE = "cannot run this batch"
-IDS, MASK, LOSS_MASK = "input_ids", "attention_mask", "loss_mask"
+IDS, MASK, LOSS_MASK, RESPONSES = "input_ids", "attention_mask", "loss_mask", "response_mask"
 
 #: Of a token, in which counts travel.
 UNITS = 2**20
@@ -114,7 +114,9 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
     spans = spans_of(data)
     tokens = 0.0
     if needs_tokens:
-        check_alike(LOSS_MASK, data[LOSS_MASK], ids)
+        # verl's policy losses mask responses alone, and the mask of a loss is that.
+        if not (RESPONSES in keys and same_values(data[LOSS_MASK], data[RESPONSES])):
+            check_alike(LOSS_MASK, data[LOSS_MASK], ids)
         tokens = float(values_of(data[LOSS_MASK]).sum(dtype=torch.float64))
     if limit.rows is not None:
         rows = list(range(len(spans)))
@@ -122,6 +124,11 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
     else:
         parts = by_tokens(spans, limit.tokens or 0)
     return Plan(parts, spans, tokens, None if ids.is_nested else int(ids.shape[1]))
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two masks, jagged or not, are the same."""
+    return one.is_nested == other.is_nested and torch.equal(values_of(one), values_of(other))
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
