@@ -289,7 +289,9 @@ def main() -> None:
             process.join()
     for name in found[0][0]:
         by_rank = [found[rank][0][name] for rank in sorted(found)]
-        seconds, cpus = ([max(turn) for turn in zip(*([t[place] for t in r] for r in by_rank))] for place in (0, 1))
+        seconds, cpus = (
+            [max(turn) for turn in zip(*([t[place] for t in r] for r in by_rank))] for place in (0, 1)
+        )
         first, *others = (min(peak for *_, peak in turns) / 2**20 for turns in by_rank)
         calls, messages = map(max, zip(*(counts[name] for _, counts in found.values())))
         print(

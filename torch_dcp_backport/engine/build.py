@@ -90,8 +90,11 @@ def outline(model: Optional[nn.Module]) -> dict[str, str]:
     return {"parameters": f"{len(names)} ({digest})"}
 
 
-def configuration(asked: Any) -> Any:
+def configuration(asked: Any, dtype: Optional[torch.dtype] = None) -> Any:
     """transformers' configuration of a `ModelConfig`, with what is to be otherwise.
+
+    Args:
+        dtype: what buffers are computed in, as `from_pretrained` does; None is the configuration's own.
 
     Raises:
         FileNotFoundError: no such model here; transformers would look for it on the network.
@@ -103,24 +106,28 @@ def configuration(asked: Any) -> Any:
     config = transformers.AutoConfig.from_pretrained(asked.path, trust_remote_code=asked.trust_remote_code)
     for name, value in asked.override_config.items():
         setattr(config, name, value)
+    if dtype is not None:
+        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
     return config
 
 
-def language_model(asked: Any) -> nn.Module:
-    """transformers' causal language model of a `ModelConfig`; see `parameters_on_meta`."""
+def language_model(asked: Any, dtype: Optional[torch.dtype] = None) -> nn.Module:
+    """transformers' causal language model of a `ModelConfig`; see `parameters_on_meta`, `configuration`."""
     import transformers
 
     kind: Any = transformers.AutoModelForCausalLM
-    model: nn.Module = kind.from_config(configuration(asked), trust_remote_code=asked.trust_remote_code)
+    model: nn.Module = kind.from_config(
+        configuration(asked, dtype), trust_remote_code=asked.trust_remote_code
+    )
     return model
 
 
-def value_model(asked: Any) -> nn.Module:
+def value_model(asked: Any, dtype: Optional[torch.dtype] = None) -> nn.Module:
     """transformers' model of a `ModelConfig` with one number for each token."""
     import transformers
 
     kind: Any = transformers.AutoModelForTokenClassification
-    config = configuration(asked)
+    config = configuration(asked, dtype)
     config.num_labels = 1
     config.classifier_dropout = config.hidden_dropout = 0.0
     model: nn.Module = kind.from_config(config, trust_remote_code=asked.trust_remote_code)

@@ -120,8 +120,9 @@ class FSDPEngine(BaseEngine):
         own, asked = self.engine_config, self.model_config
         model: Any = None
         with Call("cannot build the model", "build", groups_of()) as call:
-            with call.guard(), build.parameters_on_meta(dtype_of(own.model_dtype)):
-                model = self.make_model(asked)
+            dtype = dtype_of(own.model_dtype)
+            with call.guard(), build.parameters_on_meta(dtype):
+                model = self.make_model(asked, dtype)
                 if asked.enable_gradient_checkpointing:
                     model.gradient_checkpointing_enable({"use_reentrant": False})
                 if asked.lora_rank:
