@@ -3,8 +3,8 @@
     python3 tools/lanes.py run current -- python benchmarks/engine.py
 
 On the shape of Qwen2.5-0.5B (942 MiB in bfloat16; `--layers` makes it smaller), 4 ranks, gloo. Ways take
-turns; the best is shown. Memory is private memory above that before the call, of the worst rank; CPU is that of a
-step's median turn; collectives are those that a rank takes part in, messages between two ranks too.
+turns; the best is shown. Memory is private memory above that before the call, of the worst rank; CPU is
+that of the median turn; collectives are those that a rank takes part in, messages between two ranks included.
 """
 
 from __future__ import annotations

@@ -20,9 +20,6 @@ from torch_dcp_backport.transfer.wire import device_for
 TITLE = "cannot run this batch"
 IDS, MASK, LOSS_MASK, RESPONSES = "input_ids", "attention_mask", "loss_mask", "response_mask"
 
-#: Of a token, in which counts travel.
-UNITS = 2**20
-
 #: First column of a row that is no padding, and the one behind the last.
 Span = tuple[int, int]
 
@@ -72,28 +69,26 @@ def plan(data: Any, limit: Limit, group: Group = None, *, needs_tokens: bool = T
     own = Plan([], [], 0, None)
     try:
         own = plan_alone(data, limit, needs_tokens)
-    except (ValueError, KeyError) as error:
-        problems.append(Problem(str(error)))
     except Exception as error:
         # Whatever it is: the other ranks wait here.
-        problems.append(problem_of(error))
-    tokens = round(own.tokens * UNITS)
-    said = torch.tensor([len(own.parts), tokens, len(problems)], device=device_for(group))
+        known = isinstance(error, (ValueError, KeyError))
+        problems.append(Problem(str(error)) if known else problem_of(error))
+    said = torch.tensor([len(own.parts), own.tokens, len(problems)], dtype=torch.float64)
+    said = said.to(device_for(group))
     heard = [torch.empty_like(said) for _ in range(dist.get_world_size(group))]
     dist.all_gather(heard, said, group=group)
     rows = torch.stack(heard).tolist()
     if any(count for *_, count in rows):
         # What is wrong travels only where something is.
         raise_together(TITLE, share_findings([(dist.get_rank(), problem) for problem in problems], group))
-    count, tokens = max(row[0] for row in rows), sum(row[1] for row in rows)
-    total = tokens // UNITS if tokens % UNITS == 0 else tokens / UNITS
+    count, tokens = int(max(row[0] for row in rows)), sum(row[1] for row in rows)
     findings = []
     if not count:
         findings = [(dist.get_rank(), Problem("no rows on any rank"))]
     elif needs_tokens and not tokens:
         findings = [(dist.get_rank(), Problem(f"no token on any rank has a loss: {LOSS_MASK} is zero"))]
     raise_together(TITLE, findings)
-    return own._replace(parts=spread(own.parts, count), tokens=total)
+    return own._replace(parts=spread(own.parts, count), tokens=tokens)
 
 
 def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:

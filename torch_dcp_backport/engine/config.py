@@ -13,7 +13,7 @@ from typing import Any, Optional, TypeVar, Union
 import torch
 
 from torch_dcp_backport.engine.batches import Limit
-from torch_dcp_backport.engine.build import Blocks, Sharding
+from torch_dcp_backport.engine.build import Sharding
 from torch_dcp_backport.engine.step import check_schedule
 
 DTYPES = {
@@ -90,11 +90,6 @@ class EngineConfig:
         asked = {"param_dtype": "bf16", "reduce_dtype": "fp32", **(self.mixed_precision or {})}
         param_dtype, reduce_dtype = (dtype_of(asked[name]) for name in ("param_dtype", "reduce_dtype"))
         return Sharding(self.reshard_after_forward, param_dtype, reduce_dtype, self.offload_policy)
-
-    @property
-    def blocks(self) -> Blocks:
-        found: Blocks = self.wrap_policy.get("transformer_layer_cls_to_wrap")
-        return found
 
     def limit(self, data: Any, is_inference: bool) -> Limit:
         """The size of micro-batches of a batch."""

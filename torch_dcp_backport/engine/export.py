@@ -56,8 +56,7 @@ def whole_tensors(
         nbytes = math.prod(info.shape) * _cast(info.dtype, dtype).itemsize
         if bucket and size + nbytes > most:
             yield from _gathered(parts, bucket, to, dtype, device, group)
-            # The caller's loop holds the last tensor until it gets another: beside a large one there is room for
-            # one more alone.
+            # The caller's loop holds the last tensor until it gets another: a large one has one beside it.
             most = 0 if size > bucket_bytes else bucket_bytes
             bucket, size = [], 0
         bucket.append(names)

@@ -50,7 +50,6 @@ class FSDPEngine(BaseEngine):
         checkpoint_config: Any = None,
         *,
         device: Optional[str] = None,
-        make_manager: Optional[Callable[..., Any]] = None,
     ) -> None:
         """Check the settings, and arrange the ranks where there are any. Collective.
 
@@ -59,7 +58,6 @@ class FSDPEngine(BaseEngine):
                 or verl's.
             checkpoint_config: of the manager.
             device: a type; None is this machine's accelerator, or the CPU.
-            make_manager: called as `checkpoint.FSDPCheckpointManager`, which is the default.
 
         Raises:
             ValueError: a setting that is not offered, or two that exclude each other.
@@ -70,7 +68,6 @@ class FSDPEngine(BaseEngine):
         self.optimizer_config = optimizer_config
         self.checkpoint_config = checkpoint_config
         self.device = device or default_device()
-        self.make_manager = make_manager
         #: Steps that were not taken, since a gradient was not finite.
         self.skipped_steps = 0
         self.module: Any = None
@@ -107,17 +104,18 @@ class FSDPEngine(BaseEngine):
                 least=asked.min_lr_ratio or 0.0,
                 cycles=asked.num_cycles,
             )
-        make: Any = self.make_manager
-        if make is None:
-            make = importlib.import_module("torch_dcp_backport.checkpoint").FSDPCheckpointManager
+        checkpoint = importlib.import_module("torch_dcp_backport.checkpoint")
         parts = (self.module, self.optimizer, self.lr_scheduler)
-        self.checkpoint_manager = make(*parts, checkpoint_config=self.checkpoint_config)
+        self.checkpoint_manager = checkpoint.FSDPCheckpointManager(
+            *parts, checkpoint_config=self.checkpoint_config
+        )
         if own.param_offload or own.optimizer_offload:
             self.to("cpu", model=own.param_offload, optimizer=own.optimizer_offload, grad=own.param_offload)
 
     def build(self) -> Any:
         """The model, sharded and filled. Collective."""
         own, asked = self.engine_config, self.model_config
+        blocks = own.wrap_policy.get("transformer_layer_cls_to_wrap")
         model: Any = None
         with Call("cannot build the model", "build", groups_of()) as call:
             dtype = dtype_of(own.model_dtype)
@@ -127,12 +125,12 @@ class FSDPEngine(BaseEngine):
                     model.gradient_checkpointing_enable({"use_reentrant": False})
                 if asked.lora_rank:
                     model = lora.adapted(model, asked)
-                build.units_of(model, own.blocks)
+                build.units_of(model, blocks)
                 tensor_parallel.styles_of(model, self.grid)
             said = {type(part).__name__: spelled(part) for part in (own, asked, self.optimizer_config)}
             agree(call, common={**said, **build.outline(model)})
         tensor_parallel.parallelize(model, self.grid)
-        build.shard(model, self.grid, own.sharding, own.blocks)
+        build.shard(model, self.grid, own.sharding, blocks)
         kind = "cpu" if own.offload_policy else self.device
         build.materialize(model, compat.current_device(kind))
         fresh = {**self.fresh, **lora.FRESH}

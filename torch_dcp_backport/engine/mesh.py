@@ -49,10 +49,6 @@ class Grid(NamedTuple):
         """The ranks that have data of their own, with this one; never None, which verl takes for no ranks."""
         return members(None) if self.tp is None else self.data.get_group()
 
-    @property
-    def dp_rank(self) -> int:
-        return dist.get_rank(self.dp_group)
-
 
 def sizes_of(world: int, fsdp_size: int = -1, tp_size: int = 1) -> Sizes:
     """The extents of the mesh of `world` ranks.
