@@ -6,7 +6,7 @@ JOBS ?=
 FORMATS = tests/dist_checkpointing/test_megatron_formats.py
 
 .PHONY: help demo demo-engine demo-reshard demo-megatron test test-ends test-pythons test-matrix examples documents \
-	clients clients-2.6 clients-2.5 megatron megatron-newer conformance reliability patched-page lint wheel
+	clients clients-2.6 clients-2.5 clients-0.7 megatron megatron-newer conformance reliability patched-page lint wheel
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
@@ -65,7 +65,7 @@ documents:
 
 # lightning-fabric, accelerate, torchtune and verl as they are, on torch 2.6.0 and 2.5.1, with the backport imported
 # first, last and not at all.
-clients: clients-2.6 clients-2.5
+clients: clients-2.6 clients-2.5 clients-0.7
 
 clients-2.6:
 	$(LANES) test clients -- tests/clients --timeout 900
@@ -73,6 +73,10 @@ clients-2.6:
 
 clients-2.5:
 	$(LANES) test clients-2.5 -- tests/clients --timeout 900
+
+# verl 0.7's worker and losses on our engine, beside one process.
+clients-0.7:
+	$(LANES) test verl -- tests/engine/test_engine_verl.py
 
 # megatron-core's own models on the CPU; the other tests of the two rooms are in the lanes of `make test`.
 megatron:

@@ -3,12 +3,14 @@
     python3 tools/lanes.py run current -- python benchmarks/engine.py
 
 On the shape of Qwen2.5-0.5B (942 MiB in bfloat16; `--layers` makes it smaller), 4 ranks, gloo. Ways take
-turns; the best is shown. Memory is private memory above that before the call, of the worst rank.
+turns; the best is shown. Memory is private memory above that before the call, of the worst rank; CPU is
+that of the median turn; collectives are those that a rank takes part in, messages between two ranks included.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import multiprocessing
@@ -41,7 +43,6 @@ class Meter:
         self.is_done = threading.Event()
         self.thread = threading.Thread(target=self.watch)
         self.thread.start()
-        self.began = time.perf_counter()
         return self
 
     def watch(self) -> None:
@@ -49,10 +50,28 @@ class Meter:
             self.most = max(self.most, private_bytes())
 
     def __exit__(self, *error: object) -> None:
-        self.seconds = time.perf_counter() - self.began
         self.is_done.set()
         self.thread.join()
         self.peak = max(self.most, private_bytes()) - self.before
+
+
+def collectives(way: Callable[[], Any]) -> tuple[int, int]:
+    """How many collectives a rank takes part in, by gloo's own count, and messages between two ranks."""
+    import torch.distributed as dist
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Messages(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += str(func) in ("c10d.send.default", "c10d.recv_.default")
+            return func(*args, **(kwargs or {}))
+
+    group: Any = dist.group.WORLD
+    before = group._get_sequence_number_for_group()
+    with Messages() as messages:
+        way()
+    return group._get_sequence_number_for_group() - before, messages.count
 
 
 def settled() -> None:
@@ -94,6 +113,25 @@ def sharded(folder: str) -> tuple[Any, Any]:
     engine.shard(model, grid)
     engine.materialize(model, torch.device("cpu"))
     return model, grid
+
+
+def write_tiny(folder: str, layers: int) -> str:
+    import torch
+    import torch.distributed as dist
+    import transformers
+
+    tiny = f"{folder}-tiny-{layers}"
+    small = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    if dist.get_rank() == 0:
+        config = transformers.Qwen2Config(**{**qwen(layers), **small})
+        transformers.AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32).save_pretrained(tiny)
+    dist.barrier()
+    return tiny
+
+
+def small_exports(folder: str) -> dict[str, Callable[[], Any]]:
+    """As of adapters, or of many experts."""
+    return {f"small {name}": way for name, way in exports(write_tiny(folder, 24)).items()}
 
 
 def exports(folder: str) -> dict[str, Callable[[], Any]]:
@@ -148,24 +186,10 @@ def loads(folder: str) -> dict[str, Callable[[], Any]]:
 def steps(folder: str) -> dict[str, Callable[[], Any]]:
     """A tiny model's step by the engine, and by a bare loop of FSDP2."""
     import torch
-    import torch.distributed as dist
-    import transformers
 
     from torch_dcp_backport import engine
 
-    tiny = f"{folder}-tiny"
-    if dist.get_rank() == 0:
-        config = transformers.Qwen2Config(
-            **{
-                **qwen(2),
-                "vocab_size": 512,
-                "hidden_size": 128,
-                "intermediate_size": 256,
-                "num_attention_heads": 4,
-            }
-        )
-        transformers.AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32).save_pretrained(tiny)
-    dist.barrier()
+    tiny = write_tiny(folder, 2)
     made = engine.FSDPEngineWithLMHead(
         {"path": tiny},
         {"mixed_precision": {"param_dtype": "fp32"}, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 4},
@@ -196,7 +220,7 @@ def steps(folder: str) -> dict[str, Callable[[], Any]]:
     return {"step: bare FSDP2": bare, "step: the engine": by_engine}
 
 
-PARTS = {"export": exports, "load": loads, "step": steps}
+PARTS = {"export": exports, "small": small_exports, "load": loads, "step": steps}
 
 
 def run_rank(rank: int, world: int, folder: str, args: argparse.Namespace, results: Any) -> None:
@@ -209,21 +233,30 @@ def run_rank(rank: int, world: int, folder: str, args: argparse.Namespace, resul
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}-meet", rank=rank, world_size=world, timeout=limit
     )
-    found: dict[str, list[tuple[float, int]]] = {}
+    found: dict[str, list[tuple[float, float, int]]] = {}
+    counts: dict[str, tuple[int, int]] = {}
     for part in args.parts:
         ways = PARTS[part](folder)
-        for number in range((20 if part == "step" else 1) * args.repeats + 1):
+        is_step = part == "step"
+        for number in range((20 if is_step else 1) * args.repeats + 1):
             for name, way in ways.items():
-                settled()
+                if not number:  # the first is to warm up
+                    counts[name] = collectives(way)
+                    continue
+                if not is_step:
+                    settled()
                 dist.barrier()
-                with Meter() as meter:
+                cpu = time.process_time()
+                with contextlib.nullcontext() if is_step else Meter() as meter:
+                    began = time.perf_counter()
                     way()
+                    cpu = time.process_time() - cpu
                     dist.barrier()
-                if number:  # the first is to warm up
-                    found.setdefault(name, []).append((meter.seconds, meter.peak))
+                    seconds = time.perf_counter() - began
+                found.setdefault(name, []).append((seconds, cpu, meter.peak if meter else 0))
         del ways
         settled()
-    results.put((rank, found))
+    results.put((rank, (found, counts)))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -254,11 +287,18 @@ def main() -> None:
         found = dict(results.get() for _ in ranks)
         for process in ranks:
             process.join()
-    for name in found[0]:
-        turns = [max(turn) for turn in zip(*([seconds for seconds, _ in by[name]] for by in found.values()))]
-        first, *others = (min(peak for _, peak in found[rank][name]) / 2**20 for rank in sorted(found))
-        seconds = f"{min(turns):7.3f} s (median {statistics.median(turns):7.3f})"
-        print(f"{name:36s} {seconds}  peak {first:5.0f} MiB rank 0, {max(others):5.0f} others")
+    for name in found[0][0]:
+        by_rank = [found[rank][0][name] for rank in sorted(found)]
+        seconds, cpus = (
+            [max(turn) for turn in zip(*([t[place] for t in r] for r in by_rank))] for place in (0, 1)
+        )
+        first, *others = (min(peak for *_, peak in turns) / 2**20 for turns in by_rank)
+        calls, messages = map(max, zip(*(counts[name] for _, counts in found.values())))
+        print(
+            f"{name:38s} {min(seconds):7.3f} s (median {statistics.median(seconds):7.3f}, CPU "
+            f"{statistics.median(cpus):7.4f})  {calls:4d} collectives {messages:4d} messages  peak "
+            f" {first:5.0f} MiB rank 0, {max(others):5.0f} others"
+        )
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1))
 

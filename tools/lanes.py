@@ -66,13 +66,36 @@ LANES: dict[str, tuple[str, ...]] = {
     "2.6-py3.13": ("torch==2.6.0", *TOOLS, *VERIFY),
     "clients": ("torch==2.6.0", *OLD, *TOOLS, *CLIENTS),
     "clients-2.5": ("torch==2.5.1", *OLD, *TOOLS, *CLIENTS),
+    # A current verl's losses and worker, which our engine runs; on a torch whose gloo averages.
+    "verl": (
+        "torch==2.13.0",
+        "numpy<2",
+        *TOOLS,
+        *VERIFY,
+        "tensordict>=0.10,<=0.10.0",
+        "ray==2.53.0",
+        "accelerate==1.10.1",
+        "peft>=0.17,<0.19",
+        "datasets>=3.6,<4",
+        "pyarrow>=19,<22",
+        "pandas>=2.2,<3",
+        "pydantic>=2,<3",
+        "codetiming",
+        "hydra-core",
+        "torchdata",
+    ),
     "megatron": ("torch==2.6.0", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
     # A later release, for checkpoints between it and this package alone (test_megatron_formats.py).
     "megatron-0.14": ("torch==2.6.0", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
     "lint": ("ruff==0.14.5", "mypy==1.18.2", "packaging>=23", "build==1.3.0", "hatchling>=1.26", "twine>=6"),
 }
-# Installed without what they depend on: megatron-core asks for wandb, zarr and more, and its models use none.
-BARE = {"megatron": ("megatron-core==0.12.3",), "megatron-0.14": ("megatron-core==0.14.0",)}
+# Installed without what they depend on: megatron-core asks for wandb, zarr and more, and its models use none;
+# verl asks for what its rollouts need.
+BARE = {
+    "verl": ("verl==0.7.1",),
+    "megatron": ("megatron-core==0.12.3",),
+    "megatron-0.14": ("megatron-core==0.14.0",),
+}
 # Lanes that are made with another Python than the one that runs this.
 PYTHONS = {"2.6-py3.9": "3.9", "2.6-py3.13": "3.13"}
 UV = "uv>=0.9,<1"

@@ -73,7 +73,7 @@ def write(folder: Path, is_tied: bool = True) -> Path:
 
 class Engine(engine.FSDPEngineWithLMHead):
     @staticmethod
-    def make_model(asked: Any) -> nn.Module:
+    def make_model(asked: Any, dtype: Any) -> nn.Module:
         return Model(**asked.override_config)
 
 

@@ -136,6 +136,18 @@ def test_what_cannot_be_run_is_one_error_on_every_rank(ranks, faults: Any, limit
     assert faults == dict.fromkeys(range(4), faults.get(0)) or len(set(texts)) == 1
 
 
+def test_a_mask_may_be_that_of_responses() -> None:
+    """As verl's policies have it: ids are jagged, and the mask of the loss is of the responses alone."""
+    data = small.jagged(small.batch(0))
+    mask = torch.ones(small.ROWS, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match="loss_mask is of shape"):
+        batches.plan_alone({**data, "loss_mask": mask}, batches.Limit(rows=2))
+    with pytest.raises(ValueError, match="loss_mask is of shape"):
+        batches.plan_alone({**data, "loss_mask": mask, "response_mask": 1 - mask}, batches.Limit(rows=2))
+    found = batches.plan_alone({**data, "loss_mask": mask, "response_mask": mask}, batches.Limit(rows=2))
+    assert found.tokens == mask.sum()
+
+
 def test_masks_may_be_weights() -> None:
     data: Any = {name: value[:2] for name, value in small.batch(0).items()}
     for value, count in ((0.25, 0.25 * 2 * small.LENGTH), (1.0, 2 * small.LENGTH)):

@@ -39,7 +39,9 @@ def not_finite(api: Any, folder: Path, options: dict[str, Any], value: float) ->
     return same, norm, skipped, made.skipped_steps, after
 
 
-@pytest.mark.parametrize(("options", "value"), [({}, float("nan")), ({"fsdp_size": 2}, float("inf"))])
+@pytest.mark.parametrize(
+    ("options", "value"), [({}, float("nan")), ({"fsdp_size": 2}, float("inf")), ({}, 1e20)]
+)
 def test_a_gradient_that_is_not_finite_on_one_rank_is_no_step(ranks, tmp_path, options, value) -> None:
     """Also of one replica alone."""
     small.write(tmp_path / "m")

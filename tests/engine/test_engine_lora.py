@@ -9,12 +9,12 @@ import pytest
 import small
 import torch
 
-from torch_dcp_backport import engine
+from torch_dcp_backport import compat, engine
 
 pytest.importorskip("peft")
 test_qwen = pytest.importorskip("test_engine_transformers")
 
-LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"]}
 
 
 def without_torchao() -> None:
@@ -24,19 +24,19 @@ def without_torchao() -> None:
     peft.tuners.lora.torchao.is_torchao_available = lambda: False
 
 
-def made(folder: Path, fsdp_size: int) -> Any:
+def made(folder: Path, sizes: dict[str, int]) -> Any:
     small.cpu_fsdp.install()
     without_torchao()
     plain = {"mixed_precision": {"param_dtype": None, "reduce_dtype": None}, "use_dynamic_bsz": False}
-    config = {**plain, "micro_batch_size_per_gpu": 2, "fsdp_size": fsdp_size}
+    config = {**plain, "micro_batch_size_per_gpu": 2, **sizes}
     asked = {"optimizer": "SGD", "lr": 0.5, "weight_decay": 0.0, "clip_grad": None}
     found = engine.FSDPEngineWithLMHead({"path": str(folder), **LORA}, config, asked, device="cpu")
     found.initialize()
     return found
 
 
-def run(api: Any, folder: Path, out: Path, fsdp_size: int) -> Any:
-    built = made(folder, fsdp_size)
+def run(api: Any, folder: Path, out: Path, sizes: dict[str, int]) -> Any:
+    built = made(folder, sizes)
     begun, _ = built.get_per_tensor_param(base_sync_done=True, dtype=None)
     first = {name: value.clone() for name, value in begun}
     found = small.trained(built)
@@ -49,20 +49,27 @@ def run(api: Any, folder: Path, out: Path, fsdp_size: int) -> Any:
             found["plain"] = built.module(**inputs).logits
     built.save_adapter(out)
     built.save_checkpoint(out.parent / "global_step_5", global_step=5)
-    again = made(folder, -1)
+    again = made(folder, {})
     again.load_checkpoint(out.parent / "global_step_5")
     found["again"] = dict(again.get_per_tensor_param(base_sync_done=True, dtype=None)[0])
+    # One half of the ranks has what the other has not: FSDP2 alone, and TP with it, leave a rank a fourth.
+    params = dict(built.module.named_parameters())
+    found["parts"] = {
+        name: compat.local_part(param).numel() * 4 / param.numel()
+        for name, param in params.items()
+        if name.endswith(("q_proj.base_layer.weight", "o_proj.lora_A.default.weight"))
+    }
     return first, found
 
 
-@pytest.mark.parametrize("fsdp_size", [-1, 2])
-def test_adapters_train_alone_and_peft_opens_them(ranks, tmp_path: Path, fsdp_size: int) -> None:
+@pytest.mark.parametrize("sizes", [{}, {"fsdp_size": 2}, {"tp_size": 2}], ids=str)
+def test_adapters_train_alone_and_peft_opens_them(ranks, tmp_path: Path, sizes: dict[str, int]) -> None:
     import peft
     import transformers
 
     without_torchao()
     model = test_qwen.write(tmp_path / "m")
-    results = ranks(run, tmp_path / "m", tmp_path / "adapter", fsdp_size)
+    results = ranks(run, tmp_path / "m", tmp_path / "adapter", sizes)
     first = results[0][0]
     files = sorted(path.name for path in (tmp_path / "adapter").iterdir())
     assert files == ["adapter_config.json", "adapter_model.safetensors"]
@@ -86,6 +93,7 @@ def test_adapters_train_alone_and_peft_opens_them(ranks, tmp_path: Path, fsdp_si
     trained = peft.get_peft_model_state_dict(alone)
     for begun, found in results:
         assert sorted(begun) == sorted(trained)
+        assert set(found["parts"].values()) == {2.0 if "fsdp_size" in sizes else 1.0}
         assert all(torch.equal(value, first[name]) for name, value in begun.items())
         assert len({value.abs().sum().item() for name, value in begun.items() if "lora_A" in name}) == 4
         torch.testing.assert_close(found["losses"], losses, atol=1e-5, rtol=1e-5)

@@ -59,6 +59,12 @@ def test_sizes_that_do_not_divide(asked: Any, says: str) -> None:
         (config.EngineConfig, {"gradient_sync": "never"}, "neither 'each' nor 'last'"),
         (config.OptimizerConfig, {"optimizer": "AdamX"}, "'AdamX' is none of torch.optim"),
         (config.EngineConfig, types.SimpleNamespace(qat=types.SimpleNamespace(enable=True)), "qat"),
+        (
+            config.ModelConfig,
+            types.SimpleNamespace(lora_adapter_path="a"),
+            "lora_adapter_path is not offered",
+        ),
+        (config.OptimizerConfig, types.SimpleNamespace(optimizer_impl="torchao.optim"), "optimizer_impl"),
     ],
 )
 def test_settings_that_are_refused(kind: Any, given: Any, says: str) -> None:

@@ -109,6 +109,24 @@ def test_a_value_head_that_no_file_has_is_the_same_on_every_mesh(ranks, tmp_path
             torch.testing.assert_close(value, other[name], atol=1e-5, rtol=1e-5)
 
 
+def test_buffers_are_computed_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    """Not in that of config.json, in which sqrt(20) has three digits."""
+    import transformers
+
+    config = transformers.Gemma3TextConfig(
+        vocab_size=29, hidden_size=20, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, torch_dtype="bfloat16",
+    )  # fmt: skip
+    transformers.Gemma3ForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, torch_dtype=torch.float32)
+    with engine.parameters_on_meta(torch.float32):
+        made = engine.language_model(engine.ModelConfig(str(tmp_path)), torch.float32)
+    found = dict(made.named_buffers())
+    assert found["model.embed_tokens.embed_scale"].item() == pytest.approx(20**0.5)
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(found[name], buffer), name
+
+
 def refused(api: Any, folder: Path, options: dict[str, Any]) -> str:
     elsewhere = options.pop("elsewhere", "")
     if dist.get_rank() == 1 and elsewhere == "files":

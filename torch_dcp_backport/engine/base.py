@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Optional, TypeVar, Union
 
 import torch
+import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.engine.mesh import Grid
@@ -62,7 +63,7 @@ class BaseEngine:
         raise NotImplementedError
 
     def get_data_parallel_rank(self) -> int:
-        return self.grid.dp_rank
+        return dist.get_rank(self.grid.dp_group)
 
     def get_data_parallel_size(self) -> int:
         return self.grid.dp_size

@@ -18,10 +18,7 @@ from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.wire import device_for
 
 TITLE = "cannot run this batch"
-IDS, MASK, LOSS_MASK = "input_ids", "attention_mask", "loss_mask"
-
-#: Of a token, in which counts travel.
-UNITS = 2**20
+IDS, MASK, LOSS_MASK, RESPONSES = "input_ids", "attention_mask", "loss_mask", "response_mask"
 
 #: First column of a row that is no padding, and the one behind the last.
 Span = tuple[int, int]
@@ -72,28 +69,26 @@ def plan(data: Any, limit: Limit, group: Group = None, *, needs_tokens: bool = T
     own = Plan([], [], 0, None)
     try:
         own = plan_alone(data, limit, needs_tokens)
-    except (ValueError, KeyError) as error:
-        problems.append(Problem(str(error)))
     except Exception as error:
         # Whatever it is: the other ranks wait here.
-        problems.append(problem_of(error))
-    tokens = round(own.tokens * UNITS)
-    said = torch.tensor([len(own.parts), tokens, len(problems)], device=device_for(group))
+        known = isinstance(error, (ValueError, KeyError))
+        problems.append(Problem(str(error)) if known else problem_of(error))
+    said = torch.tensor([len(own.parts), own.tokens, len(problems)], dtype=torch.float64)
+    said = said.to(device_for(group))
     heard = [torch.empty_like(said) for _ in range(dist.get_world_size(group))]
     dist.all_gather(heard, said, group=group)
     rows = torch.stack(heard).tolist()
     if any(count for *_, count in rows):
         # What is wrong travels only where something is.
         raise_together(TITLE, share_findings([(dist.get_rank(), problem) for problem in problems], group))
-    count, tokens = max(row[0] for row in rows), sum(row[1] for row in rows)
-    total = tokens // UNITS if tokens % UNITS == 0 else tokens / UNITS
+    count, tokens = int(max(row[0] for row in rows)), sum(row[1] for row in rows)
     findings = []
     if not count:
         findings = [(dist.get_rank(), Problem("no rows on any rank"))]
     elif needs_tokens and not tokens:
         findings = [(dist.get_rank(), Problem(f"no token on any rank has a loss: {LOSS_MASK} is zero"))]
     raise_together(TITLE, findings)
-    return own._replace(parts=spread(own.parts, count), tokens=total)
+    return own._replace(parts=spread(own.parts, count), tokens=tokens)
 
 
 def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
@@ -114,7 +109,9 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
     spans = spans_of(data)
     tokens = 0.0
     if needs_tokens:
-        check_alike(LOSS_MASK, data[LOSS_MASK], ids)
+        # verl's policy losses mask responses alone, and the mask of a loss is that.
+        if not (RESPONSES in keys and same_values(data[LOSS_MASK], data[RESPONSES])):
+            check_alike(LOSS_MASK, data[LOSS_MASK], ids)
         tokens = float(values_of(data[LOSS_MASK]).sum(dtype=torch.float64))
     if limit.rows is not None:
         rows = list(range(len(spans)))
@@ -122,6 +119,11 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
     else:
         parts = by_tokens(spans, limit.tokens or 0)
     return Plan(parts, spans, tokens, None if ids.is_nested else int(ids.shape[1]))
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two masks, jagged or not, are the same."""
+    return one.is_nested == other.is_nested and torch.equal(values_of(one), values_of(other))
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:

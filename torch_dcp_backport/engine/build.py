@@ -6,11 +6,10 @@ Knows modules and FSDP2; must never hold a whole model.
 from __future__ import annotations
 
 import contextlib
-import fnmatch
-import hashlib
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
@@ -81,17 +80,16 @@ def parameters_on_meta(dtype: Optional[torch.dtype] = None) -> Iterator[None]:
 
 def outline(model: Optional[nn.Module]) -> dict[str, str]:
     """What must be the same on every rank."""
-    names = (
-        []
-        if model is None
-        else [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
-    )
-    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
-    return {"parameters": f"{len(names)} ({digest})"}
+    params = () if model is None else model.named_parameters()
+    names = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in params]
+    return {"parameters": f"{len(names)} ({zlib.crc32(repr(names).encode()):08x})"}
 
 
-def configuration(asked: Any) -> Any:
+def configuration(asked: Any, dtype: Optional[torch.dtype] = None) -> Any:
     """transformers' configuration of a `ModelConfig`, with what is to be otherwise.
+
+    Args:
+        dtype: what buffers are computed in, as `from_pretrained` does; None is the configuration's own.
 
     Raises:
         FileNotFoundError: no such model here; transformers would look for it on the network.
@@ -103,24 +101,28 @@ def configuration(asked: Any) -> Any:
     config = transformers.AutoConfig.from_pretrained(asked.path, trust_remote_code=asked.trust_remote_code)
     for name, value in asked.override_config.items():
         setattr(config, name, value)
+    if dtype is not None:
+        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
     return config
 
 
-def language_model(asked: Any) -> nn.Module:
-    """transformers' causal language model of a `ModelConfig`; see `parameters_on_meta`."""
+def language_model(asked: Any, dtype: Optional[torch.dtype] = None) -> nn.Module:
+    """transformers' causal language model of a `ModelConfig`; see `parameters_on_meta`, `configuration`."""
     import transformers
 
     kind: Any = transformers.AutoModelForCausalLM
-    model: nn.Module = kind.from_config(configuration(asked), trust_remote_code=asked.trust_remote_code)
+    model: nn.Module = kind.from_config(
+        configuration(asked, dtype), trust_remote_code=asked.trust_remote_code
+    )
     return model
 
 
-def value_model(asked: Any) -> nn.Module:
+def value_model(asked: Any, dtype: Optional[torch.dtype] = None) -> nn.Module:
     """transformers' model of a `ModelConfig` with one number for each token."""
     import transformers
 
     kind: Any = transformers.AutoModelForTokenClassification
-    config = configuration(asked)
+    config = configuration(asked, dtype)
     config.num_labels = 1
     config.classifier_dropout = config.hidden_dropout = 0.0
     model: nn.Module = kind.from_config(config, trust_remote_code=asked.trust_remote_code)
@@ -203,7 +205,6 @@ def fill(
     *,
     fresh: Optional[Mapping[str, Draw]] = None,
     hf_name: Callable[[str], str] = str,
-    files: str = "auto",
     seed: int = 0,
 ) -> Filled:
     """Fill a model's parameters and buffers from Hugging Face files, each rank its own slices. Collective.
@@ -211,36 +212,32 @@ def fill(
     Args:
         fresh: pattern of names that the files need not have -> what draws a whole tensor in place of them.
         hf_name: the name in the files of a name in the model.
-        files: as in `hf.load_state_dict`.
         seed: of what is drawn, which is the same on every rank.
 
     Raises:
         RuntimeError: a tensor that the files do not have, another shape, a torn file, ...; on every rank.
     """
     tensors = tensors_of(model)
-    draws = {name: draw for name in tensors for draw in _draws(name, fresh or {})}
+    patterns = (fresh or {}).items()
+    draws = {name: draw for name in tensors for pattern, draw in patterns if fnmatchcase(name, pattern)}
     if draws:
         with Call(LOAD, "fill", groups_of()) as call:
             source: Optional[Source] = None
             with call.guard():
                 source = source_of(folder)
-            held = look(call, source, files).tensors
+            held = look(call, source, "auto").tensors
         # Of a tied parameter the files need one name.
         for names in names_by_parameter(model).values():
             if any(hf_name(name) in held for name in names):
                 draws = {name: draw for name, draw in draws.items() if name not in names}
         draws = {name: draw for name, draw in draws.items() if hf_name(name) not in held}
     state = {hf_name(name): tensor for name, tensor in tensors.items() if name not in draws}
-    filled = load_state_dict(state, folder, files=files)
+    filled = load_state_dict(state, folder)
     for name, draw in draws.items():
         # By name: layers alike must not begin alike.
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
         draw_into(tensors[name], draw, generator)
     return filled
-
-
-def _draws(name: str, fresh: Mapping[str, Draw]) -> list[Draw]:
-    return [draw for pattern, draw in fresh.items() if fnmatch.fnmatchcase(name, pattern)][:1]
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

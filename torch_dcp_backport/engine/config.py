@@ -13,7 +13,7 @@ from typing import Any, Optional, TypeVar, Union
 import torch
 
 from torch_dcp_backport.engine.batches import Limit
-from torch_dcp_backport.engine.build import Blocks, Sharding
+from torch_dcp_backport.engine.build import Sharding
 from torch_dcp_backport.engine.step import check_schedule
 
 DTYPES = {
@@ -90,11 +90,6 @@ class EngineConfig:
         asked = {"param_dtype": "bf16", "reduce_dtype": "fp32", **(self.mixed_precision or {})}
         param_dtype, reduce_dtype = (dtype_of(asked[name]) for name in ("param_dtype", "reduce_dtype"))
         return Sharding(self.reshard_after_forward, param_dtype, reduce_dtype, self.offload_policy)
-
-    @property
-    def blocks(self) -> Blocks:
-        found: Blocks = self.wrap_policy.get("transformer_layer_cls_to_wrap")
-        return found
 
     def limit(self, data: Any, is_inference: bool) -> Limit:
         """The size of micro-batches of a batch."""
@@ -188,18 +183,24 @@ def settings(kind: type[Kind], given: Any) -> Kind:
     if isinstance(given, kind):
         return given
     names = [entry.name for entry in dataclasses.fields(kind)]
-    if isinstance(given, Mapping):
+    if given is None:
+        return kind()
+    # verl's own are mappings and dataclasses, and have more fields.
+    if isinstance(given, Mapping) and not dataclasses.is_dataclass(given):
         unknown = sorted(set(map(str, given)) - set(names))
         if unknown:
             raise ValueError(f"no setting of a {kind.__name__}: {', '.join(unknown)}; there are {names}")
         return kind(**given)
-    if given is None:
-        return kind()
-    # verl's have more fields; of these, two would change what is computed.
-    if getattr(getattr(given, "qat", None), "enable", False):
-        raise ValueError("qat is not offered")
-    if not getattr(given, "zero_indexed_step", True):
-        raise ValueError("zero_indexed_step=False is not offered")
+    would_change = {
+        "qat": getattr(getattr(given, "qat", None), "enable", False),
+        "zero_indexed_step=False": not getattr(given, "zero_indexed_step", True),
+        "optimizer_impl": getattr(given, "optimizer_impl", "torch.optim") != "torch.optim",
+        "lora_adapter_path": getattr(given, "lora_adapter_path", None),
+        "target_parameters": getattr(given, "target_parameters", None),
+    }
+    for name, is_asked in would_change.items():
+        if is_asked:
+            raise ValueError(f"{name} is not offered")
     found = {name: getattr(given, name) for name in names if getattr(given, name, None) is not None}
     local = getattr(given, "local_path", None)
     return kind(**{**found, "path": local} if local and "path" in names else found)

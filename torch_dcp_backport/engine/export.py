@@ -19,6 +19,8 @@ from torch_dcp_backport.transfer.gather import Held
 from torch_dcp_backport.transfer.groups import Group
 
 BUCKET_BYTES = 64 * 2**20
+#: Beside a bucket: half as much as transfers take where they fill what is there already.
+STAGING_BYTES = 32 * 2**20
 
 
 @torch.no_grad()
@@ -48,12 +50,14 @@ def whole_tensors(
     """
     parts = {name: unchecked(tensor) for name, tensor in tensors.items()}
     bucket: list[list[str]] = []
-    size = 0
+    size, most = 0, bucket_bytes
     for names in names_of(parts, {**tied_names(parts), **same_objects(tensors)}):
         info = parts[names[0]].info
         nbytes = math.prod(info.shape) * _cast(info.dtype, dtype).itemsize
-        if bucket and size + nbytes > bucket_bytes:
+        if bucket and size + nbytes > most:
             yield from _gathered(parts, bucket, to, dtype, device, group)
+            # The caller's loop holds the last tensor until it gets another: a large one has one beside it.
+            most = 0 if size > bucket_bytes else bucket_bytes
             bucket, size = [], 0
         bucket.append(names)
         size += nbytes
@@ -84,7 +88,7 @@ def _gathered(
         local, layout = held[name]
         return torch.empty(layout.shape, dtype=local.dtype, device=device or local.device)
 
-    found = gather(held, make, to=to, group=group)
+    found = gather(held, make, to=to, group=group, staging_bytes=STAGING_BYTES)
     held.clear()
     for names in bucket:
         tensor = found.pop(names[0], None)

@@ -6,11 +6,13 @@ Composes what the other modules offer; each of these serves a loop of one's own 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.engine import batches, build, heads, lora, move, tensor_parallel
@@ -25,7 +27,7 @@ from torch_dcp_backport.engine.config import (
     spelled,
 )
 from torch_dcp_backport.engine.export import whole_tensors
-from torch_dcp_backport.engine.mesh import arrange
+from torch_dcp_backport.engine.mesh import Grid, arrange
 from torch_dcp_backport.hf.moving import agree, groups_of
 from torch_dcp_backport.transfer import Call
 
@@ -48,32 +50,36 @@ class FSDPEngine(BaseEngine):
         checkpoint_config: Any = None,
         *,
         device: Optional[str] = None,
-        make_manager: Optional[Callable[..., Any]] = None,
     ) -> None:
-        """Check the settings.
+        """Check the settings, and arrange the ranks where there are any. Collective.
 
         Args:
             model_config, engine_config, optimizer_config: the settings of `engine.config`, mappings of them,
                 or verl's.
             checkpoint_config: of the manager.
             device: a type; None is this machine's accelerator, or the CPU.
-            make_manager: called as `checkpoint.FSDPCheckpointManager`, which is the default.
 
         Raises:
             ValueError: a setting that is not offered, or two that exclude each other.
         """
         self.model_config = settings(ModelConfig, model_config)
         self.engine_config = settings(EngineConfig, engine_config)
-        self.optimizer_config = settings(OptimizerConfig, optimizer_config)
+        #: Read by `initialize`: until then verl's trainers still write the number of steps into it.
+        self.optimizer_config = optimizer_config
         self.checkpoint_config = checkpoint_config
         self.device = device or default_device()
-        self.make_manager = make_manager
         #: Steps that were not taken, since a gradient was not finite.
         self.skipped_steps = 0
         self.module: Any = None
         self.optimizer: Optional[torch.optim.Optimizer] = None
         self.lr_scheduler: Any = None
         self.checkpoint_manager: Any = None
+        if dist.is_initialized():
+            _ = self.grid
+
+    @functools.cached_property
+    def grid(self) -> Grid:  # type: ignore[override]
+        return arrange(self.device, self.engine_config.fsdp_size, self.engine_config.tp_size)
 
     def initialize(self) -> None:
         """Make the model, each rank its own slices, and its optimizer. Collective.
@@ -82,13 +88,12 @@ class FSDPEngine(BaseEngine):
             RuntimeError: as `build.fill`, `mesh.arrange` and `step.divisor_of`; on every rank.
         """
         own = self.engine_config
-        self.grid = arrange(self.device, own.fsdp_size, own.tp_size)
+        asked = self.optimizer_config = settings(OptimizerConfig, self.optimizer_config)
         self.module = self.build()
         #: What losses are multiplied with, so that gradients are means.
         self.scale = 1.0
         if not own.forward_only:
             self.scale = steps.divisor_of(self.grid, own.sharding) / self.grid.dp_size
-            asked = self.optimizer_config
             trained = [param for param in self.module.parameters() if param.requires_grad]
             self.optimizer = asked.made(trained)
             self.lr_scheduler = steps.schedule(
@@ -99,31 +104,33 @@ class FSDPEngine(BaseEngine):
                 least=asked.min_lr_ratio or 0.0,
                 cycles=asked.num_cycles,
             )
-        make: Any = self.make_manager
-        if make is None:
-            make = importlib.import_module("torch_dcp_backport.checkpoint").FSDPCheckpointManager
+        checkpoint = importlib.import_module("torch_dcp_backport.checkpoint")
         parts = (self.module, self.optimizer, self.lr_scheduler)
-        self.checkpoint_manager = make(*parts, checkpoint_config=self.checkpoint_config)
+        self.checkpoint_manager = checkpoint.FSDPCheckpointManager(
+            *parts, checkpoint_config=self.checkpoint_config
+        )
         if own.param_offload or own.optimizer_offload:
             self.to("cpu", model=own.param_offload, optimizer=own.optimizer_offload, grad=own.param_offload)
 
     def build(self) -> Any:
         """The model, sharded and filled. Collective."""
         own, asked = self.engine_config, self.model_config
+        blocks = own.wrap_policy.get("transformer_layer_cls_to_wrap")
         model: Any = None
         with Call("cannot build the model", "build", groups_of()) as call:
-            with call.guard(), build.parameters_on_meta(dtype_of(own.model_dtype)):
-                model = self.make_model(asked)
+            dtype = dtype_of(own.model_dtype)
+            with call.guard(), build.parameters_on_meta(dtype):
+                model = self.make_model(asked, dtype)
                 if asked.enable_gradient_checkpointing:
                     model.gradient_checkpointing_enable({"use_reentrant": False})
                 if asked.lora_rank:
                     model = lora.adapted(model, asked)
-                build.units_of(model, own.blocks)
+                build.units_of(model, blocks)
                 tensor_parallel.styles_of(model, self.grid)
             said = {type(part).__name__: spelled(part) for part in (own, asked, self.optimizer_config)}
             agree(call, common={**said, **build.outline(model)})
         tensor_parallel.parallelize(model, self.grid)
-        build.shard(model, self.grid, own.sharding, own.blocks)
+        build.shard(model, self.grid, own.sharding, blocks)
         kind = "cpu" if own.offload_policy else self.device
         build.materialize(model, compat.current_device(kind))
         fresh = {**self.fresh, **lora.FRESH}
@@ -148,7 +155,7 @@ class FSDPEngine(BaseEngine):
             RuntimeError: as `batches.plan`; on every rank.
         """
         group, limit = self.get_data_parallel_group(), self.engine_config.limit(data, forward_only)
-        plan = batches.plan(data, limit, group, needs_tokens=not forward_only)
+        plan = batches.plan(data, limit, group, needs_tokens=loss_function is not None)
         common = {"batch_num_tokens": plan.tokens, "dp_size": self.grid.dp_size}
         outputs, losses, metrics = [], [], {}  # type: ignore[var-annotated]
         for number, micro in enumerate(batches.micro_batches(data, plan), 1):
@@ -165,8 +172,7 @@ class FSDPEngine(BaseEngine):
             outputs.append({name: value.detach() for name, value in output["model_output"].items()})
             if not micro.is_filler:
                 losses.append(loss.item())
-                for name, value in output["metrics"].items():
-                    metrics.setdefault(name, []).append(value)
+                collect(metrics, output["metrics"])
         return {"model_output": batches.restored(outputs, plan), "loss": losses, "metrics": metrics}
 
     def forward_step(
@@ -281,6 +287,14 @@ class FSDPEngine(BaseEngine):
         """A context: the model without its adapters."""
         found: contextlib.AbstractContextManager[Any] = self.module.disable_adapter()
         return found
+
+
+def collect(metrics: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Add a micro-batch's metrics to those before; verl's own kind says how it is begun."""
+    for name, value in found.items():
+        if name not in metrics:
+            metrics[name] = value.init_list() if hasattr(value, "init_list") else []
+        (metrics[name].extend if isinstance(value, list) else metrics[name].append)(value)
 
 
 @EngineRegistry.register("language_model", BACKENDS, DEVICES)

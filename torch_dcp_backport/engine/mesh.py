@@ -13,7 +13,7 @@ from torch.distributed import device_mesh
 from torch_dcp_backport import compat
 from torch_dcp_backport.hf.moving import agree, groups_of
 from torch_dcp_backport.transfer import Call
-from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.groups import Group, members
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,12 +46,8 @@ class Grid(NamedTuple):
 
     @property
     def dp_group(self) -> Group:
-        """The ranks that have data of their own, with this one."""
-        return None if self.tp is None else self.data.get_group()
-
-    @property
-    def dp_rank(self) -> int:
-        return dist.get_rank(self.dp_group)
+        """The ranks that have data of their own, with this one; never None, which verl takes for no ranks."""
+        return members(None) if self.tp is None else self.data.get_group()
 
 
 def sizes_of(world: int, fsdp_size: int = -1, tp_size: int = 1) -> Sizes:

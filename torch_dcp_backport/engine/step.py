@@ -6,7 +6,7 @@ Works on any model of DTensors and whole tensors; must never trust a backend's w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -46,10 +46,6 @@ def divisor_of(grid: Grid, sharding: Optional[Sharding] = None) -> float:
         ) from error
     gradient: Any = probe.weight.grad
     return grid.dp_size / float(compat.local_part(gradient))
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def local_gradients(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, float]]:
@@ -115,7 +111,7 @@ def step(optimizer: torch.optim.Optimizer, max_norm: Optional[float] = None) -> 
 
     A skipped step leaves parameters and states as they were, and drops the gradients.
     """
-    gradients = local_gradients(parameters_of(optimizer))
+    gradients = local_gradients(param for group in optimizer.param_groups for param in group["params"])
     norm = _norm_of(gradients)
     if not math.isfinite(norm):
         optimizer.zero_grad()
@@ -168,5 +164,4 @@ def schedule(
         wave = 0.5 * (1 + math.cos(2 * math.pi * cycles * progress))
         return max(0.0, least + (1 - least) * wave)
 
-    factor: Callable[[int], float] = part
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, part)

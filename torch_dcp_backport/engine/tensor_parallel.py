@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import parallel
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.engine import lora
 from torch_dcp_backport.engine.build import names_by_parameter, tie
 from torch_dcp_backport.engine.mesh import Grid
 
@@ -34,12 +35,17 @@ def styles_of(model: Any, grid: Grid) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"tp_size={grid.sizes.tp}: the plan of a {type(model).__name__} has {unknown}")
     prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
-    return {
-        path: STYLES[style]()
-        for path, _ in model.named_modules()
-        for pattern, style in plan.items()
-        if fnmatch.fnmatchcase(path, prefix + pattern)
-    }
+    styles = {}
+    for path, module in model.named_modules():
+        for pattern, style in plan.items():
+            if fnmatch.fnmatchcase(path.removeprefix(lora.PREFIX), prefix + pattern):
+                cut = [path]
+                if hasattr(module, "base_layer"):
+                    # Of an adapter's two matrices one has the dimension that is cut, the other is whole.
+                    inner = "lora_B" if style == "colwise" else "lora_A"
+                    cut = [f"{path}.base_layer", *(f"{path}.{inner}.{name}" for name in module.lora_A)]
+                styles.update({name: STYLES[style]() for name in cut})
+    return styles
 
 
 def parallelize(model: nn.Module, grid: Grid) -> None:

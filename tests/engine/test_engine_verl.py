@@ -1,0 +1,289 @@
+"""verl 0.7 as it is: its worker runs this engine on its own losses, and trains what one process trains."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+import torch.distributed as dist
+from pool import Pool
+
+from torch_dcp_backport import engine
+
+try:
+    VERSION = importlib.metadata.version("verl")
+except importlib.metadata.PackageNotFoundError:
+    VERSION = ""
+if not VERSION.startswith("0.7."):
+    pytest.skip("verl 0.7 is in the lane verl", allow_module_level=True)
+test_qwen = pytest.importorskip("test_engine_transformers")
+
+WORLD, ROWS, PROMPT, RESPONSE = 2, 8, 4, 6
+RATE, STEPS = 0.5, 3
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Callable[..., list[Any]]]:
+    """Ranks that have imported verl once, in the process that they are forks of."""
+    imports = ("torch_dcp_backport", "verl.workers.engine_workers", "peft", "transformers.models.qwen2")
+    pools: list[Pool] = []
+
+    def run(*args: Any) -> list[Any]:
+        if not pools or not pools[-1].usable:
+            pools.append(Pool(WORLD, "torch_dcp_backport.engine", timeout=60.0, imports=imports))
+        return pools[-1].run(*args)
+
+    yield run
+    for pool in pools:
+        pool.close()
+
+
+def drawn(step: int) -> dict[str, torch.Tensor]:
+    """All ranks' rows as a rollout gives them: prompts padded on the left, responses on the right."""
+    draw = torch.Generator().manual_seed(step)
+    prompts = torch.randint(1, small.VOCABULARY, (ROWS, PROMPT), generator=draw)
+    responses = torch.randint(1, small.VOCABULARY, (ROWS, RESPONSE), generator=draw)
+    skipped = torch.randint(0, PROMPT - 1, (ROWS, 1), generator=draw)
+    lengths = torch.randint(1, RESPONSE + 1, (ROWS, 1), generator=draw)
+    is_prompt, is_response = torch.arange(PROMPT) >= skipped, torch.arange(RESPONSE) < lengths
+    numbers = {
+        name: torch.randn(ROWS, RESPONSE, generator=draw)
+        for name in ("advantages", "ref_log_prob", "values", "returns")
+    }
+    return {
+        **numbers,
+        "old_log_probs": -3.3 + 0.1 * numbers["ref_log_prob"],
+        "prompts": prompts * is_prompt,
+        "responses": responses * is_response,
+        "attention_mask": torch.cat([is_prompt, is_response], 1).long(),
+        "response_mask": is_response.long(),
+    }
+
+
+def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def without_padding(data: dict[str, torch.Tensor], for_sft: bool) -> dict[str, torch.Tensor]:
+    """What verl makes of it, with flash-attn: ids jagged, and a policy's loss masks responses."""
+    there = data["attention_mask"].bool()
+    rows = [row[keep] for row, keep in zip(torch.cat([data["prompts"], data["responses"]], 1), there)]
+    made = {"input_ids": jagged(rows), "position_ids": jagged([torch.arange(len(row)) for row in rows])}
+    if not for_sft:
+        return {**data, **made, "loss_mask": data["response_mask"]}
+    marked = torch.cat([torch.zeros(len(rows), PROMPT, dtype=torch.long), data["response_mask"]], 1)
+    return {**made, "loss_mask": jagged([row[keep] for row, keep in zip(marked, there)])}
+
+
+def own(data: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    rows = slice(rank * ROWS // WORLD, (rank + 1) * ROWS // WORLD)
+    return {name: value[rows] for name, value in data.items()}
+
+
+def losses_of(kind: str) -> tuple[Any, dict[str, Any]]:
+    """verl's loss, and what its trainers say of a batch beside the tensors."""
+    from verl.workers.config import CriticConfig, FSDPActorConfig
+    from verl.workers.utils import losses
+
+    if kind == "sft":
+        from verl.utils.dataset.dataset_utils import DatasetPadMode
+
+        said = {"pad_mode": DatasetPadMode.NO_PADDING, "use_dynamic_bsz": True, "max_token_len_per_gpu": 20}
+        return functools.partial(losses.sft_loss, config=None), said
+    said = {"global_batch_size": ROWS, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+    if kind == "value":
+        config = CriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=2, model_config=object())
+        return functools.partial(losses.value_loss, config=config), said
+    config = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, use_kl_loss=True, entropy_coeff=0.01
+    )
+    return functools.partial(losses.ppo_loss, config=config), {**said, "calculate_entropy": True}
+
+
+def worker_of(folder: Path, kind: str) -> Any:
+    """verl's own worker; all that it is told of this package is a class in its registry."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers import engine as verl_engine
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+    from verl.workers.engine_workers import TrainingWorker
+
+    for name, ours in (
+        ("language_model", engine.FSDPEngineWithLMHead),
+        ("value_model", engine.FSDPEngineWithValueHead),
+    ):
+        registered = type(ours.__name__, (ours, verl_engine.BaseEngine), {})
+        verl_engine.EngineRegistry.register(name, ["fsdp2"], ["cpu"])(registered)
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(WORLD), MASTER_ADDR="-", MASTER_PORT="0")
+    single = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
+    optimizer = FSDPOptimizerConfig(
+        optimizer="SGD", lr=RATE, weight_decay=0.0, lr_scheduler_type="cosine", clip_grad=0.5
+    )
+    config = TrainingWorkerConfig(
+        model_type="value_model" if kind == "value" else "language_model",
+        model_config=HFModelConfig(
+            path=str(folder), load_tokenizer=False, enable_gradient_checkpointing=kind == "sft"
+        ),
+        engine_config=FSDPEngineConfig(
+            strategy="fsdp2", mixed_precision=single, param_offload=True, optimizer_offload=True
+        ),
+        optimizer_config=optimizer,
+        checkpoint_config=CheckpointConfig(),
+    )
+    made = TrainingWorker(config)
+    made.set_loss_fn(loss_fn=losses_of(kind)[0])
+    optimizer.total_training_steps = STEPS + 1  # as SFTTrainer does, once it has the worker and the data
+    made.reset()
+    return made
+
+
+def stepped(worker: Any, kind: str, step: int) -> Any:
+    """One step, by the calls of verl's trainers."""
+    from tensordict.tensorclass import NonTensorData
+    from verl.utils import tensordict_utils as tu
+
+    rank = worker.engine.get_data_parallel_rank()
+    rows = own(drawn(step), rank)
+    said = {**losses_of(kind)[1], "temperature": 1.0}
+    data = tu.get_tensordict(without_padding(rows, kind == "sft"), said)
+    if kind == "sft":
+        lengths = drawn(step)["attention_mask"].sum(1).tolist()
+        tu.assign_non_tensor(data, update_lr_scheduler=True, global_token_num=NonTensorData(lengths))
+        return tu.get(worker.train_batch(data), "metrics")
+    tu.assign_non_tensor(data, mini_batch_size=ROWS, epochs=1, seed=1, dataloader_kwargs={"shuffle": False})
+    return tu.get(worker.train_mini_batch(data), "metrics")
+
+
+def weights_of(worker: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in worker.engine.get_per_tensor_param(dtype=None)[0]}
+
+
+def run(api: Any, folder: Path, kind: str) -> Any:
+    worker = worker_of(folder, kind)
+    begun = weights_of(worker)
+    metrics = [stepped(worker, kind, step) for step in range(STEPS)]
+    weights = weights_of(worker)
+    worker.save_checkpoint(str(folder.parent / "global_step_3"), None, STEPS, None)
+    after = stepped(worker, kind, STEPS), weights_of(worker)
+    worker.to("cpu")
+    worker.to("device")
+    again = worker_of(folder, kind)
+    again.load_checkpoint(str(folder.parent / "global_step_3"))
+    resumed = stepped(again, kind, STEPS), weights_of(again)
+    return {"begun": begun, "metrics": metrics, "weights": weights, "after": after, "resumed": resumed}
+
+
+def expected(api: Any, folder: Path, kind: str, begun: dict[str, torch.Tensor]) -> Any:
+    """The same by verl's losses and torch in one process, row by row."""
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if kind == "value":
+        auto = transformers.AutoModelForTokenClassification
+        config.num_labels, config.classifier_dropout = 1, 0.0
+    model = auto.from_config(config)
+    model.load_state_dict(begun)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    found = []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * 0.5 * (1 + math.cos(math.pi * step / (STEPS + 1)))
+        data = without_padding(drawn(step), kind == "sft")
+        found.append(one_step(model, optimizer, kind, data))
+    return found, {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def one_step(model: Any, optimizer: Any, kind: str, data: dict[str, torch.Tensor]) -> tuple[float, float]:
+    loss_function, said = losses_of(kind)
+    marked = data["loss_mask"].values() if kind == "sft" else data["loss_mask"]
+    common = {**said, "batch_num_tokens": marked.sum().item(), "dp_size": 1}
+    # verl divides a value's loss by the tokens of its micro-batch: there it matters which rows are together.
+    size = 2 if kind == "value" else ROWS
+    total = 0.0
+    optimizer.zero_grad()
+    for start in range(0, ROWS, size):
+        rows = {name: value[start : start + size] for name, value in data.items() if not value.is_nested}
+        for name in ("input_ids", "loss_mask"):
+            if data[name].is_nested:
+                rows[name] = jagged(list(data[name].unbind()[start : start + size]))
+        loss, _ = loss_function(model_output=outputs(model, rows["input_ids"], kind), data={**rows, **common})
+        loss = loss / (WORLD if kind == "value" else 1)
+        loss.backward()
+        total += loss.item()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+    optimizer.step()
+    return total, norm
+
+
+def outputs(model: Any, ids: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
+    found: dict[str, list[torch.Tensor]] = {}
+    for row in ids.unbind():
+        logits = model(input_ids=row[None]).logits[0].float()
+        if kind == "value":
+            found.setdefault("values", []).append(logits[:, 0])
+            continue
+        logs = logits.log_softmax(-1)
+        picked = logs[:-1].gather(-1, row[1:, None])[:, 0]
+        found.setdefault("log_probs", []).append(torch.nn.functional.pad(picked, (0, 1)))
+        found.setdefault("entropy", []).append(-(logs.exp() * logs).sum(-1))
+    if kind == "sft":
+        found.pop("entropy")
+    offsets = ids.offsets()
+    return {n: torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets) for n, rows in found.items()}
+
+
+@pytest.mark.parametrize("kind", ["sft", "ppo", "value"])
+def test_its_worker_trains_as_one_process(workers: Any, tmp_path: Path, kind: str) -> None:
+    test_qwen.write(tmp_path / "m")
+    results = workers(run, tmp_path / "m", kind)
+    steps, weights = workers(expected, tmp_path / "m", kind, results[0]["begun"])[0]
+    for found in results:
+        for metrics, (loss, norm) in zip(found["metrics"], steps):
+            scalar = {name: value for name, value in metrics.items() if name in ("loss", "grad_norm")}
+            got = {name: value[0] if isinstance(value, list) else value for name, value in scalar.items()}
+            assert got == pytest.approx({"loss": loss, "grad_norm": norm}, abs=1e-5, rel=1e-5)
+        for name, value in weights.items():
+            torch.testing.assert_close(found["weights"][name], value, atol=1e-5, rtol=1e-5)
+        (after, last), (metrics, resumed) = found["after"], found["resumed"]
+        assert after["loss"] == metrics["loss"]
+        assert all(torch.equal(value, last[name]) for name, value in resumed.items())
+
+
+def inferred(api: Any, folder: Path) -> Any:
+    """A validation's loss, and log-probabilities of what was generated."""
+    from verl.utils import tensordict_utils as tu
+
+    worker = worker_of(folder, "sft")
+    data = own(drawn(0), dist.get_rank())
+    said = {**losses_of("sft")[1], "temperature": 1.0, "calculate_entropy": True}
+    loss = worker.infer_batch(
+        tu.get_tensordict(without_padding(data, True), {**said, "global_token_num": None})
+    )
+    rows = tu.get_tensordict(without_padding(data, False), {**said, "global_token_num": None})
+    tu.assign_non_tensor(rows, compute_loss=False)
+    output = worker.infer_batch(rows)
+    made = {name: [row.clone() for row in output[name].unbind()] for name in ("log_probs", "entropy")}
+    return tu.get(loss, "metrics")["loss"], made
+
+
+def test_its_worker_infers_what_one_process_does(workers: Any, tmp_path: Path) -> None:
+    model = test_qwen.write(tmp_path / "m")
+    data = without_padding(drawn(0), True)
+    with torch.no_grad():
+        wanted = {name: value.unbind() for name, value in outputs(model, data["input_ids"], "ppo").items()}
+    marked = data["loss_mask"].values().roll(-1)
+    total = -(torch.cat(list(wanted["log_probs"])) * marked).sum() / marked.sum()
+    for rank, (loss, found) in enumerate(workers(inferred, tmp_path / "m")):
+        assert loss == pytest.approx(total.item(), abs=1e-5)
+        for name, rows in found.items():
+            for number, row in enumerate(rows):
+                want = wanted[name][rank * ROWS // WORLD + number]
+                torch.testing.assert_close(row, want, atol=1e-5, rtol=1e-5)
