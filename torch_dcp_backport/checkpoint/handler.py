@@ -176,12 +176,13 @@ class CheckpointHandler:
             CheckpointingException: it failed; the same on every rank. The steps before are as they were.
         """
         is_published = self._saves.finish(blocking)
+        if self._remote is not None:
+            with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
+                is_published = uploads.settle(call, self._uploads, blocking) and is_published
         if blocking:
+            # Last: the ranks that have nothing to remove go on meanwhile.
             self._retention.finish()
-        if self._remote is None:
-            return is_published
-        with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
-            return uploads.settle(call, self._uploads, blocking) and is_published
+        return is_published
 
     def upload(self, folder: Path) -> None:
         """Upload a step, if steps are. Runs on the first rank."""
@@ -292,7 +293,7 @@ class CheckpointHandler:
         if os.path.lexists(root) and not root.is_dir():
             raise NotADirectoryError(f"{root} is no folder")
         # What its thread has not removed yet was not left behind.
-        self._retention.finish()
+        self._retention.finish(retention.PATIENCE)
         store.clean(root)
         steps = store.steps_in(root)
         good = [(step.step, str(step.path)) for step in steps if not step.fault]

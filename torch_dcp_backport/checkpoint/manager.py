@@ -129,12 +129,13 @@ class BaseCheckpointManager:
     def finish(self, blocking: bool = True) -> bool:
         """Publish what `async_save` is writing, and upload; as `CheckpointHandler.finish`."""
         is_published = self._saves.finish(blocking)
+        if self._is_uploading:
+            with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
+                is_published = uploads.settle(call, self._uploads, blocking) and is_published
         if blocking:
+            # Last: the ranks that have nothing to remove go on meanwhile.
             self._retention.finish()
-        if not self._is_uploading:
-            return is_published
-        with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
-            return uploads.settle(call, self._uploads, blocking) and is_published
+        return is_published
 
     def load_checkpoint(
         self,

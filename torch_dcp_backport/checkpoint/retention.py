@@ -23,6 +23,10 @@ logger = logging.getLogger("torch_dcp_backport.checkpoint")
 NOT_LOADED = "could-not-be-loaded.txt"
 
 
+#: Seconds that a save waits for what the one before takes away.
+PATIENCE = 10.0
+
+
 class Retention:
     """Removes steps while training goes on."""
 
@@ -31,20 +35,19 @@ class Retention:
 
     def retire(self, shelf: Shelf, keep: Optional[int], distrusted: Collection[Path] = ()) -> None:
         """Take what is not kept out of sight, once what was taken before is removed; then remove it."""
-        self.finish()
+        if not self.finish(PATIENCE):
+            # The other ranks wait for this one, and not for longer than their group's timeout.
+            logger.warning("steps that are not kept are removed more slowly than others are saved")
         if not keep:
             return
         for step in retired(shelf.steps(), keep, distrusted):
             hidden = hide(step.path)
             if hidden is not None:
-                self._background.add(functools.partial(removed, hidden))
+                self._background.add(functools.partial(removed_or_logged, hidden))
 
-    def finish(self) -> None:
-        """Wait until all is removed that was taken out of sight, and say once what could not be."""
-        self._background.wait()
-        for failure in self._background.failures():
-            # No reason not to save: the next start tries again, and a full disk tells by itself.
-            logger.error("a step that is not kept still takes its room on the disk: %s", failure)
+    def finish(self, seconds: Optional[float] = None) -> bool:
+        """Whether all is removed that was taken out of sight, after so many seconds at most."""
+        return self._background.wait(seconds)
 
 
 def retired(steps: list[Step], keep: Optional[int], distrusted: Collection[Path] = ()) -> list[Step]:
@@ -100,6 +103,15 @@ def removed(hidden: Path) -> str:
     files.step(f"remove {hidden.name}")
     reasons = store.discard(hidden)
     return f"{hidden}: {reasons[0]}" if reasons else ""
+
+
+def removed_or_logged(hidden: Path) -> str:
+    """Remove a folder that is out of sight, and log why it could not be."""
+    failure = removed(hidden)
+    if failure:
+        # No reason not to save: the next start tries again, and a full disk tells by itself.
+        logger.error("a step that is not kept still takes its room on the disk: %s", failure)
+    return ""
 
 
 def remove(folder: Path) -> str:

@@ -140,7 +140,7 @@ def checked_step(step: object) -> int:
 
 def draft_of(final: Path) -> Path:
     """Make the hidden folder in which a folder is written, once those of dead writers of it are gone."""
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_parents(final)
     clean(final.parent, re.compile(re.escape(final.name)))
     for attempt in range(ATTEMPTS):
         draft, nameless = hidden_name(final, "tmp"), hidden_name(final, "old")
@@ -157,6 +157,14 @@ def draft_of(final: Path) -> Path:
             if attempt == ATTEMPTS - 1:
                 raise
     return draft
+
+
+def make_parents(path: Path) -> None:
+    """Make the folders above a path that are not there, and have their names on disk."""
+    absent = [folder for folder in path.parents if not folder.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in absent:
+        files.sync_folder(folder.parent)
 
 
 def own_process() -> str:
@@ -213,7 +221,7 @@ def publish(draft: Path, final: Path, before: Optional[int], synced: Collection[
     files.remove([final / OWNER])
     if replaced is not None:
         files.step("remove the folder that was replaced")
-        discard(replaced)
+        discard(given_up(replaced))
 
 
 def sync_tree(folder: Path, synced: Collection[str] = ()) -> None:
@@ -239,14 +247,11 @@ def sync_file(path: Path) -> None:
 
 
 def write_tracker(root: Path, step: int) -> None:
-    """As verl's and Megatron's: a hint for other programs, which is never believed here."""
-    draft = root / f"{TRACKER}.new"
-    files.step(f"write {TRACKER}")
-    files.remove([draft])
-    # Nobody waits for a hint to be on the disk.
-    draft.write_bytes(str(step).encode())
-    files.step(f"rename {TRACKER}")
-    os.replace(draft, root / TRACKER)
+    """As verl's and Megatron's: a hint for other programs, which is never believed here.
+
+    They do believe it: it is on disk before it has its name, and a loss of power leaves no empty one.
+    """
+    files.publish(root / TRACKER, str(step).encode())
 
 
 def tracked(root: Path) -> Optional[int]:
@@ -295,6 +300,17 @@ def taken(folder: Path) -> Optional[Path]:
         if is_uploading(folder):
             return None
         os.rename(folder, hidden)
+    return hidden
+
+
+def given_up(replaced: Path) -> Path:
+    """The name of a folder that is to be removed and never put back: half of it may be left."""
+    hidden = replaced.with_name(replaced.name.replace(".was-", ".old-"))
+    try:
+        os.rename(replaced, hidden)
+    except OSError:
+        # Another process clears up, too; or it cannot be removed either.
+        return replaced
     return hidden
 
 
@@ -347,7 +363,7 @@ def clean(root: Path, names: re.Pattern[str] = STEP) -> None:
             logger.error("%s: cannot be put back: %s", final, error)
             continue
         logger.info("%s: left behind by a writer that is gone; removed", path)
-        discard(path)
+        discard(given_up(path) if match["kind"] == "was" else path)
 
 
 def is_alive(draft: Path, name: str = OWNER) -> bool:
