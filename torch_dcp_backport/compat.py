@@ -62,6 +62,7 @@ PLUGINS = {"npu": "torch_npu", "hpu": "habana_frameworks.torch"}
 __all__ = [
     "AmbiguousLayout",
     "DTensor",
+    "Replicate",
     "STORED_DTYPES",
     "Shard",
     "add_note",

@@ -1,4 +1,4 @@
-"""The manager of what `state_dict` knows: a model, plain or by DDP, FSDP2, HSDP, TP, and its optimizer."""
+"""The manager of what `state_dict` knows: a model, plain or by DDP, FSDP, HSDP, TP, and its optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_dcp_backport.checkpoint import extra, verl
+from torch_dcp_backport.checkpoint import extra, flat, verl
 from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, TIED, WORLD
 from torch_dcp_backport.checkpoint.manager import CONTENTS, BaseCheckpointManager
 from torch_dcp_backport.checkpoint.store import checked_step
@@ -69,7 +69,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             }
             halves: dict[str, Any] = {}
             with guard(call):
-                halves = self.halves(self.should_save_model, self.should_save_optimizer)
+                halves = self.viewed(self.halves(self.should_save_model, self.should_save_optimizer))
             configure = functools.partial(self.write_configuration, target)
             tell_all(call, configure, "writing the configuration", common)
         rank, world = self.place()
@@ -94,7 +94,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         else:
             save_made(make, path, options)
         if self.should_save_hf_model:
-            model = halves[MODEL] if MODEL in halves else state_of(self.model, ())[MODEL]
+            model = halves[MODEL] if MODEL in halves else self.viewed(self.halves(True, False))[MODEL]
             how = Export(overwrite=True)
             save_state_dict(tensors_of(model), target, like=target, how=how, process_group=self.process_group)
 
@@ -113,13 +113,13 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         if verl_world := self.verl_world(folder):
             self.read_verl(folder, verl_world)
             return
-        common, state = self.agree_on(path)
+        common, state, views = self.agree_on(path)
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
         is_whole = set(self.checkpoint_load_contents) >= set(common[SAVED])
 
         def make(checkpoint: Opened) -> ShardedStateDict:
-            asked: ShardedStateDict = described(state, self.process_group)
+            asked: ShardedStateDict = described(views, self.process_group)
             if not is_whole:
                 check_keys(asked, checkpoint.holds.tensors)
             if self.should_load_extra:
@@ -154,7 +154,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         contents = self.checkpoint_load_contents
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             model: dict[str, verl.Shards] = {}
-            halves, optimizer, others = dict[str, Any](), None, None
+            halves, views = dict[str, Any](), dict[str, Any]()
+            optimizer, others = None, None
             with guard(call, str(folder)):
                 if not self.trust:
                     raise CheckpointingException(f"{folder} {verl.UNTRUSTED}")
@@ -166,7 +167,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 if self.should_load_model:
                     model = verl.model_of(folder, saved_world)
                     halves = self.halves(True, False)
-                    call.problems += verl.problems_of(model, tensors_of(halves[MODEL]))
+                    views = self.viewed(halves)
+                    call.problems += verl.problems_of(model, tensors_of(views[MODEL]))
                 if self.should_load_optimizer and self.optimizer is not None:
                     optimizer = verl.loaded(folder, verl.OPTIMIZER, world, rank)
                     call.problems += verl.problems_of_optimizer(optimizer, self.optimizer)
@@ -175,7 +177,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             common = {"load_contents": ", ".join(contents)}
             tell_all(call, lambda: None, "reading the files of verl's manager", common)
         if model:
-            verl.fill(model, tensors_of(halves[MODEL]), dist.get_rank() if dist.is_initialized() else 0)
+            verl.fill(model, tensors_of(views[MODEL]), dist.get_rank() if dist.is_initialized() else 0)
             self.restore(halves)
         if optimizer is not None:
             verl.load_optimizer(optimizer, self.optimizer)
@@ -185,8 +187,10 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             if "rng" in others:
                 self.load_rng_state(verl.rng_state_of(others["rng"]))
 
-    def agree_on(self, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """The common state, once it has what is to be loaded, and the state dicts that are to be filled."""
+    def agree_on(self, path: Path) -> tuple[Mapping[str, Any], dict[str, Any], dict[str, Any]]:
+        """The common state, once it has what is to be loaded; the state dicts that are to be filled; and by
+        `viewed`.
+        """
 
         def common() -> Mapping[str, Any]:
             state = load_common_state_dict(path, trust=self.trust)
@@ -199,19 +203,25 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             return {name: state[name] for name in (SAVED, WORLD) if name in state}
 
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
-            halves: dict[str, Any] = {}
+            halves, views = dict[str, Any](), dict[str, Any]()
             with guard(call):
                 halves = self.halves(self.should_load_model, self.should_load_optimizer)
+                views = self.viewed(halves)
             same = {"folder": str(path), "load_contents": ", ".join(self.checkpoint_load_contents)}
-            return tell_all(call, common, "reading what was saved", same), halves
+            return tell_all(call, common, "reading what was saved", same), halves, views
 
     def halves(self, has_model: bool, has_optimizer: bool) -> dict[str, Any]:
         """The state dicts of the model and of its optimizers, with DTensors."""
         if not (has_model or has_optimizer):
             return {}
+        flat.check_rows(self.model)
         state = state_of(self.model, self.optimizers if has_optimizer else ())
         wanted = {MODEL: has_model, OPTIMIZER: has_optimizer}
         return {key: part for key, part in state.items() if wanted[key]}
+
+    def viewed(self, halves: dict[str, Any]) -> dict[str, Any]:
+        """State dicts whose tensors are plain or DTensors, of the same memory."""
+        return flat.as_dtensors(halves, self.model)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         if MODEL in state and OPTIMIZER in state:
