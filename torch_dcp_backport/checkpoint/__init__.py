@@ -14,11 +14,13 @@ from torch_dcp_backport.checkpoint.handler import (
     get_checkpoint_tracker_filename,
 )
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
+from torch_dcp_backport.checkpoint.megatron import MegatronCheckpointManager
 
 __all__ = [
     "BaseCheckpointManager",
     "CheckpointHandler",
     "FSDPCheckpointManager",
+    "MegatronCheckpointManager",
     "OrchestrationMode",
     "SaveSignals",
     "export_checkpoint",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,31 +13,13 @@ from torch import nn
 
 from torch_dcp_backport.checkpoint import extra, flat, verl
 from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, TIED, WORLD
-from torch_dcp_backport.checkpoint.manager import CONTENTS, BaseCheckpointManager
-from torch_dcp_backport.checkpoint.store import checked_step
-from torch_dcp_backport.checkpoint.together import (
-    CANNOT_LOAD,
-    CANNOT_SAVE,
-    entries_into,
-    make_folder,
-    tell_all,
-    write_later,
-)
-from torch_dcp_backport.dist_checkpointing import (
-    CheckpointingException,
-    ShardedTensor,
-    load_common_state_dict,
-)
+from torch_dcp_backport.checkpoint.sharded import ShardedManager
+from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, tell_all
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
-from torch_dcp_backport.dist_checkpointing.serialization import (
-    LoadOptions,
-    SaveOptions,
-    begin_made,
-    load_made,
-    save_made,
-)
+from torch_dcp_backport.dist_checkpointing.serialization import LoadOptions, load_made
 from torch_dcp_backport.dist_checkpointing.training_state import (
     MODEL,
     OPTIMIZER,
@@ -52,7 +33,7 @@ from torch_dcp_backport.hf.state import tied_names, unchecked
 from torch_dcp_backport.state_dict import set_model_state_dict, set_optimizer_state_dict, set_state_dict
 
 
-class FSDPCheckpointManager(BaseCheckpointManager):
+class FSDPCheckpointManager(ShardedManager):
     """As verl's, in arguments and methods; its checkpoint loads on any number of ranks and any mesh.
 
     Model and optimizer are one sharded checkpoint of `dist_checkpointing`. Scheduler and step are those of
@@ -60,39 +41,20 @@ class FSDPCheckpointManager(BaseCheckpointManager):
     """
 
     def write(self, folder: Path, step: int) -> None:
-        path, target = folder / SHARDED, folder / HUGGING_FACE
-        with begin(CANNOT_SAVE, "save", self.process_group) as call:
-            common = {
-                "async_save": str(self.is_async),
-                "save_contents": ", ".join(self.checkpoint_save_contents),
-                "scheduler": type(self.lr_scheduler).__name__,
-            }
-            halves: dict[str, Any] = {}
-            with guard(call):
-                halves = self.viewed(self.halves(self.should_save_model, self.should_save_optimizer))
-            configure = functools.partial(self.write_configuration, target)
-            tell_all(call, configure, "writing the configuration", common)
+        def prepare() -> dict[str, Any]:
+            return self.viewed(self.halves(self.should_save_model, self.should_save_optimizer))
+
+        halves, target = self.agree_on_save(folder, prepare), folder / HUGGING_FACE
         rank, world = self.place()
 
         def make() -> ShardedStateDict:
-            make_folder(path)
-            saved = [name for name in CONTENTS if name in self.checkpoint_save_contents]
             held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
-            state = {"step": checked_step(step), SAVED: saved, TIED: tied_names(held)}
-            state.update(described(halves, self.process_group))
+            state: ShardedStateDict = {TIED: tied_names(held), **described(halves, self.process_group)}
             if self.should_save_extra:
                 state.update({WORLD: world, extra.RNG: extra.own_object(self.get_rng_state(), rank, world)})
-                if self.lr_scheduler is not None:
-                    state[SCHEDULER] = self.lr_scheduler.state_dict()
             return state
 
-        options = SaveOptions(
-            must_load=not self.trust, process_group=self.process_group, written=entries_into(path)
-        )
-        if self.is_async:
-            write_later(begin_made(make, path, options))
-        else:
-            save_made(make, path, options)
+        self.save_state(make, folder / SHARDED, step)
         if self.should_save_hf_model:
             model = halves[MODEL] if MODEL in halves else self.viewed(self.halves(True, False))[MODEL]
             how = Export(overwrite=True)
@@ -113,7 +75,12 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         if verl_world := self.verl_world(folder):
             self.read_verl(folder, verl_world)
             return
-        common, state, views = self.agree_on(path)
+
+        def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
+            halves = self.halves(self.should_load_model, self.should_load_optimizer)
+            return halves, self.viewed(halves)
+
+        common, (state, views) = self.agree_on_load(path, (SAVED, WORLD), prepare)
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
         is_whole = set(self.checkpoint_load_contents) >= set(common[SAVED])
@@ -187,29 +154,6 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             if "rng" in others:
                 self.load_rng_state(verl.rng_state_of(others["rng"]))
 
-    def agree_on(self, path: Path) -> tuple[Mapping[str, Any], dict[str, Any], dict[str, Any]]:
-        """The common state, once it has what is to be loaded; the state dicts that are to be filled; and by
-        `viewed`.
-        """
-
-        def common() -> Mapping[str, Any]:
-            state = load_common_state_dict(path, trust=self.trust)
-            absent = [name for name in self.checkpoint_load_contents if name not in state.get(SAVED, ())]
-            if absent:
-                held = ", ".join(state.get(SAVED, ())) or "nothing that this manager knows"
-                raise CheckpointingException(f"{path} has no {', '.join(absent)}; it has {held}")
-            if self.should_load_extra and self.lr_scheduler is not None and SCHEDULER not in state:
-                raise CheckpointingException(f"{path} was saved without a scheduler; this manager has one")
-            return {name: state[name] for name in (SAVED, WORLD) if name in state}
-
-        with begin(CANNOT_LOAD, "load", self.process_group) as call:
-            halves, views = dict[str, Any](), dict[str, Any]()
-            with guard(call):
-                halves = self.halves(self.should_load_model, self.should_load_optimizer)
-                views = self.viewed(halves)
-            same = {"folder": str(path), "load_contents": ", ".join(self.checkpoint_load_contents)}
-            return tell_all(call, common, "reading what was saved", same), halves, views
-
     def halves(self, has_model: bool, has_optimizer: bool) -> dict[str, Any]:
         """The state dicts of the model and of its optimizers, with DTensors."""
         if not (has_model or has_optimizer):
@@ -247,12 +191,6 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         while isinstance(getattr(model, "module", None), nn.Module):
             model = model.module
         return model
-
-    def place(self) -> tuple[int, int]:
-        """This rank in the manager's process group, and how many there are."""
-        if not dist.is_initialized():
-            return 0, 1
-        return dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
