@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint import extra, flat, verl
 from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, TIED, WORLD
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
-from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, tell_all
+from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, make_folder, tell_all
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
@@ -31,6 +34,10 @@ from torch_dcp_backport.hf import Export, save_state_dict
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.hf.state import tied_names, unchecked
 from torch_dcp_backport.state_dict import set_model_state_dict, set_optimizer_state_dict, set_state_dict
+from torch_dcp_backport.transfer.groups import Group
+
+#: For verl's tools: which FSDP it was.
+FSDP_CONFIG = "fsdp_config.json"
 
 
 class FSDPCheckpointManager(ShardedManager):
@@ -39,6 +46,38 @@ class FSDPCheckpointManager(ShardedManager):
     Model and optimizer are one sharded checkpoint of `dist_checkpointing`. Scheduler and step are those of
     the first rank; each rank has its own random states.
     """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        processing_class: Any = None,
+        checkpoint_config: Any = None,
+        *,
+        tokenizer: Any = None,
+        trust_remote_code: bool = False,
+        trust: bool = False,
+        process_group: Group = None,
+    ) -> None:
+        """Remember the parts.
+
+        Args:
+            model, optimizer, lr_scheduler, processing_class, checkpoint_config, trust, process_group: as of
+                `BaseCheckpointManager`.
+            tokenizer: verl's former name of `processing_class`.
+            trust_remote_code: of verl's; no code of a model is loaded here.
+        """
+        processing_class = tokenizer if processing_class is None else processing_class
+        super().__init__(
+            model,
+            optimizer,
+            lr_scheduler,
+            processing_class,
+            checkpoint_config,
+            trust=trust,
+            process_group=process_group,
+        )
 
     def write(self, folder: Path, step: int) -> None:
         def prepare() -> dict[str, Any]:
@@ -62,10 +101,19 @@ class FSDPCheckpointManager(ShardedManager):
 
     def write_configuration(self, folder: Path) -> None:
         """What `from_pretrained` needs beside weights, of what the model and the tokenizer offer."""
-        for part in (configuration_of(self.unwrapped), self.processing_class):
+        config = configuration_of(self.unwrapped)
+        # One that was made up from the configuration is not what the model came with.
+        generation = getattr(self.unwrapped, "generation_config", None)
+        came_with = generation if getattr(config, "name_or_path", "") else None
+        for part in (came_with, config, self.processing_class):
             save_part = getattr(part, "save_pretrained", None)
             if save_part is not None:
                 save_part(str(folder))
+        version = fsdp_version(self.model)
+        if version:
+            make_folder(folder.parent)
+            facts = {"FSDP_version": version, "world_size": self.place()[1]}
+            (folder.parent / FSDP_CONFIG).write_text(json.dumps(facts, indent=4))
         if self.should_save_hf_model and not (folder / CONFIG).is_file():
             kind = type(self.unwrapped).__name__
             raise CheckpointingException(f"no hf_model of a {kind}: it has no config with save_pretrained")
@@ -191,6 +239,13 @@ class FSDPCheckpointManager(ShardedManager):
         while isinstance(getattr(model, "module", None), nn.Module):
             model = model.module
         return model
+
+
+def fsdp_version(model: nn.Module) -> int:
+    """1 or 2, by the model itself; 0 where it is neither."""
+    if isinstance(model, FullyShardedDataParallel):
+        return 1
+    return 2 if isinstance(model, compat.FSDPModule) else 0
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

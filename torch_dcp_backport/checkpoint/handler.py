@@ -383,14 +383,5 @@ def extract_step(path: Folder) -> int:
     raise CheckpointingException(f"{path}: no global_step_N in it")
 
 
-def find_latest_ckpt_path(path: Optional[Folder], directory_format: str = "global_step_{}") -> Optional[str]:
-    """The newest good step of a root; None where there is none. As verl's, which believes the tracker."""
-    if path is None:
-        return None
-    if directory_format != "global_step_{}":
-        raise ValueError(f"directory_format={directory_format!r}: only global_step_{{}} is known")
-    return next((str(step.path) for step in store.steps_in(Path(path)) if not step.fault), None)
-
-
 def get_checkpoint_tracker_filename(root_path: Folder) -> str:
     return str(Path(root_path) / store.TRACKER)

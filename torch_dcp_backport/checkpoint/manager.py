@@ -61,7 +61,13 @@ class BaseCheckpointManager:
         self.checkpoint_config = checkpoint_config
         self.process_group = process_group
         self.checkpoint_save_contents = contents_of(checkpoint_config, "save_contents", (*CONTENTS, HF_MODEL))
-        self.checkpoint_load_contents = contents_of(checkpoint_config, "load_contents", CONTENTS)
+        asked = contents_of(checkpoint_config, "load_contents", (*CONTENTS, HF_MODEL))
+        # verl's configurations name it in both lists.
+        self.checkpoint_load_contents = tuple(content for content in asked if content != HF_MODEL)
+        if asked and not self.checkpoint_load_contents:
+            raise ValueError(
+                f"load_contents={list(asked)}: {HF_MODEL!r} is not offered; there are {', '.join(CONTENTS)}"
+            )
         self.trust = trust
         self.is_async = bool(setting(checkpoint_config, "async_save"))
         self.previous_global_step: Optional[int] = None

@@ -20,6 +20,7 @@ from torch import nn
 from torch_dcp_backport.checkpoint import extra
 from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, WORLD
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
+from torch_dcp_backport.checkpoint.together import make_folder
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
@@ -144,6 +145,7 @@ class MegatronCheckpointManager(ShardedManager):
         if self.should_save_hf_model and not (folder / CONFIG).is_file():
             raise CheckpointingException("no hf_model: hf_config has no save_pretrained")
         if self.should_save_extra and dataclasses.is_dataclass(self.transformer_config):
+            make_folder(folder.parent)
             (folder.parent / TRANSFORMER_CONFIG).write_text(text_of(self.transformer_config))
 
     def read(self, folder: Path) -> None:
