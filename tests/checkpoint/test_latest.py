@@ -45,7 +45,9 @@ def test_a_part_that_is_damaged(tmp_path: Path) -> None:
     flip(tmp_path / "global_step_2" / "critic" / "manifest.json")
     assert latest(tmp_path) == 1
     (tmp_path / "global_step_1" / "actor" / "dist_ckpt" / ".metadata").unlink()
-    with pytest.raises(CheckpointingException, match="no step in .* is good: .*critic.*; .*actor: dist_ckpt"):
+    with pytest.raises(
+        CheckpointingException, match=r"no step in .* is good: .*critic.*; .*actor: dist_ckpt"
+    ):
         find_latest_ckpt_path(tmp_path)
 
 

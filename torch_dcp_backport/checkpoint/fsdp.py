@@ -245,7 +245,7 @@ def fsdp_version(model: nn.Module) -> int:
     """1 or 2, by the model itself; 0 where it is neither."""
     if isinstance(model, FullyShardedDataParallel):
         return 1
-    return 2 if isinstance(model, compat.FSDPModule) else 0
+    return 2 if isinstance(model, compat.fsdp2().FSDPModule) else 0
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
