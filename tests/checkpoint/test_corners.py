@@ -19,7 +19,7 @@ from test_async_saves import ASYNC, slow
 from trainer import Trainer, same
 
 from torch_dcp_backport import dist_checkpointing
-from torch_dcp_backport.checkpoint import FSDPCheckpointManager, saves, store, together
+from torch_dcp_backport.checkpoint import FSDPCheckpointManager, retention, saves, store, together
 from torch_dcp_backport.checkpoint.layout import SHARDED
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.engine import files
@@ -248,7 +248,7 @@ def test_a_step_that_is_removed_while_it_is_saved_again(tmp_path: Path) -> None:
     trainer.handler.save_checkpoint(1)
     trainer.handler.finish()
     trainer.handler.save_checkpoint(1)
-    store.remove(tmp_path / "global_step_1")
+    retention.remove(tmp_path / "global_step_1")
     trainer.handler.finish()
     assert good(tmp_path) == [1]
 
@@ -324,7 +324,7 @@ def test_steps_that_go_while_they_are_tried(tmp_path: Path, monkeypatch, caplog)
     def load_step(path: Path, is_ours: bool) -> None:
         if path.name == "global_step_1":
             other.handler.save_checkpoint(2)
-            store.remove(path)
+            retention.remove(path)
         native(path, is_ours)
 
     monkeypatch.setattr(trainer.handler, "load_step", load_step)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import random
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from trainer import Trainer, same
 
 from torch_dcp_backport.checkpoint import store
 from torch_dcp_backport.dist_checkpointing.engine import files
 
 
-def saved_until(trainer: Trainer, step: int, limit: int) -> int:
-    """Save in a child that is gone before its `limit`-th step; how many steps it came to."""
+def saved_until(trainer: Trainer, steps: Sequence[int], limit: int) -> int:
+    """Save in a child that is gone before its `limit`-th step, in any thread; how many steps it came to."""
     reads, writes = os.pipe()
-    state = random.getstate()
+    state, lock = random.getstate(), threading.Lock()
     child = os.fork()
     if not child:
         random.setstate(state)  # Python seeds it anew in a fork
@@ -24,14 +27,16 @@ def saved_until(trainer: Trainer, step: int, limit: int) -> int:
 
         def die(name: str) -> None:
             nonlocal count
-            if count == limit:
-                os.write(writes, str(count).encode())
-                os._exit(9)
-            count += 1
+            with lock:
+                if count == limit:
+                    os.write(writes, str(count).encode())
+                    os._exit(9)
+                count += 1
 
         files.on_step = die
         try:
-            trainer.handler.save_checkpoint(step)
+            for step in steps:
+                trainer.handler.save_checkpoint(step)
             trainer.handler.finish()
             os.write(writes, str(count).encode())
         finally:
@@ -59,7 +64,7 @@ def test_killed_at_every_step(tmp_path: Path, step: int, keep: int | None, is_as
         older.train(step + 10, 5)
         older.handler.max_ckpt_to_keep = keep
         older.manager.is_async = is_async
-        total = saved_until(older, step, limit)
+        total = saved_until(older, [step], limit)
         after = older.state()
         fresh = Trainer(root)
         fresh.train(99)
@@ -72,3 +77,26 @@ def test_killed_at_every_step(tmp_path: Path, step: int, keep: int | None, is_as
     assert total is not None
     assert 20 < total < limit
     assert resumed == step
+
+
+def test_killed_while_the_step_before_is_removed_in_a_thread(tmp_path: Path) -> None:
+    """A retention that goes on while the next step is written, and is waited for by the next one."""
+    trainer = Trainer(tmp_path / "unused", max_ckpt_to_keep=1)
+    trainer.train(7, 3)
+    names: dict[str, set[str]] = {}
+    for limit in range(1000):
+        root = trainer.handler.default_local_dir = tmp_path / str(limit)
+        trainer.handler.save_checkpoint(1)
+        expected = trainer.state()
+        total = saved_until(trainer, [2, 3], limit)
+        left = {path.name for path in root.iterdir()}
+        names[str(limit)] = {name.split("-")[0] for name in left if ".old-" in name}
+        fresh = Trainer(root)
+        fresh.train(99)
+        assert fresh.handler.load_checkpoint() in (1, 2, 3)
+        assert all(map(torch.equal, fresh.state()["parameters"], expected["parameters"]))
+        assert not list(root.glob(".*"))
+        if total < limit:
+            break
+    assert {".global_step_1.old", ".global_step_2.old"} <= set().union(*names.values())
+    assert fresh.handler.load_checkpoint() == 3

@@ -49,7 +49,9 @@ def test_a_loader_without_a_state_is_refused_unless_asked(tmp_path: Path) -> Non
     CheckpointHandler(None, [1, 2], default_local_dir=tmp_path, on_data="restart")
 
 
-@pytest.mark.parametrize("config", [{"save_contents": ["modle"]}, {"load_contents": "hf_model"}])
+@pytest.mark.parametrize(
+    "config", [{"save_contents": ["modle"]}, {"load_contents": "hf_model"}, {"load_contents": ["modle"]}]
+)
 def test_contents_that_are_not_offered(tmp_path: Path, config: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is not offered; there are model, optimizer, extra"):
         Trainer(tmp_path, config=config)

@@ -5,26 +5,26 @@ SOAK_KILLS=1000 python3 tools/lanes.py test 2.6 -- tests/checkpoint/test_random_
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import hashlib
-import io
+import json
+import math
 import os
-import pickle
 import random
 import select
+import shutil
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Optional
 
 import pytest
 import torch
 import torch.distributed as dist
 from trainer import Trainer
 
-from torch_dcp_backport.checkpoint import store
+from torch_dcp_backport.checkpoint import manifest, remote, store
 
 KILLS = int(os.environ.get("SOAK_KILLS", "8"))
 STARTED = 60.0  # seconds until a training must have resumed
@@ -53,23 +53,32 @@ def digests() -> Iterator[str]:
         yield digest(trainer)
 
 
-def go_on(root: Path, rank: int, world: int, is_async: bool, rendezvous: Path, pipe: int) -> None:
+class How(NamedTuple):
+    world: int
+    is_async: bool
+    #: Where steps are uploaded to.
+    copies: Optional[Path]
+
+
+def go_on(root: Path, rank: int, how: How, rendezvous: Path, pipe: int) -> None:
     """Resume, and train until the process is killed; tells what was resumed, and each step that is safe."""
 
     def tell(*said: Any) -> None:
         if rank == 0:
-            os.write(pipe, pickle.dumps(said))
+            os.write(pipe, json.dumps(said).encode() + b"\n")
 
     torch.set_num_threads(1)
-    if world > 1:
+    if how.world > 1:
         dist.init_process_group(
             "gloo",
             init_method=f"file://{rendezvous}",
             rank=rank,
-            world_size=world,
+            world_size=how.world,
             timeout=datetime.timedelta(seconds=STARTED),
         )
-    trainer = Trainer(root, config={"async_save": is_async}, max_ckpt_to_keep=2)
+    url = None if how.copies is None else f"file://{how.copies}"
+    config = {"async_save": how.is_async}
+    trainer = Trainer(root, config=config, max_ckpt_to_keep=2, default_hdfs_dir=url)
     step = trainer.handler.load_checkpoint()
     tell("resumed", step, digest(trainer) if step else "")
     while True:
@@ -77,71 +86,99 @@ def go_on(root: Path, rank: int, world: int, is_async: bool, rendezvous: Path, p
         trainer.handler.save_checkpoint(step + 1)
         step += 1
         # In the background it is published by the next save.
-        safe = step - 1 if is_async else step
-        tell("saved", safe, "")
+        tell("saved", step - 1 if how.is_async else step, "")
+        if url is not None and trainer.handler.finish(blocking=False):
+            tell("uploaded", step, "")
 
 
-def heard(pipe: int, seconds: float) -> list[tuple[str, int, str]]:
-    """What came through a pipe until it was quiet for a while."""
-    said = b""
-    while select.select([pipe], [], [], seconds)[0]:
+def heard(pipe: int, count: float, seconds: float) -> list[tuple[str, int, str]]:
+    """So many messages, or what came until the pipe's end or the time is over."""
+    end, messages, said = time.monotonic() + seconds, list[Any](), b""
+    while len(messages) < count and select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
         data = os.read(pipe, 2**16)
         if not data:
             break
-        said, seconds = said + data, 0.0
-    messages, file = [], io.BytesIO(said)
-    with contextlib.suppress(EOFError, pickle.UnpicklingError):
-        while True:
-            messages.append(pickle.load(file))
+        *lines, said = (said + data).split(b"\n")
+        messages += map(json.loads, lines)
     return messages
 
 
-def killed(root: Path, world: int, is_async: bool, moment: float, rendezvous: Path) -> list[Any]:
-    """Train in processes that are killed so many seconds after they resumed; what they told until then."""
+def killed(root: Path, how: How, count: int, moment: float, rendezvous: Path) -> list[Any]:
+    """Train in processes that are killed a moment after so many saves; what they told until then."""
     reads, writes = os.pipe()
     children = []
-    for rank in range(world):
+    for rank in range(how.world):
         child = os.fork()
         if not child:
             try:
                 os.close(reads)
-                go_on(root, rank, world, is_async, rendezvous, writes)
+                go_on(root, rank, how, rendezvous, writes)
             finally:
                 os._exit(1)
         children.append(child)
     os.close(writes)
-    messages = heard(reads, STARTED)
+    # However slow the machine is: the moment counts from the last save.
+    messages = heard(reads, 1 + count, STARTED)
     time.sleep(moment)
     for child in children:
         os.kill(child, signal.SIGKILL)
     ends = [os.waitpid(child, 0)[1] for child in children]
-    messages += heard(reads, 1.0)
+    messages += heard(reads, math.inf, STARTED)
     os.close(reads)
     assert all(os.WIFSIGNALED(end) for end in ends), "it ended by itself; see above"
     return messages
 
 
+def check_copies(root: Path, uploaded: int) -> int:
+    """Whether all that counts as a step in the store is whole; how many were cut short."""
+    steps = remote.steps_at(remote.place_of(str(root))) if root.is_dir() else []
+    for step in steps:
+        if step.manifest is not None:
+            assert not list(manifest.wrong_checksums(root / step.path, step.manifest))
+    assert uploaded in [0, *(step.step for step in steps if step.manifest is not None)]
+    return sum(step.manifest is None for step in steps)
+
+
 @pytest.mark.timeout(60 + 5 * KILLS)
-def test_random_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_copies", [False, True], ids=["local", "uploaded"])
+def test_random_kills(tmp_path: Path, has_copies: bool) -> None:
     root, chance = tmp_path / "root", random.Random(KILLS)
+    copies = tmp_path / "copies" if has_copies else None
     reference, expected = digests(), [""]
-    acknowledged = resumed = saves = in_a_save = 0
+    acknowledged = resumed = uploaded = 0
+    saves = in_a_save = in_an_upload = losses = 0
     for number in range(KILLS + 1):
-        world, is_async = chance.choice([1, 2]), chance.random() < 0.5
-        moment = chance.uniform(0, 0.25)
-        (kind, resumed, found), *later = killed(root, world, is_async, moment, tmp_path / f"store-{number}")
+        how = How(chance.choice([1, 2]), chance.random() < 0.5, copies)
+        count, moment = chance.randint(0, 2 + 2 * has_copies), chance.uniform(0, 0.05)
+        (kind, resumed, found), *later = killed(root, how, count, moment, tmp_path / f"store-{number}")
         assert kind == "resumed"
+        assert len(later) >= count
         while len(expected) <= resumed:
             expected.append(next(reference))
         assert resumed >= acknowledged, f"step {acknowledged} was saved, and {resumed} resumed"
         assert found == expected[resumed], f"step {resumed} has other values than were saved"
-        saves += sum(step > acknowledged for _, step, _ in later)
+        saves += sum(step > acknowledged for kind, step, _ in later if kind == "saved")
         acknowledged = max([resumed, *(step for _, step, _ in later)])
         in_a_save += any(root.glob(".*.tmp-*"))
         faults = [step.fault for step in store.steps_in(root) if step.fault]
         assert not faults, "a step has its name before it is whole"
+        if copies is not None:
+            uploaded = max([uploaded, *(step for kind, step, _ in later if kind == "uploaded")])
+            in_an_upload += check_copies(copies, uploaded) > 0
+            if uploaded and chance.random() < 0.25:
+                # The machine is gone: what was uploaded is not.
+                shutil.rmtree(root)
+                acknowledged, losses = uploaded, losses + 1
     assert saves > KILLS / 4
-    left = Trainer(root)
-    assert left.handler.load_checkpoint() >= acknowledged
+    left = Trainer(root, default_hdfs_dir=None if copies is None else str(copies))
+    resumed = left.handler.load_checkpoint()
+    assert resumed >= acknowledged
+    left.handler.finish()
     assert not list(root.glob(".*"))
-    print(f"\n{KILLS} kills, {in_a_save} while a step was written; {saves} acknowledged saves, none lost")
+    if copies is not None:
+        check_copies(copies, resumed)
+        assert uploaded
+    print(
+        f"\n{KILLS} kills, {in_a_save} while a step was written; {saves} acknowledged saves, none lost"
+        + (f"; {in_an_upload} with an upload cut short, {losses} roots lost" if has_copies else "")
+    )

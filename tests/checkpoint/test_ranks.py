@@ -304,6 +304,7 @@ def keep_two(api: Any, root: Path) -> None:
         for name in ("actor", "critic"):
             path = root / f"global_step_{step}" / name
             trainer.manager.save_checkpoint(path, global_step=step, max_ckpt_to_keep=2)
+    trainer.manager.finish()
     dist.barrier()
     left = sorted(path.relative_to(root).as_posix() for path in root.glob("global_step_*/*"))
     assert left == [f"global_step_{step}/{name}" for step in (3, 4) for name in ("actor", "critic")]

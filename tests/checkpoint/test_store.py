@@ -7,14 +7,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 from damaging import flip
 
 from torch_dcp_backport.__main__ import main
-from torch_dcp_backport.checkpoint import commands, manifest, store
+from torch_dcp_backport.checkpoint import commands, manifest, retention, store
 from torch_dcp_backport.checkpoint.manifest import Damaged, Manifest
+from torch_dcp_backport.checkpoint.retention import Retention
 from torch_dcp_backport.dist_checkpointing.engine import files
 
 
@@ -28,6 +30,12 @@ def published(root: Path, step: int, content: bytes = b"values") -> Path:
     manifest.write(draft, Manifest(step, 4, 0.0, store.Shelf(root).next_order(), entries))
     store.publish(draft, final, before)
     return final
+
+
+def retire(root: Path, keep: int, distrusted: Collection[Path] = ()) -> None:
+    retention = Retention()
+    retention.retire(store.Shelf(root), keep, distrusted)
+    retention.finish()
 
 
 def states(root: Path) -> dict[int, str]:
@@ -123,8 +131,8 @@ def test_retention_keeps_the_newest_good_ones(tmp_path: Path, keep, bad, left) -
         folder = published(tmp_path, step)
         if step in bad:
             lose(folder)
-    for step in store.retired(store.steps_in(tmp_path), keep):
-        store.remove(step.path)
+    for step in retention.retired(store.steps_in(tmp_path), keep):
+        retention.remove(step.path)
     assert tuple(states(tmp_path)) == left
     assert not list(tmp_path.glob(".*"))
 
@@ -133,13 +141,13 @@ def test_after_a_step_back_the_newest_is_what_was_published_last(tmp_path: Path)
     for step in (5, 10, 6):
         published(tmp_path, step)
     assert list(states(tmp_path)) == [6, 10, 5]
-    store.Shelf(tmp_path).retire(1)
+    retire(tmp_path, 1)
     assert list(states(tmp_path)) == [6]
 
 
 def test_what_could_not_be_loaded_does_not_count(tmp_path: Path) -> None:
     folders = {step: published(tmp_path, step) for step in (5, 10, 11)}
-    store.Shelf(tmp_path).retire(1, {folders[11]})
+    retire(tmp_path, 1, {folders[11]})
     assert list(states(tmp_path)) == [11, 10]
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import re
-import signal
-import subprocess
+import runpy
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import pool
 import torch
+import torch.distributed as dist
 
 from torch_dcp_backport.checkpoint import store
 
@@ -20,48 +22,66 @@ STEPS = 24
 LINE = re.compile(r"^step (\d+) loss (\S+) (rate .*)$", re.MULTILINE)
 
 
-def start(root: Path, ranks: int, steps: int = STEPS) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["examples/train_resume.py", "--root", str(root), "--steps", str(steps), "--every", "2"]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def train(root: Path, rank: int, world: int, rendezvous: Path) -> None:
+    """A rank of the example; what the first prints goes to a file."""
+    output = os.open(f"{rendezvous}.out" if rank == 0 else os.devnull, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.environ["LOCAL_RANK"] = str(rank)
+    sys.argv = ["train_resume.py", "--root", str(root), "--steps", str(STEPS), "--every", "2"]
+    where: dict[str, Any] = {"init_method": f"file://{rendezvous}", "rank": rank, "world_size": world}
+    dist.init_process_group = functools.partial(dist.init_process_group, **where)
+    runpy.run_path(str(ROOT / "examples/train_resume.py"), run_name="__main__")
 
 
-def lines_of(output: str) -> dict[int, tuple[str, str]]:
-    """Step -> its loss, and its learning rate and data."""
-    return {int(step): (loss, rest) for step, loss, rest in LINE.findall(output)}
+class Training:
+    """The example on several ranks: forks of a process that has torch, which is what a start costs."""
+
+    def __init__(self, root: Path, ranks: int) -> None:
+        root.mkdir(exist_ok=True)
+        rendezvous = root.with_name(f"{root.name}-{time.monotonic_ns()}")
+        self.output = Path(f"{rendezvous}.out")
+        self.output.touch()
+        self.processes = [
+            pool.CONTEXT.Process(target=train, args=(root, rank, ranks, rendezvous), daemon=True)
+            for rank in range(ranks)
+        ]
+        for process in self.processes:
+            with pool.STARTING:
+                process.start()
+
+    def lines(self) -> dict[int, tuple[str, str]]:
+        """Step -> its loss, and its learning rate and data."""
+        whole_lines = self.output.read_text().rpartition("\n")[0]
+        return {int(step): (loss, rest) for step, loss, rest in LINE.findall(whole_lines)}
+
+    def wait(self, after: int) -> None:
+        """Until it printed some step."""
+        end = time.monotonic() + 100
+        while after not in self.lines():
+            assert time.monotonic() < end
+            assert all(process.is_alive() for process in self.processes), "it ended before; see above"
+            time.sleep(0.005)
 
 
 def killed(root: Path, ranks: int, after: int) -> dict[int, tuple[str, str]]:
     """Train until some step was printed, and kill all processes; what it printed."""
-    process = start(root, ranks)
-    output = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        output.append(line)
-        if line.startswith(f"step {after} "):
-            time.sleep(0.003 * after)
-            break
-    for path in Path("/proc").glob("[0-9]*"):
-        # torchrun's processes are sessions of their own.
-        with contextlib.suppress(OSError):
-            if str(root).encode() in (path / "cmdline").read_bytes():
-                os.kill(int(path.name), signal.SIGKILL)
-    output.append(process.communicate()[0])
-    return lines_of("".join(output))
+    training = Training(root, ranks)
+    training.wait(after)
+    time.sleep(0.003 * after)
+    for process in training.processes:
+        process.kill()
+    for process in training.processes:
+        process.join()
+        assert process.exitcode == -9
+    return training.lines()
 
 
 def finished(root: Path, ranks: int) -> dict[int, tuple[str, str]]:
-    process = start(root, ranks)
-    output, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
-    return lines_of(output)
+    training = Training(root, ranks)
+    for process in training.processes:
+        process.join(100)
+        assert process.exitcode == 0
+    return training.lines()
 
 
 def test_killed_and_resumed(tmp_path: Path) -> None:
@@ -78,8 +98,8 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
 
 
 def test_on_another_number_of_ranks_data_and_rates_are_the_same(tmp_path: Path) -> None:
-    killed(tmp_path, 2, 7)
-    resumed = finished(tmp_path, 3)
+    killed(tmp_path / "killed", 2, 7)
+    resumed = finished(tmp_path / "killed", 3)
     undisturbed = finished(tmp_path / "undisturbed", 3)
     assert min(resumed) > 4
     assert {step: rest for step, (_, rest) in resumed.items()} == {

@@ -10,15 +10,17 @@ from torch_dcp_backport.checkpoint.handler import (
     CheckpointHandler,
     OrchestrationMode,
     extract_step,
-    find_latest_ckpt_path,
     get_checkpoint_tracker_filename,
 )
+from torch_dcp_backport.checkpoint.latest import find_latest_ckpt_path
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
+from torch_dcp_backport.checkpoint.megatron import MegatronCheckpointManager
 
 __all__ = [
     "BaseCheckpointManager",
     "CheckpointHandler",
     "FSDPCheckpointManager",
+    "MegatronCheckpointManager",
     "OrchestrationMode",
     "SaveSignals",
     "export_checkpoint",

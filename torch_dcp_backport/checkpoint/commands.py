@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from torch_dcp_backport.checkpoint import manifest, store
+from torch_dcp_backport.checkpoint import manifest, retention, store
 from torch_dcp_backport.checkpoint.exporting import export_checkpoint
 from torch_dcp_backport.checkpoint.layout import SHARDED
 from torch_dcp_backport.checkpoint.store import Step
@@ -18,7 +18,7 @@ from torch_dcp_backport.dist_checkpointing import CheckpointingException, inspec
 from torch_dcp_backport.hf import Export
 from torch_dcp_backport.transfer import configure
 
-CODES = "exit codes: 0 fine; 1 no good step; 2 wrong usage"
+CODES = "exit codes: 0 fine; 1 no good step, or one that cannot be removed; 2 wrong usage"
 EXPORT_CODES = "exit codes: 0 fine; 1 damaged, no model, or no room for it; 2 wrong usage"
 
 
@@ -51,8 +51,12 @@ def prune(argv: list[str], prog: str) -> int:
         print(f"{prog}: --keep {args.keep}: keep at least 1", file=sys.stderr)
         return 2
     verb = "would remove" if args.dry_run else "removing"
-    store.prune(args.root, args.keep, lambda step: print(f"{verb} {line_of(step)}"), args.dry_run)
-    return 0 if any(not step.fault for step in store.steps_in(args.root)) else 1
+    failures = retention.prune(
+        args.root, args.keep, lambda step: print(f"{verb} {line_of(step)}"), args.dry_run
+    )
+    for failure in failures:
+        print(f"{prog}: {failure}", file=sys.stderr)
+    return 0 if not failures and any(not step.fault for step in store.steps_in(args.root)) else 1
 
 
 def inspect(argv: list[str], prog: str) -> int:

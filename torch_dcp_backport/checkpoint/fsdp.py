@@ -1,9 +1,9 @@
-"""The manager of what `state_dict` knows: a model, plain or by DDP, FSDP2, HSDP, TP, and its optimizer."""
+"""The manager of what `state_dict` knows: a model, plain or by DDP, FSDP, HSDP, TP, and its optimizer."""
 
 from __future__ import annotations
 
 import copy
-import functools
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,34 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from torch_dcp_backport.checkpoint import extra, verl
+from torch_dcp_backport import compat
+from torch_dcp_backport.checkpoint import extra, flat, verl
 from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, TIED, WORLD
-from torch_dcp_backport.checkpoint.manager import CONTENTS, BaseCheckpointManager
-from torch_dcp_backport.checkpoint.store import checked_step
-from torch_dcp_backport.checkpoint.together import (
-    CANNOT_LOAD,
-    CANNOT_SAVE,
-    entries_into,
-    make_folder,
-    tell_all,
-    write_later,
-)
-from torch_dcp_backport.dist_checkpointing import (
-    CheckpointingException,
-    ShardedTensor,
-    load_common_state_dict,
-)
+from torch_dcp_backport.checkpoint.sharded import ShardedManager
+from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, make_folder, tell_all
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
-from torch_dcp_backport.dist_checkpointing.serialization import (
-    LoadOptions,
-    SaveOptions,
-    begin_made,
-    load_made,
-    save_made,
-)
+from torch_dcp_backport.dist_checkpointing.serialization import LoadOptions, load_made
 from torch_dcp_backport.dist_checkpointing.training_state import (
     MODEL,
     OPTIMIZER,
@@ -50,60 +34,86 @@ from torch_dcp_backport.hf import Export, save_state_dict
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.hf.state import tied_names, unchecked
 from torch_dcp_backport.state_dict import set_model_state_dict, set_optimizer_state_dict, set_state_dict
+from torch_dcp_backport.transfer.groups import Group
+
+#: For verl's tools: which FSDP it was.
+FSDP_CONFIG = "fsdp_config.json"
 
 
-class FSDPCheckpointManager(BaseCheckpointManager):
+class FSDPCheckpointManager(ShardedManager):
     """As verl's, in arguments and methods; its checkpoint loads on any number of ranks and any mesh.
 
     Model and optimizer are one sharded checkpoint of `dist_checkpointing`. Scheduler and step are those of
     the first rank; each rank has its own random states.
     """
 
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        processing_class: Any = None,
+        checkpoint_config: Any = None,
+        *,
+        tokenizer: Any = None,
+        trust_remote_code: bool = False,
+        trust: bool = False,
+        process_group: Group = None,
+    ) -> None:
+        """Remember the parts.
+
+        Args:
+            model, optimizer, lr_scheduler, processing_class, checkpoint_config, trust, process_group: as of
+                `BaseCheckpointManager`.
+            tokenizer: verl's former name of `processing_class`.
+            trust_remote_code: of verl's; no code of a model is loaded here.
+        """
+        processing_class = tokenizer if processing_class is None else processing_class
+        super().__init__(
+            model,
+            optimizer,
+            lr_scheduler,
+            processing_class,
+            checkpoint_config,
+            trust=trust,
+            process_group=process_group,
+        )
+
     def write(self, folder: Path, step: int) -> None:
-        path, target = folder / SHARDED, folder / HUGGING_FACE
-        with begin(CANNOT_SAVE, "save", self.process_group) as call:
-            common = {
-                "async_save": str(self.is_async),
-                "save_contents": ", ".join(self.checkpoint_save_contents),
-                "scheduler": type(self.lr_scheduler).__name__,
-            }
-            halves: dict[str, Any] = {}
-            with guard(call):
-                halves = self.halves(self.should_save_model, self.should_save_optimizer)
-            configure = functools.partial(self.write_configuration, target)
-            tell_all(call, configure, "writing the configuration", common)
+        def prepare() -> dict[str, Any]:
+            return self.viewed(self.halves(self.should_save_model, self.should_save_optimizer))
+
+        halves, target = self.agree_on_save(folder, prepare), folder / HUGGING_FACE
         rank, world = self.place()
 
         def make() -> ShardedStateDict:
-            make_folder(path)
-            saved = [name for name in CONTENTS if name in self.checkpoint_save_contents]
             held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
-            state = {"step": checked_step(step), SAVED: saved, TIED: tied_names(held)}
-            state.update(described(halves, self.process_group))
+            state: ShardedStateDict = {TIED: tied_names(held), **described(halves, self.process_group)}
             if self.should_save_extra:
                 state.update({WORLD: world, extra.RNG: extra.own_object(self.get_rng_state(), rank, world)})
-                if self.lr_scheduler is not None:
-                    state[SCHEDULER] = self.lr_scheduler.state_dict()
             return state
 
-        options = SaveOptions(
-            must_load=not self.trust, process_group=self.process_group, written=entries_into(path)
-        )
-        if self.is_async:
-            write_later(begin_made(make, path, options))
-        else:
-            save_made(make, path, options)
+        self.save_state(make, folder / SHARDED, step)
         if self.should_save_hf_model:
-            model = halves[MODEL] if MODEL in halves else state_of(self.model, ())[MODEL]
+            model = halves[MODEL] if MODEL in halves else self.viewed(self.halves(True, False))[MODEL]
             how = Export(overwrite=True)
             save_state_dict(tensors_of(model), target, like=target, how=how, process_group=self.process_group)
 
     def write_configuration(self, folder: Path) -> None:
         """What `from_pretrained` needs beside weights, of what the model and the tokenizer offer."""
-        for part in (configuration_of(self.unwrapped), self.processing_class):
+        config = configuration_of(self.unwrapped)
+        # One that was made up from the configuration is not what the model came with.
+        generation = getattr(self.unwrapped, "generation_config", None)
+        came_with = generation if getattr(config, "name_or_path", "") else None
+        for part in (came_with, config, self.processing_class):
             save_part = getattr(part, "save_pretrained", None)
             if save_part is not None:
                 save_part(str(folder))
+        version = fsdp_version(self.model)
+        if version:
+            make_folder(folder.parent)
+            facts = {"FSDP_version": version, "world_size": self.place()[1]}
+            (folder.parent / FSDP_CONFIG).write_text(json.dumps(facts, indent=4))
         if self.should_save_hf_model and not (folder / CONFIG).is_file():
             kind = type(self.unwrapped).__name__
             raise CheckpointingException(f"no hf_model of a {kind}: it has no config with save_pretrained")
@@ -113,13 +123,18 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         if verl_world := self.verl_world(folder):
             self.read_verl(folder, verl_world)
             return
-        common, state = self.agree_on(path)
+
+        def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
+            halves = self.halves(self.should_load_model, self.should_load_optimizer)
+            return halves, self.viewed(halves)
+
+        common, (state, views) = self.agree_on_load(path, (SAVED, WORLD), prepare)
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
         is_whole = set(self.checkpoint_load_contents) >= set(common[SAVED])
 
         def make(checkpoint: Opened) -> ShardedStateDict:
-            asked: ShardedStateDict = described(state, self.process_group)
+            asked: ShardedStateDict = described(views, self.process_group)
             if not is_whole:
                 check_keys(asked, checkpoint.holds.tensors)
             if self.should_load_extra:
@@ -154,7 +169,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         contents = self.checkpoint_load_contents
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             model: dict[str, verl.Shards] = {}
-            halves, optimizer, others = dict[str, Any](), None, None
+            halves, views = dict[str, Any](), dict[str, Any]()
+            optimizer, others = None, None
             with guard(call, str(folder)):
                 if not self.trust:
                     raise CheckpointingException(f"{folder} {verl.UNTRUSTED}")
@@ -166,7 +182,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 if self.should_load_model:
                     model = verl.model_of(folder, saved_world)
                     halves = self.halves(True, False)
-                    call.problems += verl.problems_of(model, tensors_of(halves[MODEL]))
+                    views = self.viewed(halves)
+                    call.problems += verl.problems_of(model, tensors_of(views[MODEL]))
                 if self.should_load_optimizer and self.optimizer is not None:
                     optimizer = verl.loaded(folder, verl.OPTIMIZER, world, rank)
                     call.problems += verl.problems_of_optimizer(optimizer, self.optimizer)
@@ -175,7 +192,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             common = {"load_contents": ", ".join(contents)}
             tell_all(call, lambda: None, "reading the files of verl's manager", common)
         if model:
-            verl.fill(model, tensors_of(halves[MODEL]), dist.get_rank() if dist.is_initialized() else 0)
+            verl.fill(model, tensors_of(views[MODEL]), dist.get_rank() if dist.is_initialized() else 0)
             self.restore(halves)
         if optimizer is not None:
             verl.load_optimizer(optimizer, self.optimizer)
@@ -185,33 +202,18 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             if "rng" in others:
                 self.load_rng_state(verl.rng_state_of(others["rng"]))
 
-    def agree_on(self, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """The common state, once it has what is to be loaded, and the state dicts that are to be filled."""
-
-        def common() -> Mapping[str, Any]:
-            state = load_common_state_dict(path, trust=self.trust)
-            absent = [name for name in self.checkpoint_load_contents if name not in state.get(SAVED, ())]
-            if absent:
-                held = ", ".join(state.get(SAVED, ())) or "nothing that this manager knows"
-                raise CheckpointingException(f"{path} has no {', '.join(absent)}; it has {held}")
-            if self.should_load_extra and self.lr_scheduler is not None and SCHEDULER not in state:
-                raise CheckpointingException(f"{path} was saved without a scheduler; this manager has one")
-            return {name: state[name] for name in (SAVED, WORLD) if name in state}
-
-        with begin(CANNOT_LOAD, "load", self.process_group) as call:
-            halves: dict[str, Any] = {}
-            with guard(call):
-                halves = self.halves(self.should_load_model, self.should_load_optimizer)
-            same = {"folder": str(path), "load_contents": ", ".join(self.checkpoint_load_contents)}
-            return tell_all(call, common, "reading what was saved", same), halves
-
     def halves(self, has_model: bool, has_optimizer: bool) -> dict[str, Any]:
         """The state dicts of the model and of its optimizers, with DTensors."""
         if not (has_model or has_optimizer):
             return {}
+        flat.check_rows(self.model)
         state = state_of(self.model, self.optimizers if has_optimizer else ())
         wanted = {MODEL: has_model, OPTIMIZER: has_optimizer}
         return {key: part for key, part in state.items() if wanted[key]}
+
+    def viewed(self, halves: dict[str, Any]) -> dict[str, Any]:
+        """State dicts whose tensors are plain or DTensors, of the same memory."""
+        return flat.as_dtensors(halves, self.model)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         if MODEL in state and OPTIMIZER in state:
@@ -238,11 +240,12 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             model = model.module
         return model
 
-    def place(self) -> tuple[int, int]:
-        """This rank in the manager's process group, and how many there are."""
-        if not dist.is_initialized():
-            return 0, 1
-        return dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+
+def fsdp_version(model: nn.Module) -> int:
+    """1 or 2, by the model itself; 0 where it is neither."""
+    if isinstance(model, FullyShardedDataParallel):
+        return 1
+    return 2 if isinstance(model, compat.fsdp2().FSDPModule) else 0
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

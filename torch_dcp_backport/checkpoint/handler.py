@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Optional
 
 import torch.distributed as dist
 
-from torch_dcp_backport.checkpoint import remote, store, together, uploads, verl
+from torch_dcp_backport.checkpoint import remote, retention, store, together, uploads, verl
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
+from torch_dcp_backport.checkpoint.retention import Retention
 from torch_dcp_backport.checkpoint.saves import Saves
 from torch_dcp_backport.checkpoint.store import Shelf
 from torch_dcp_backport.checkpoint.together import Wanted
@@ -126,6 +127,7 @@ class CheckpointHandler:
         if self._remote is not None and remote.is_within(self._remote, self.default_local_dir):
             raise ValueError(f"default_hdfs_dir={default_hdfs_dir}: it is where steps are saved")
         self._uploads = Uploads(verify, on_upload)
+        self._retention = Retention()
         self._saves = Saves(process_group)
         #: Steps that could not be loaded.
         self._distrusted: set[Path] = set()
@@ -154,7 +156,7 @@ class CheckpointHandler:
             store.write_tracker(final.parent, step)
             self._distrusted.discard(final)
             self.upload(final)
-            shelf_of(final).retire(self.max_ckpt_to_keep, self._distrusted)
+            self._retention.retire(shelf_of(final), self.max_ckpt_to_keep, self._distrusted)
 
         wanted = Wanted(locate, step, {"default_hdfs_dir": str(self.default_hdfs_dir)})
         self._saves.save(wanted, lambda draft: self.write(draft, step), shelf_of, follow)
@@ -162,6 +164,8 @@ class CheckpointHandler:
 
     def finish(self, blocking: bool = True) -> bool:
         """Publish what is being saved in the background, and upload it; whether nothing is left. Collective.
+
+        With `blocking`, what retention took is removed, too.
 
         Call it before the process ends, and with `blocking=False` now and then between saves.
 
@@ -172,10 +176,13 @@ class CheckpointHandler:
             CheckpointingException: it failed; the same on every rank. The steps before are as they were.
         """
         is_published = self._saves.finish(blocking)
-        if self._remote is None:
-            return is_published
-        with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
-            return uploads.settle(call, self._uploads, blocking) and is_published
+        if self._remote is not None:
+            with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
+                is_published = uploads.settle(call, self._uploads, blocking) and is_published
+        if blocking:
+            # Last: the ranks that have nothing to remove go on meanwhile.
+            self._retention.finish()
+        return is_published
 
     def upload(self, folder: Path) -> None:
         """Upload a step, if steps are. Runs on the first rank."""
@@ -220,9 +227,9 @@ class CheckpointHandler:
                     continue
                 if is_first:
                     tell([*found.faults, *absent, *failures.values()], step, found.tracked)
-                    store.believe(Path(path))
+                    retention.believe(Path(path))
                     for other, text in failures.items():
-                        store.distrust(Path(other), text)
+                        retention.distrust(Path(other), text)
                     if Path(path).parent == self.default_local_dir and not store.uploaded_to(Path(path)):
                         self.upload(Path(path))
                 return step
@@ -285,6 +292,8 @@ class CheckpointHandler:
         root = self.default_local_dir
         if os.path.lexists(root) and not root.is_dir():
             raise NotADirectoryError(f"{root} is no folder")
+        # What its thread has not removed yet was not left behind.
+        self._retention.finish(retention.PATIENCE)
         store.clean(root)
         steps = store.steps_in(root)
         good = [(step.step, str(step.path)) for step in steps if not step.fault]
@@ -372,15 +381,6 @@ def extract_step(path: Folder) -> int:
         if match is not None:
             return int(match[1])
     raise CheckpointingException(f"{path}: no global_step_N in it")
-
-
-def find_latest_ckpt_path(path: Optional[Folder], directory_format: str = "global_step_{}") -> Optional[str]:
-    """The newest good step of a root; None where there is none. As verl's, which believes the tracker."""
-    if path is None:
-        return None
-    if directory_format != "global_step_{}":
-        raise ValueError(f"directory_format={directory_format!r}: only global_step_{{}} is known")
-    return next((str(step.path) for step in store.steps_in(Path(path)) if not step.fault), None)
 
 
 def get_checkpoint_tracker_filename(root_path: Folder) -> str:

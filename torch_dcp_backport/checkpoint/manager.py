@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 from torch_dcp_backport.checkpoint import extra, remote, store, together, uploads
+from torch_dcp_backport.checkpoint.retention import Retention
 from torch_dcp_backport.checkpoint.saves import Saves
-from torch_dcp_backport.checkpoint.store import Shelf
 from torch_dcp_backport.checkpoint.together import Wanted
 from torch_dcp_backport.checkpoint.uploads import Uploads
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
@@ -61,12 +61,19 @@ class BaseCheckpointManager:
         self.checkpoint_config = checkpoint_config
         self.process_group = process_group
         self.checkpoint_save_contents = contents_of(checkpoint_config, "save_contents", (*CONTENTS, HF_MODEL))
-        self.checkpoint_load_contents = contents_of(checkpoint_config, "load_contents", CONTENTS)
+        asked = contents_of(checkpoint_config, "load_contents", (*CONTENTS, HF_MODEL))
+        # verl's configurations name it in both lists.
+        self.checkpoint_load_contents = tuple(content for content in asked if content != HF_MODEL)
+        if asked and not self.checkpoint_load_contents:
+            raise ValueError(
+                f"load_contents={list(asked)}: {HF_MODEL!r} is not offered; there are {', '.join(CONTENTS)}"
+            )
         self.trust = trust
         self.is_async = bool(setting(checkpoint_config, "async_save"))
         self.previous_global_step: Optional[int] = None
         self._saves = Saves(process_group)
         self._uploads = Uploads()
+        self._retention = Retention()
         #: Whether anything was ever uploaded; the same on every rank.
         self._is_uploading = False
 
@@ -121,17 +128,20 @@ class BaseCheckpointManager:
         else:
             step = step or step_in(local_path)
             wanted = Wanted(locate, step, {"hdfs_path": str(hdfs_path)})
-            self._saves.save(wanted, write, shelf_of, follow)
+            self._saves.save(wanted, write, store.shelf_of, follow)
             self._is_uploading = self._is_uploading or hdfs_path is not None
         self.previous_global_step = global_step
 
     def finish(self, blocking: bool = True) -> bool:
         """Publish what `async_save` is writing, and upload; as `CheckpointHandler.finish`."""
         is_published = self._saves.finish(blocking)
-        if not self._is_uploading:
-            return is_published
-        with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
-            return uploads.settle(call, self._uploads, blocking) and is_published
+        if self._is_uploading:
+            with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
+                is_published = uploads.settle(call, self._uploads, blocking) and is_published
+        if blocking:
+            # Last: the ranks that have nothing to remove go on meanwhile.
+            self._retention.finish()
+        return is_published
 
     def load_checkpoint(
         self,
@@ -178,9 +188,9 @@ class BaseCheckpointManager:
 
     def ensure_checkpoint_capacity(self, path: Path, keep: Optional[int]) -> None:
         """Remove what retention does not keep beside a checkpoint. Runs on the first rank."""
-        shelf = shelf_of(path)
+        shelf = store.shelf_of(path)
         if shelf is not None:
-            shelf.retire(keep)
+            self._retention.retire(shelf, keep)
 
     def get_rng_state(self) -> dict[str, Any]:
         """The states of this rank's generators."""
@@ -196,14 +206,6 @@ def step_in(path: object) -> int:
     parts = Path(path).parts if isinstance(path, (str, os.PathLike)) else ()
     matches = (store.STEP.fullmatch(part) for part in reversed(parts) if isinstance(part, str))
     return next((int(match[1]) for match in matches if match is not None), 0)
-
-
-def shelf_of(path: Path) -> Optional[Shelf]:
-    """Where a path of a trainer has its place among those of other steps; None without a step in it."""
-    for folder in (path, *path.parents):
-        if store.STEP.fullmatch(folder.name):
-            return Shelf(folder.parent, path.relative_to(folder))
-    return None
 
 
 def contents_of(config: Any, name: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -68,12 +68,12 @@ def paths_in(folder: Path) -> Iterator[str]:
     """Every file below a folder but its manifests, with "/" between names."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in (NAME, f"{NAME}.new"):
+        if path.is_file() and name != NAME:
             yield name
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, on disk when this returns: from then on the folder counts as whole."""
+    """Write the manifest: from then on the folder counts as whole. It is not on disk yet."""
     content = {
         "format": FORMAT,
         "step": manifest.step,
@@ -83,8 +83,8 @@ def write(folder: Path, manifest: Manifest) -> None:
         "files": {name: list(manifest.files[name]) for name in sorted(manifest.files)},
     }
     text = json.dumps(content, indent=1)
-    files.publish(folder / NAME, json.dumps({"crc32": zlib.crc32(text.encode()), "content": text}).encode())
-    files.sync_folder(folder)
+    files.step(f"write {NAME}")
+    (folder / NAME).write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "content": text}))
 
 
 def read(folder: Path) -> Manifest:

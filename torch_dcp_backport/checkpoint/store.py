@@ -18,7 +18,9 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -38,8 +40,6 @@ OWNER = "owner.json"
 ABANDONED = 3600.0
 #: A draft is made again where others clear up at the same moment.
 ATTEMPTS = 20
-#: In a step that could not be loaded where an older one could: retention does not count it.
-NOT_LOADED = "could-not-be-loaded.txt"
 #: In a step: where it was uploaded to; whose process uploads it now.
 UPLOADED, UPLOADING = "uploaded.txt", "uploading.json"
 #: Held while a step is taken away, and while one is marked as being uploaded.
@@ -84,10 +84,22 @@ class Shelf:
     def next_order(self) -> int:
         return 1 + max((step.age[0] for step in self.steps()), default=0)
 
-    def retire(self, keep: Optional[int], distrusted: Collection[Path] = ()) -> None:
-        """Remove what retention does not keep."""
-        for step in retired(self.steps(), keep, distrusted):
-            remove(step.path)
+    def clean(self) -> None:
+        """Remove what writers and removals left that are gone, in the folders of all steps."""
+        if not self.below.name:
+            clean(self.root)
+            return
+        for path in self.root.iterdir() if self.root.is_dir() else ():
+            if STEP.fullmatch(path.name) is not None:
+                clean((path / self.below).parent, re.compile(re.escape(self.below.name)))
+
+
+def shelf_of(path: Path) -> Optional[Shelf]:
+    """Where a path of a trainer has its place among those of other steps; None without a step in it."""
+    for folder in (path, *path.parents):
+        if STEP.fullmatch(folder.name):
+            return Shelf(folder.parent, path.relative_to(folder))
+    return None
 
 
 def name_of(step: int) -> str:
@@ -128,7 +140,7 @@ def checked_step(step: object) -> int:
 
 def draft_of(final: Path) -> Path:
     """Make the hidden folder in which a folder is written, once those of dead writers of it are gone."""
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_parents(final)
     clean(final.parent, re.compile(re.escape(final.name)))
     for attempt in range(ATTEMPTS):
         draft, nameless = hidden_name(final, "tmp"), hidden_name(final, "old")
@@ -145,6 +157,14 @@ def draft_of(final: Path) -> Path:
             if attempt == ATTEMPTS - 1:
                 raise
     return draft
+
+
+def make_parents(path: Path) -> None:
+    """Make the folders above a path that are not there, and have their names on disk."""
+    absent = [folder for folder in path.parents if not folder.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in absent:
+        files.sync_folder(folder.parent)
 
 
 def own_process() -> str:
@@ -164,11 +184,12 @@ def identity_of(path: Path) -> Optional[int]:
         return None
 
 
-def publish(draft: Path, final: Path, before: Optional[int]) -> None:
+def publish(draft: Path, final: Path, before: Optional[int], synced: Collection[str] = ()) -> None:
     """Give a whole folder its name; from then on it is found.
 
     Args:
         before: `identity_of(final)` when the draft was begun.
+        synced: files that are on disk, by their paths below the draft; the others are put there.
 
     Raises:
         AnotherWriter: the folder that has the name is not the one that had it then.
@@ -179,7 +200,7 @@ def publish(draft: Path, final: Path, before: Optional[int]) -> None:
     # Retention may have taken it.
     before = now
     replaced = None
-    sync_tree(draft)
+    sync_tree(draft, synced)
     if before is not None:
         replaced = hidden_name(final, "was")
         files.step("rename the folder that is replaced")
@@ -200,24 +221,36 @@ def publish(draft: Path, final: Path, before: Optional[int]) -> None:
     files.remove([final / OWNER])
     if replaced is not None:
         files.step("remove the folder that was replaced")
-        discard(replaced)
+        discard(given_up(replaced))
 
 
-def sync_tree(folder: Path) -> None:
-    """Have every file below a folder on disk, and the names of all."""
-    for path in [*folder.rglob("*"), folder]:
+def sync_tree(folder: Path, synced: Collection[str] = ()) -> None:
+    """Have the files below a folder on disk that are not yet, and then the names of all."""
+    paths, folders = list[Path](), [folder]
+    for path in folder.rglob("*"):
         if path.is_dir():
-            files.sync_folder(path)
-        else:
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            folders.append(path)
+        elif path.relative_to(folder).as_posix() not in synced:
+            paths.append(path)
+    # Disks take several at once in the time of one.
+    with ThreadPoolExecutor(8) as pool:
+        deque(pool.map(sync_file, paths), 0)
+        deque(pool.map(files.sync_folder, folders), 0)
+
+
+def sync_file(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def write_tracker(root: Path, step: int) -> None:
-    """As verl's and Megatron's: a hint for other programs, which is never believed here."""
+    """As verl's and Megatron's: a hint for other programs, which is never believed here.
+
+    They do believe it: it is on disk before it has its name, and a loss of power leaves no empty one.
+    """
     files.publish(root / TRACKER, str(step).encode())
 
 
@@ -227,45 +260,6 @@ def tracked(root: Path) -> Optional[int]:
         return int((root / TRACKER).read_text())
     except (OSError, ValueError):
         return None
-
-
-def retired(steps: list[Step], keep: Optional[int], distrusted: Collection[Path] = ()) -> list[Step]:
-    """What retention removes: all that is older than the newest `keep` good steps, damaged or not, and
-    not being uploaded.
-
-    Args:
-        steps: newest first.
-        distrusted: folders that could not be loaded: they do not count as good.
-    """
-    if not keep or keep < 1:
-        return []
-    good = [step for step in steps if not (step.fault or step.path in distrusted or is_distrusted(step))]
-    if len(good) < keep:
-        return []
-    last = good[keep - 1]
-    older = [step for step in steps if step.age < last.age and (step.age[0] or step.step < last.step)]
-    return [step for step in older if not is_uploading(step.path)]
-
-
-def is_distrusted(step: Step) -> bool:
-    return (step.path / NOT_LOADED).exists()
-
-
-def distrust(folder: Path, reason: str) -> None:
-    """Remember beyond this process that a step could not be loaded."""
-    try:
-        (folder / NOT_LOADED).write_text(reason)
-    except FileNotFoundError:
-        # Retention has taken it meanwhile.
-        return
-    except OSError:
-        logger.exception("%s: it will be taken for good after a restart", folder)
-
-
-def believe(folder: Path) -> None:
-    """A step was loaded: forget that it could not be."""
-    with contextlib.suppress(OSError):
-        (folder / NOT_LOADED).unlink()
 
 
 @contextlib.contextmanager
@@ -299,26 +293,52 @@ def uploaded_to(folder: Path) -> str:
     return ""
 
 
-def remove(folder: Path) -> None:
-    """Take a folder out of sight, and then away; not one that is being uploaded."""
+def taken(folder: Path) -> Optional[Path]:
+    """Take a folder out of sight, not one that is being uploaded; its hidden name."""
     hidden = hidden_name(folder, "old")
-    files.step(f"rename {folder.name} away")
     with _taking:
         if is_uploading(folder):
-            logger.warning("%s stays until it is uploaded", folder)
-            return
+            return None
         os.rename(folder, hidden)
-    files.step(f"remove {folder.name}")
-    discard(hidden)
+    return hidden
 
 
-def discard(folder: Path) -> None:
-    """Remove a folder that nobody will look for; of a link to one, the link."""
-    if folder.is_symlink():
-        with contextlib.suppress(OSError):
-            folder.unlink()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+def given_up(replaced: Path) -> Path:
+    """The name of a folder that is to be removed and never put back: half of it may be left."""
+    hidden = replaced.with_name(replaced.name.replace(".was-", ".old-"))
+    try:
+        os.rename(replaced, hidden)
+    except OSError:
+        # Another process clears up, too; or it cannot be removed either.
+        return replaced
+    return hidden
+
+
+def discard(folder: Path) -> list[str]:
+    """Remove a folder that nobody will look for, as far as it can be; of a link to one, the link.
+
+    Returns:
+        Why some of it is still there.
+    """
+    reasons: list[str] = []
+    try:
+        parts = [] if folder.is_symlink() else sorted(folder.iterdir())
+    except OSError:
+        parts = []
+    for part in [*parts, folder]:
+        files.step(f"remove {part.name}")
+        try:
+            if part.is_symlink() or not part.is_dir():
+                part.unlink(missing_ok=True)
+            else:
+                shutil.rmtree(part)
+        except FileNotFoundError:
+            # Another process clears up, too.
+            shutil.rmtree(part, ignore_errors=True)
+        except OSError as error:
+            reasons.append(str(error))
+            shutil.rmtree(part, ignore_errors=True)
+    return reasons
 
 
 def clean(root: Path, names: re.Pattern[str] = STEP) -> None:
@@ -343,7 +363,7 @@ def clean(root: Path, names: re.Pattern[str] = STEP) -> None:
             logger.error("%s: cannot be put back: %s", final, error)
             continue
         logger.info("%s: left behind by a writer that is gone; removed", path)
-        discard(path)
+        discard(given_up(path) if match["kind"] == "was" else path)
 
 
 def is_alive(draft: Path, name: str = OWNER) -> bool:
@@ -375,19 +395,3 @@ def started_at(pid: int) -> Optional[str]:
         os.kill(pid, 0)
         return ""
     return None
-
-
-def prune(root: Path, keep: int, told: Callable[[Step], None], is_dry: bool = False) -> None:
-    """Remove what retention would, and say each. What is to stay counts once all its bytes were read."""
-    steps, distrusted, good = steps_in(root), set[Path](), 0
-    for step in steps:
-        if step.manifest is None or step.fault or good == keep:
-            continue
-        if any(manifest.wrong_checksums(step.path, step.manifest)):
-            distrusted.add(step.path)
-        else:
-            good += 1
-    for step in retired(steps, keep, distrusted):
-        told(step)
-        if not is_dry:
-            remove(step.path)

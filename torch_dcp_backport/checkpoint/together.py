@@ -199,7 +199,8 @@ def finish_folder(
             listed = all_entries(draft, entries.values())
             content = Manifest(begun.step, len(entries), time.time(), order, listed)
             manifest.write(draft, content)
-            store.publish(draft, final, begun.before)
+            own = {name for names in entries.values() for name in names}
+            store.publish(draft, final, begun.before, own)
             try:
                 then(final)
             except Exception:
@@ -282,15 +283,17 @@ def is_in_draft(path: object) -> bool:
 
 
 def entries_of(writing: Writing, rank: int) -> dict[str, Entry]:
-    """Sizes and checksums of the files that a rank wrote, of those that have its number."""
+    """Sizes and checksums of the files that a rank wrote, of those that have its number. They are on disk."""
     own = {}
     for name in manifest.paths_in(writing.draft):
         path = writing.draft / name
         match = OF_RANK.fullmatch(path.name)
         if match is not None and int(match["shard"] or match["data"]) == rank:
             entry, state = writing.entries.get(path, (None, ()))
-            is_same = entry is not None and state == state_of(path)
-            own[name] = entry if entry is not None and is_same else manifest.entry_of(path)
+            if entry is None or state != state_of(path):
+                entry = manifest.entry_of(path)
+                store.sync_file(path)
+            own[name] = entry
     return own
 
 
@@ -318,8 +321,13 @@ def put_back(
     folder: Optional[Path] = None
 
     def look() -> None:
-        if folder is not None:
+        if folder is None:
+            return
+        shelf = store.shelf_of(folder)
+        if shelf is None:
             store.clean(folder.parent, re.compile(re.escape(folder.name)))
+        else:
+            shelf.clean()
 
     with begin(CANNOT_LOAD, "load", group) as call:
         with guard(call):

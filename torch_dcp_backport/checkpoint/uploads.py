@@ -5,14 +5,14 @@ No collective runs in the thread: what failed is kept until the ranks meet again
 
 from __future__ import annotations
 
+import functools
 import logging
-import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import NamedTuple, Optional
 
 from torch_dcp_backport.checkpoint import manifest, remote, store, together
+from torch_dcp_backport.checkpoint.background import Background
 from torch_dcp_backport.checkpoint.manifest import Damaged
 from torch_dcp_backport.checkpoint.remote import Failed, Place
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
@@ -31,27 +31,16 @@ class Uploads:
             raise ValueError(f"on_upload={on_upload!r}: expected raise or warn")
         self.is_verified = is_verified
         self.on_upload = on_upload
-        self._lock = threading.Condition()
-        self._waiting: deque[tuple[Path, str]] = deque()
-        self._failures: list[str] = []
-        self._is_running = False
+        self._background = Background("upload of checkpoints")
 
     def add(self, folder: Path, url: str) -> None:
         """Upload a folder after those that were added before."""
-        with self._lock:
-            if self._is_running:
-                logger.warning("%s waits for the upload before", folder)
-            self._waiting.append((folder.absolute(), url))
-            if self._is_running:
-                return
-            self._is_running = True
-        # Not a daemon: at the end of the process it is waited for.
-        threading.Thread(target=self._work, name="upload of checkpoints").start()
+        if self._background.add(functools.partial(self._upload, folder.absolute(), url)):
+            logger.warning("%s waits for the upload before", folder)
 
     def wait(self, seconds: float) -> bool:
         """Whether none is left to be uploaded, after so many seconds at most."""
-        with self._lock:
-            return self._lock.wait_for(lambda: not self._is_running, seconds)
+        return self._background.wait(seconds)
 
     def raise_failed(self) -> None:
         """Say once what could not be uploaded.
@@ -59,24 +48,9 @@ class Uploads:
         Raises:
             CheckpointingException: naming it.
         """
-        with self._lock:
-            failures, self._failures = self._failures, []
+        failures = self._background.failures()
         if failures and self.on_upload == "raise":
             raise CheckpointingException(f"an upload failed: {'; '.join(failures)}")
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._is_running = False
-                    self._lock.notify_all()
-                    return
-                folder, url = self._waiting.popleft()
-            failure = self._upload(folder, url)
-            if failure:
-                logger.error("an upload failed: %s", failure)
-                with self._lock:
-                    self._failures.append(failure)
 
     def _upload(self, folder: Path, url: str) -> str:
         """Upload a folder; why it could not be, or ""."""
@@ -90,7 +64,9 @@ class Uploads:
                 logger.warning("%s was not uploaded: it was removed, or saved again, before", folder)
                 return ""
             text = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
-            return f"{folder} to {url}: {text}"
+            failure = f"{folder} to {url}: {text}"
+            logger.error("an upload failed: %s", failure)
+            return failure
         logger.info("%s is in %s, after %.1f s", folder, url, time.monotonic() - began)
         return ""
 

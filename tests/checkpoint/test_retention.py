@@ -1,0 +1,153 @@
+"""Steps that are removed while training goes on: out of sight at once, gone in the end, or told."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from trainer import Trainer
+
+from torch_dcp_backport.checkpoint import store
+from torch_dcp_backport.dist_checkpointing.engine import files
+
+
+@contextlib.contextmanager
+def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """What is out of sight is removed once the event is set."""
+    opened = threading.Event()
+
+    def wait(name: str) -> None:
+        if name.startswith("remove .global_step_"):
+            assert threading.current_thread() is not threading.main_thread()
+            assert opened.wait(30)
+
+    monkeypatch.setattr(files, "on_step", wait)
+    try:
+        yield opened
+    finally:
+        opened.set()
+
+
+def test_a_save_does_not_wait_for_what_it_removes(tmp_path: Path, monkeypatch) -> None:
+    trainer = Trainer(tmp_path, max_ckpt_to_keep=1)
+    trainer.handler.save_checkpoint(1)
+    with held_back(monkeypatch) as opened:
+        trainer.handler.save_checkpoint(2)
+        assert [step.step for step in store.steps_in(tmp_path)] == [2]
+        (hidden,) = tmp_path.glob(".global_step_1.old-*")
+        assert trainer.handler.finish(blocking=False)
+        assert (hidden / "manifest.json").exists()
+        opened.set()
+        trainer.handler.finish()
+        assert not hidden.exists()
+
+
+def test_the_next_one_waits_for_it(tmp_path: Path, monkeypatch) -> None:
+    trainer = Trainer(tmp_path, max_ckpt_to_keep=1)
+    trainer.handler.save_checkpoint(1)
+    with held_back(monkeypatch) as opened:
+        trainer.handler.save_checkpoint(2)
+        threading.Timer(0.2, opened.set).start()
+        trainer.handler.save_checkpoint(3)
+        assert opened.is_set()
+        assert not list(tmp_path.glob(".global_step_1.*"))
+    trainer.handler.finish()
+
+
+def test_what_cannot_be_removed_is_told_once_and_no_reason_not_to_save(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
+    trainer = Trainer(tmp_path, max_ckpt_to_keep=1)
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    for step in (1, 2, 3, 4):
+        monkeypatch.setattr(shutil, "rmtree", refuse if step == 2 else store.shutil.rmtree)
+        with caplog.at_level(logging.ERROR):
+            trainer.handler.save_checkpoint(step)
+            trainer.handler._retention._background.wait()
+        if step == 2:
+            assert "still takes its room on the disk" in caplog.text
+            monkeypatch.undo()
+    assert caplog.text.count("still takes its room on the disk") == 1
+    assert "Permission denied" in caplog.text
+    (left,) = tmp_path.glob(".*")
+    assert left.name.startswith(".global_step_1.old-")
+    assert Trainer(tmp_path).handler.load_checkpoint() == 4
+    assert not list(tmp_path.glob(".*"))
+
+
+PROGRAM = """
+import sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from trainer import Trainer
+from torch_dcp_backport.dist_checkpointing.engine import files
+def slow(name):
+    if threading.current_thread() is not threading.main_thread() and name.startswith("remove "):
+        time.sleep(0.1)
+files.on_step = slow
+trainer = Trainer(Path(sys.argv[2]), max_ckpt_to_keep=1)
+for step in (1, 2):
+    trainer.handler.save_checkpoint(step)
+"""
+
+
+def test_a_process_that_ends_waits_for_it(tmp_path: Path) -> None:
+    here = str(Path(__file__).parent)
+    subprocess.run([sys.executable, "-c", PROGRAM, here, str(tmp_path)], check=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"global_step_2", store.TRACKER}
+
+
+def test_a_process_without_threads_removes_at_once(tmp_path: Path, monkeypatch) -> None:
+    trainer = Trainer(tmp_path, max_ckpt_to_keep=1)
+    trainer.handler.save_checkpoint(1)
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "removal of checkpoints":
+            raise RuntimeError("can't start new thread")
+        native(thread)
+
+    native = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    trainer.handler.save_checkpoint(2)
+    assert {path.name for path in tmp_path.iterdir()} == {"global_step_2", store.TRACKER}
+
+
+def test_a_manager_alone_clears_what_a_killed_one_left(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    for step in (1, 2):
+        trainer.manager.save_checkpoint(tmp_path / f"global_step_{step}" / "actor", global_step=step)
+    left = tmp_path / "global_step_1" / "actor"
+    left.rename(left.with_name(".actor.old-00000000"))
+    Trainer(tmp_path).manager.load_checkpoint(tmp_path / "global_step_2" / "actor")
+    assert not list((tmp_path / "global_step_1").iterdir())
+
+
+def test_half_of_a_replaced_step_never_comes_back(tmp_path: Path, monkeypatch) -> None:
+    """Killed while what a step replaced is removed; the step that replaced it goes later."""
+    trainer = Trainer(tmp_path)
+    trainer.handler.save_checkpoint(1)
+
+    def die(name: str) -> None:
+        if name == "remove manifest.json":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "on_step", die)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.handler.save_checkpoint(1)
+    monkeypatch.undo()
+    (left,) = tmp_path.glob(".*")
+    assert (left / "manifest.json").exists()
+    shutil.rmtree(tmp_path / "global_step_1")
+    store.clean(tmp_path)
+    assert not list(tmp_path.glob("*global_step_1*"))

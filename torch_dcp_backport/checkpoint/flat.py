@@ -1,0 +1,113 @@
+"""FSDP1 without a device mesh: its ShardedTensors as DTensors of the same memory.
+
+What is filled in one is filled in the other. Nothing here is for FSDP2, nor for FSDP1 with a mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.transfer.groups import group_ranks
+from torch_dcp_backport.transfer.layout import layout_of
+
+Groups = dict[dist.ProcessGroup, dist.ProcessGroup]
+
+
+def as_dtensors(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A state dict of a model or its optimizers with a DTensor for every ShardedTensor. Not collective.
+
+    Raises:
+        CheckpointingException: how one is spread over the ranks is not known.
+    """
+    replicas: dict[Any, Any] = {}
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        # HYBRID_SHARD: shards over one group, replicas of them over the other.
+        if getattr(module, "_inter_node_pg", None) is not None:
+            replicas[module.process_group] = module._inter_node_pg
+    found: dict[str, Any] = _converted(dict(state), replicas, "")
+    return found
+
+
+def check_rows(model: nn.Module) -> None:
+    """Refuse a model of which a rank has no row of a parameter: torch's code fails there, on that rank alone.
+
+    Raises:
+        CheckpointingException: the same on every rank.
+    """
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        handle: Any = getattr(module, "_handle", None)
+        if (
+            handle is None
+            or getattr(module, "_device_mesh", None) is not None
+            or not handle.uses_sharded_strategy
+        ):
+            continue
+        world = len(group_ranks(module.process_group))
+        for name, shape in zip(handle.flat_param._fqns, handle.flat_param._shapes):
+            rows = shape[0] if shape else 1
+            each = max(1, -(-rows // world))
+            if -(-rows // each) < world:
+                raise CheckpointingException(
+                    f"{name} has {rows} rows, {each} for each of {world} ranks, and the last has none: "
+                    "FSDP1 has no state dict of it without a device_mesh; give it one"
+                )
+
+
+def _converted(value: Any, replicas: Groups, path: str) -> Any:
+    if isinstance(value, dict):
+        return type(value)(
+            (key, _converted(part, replicas, f"{path}.{key}" if path else str(key)))
+            for key, part in value.items()
+        )
+    if isinstance(value, list):
+        return [_converted(part, replicas, path) for part in value]
+    return _dtensor_of(value, replicas, path) if hasattr(value, "local_shards") else value
+
+
+def _dtensor_of(tensor: Any, replicas: Groups, path: str) -> torch.Tensor:
+    # `tensor.shape` would warn.
+    shards, shape = tensor.local_shards(), tuple(tensor.metadata().size)
+    if shards:
+        local = shards[0].tensor
+    else:
+        dtype = tensor.metadata().tensor_properties.dtype
+        local = torch.empty((0, *shape[1:]), dtype=dtype)
+    group = tensor._process_group
+    mesh = _mesh_of(group, replicas.get(group), local.device.type)
+    placements = (*[compat.Replicate()] * (mesh.ndim - 1), compat.Shard(0))
+    stride = torch.empty(shape, device="meta").stride()
+    view = compat.as_dtensor(local, mesh, placements, torch.Size(shape), stride)
+    box = layout_of(view).own_box(dist.get_rank())
+    said = [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in shards]
+    if said != ([(box.offset, box.size)] if box.numel else []):
+        raise CheckpointingException(
+            f"{path}: FSDP1 has {said} of {shape} on this rank, not {box} (give it a device_mesh)"
+        )
+    return view
+
+
+def _mesh_of(group: dist.ProcessGroup, replicas: Any, kind: str) -> DeviceMesh:
+    if replicas is None:
+        return DeviceMesh.from_group(group, kind)
+    shard_ranks, replica_ranks = group_ranks(group), group_ranks(replicas)
+    # As torch makes them: the shards next to each other, their replicas as far apart as there are shards.
+    grid = torch.arange(len(shard_ranks) * len(replica_ranks)).view(-1, len(shard_ranks))
+    row, column = divmod(dist.get_rank(), len(shard_ranks))
+    if grid[row:].numel() == 0 or [grid[row].tolist(), grid[:, column].tolist()] != [
+        list(shard_ranks),
+        list(replica_ranks),
+    ]:
+        raise CheckpointingException(
+            f"HYBRID_SHARD over the ranks {list(shard_ranks)} and {list(replica_ranks)}, which are no grid "
+            "of all ranks: give FSDP1 a device_mesh"
+        )
+    return DeviceMesh.from_group([replicas, group], kind, mesh=grid, mesh_dim_names=("replicate", "shard"))

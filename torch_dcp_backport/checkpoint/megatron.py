@@ -1,0 +1,330 @@
+"""The manager of models that say themselves how they are cut, by `sharded_state_dict`, as megatron-core's do.
+
+Never imports megatron: what it needs of Megatron's parallel state is handed in, or found loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import nn
+
+from torch_dcp_backport.checkpoint import extra
+from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, WORLD
+from torch_dcp_backport.checkpoint.sharded import ShardedManager
+from torch_dcp_backport.checkpoint.together import make_folder
+from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.engine.load import Opened
+from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
+from torch_dcp_backport.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    optim_state_to_sharding_state,
+)
+from torch_dcp_backport.dist_checkpointing.serialization import LoadOptions, load_made
+from torch_dcp_backport.dist_checkpointing.state_dict_utils import structure_of
+from torch_dcp_backport.hf import Export
+from torch_dcp_backport.hf.source import CONFIG
+from torch_dcp_backport.megatron import Parallel, save_hf
+from torch_dcp_backport.state_dict.optim.initial import init_optim_state
+from torch_dcp_backport.transfer.groups import Group
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+PARALLEL_STATE, RANDOM = "megatron.core.parallel_state", "megatron.core.tensor_parallel.random"
+TRANSFORMER_CONFIG = "transformer_config.json"
+#: Beside an optimizer's states: what is no tensor of a parameter's shape, such as the number of steps.
+SCALARS = "scalars"
+#: Common state: how many pipeline stages, TP ranks and replicas there were.
+GRID = "grid"
+
+
+class Place(NamedTuple):
+    """Where a rank is among pipeline stages, TP ranks and replicas."""
+
+    own: tuple[int, ...]
+    grid: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        number = 0
+        for place, extent in zip(self.own, self.grid):
+            number = number * extent + place
+        return number
+
+
+class MegatronCheckpointManager(ShardedManager):
+    """As verl's, in arguments and methods; loads at any TP, PP and DP that the model's own parts allow.
+
+    Keys in the checkpoint are those of the model's `sharded_state_dict`, as Megatron saves them.
+    """
+
+    schedule_in = "optimizer"
+
+    def __init__(
+        self,
+        config: Any = None,
+        checkpoint_config: Any = None,
+        model_config: Any = None,
+        transformer_config: Any = None,
+        role: str = "actor",
+        model: Any = None,
+        arch: str = "",
+        hf_config: Any = None,
+        param_dtype: Optional[torch.dtype] = None,
+        share_embeddings_and_output_weights: bool = False,
+        processing_class: Any = None,
+        optimizer: Any = None,
+        optimizer_scheduler: Any = None,
+        use_distributed_optimizer: bool = False,
+        use_checkpoint_opt_param_scheduler: bool = True,
+        use_dist_checkpointing: bool = True,
+        bridge: Any = None,
+        *,
+        parallel_state: Any = None,
+        rng_tracker: Any = None,
+        trust: bool = False,
+        process_group: Group = None,
+        **kwargs: Any,
+    ) -> None:
+        """Remember the parts.
+
+        Args:
+            checkpoint_config: as of `BaseCheckpointManager`. The schedule belongs to the optimizer.
+            transformer_config: a dataclass, written to transformer_config.json.
+            model: this rank's chunk, or a list of its chunks; wrappers are looked into.
+            hf_config: with `save_pretrained`; needed for "hf_model".
+            param_dtype: what the weights of "hf_model" are cast to; None keeps theirs.
+            optimizer: with `sharded_state_dict(model_state)`, as Megatron's; or torch's own, of the model's
+                parameters.
+            use_checkpoint_opt_param_scheduler: whether the schedule is loaded.
+            config, model_config, role, arch, share_embeddings_and_output_weights, use_distributed_optimizer,
+                use_dist_checkpointing, bridge, kwargs: of verl's; not needed.
+            parallel_state: with the functions of megatron.core.parallel_state, which it is by default where
+                the program has it loaded and initialised; else every rank is a replica.
+            rng_tracker: with `get_states` and `set_states`; Megatron's own where the program has it loaded.
+            trust, process_group: as of `BaseCheckpointManager`.
+        """
+        chunks = [model] if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList) else model
+        super().__init__(
+            chunks,
+            optimizer,
+            optimizer_scheduler,
+            processing_class,
+            checkpoint_config,
+            trust=trust,
+            process_group=process_group,
+        )
+        self.transformer_config = transformer_config
+        self.hf_config = hf_config
+        self.param_dtype = param_dtype
+        self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
+        self._parallel_state = parallel_state
+        self._rng_tracker = rng_tracker
+
+    def write(self, folder: Path, step: int) -> None:
+        contents = self.checkpoint_save_contents
+        state = self.agree_on_save(folder, lambda: self.generate_state_dict(contents))
+        self.save_state(lambda: state, folder / SHARDED, step)
+        if self.should_save_hf_model:
+            target, how = folder / HUGGING_FACE, Export(dtype=self.param_dtype, overwrite=True)
+            save_hf(self.chunks, target, like=target, parallel=self.tensor_parallel, how=how)
+
+    def write_configuration(self, folder: Path) -> None:
+        for part in (self.hf_config, self.processing_class):
+            save_part = getattr(part, "save_pretrained", None)
+            if save_part is not None:
+                save_part(str(folder))
+        if self.should_save_hf_model and not (folder / CONFIG).is_file():
+            raise CheckpointingException("no hf_model: hf_config has no save_pretrained")
+        if self.should_save_extra and dataclasses.is_dataclass(self.transformer_config):
+            make_folder(folder.parent)
+            (folder.parent / TRANSFORMER_CONFIG).write_text(text_of(self.transformer_config))
+
+    def read(self, folder: Path) -> None:
+        path, contents = folder / SHARDED, self.checkpoint_load_contents
+        common, state = self.agree_on_load(
+            path, (SAVED, WORLD, GRID), lambda: self.generate_state_dict(contents, is_loading=True)
+        )
+        place = self.parallel_place()
+        saved_world = common.get(WORLD, self.place()[1])
+
+        def make(checkpoint: Opened) -> ShardedStateDict:
+            if self.should_load_extra:
+                numbers = place.number, self.place()[1], saved_world
+                return {**state, extra.RNG: extra.wanted_objects(*numbers)}
+            return state
+
+        strict = "raise_all" if set(contents) >= set(self.contents_in(common)) else "raise_unexpected"
+        options = LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
+        loaded = load_made(make, path, options)
+        for name, chunk in zip(self.names, self.chunks) if self.should_load_model else ():
+            chunk.load_state_dict(loaded[name])
+        if self.should_load_optimizer and self.optimizer is not None:
+            self.load_optimizer(loaded["optimizer"])
+        if self.should_load_optimizer and self.lr_scheduler is not None:
+            if self.use_checkpoint_opt_param_scheduler:
+                self.lr_scheduler.load_state_dict(loaded[SCHEDULER])
+            else:
+                logger.warning("the schedule begins anew: use_checkpoint_opt_param_scheduler is False")
+        if self.should_load_extra:
+            if self.place()[0] == 0 and tuple(common[GRID]) != place.grid:
+                logger.warning(
+                    "saved at (PP, TP, DP) = %s, loaded at %s: rank r goes on with the random state of rank "
+                    "r %% %d of that grid",
+                    tuple(common[GRID]),
+                    place.grid,
+                    saved_world,
+                )
+            # Last: what comes before may make random numbers.
+            self.load_rng_state(loaded[extra.RNG][0])
+
+    def contents_in(self, state: Mapping[str, Any]) -> Sequence[str]:
+        # Another program's has no list, and random states of its own kind.
+        return state.get(SAVED, ("model", "optimizer"))  # type: ignore[no-any-return]
+
+    def generate_state_dict(self, contents: Sequence[str], is_loading: bool = False) -> ShardedStateDict:
+        """What is saved, or filled, of some contents; random states only to be saved. Collective where the
+        model's parts, or the optimizer's, are.
+        """
+        state: dict[str, Any] = {}
+        if {"model", "optimizer"} & set(contents):
+            for number, (name, chunk) in enumerate(zip(self.names, self.chunks)):
+                if len(self.chunks) > 1 and self.parallel_state is not None:
+                    self.parallel_state.set_virtual_pipeline_model_parallel_rank(number)
+                state[name] = chunk.sharded_state_dict()
+        model = dict(state)
+        if "optimizer" in contents and self.optimizer is not None:
+            state["optimizer"] = sharded_optimizer(self.optimizer, model, is_loading)
+        if "model" not in contents:
+            state = {key: part for key, part in state.items() if key not in model}
+        if "extra" in contents and not is_loading:
+            place, world = self.parallel_place(), self.place()[1]
+            rng = extra.own_object(self.get_rng_state(), place.number, world)
+            state.update({extra.RNG: rng, WORLD: world, GRID: list(place.grid)})
+        return state
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        if not hasattr(self.optimizer, "sharded_state_dict"):
+            scalars = state.pop(SCALARS)
+            for values in state["state"].values():
+                values.update({name: copied(value) for name, value in scalars.items()})
+        self.optimizer.load_state_dict(state)
+
+    def get_rng_state(self) -> dict[str, Any]:
+        state = extra.rng_state(extra.device_type_of(self.chunks[0]))
+        return state if self.rng_tracker is None else {**state, "tracker": self.rng_tracker.get_states()}
+
+    def load_rng_state(self, rng_state: dict[str, Any]) -> None:
+        extra.set_rng_state(rng_state, extra.device_type_of(self.chunks[0]))
+        if self.rng_tracker is not None and "tracker" in rng_state:
+            self.rng_tracker.set_states(rng_state["tracker"])
+
+    @property
+    def chunks(self) -> list[Any]:
+        """The models within their wrappers."""
+        found = []
+        for chunk in self.model:
+            while isinstance(getattr(chunk, "module", None), nn.Module):
+                chunk = chunk.module
+            found.append(chunk)
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """The keys under which chunks stand, as in Megatron-LM."""
+        return ["model"] if len(self.model) == 1 else [f"model{number}" for number in range(len(self.model))]
+
+    @property
+    def parallel_state(self) -> Any:
+        if self._parallel_state is not None:
+            return self._parallel_state
+        loaded = sys.modules.get(PARALLEL_STATE)
+        return loaded if loaded is not None and loaded.model_parallel_is_initialized() else None
+
+    @property
+    def rng_tracker(self) -> Any:
+        loaded = sys.modules.get(RANDOM)
+        if self._rng_tracker is not None or loaded is None:
+            return self._rng_tracker
+        return loaded.get_cuda_rng_tracker()
+
+    @property
+    def tensor_parallel(self) -> Optional[Parallel]:
+        """For the weights' cuts; None is what megatron-core says."""
+        state = self._parallel_state
+        if state is None:
+            return None
+        own = state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
+        if not hasattr(state, "get_expert_model_parallel_rank"):
+            return Parallel(*own)
+        return Parallel(
+            *own, state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()
+        )
+
+    def parallel_place(self) -> Place:
+        """This rank's place.
+
+        Raises:
+            CheckpointingException: the grid is not of all ranks.
+        """
+        state, (rank, world) = self.parallel_state, self.place()
+        if state is None:
+            return Place((0, 0, rank), (1, 1, world))
+        pipeline = state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
+        tensor = state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
+        replica = (
+            state.get_data_parallel_rank(with_context_parallel=True),
+            state.get_data_parallel_world_size(with_context_parallel=True),
+        )
+        own, grid = zip(pipeline, tensor, replica)
+        if grid[0] * grid[1] * grid[2] != world:
+            raise CheckpointingException(f"(PP, TP, DP) = {grid} is not {world} ranks")
+        return Place(own, grid)
+
+
+def sharded_optimizer(optimizer: Any, model: Mapping[str, Any], is_loading: bool) -> ShardedStateDict:
+    """The state of an optimizer, sharded as it says itself, or as its parameters are."""
+    make = getattr(optimizer, "sharded_state_dict", None)
+    if make is not None:
+        knows = "is_loading" in inspect.signature(make).parameters
+        return dict(make(dict(model), is_loading=is_loading) if knows else make(dict(model)))
+    init_optim_state(optimizer)
+    state = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors: dict[int, dict[str, Any]] = {}
+    scalars: dict[str, Any] = {}
+    for number, values in state["state"].items():
+        tensors[number] = {}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameters[number].shape:
+                tensors[number][name] = value
+            elif float(scalars.setdefault(name, copied(value))) != float(value):
+                raise CheckpointingException(
+                    f"the optimizer's {name} is {float(value)} of one parameter, and {float(scalars[name])} "
+                    "of others: one for all is saved"
+                )
+    state["state"] = tensors
+    parts = get_param_id_to_sharded_param_map(structure_of(dict(model)), parameters)
+    optim_state_to_sharding_state(state, parts)
+    state[SCALARS] = scalars
+    return dict(state)
+
+
+def copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def text_of(config: Any) -> str:
+    """A dataclass as JSON, without what can be called; what JSON has no word for by its own text."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return json.dumps(
+        {name: value for name, value in values.items() if not callable(value)}, indent=2, default=str
+    )

@@ -1,0 +1,139 @@
+"""How many steps stay: what is older than the newest good ones goes out of sight, and is removed in a thread.
+
+Runs on one rank. Must never remove the only good step, nor one that is being uploaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Optional
+
+from torch_dcp_backport.checkpoint import manifest, store
+from torch_dcp_backport.checkpoint.background import Background
+from torch_dcp_backport.checkpoint.store import Shelf, Step
+from torch_dcp_backport.dist_checkpointing.engine import files
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+#: In a step that could not be loaded where an older one could: retention does not count it.
+NOT_LOADED = "could-not-be-loaded.txt"
+
+
+#: Seconds that a save waits for what the one before takes away.
+PATIENCE = 10.0
+
+
+class Retention:
+    """Removes steps while training goes on."""
+
+    def __init__(self) -> None:
+        self._background = Background("removal of checkpoints")
+
+    def retire(self, shelf: Shelf, keep: Optional[int], distrusted: Collection[Path] = ()) -> None:
+        """Take what is not kept out of sight, once what was taken before is removed; then remove it."""
+        if not self.finish(PATIENCE):
+            # The other ranks wait for this one, and not for longer than their group's timeout.
+            logger.warning("steps that are not kept are removed more slowly than others are saved")
+        if not keep:
+            return
+        for step in retired(shelf.steps(), keep, distrusted):
+            hidden = hide(step.path)
+            if hidden is not None:
+                self._background.add(functools.partial(removed_or_logged, hidden))
+
+    def finish(self, seconds: Optional[float] = None) -> bool:
+        """Whether all is removed that was taken out of sight, after so many seconds at most."""
+        return self._background.wait(seconds)
+
+
+def retired(steps: list[Step], keep: Optional[int], distrusted: Collection[Path] = ()) -> list[Step]:
+    """What retention removes: all that is older than the newest `keep` good steps, damaged or not, and
+    not being uploaded.
+
+    Args:
+        steps: newest first.
+        distrusted: folders that could not be loaded: they do not count as good.
+    """
+    if not keep or keep < 1:
+        return []
+    good = [step for step in steps if not (step.fault or step.path in distrusted or is_distrusted(step))]
+    if len(good) < keep:
+        return []
+    last = good[keep - 1]
+    older = [step for step in steps if step.age < last.age and (step.age[0] or step.step < last.step)]
+    return [step for step in older if not store.is_uploading(step.path)]
+
+
+def is_distrusted(step: Step) -> bool:
+    return (step.path / NOT_LOADED).exists()
+
+
+def distrust(folder: Path, reason: str) -> None:
+    """Remember beyond this process that a step could not be loaded."""
+    try:
+        (folder / NOT_LOADED).write_text(reason)
+    except FileNotFoundError:
+        # Retention has taken it meanwhile.
+        return
+    except OSError:
+        logger.exception("%s: it will be taken for good after a restart", folder)
+
+
+def believe(folder: Path) -> None:
+    """A step was loaded: forget that it could not be."""
+    with contextlib.suppress(OSError):
+        (folder / NOT_LOADED).unlink()
+
+
+def hide(folder: Path) -> Optional[Path]:
+    """Take a folder out of sight; its hidden name, None where it is being uploaded and stays."""
+    files.step(f"rename {folder.name} away")
+    hidden = store.taken(folder)
+    if hidden is None:
+        logger.warning("%s stays until it is uploaded", folder)
+    return hidden
+
+
+def removed(hidden: Path) -> str:
+    """Remove a folder that is out of sight; why it could not be, or ""."""
+    files.step(f"remove {hidden.name}")
+    reasons = store.discard(hidden)
+    return f"{hidden}: {reasons[0]}" if reasons else ""
+
+
+def removed_or_logged(hidden: Path) -> str:
+    """Remove a folder that is out of sight, and log why it could not be."""
+    failure = removed(hidden)
+    if failure:
+        # No reason not to save: the next start tries again, and a full disk tells by itself.
+        logger.error("a step that is not kept still takes its room on the disk: %s", failure)
+    return ""
+
+
+def remove(folder: Path) -> str:
+    """Take a folder out of sight, and then away; why it could not be, or ""."""
+    hidden = hide(folder)
+    return "" if hidden is None else removed(hidden)
+
+
+def prune(root: Path, keep: int, told: Callable[[Step], None], is_dry: bool = False) -> list[str]:
+    """Remove what retention would, and say each; why some could not be. What is to stay counts once all
+    its bytes were read.
+    """
+    steps, distrusted, good = store.steps_in(root), set[Path](), 0
+    for step in steps:
+        if step.manifest is None or step.fault or good == keep:
+            continue
+        if any(manifest.wrong_checksums(step.path, step.manifest)):
+            distrusted.add(step.path)
+        else:
+            good += 1
+    failures = []
+    for step in retired(steps, keep, distrusted):
+        told(step)
+        failures.append("" if is_dry else remove(step.path))
+    return [failure for failure in failures if failure]

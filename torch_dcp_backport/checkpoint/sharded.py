@@ -1,0 +1,115 @@
+"""What managers have in common whose parts are one sharded checkpoint of `dist_checkpointing`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER
+from torch_dcp_backport.checkpoint.manager import CONTENTS, BaseCheckpointManager
+from torch_dcp_backport.checkpoint.store import checked_step
+from torch_dcp_backport.checkpoint.together import (
+    CANNOT_LOAD,
+    CANNOT_SAVE,
+    entries_into,
+    make_folder,
+    tell_all,
+    write_later,
+)
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, load_common_state_dict
+from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
+from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
+from torch_dcp_backport.dist_checkpointing.serialization import SaveOptions, begin_made, save_made
+
+Prepared = TypeVar("Prepared")
+
+
+class ShardedManager(BaseCheckpointManager):
+    """Writes and reads a sharded state dict, with configuration and tokenizer beside it."""
+
+    #: The content that the schedule belongs to.
+    schedule_in = "extra"
+
+    def write_configuration(self, folder: Path) -> None:
+        """What `from_pretrained` needs beside weights. Runs on the first rank."""
+        raise NotImplementedError
+
+    def agree_on_save(self, folder: Path, prepare: Callable[[], Prepared]) -> Prepared:
+        """What `prepare` makes on each rank, once the first rank has written the configuration."""
+        with begin(CANNOT_SAVE, "save", self.process_group) as call:
+            common = {
+                "async_save": str(self.is_async),
+                "save_contents": ", ".join(self.checkpoint_save_contents),
+                "scheduler": type(self.lr_scheduler).__name__,
+            }
+            prepared: list[Prepared] = []
+            with guard(call):
+                prepared.append(prepare())
+            configure = functools.partial(self.write_configuration, folder / HUGGING_FACE)
+            tell_all(call, configure, "writing the configuration", common)
+        return prepared[0]
+
+    def save_state(self, make: Callable[[], ShardedStateDict], path: Path, step: int) -> None:
+        """Save what `make` makes, with step and schedule, or begin to."""
+
+        def made() -> ShardedStateDict:
+            make_folder(path)
+            saved = [name for name in CONTENTS if name in self.checkpoint_save_contents]
+            state = {"step": checked_step(step), SAVED: saved, **make()}
+            if self.lr_scheduler is not None and self.schedule_in in saved:
+                state[SCHEDULER] = self.lr_scheduler.state_dict()
+            return state
+
+        options = SaveOptions(
+            must_load=not self.trust, process_group=self.process_group, written=entries_into(path)
+        )
+        if self.is_async:
+            write_later(begin_made(made, path, options))
+        else:
+            save_made(made, path, options)
+
+    def agree_on_load(
+        self, path: Path, names: Collection[str], prepare: Callable[[], Prepared]
+    ) -> tuple[Mapping[str, Any], Prepared]:
+        """Of the common state what is named, once it has what is to be loaded; what `prepare` makes."""
+
+        def common() -> Mapping[str, Any]:
+            state = load_common_state_dict(path, trust=self.trust)
+            self.check_contents(path, state)
+            return {name: state[name] for name in names if name in state}
+
+        with begin(CANNOT_LOAD, "load", self.process_group) as call:
+            prepared: list[Prepared] = []
+            with guard(call):
+                prepared.append(prepare())
+            same = {"folder": str(path), "load_contents": ", ".join(self.checkpoint_load_contents)}
+            return tell_all(call, common, "reading what was saved", same), prepared[0]
+
+    def check_contents(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint that has not what is to be loaded.
+
+        Raises:
+            CheckpointingException: naming it.
+        """
+        wanted = self.checkpoint_load_contents
+        contents = self.contents_in(state)
+        absent = [name for name in wanted if name not in contents]
+        if absent:
+            held = ", ".join(contents) or "nothing that this manager knows"
+            raise CheckpointingException(f"{path} has no {', '.join(absent)}; it has {held}")
+        if self.schedule_in in wanted and self.lr_scheduler is not None and SCHEDULER not in state:
+            raise CheckpointingException(f"{path} was saved without a scheduler; this manager has one")
+
+    def contents_in(self, state: Mapping[str, Any]) -> Sequence[str]:
+        """What a checkpoint has, by its common state."""
+        return state.get(SAVED, ())  # type: ignore[no-any-return]
+
+    def place(self) -> tuple[int, int]:
+        """This rank in the manager's process group, and how many there are."""
+        if not dist.is_initialized():
+            return 0, 1
+        return dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
