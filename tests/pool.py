@@ -6,7 +6,6 @@ A hang is a failure: after the limit every process dumps its stacks and is kille
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import faulthandler
 import importlib
@@ -32,10 +31,6 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo"])
 #: The server takes one request at a time.
 STARTING = threading.Lock()
-
-
-#: Of malloc.h.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 class RankError(AssertionError):
@@ -238,16 +233,6 @@ def reuse_groups() -> None:
     device_mesh.new_group = reused
 
 
-def keep_memory() -> None:
-    """Let malloc keep what is freed: the pages that tests ask for again and again were a third of all their time.
-
-    Functions that measure the memory of a process do that in one of their own.
-    """
-    for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
-        with contextlib.suppress(AttributeError):  # a C library without it
-            ctypes.CDLL(None).mallopt(option, 2**25)
-
-
 def send_values(with_inventory: bool) -> None:
     """Whether the values of small state dicts travel with their inventory.
 
@@ -289,7 +274,6 @@ def serve(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    keep_memory()
     if world:
         limit = datetime.timedelta(seconds=timeout)
         dist.init_process_group(
