@@ -5,8 +5,8 @@
 
 Decoder layers of Qwen2-0.5B's shape (FSDP2, fp32) and their AdamW on 4 ranks of one machine, gloo, one thread
 per rank. Each way saves in turn, and begins in turn, so that all meet the same disk; with the handler one
-step is kept, so that each save but the first has a step to remove. Between saves there is a pause, as training
-would be, in which the background ends. Wall seconds of the slowest rank; the ratio is that of the medians.
+step is kept, so that each save but the first has a step to remove. Between saves there is a pause, as in
+training, in which the background ends. Wall seconds of the slowest rank; the ratio is that of the medians.
 """
 
 from __future__ import annotations
