@@ -56,7 +56,11 @@ def parallelize(model: nn.Module, grid: Grid) -> None:
     tied = names_by_parameter(model).values()
     for path, module in list(model.named_modules()):
         if path in styles:
+            asked = {name: param.requires_grad for name, param in module.named_parameters()}
             parallel.parallelize_module(module, grid.tp, styles[path])
+            # Some releases (2.6) cut a frozen parameter into ones that are trained.
+            for name, param in module.named_parameters():
+                param.requires_grad_(asked[name])
         elif next(module.parameters(recurse=False), None) is not None:
             _replicate(module, grid.tp)
     tie(model, tied)
