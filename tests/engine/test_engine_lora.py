@@ -94,7 +94,8 @@ def test_adapters_train_alone_and_peft_opens_them(ranks, tmp_path: Path, sizes: 
     trained = peft.get_peft_model_state_dict(alone)
     for begun, found in results:
         assert sorted(begun) == sorted(trained)
-        assert found["trained"] and all(".lora_" in name for name in found["trained"])
+        assert found["trained"]
+        assert all(".lora_" in name for name in found["trained"])
         assert set(found["parts"].values()) == {2.0 if "fsdp_size" in sizes else 1.0}
         assert all(torch.equal(value, first[name]) for name, value in begun.items())
         assert len({value.abs().sum().item() for name, value in begun.items() if "lora_A" in name}) == 4
