@@ -6,6 +6,7 @@ A hang is a failure: after the limit every process dumps its stacks and is kille
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import faulthandler
 import importlib
@@ -17,7 +18,9 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
 from typing import Any, ClassVar, Optional
 
 OURS = "torch_dcp_backport.state_dict"
@@ -31,6 +34,8 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo"])
 #: The server takes one request at a time.
 STARTING = threading.Lock()
+#: One thread at a time says which pools stand still.
+STOPPING = threading.Lock()
 
 
 class RankError(AssertionError):
@@ -38,7 +43,14 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """`world` processes in one gloo group; functions get the API module under test first."""
+    """`world` processes in one gloo group; functions get the API module under test first.
+
+    A pool stands still while others run: a thread of each gloo group wakes a hundred times a second, and four
+    idle ranks with eleven groups took a twentieth of a processor.
+    """
+
+    #: Those that may be stopped: of the others the ranks end by themselves, which needs them awake.
+    stoppable: ClassVar[weakref.WeakSet[Pool]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -64,6 +76,7 @@ class Pool:
         self.processes: list[Any] = []
         #: Whether a process is the head of a process group that has all ranks in it.
         self.is_group = imports is not None
+        self.is_busy = self.is_stopped = False
         switch = switch or ("off" if api == STOCK else "auto")
         context = CONTEXT if imports is None else multiprocessing.get_context("spawn")
         modules = ("torch_dcp_backport",) if imports is None else tuple(imports)
@@ -74,11 +87,14 @@ class Pool:
             (rank, world, api, modules, rendezvous, timeout, theirs) for rank, (_, theirs) in enumerate(pairs)
         ]
         if imports is None:
-            self.start(context, serve, switch, ranks)
+            self.start(context, serve_alone, switch, ranks)
         else:
             self.start(context, serve_forks, switch, [(modules, ranks)])
         for _, theirs in pairs:
             theirs.close()
+        if not self.is_group:
+            with STOPPING:
+                self.stoppable.add(self)
 
     def start(self, context: Any, target: Callable[..., None], switch: str, each: Sequence[Any]) -> None:
         for args in each:
@@ -94,6 +110,22 @@ class Pool:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """function(api, *args, **kwargs) on every rank; its results by rank."""
+        self.go()
+        try:
+            return self.results(function, *args, **kwargs)
+        finally:
+            self.is_busy = False
+
+    def go(self) -> None:
+        """Wake these ranks, and let those stand still that nothing was sent to."""
+        with STOPPING:
+            self.is_busy = True
+            for pool in self.stoppable:
+                if pool.is_stopped is pool.is_busy:
+                    pool.signal(signal.SIGCONT if pool.is_busy else signal.SIGSTOP)
+                    pool.is_stopped = not pool.is_busy
+
+    def results(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         for pipe in self.pipes:
             pipe.send((function.__module__, function.__qualname__, args, kwargs))
         end = time.monotonic() + self.limit
@@ -123,9 +155,12 @@ class Pool:
         return bool(self.processes) and all(process.is_alive() for process in self.processes)
 
     def close(self) -> None:
-        self.signal(signal.SIGKILL)
+        with STOPPING:
+            self.stoppable.discard(self)
         for process in self.processes:
-            # It may not yet be the head of a group.
+            # What a rank has started ends with it. It may not yet be the head of a group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
         self.processes = []
@@ -213,6 +248,13 @@ def serve_forks(switch: str, modules: tuple[str, ...], ranks: Sequence[Any]) -> 
     os.killpg(0, signal.SIGKILL)
 
 
+def serve_alone(*args: Any) -> None:
+    """Be a rank, and the head of a process group that has what the rank starts in it."""
+    os.setpgid(0, 0)
+    end_with_parent()
+    serve(*args)
+
+
 def reuse_groups() -> None:
     """Let the meshes of all functions that a process runs have one process group for the same ranks.
 
@@ -253,6 +295,17 @@ def met(path: str, world: int) -> Any:
         store.set("all there", "")
     store.wait(["all there"])
     return dist.PrefixStore("group", store)
+
+
+def end_with_parent() -> None:
+    """Be killed when the process that forked this one ends: what stands still does not see its pipe close."""
+    parent_death_signal = 1
+    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+    # The server would end only after the processes that it has forked.
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    if getattr(server, "_forkserver_alive_fd", None) is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
 
 
 def serve(

@@ -33,8 +33,8 @@ KEYS = tuple(all_scenarios())
 #: Native results are run again where that is asked for: a digest says that they are of these scenarios.
 RECHECKED = KEYS if RELEASE in NATIVE and os.environ.get("CONFORMANCE_RECHECK") else ()
 COMPARED: Collection[str] = () if IS_NATIVE and NATIVE[0] != RELEASE else KEYS
-if RELEASE not in (*NATIVE, BASE) and not os.environ.get("TESTS_WHOLE"):
-    # On the releases before: one scenario for each result that native torch has, and every one that differs.
+if RELEASE != BASE and COMPARED and not os.environ.get("TESTS_WHOLE"):
+    # On the others: one scenario for each result that native torch has, and every one that differs.
     _chosen = firsts() | Expectations(RELEASE).differing
     COMPARED = [key for key in KEYS if key in _chosen]
 #: All scenarios of a way run when the first result is asked for.
