@@ -18,6 +18,7 @@ import torch
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import commit, files, plans, values, writer
 from torch_dcp_backport.dist_checkpointing.engine.assign import Item, Share, shares_of
+from torch_dcp_backport.dist_checkpointing.engine.claims import Claim
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     Findings,
     Refusal,
@@ -89,6 +90,7 @@ class Planned(NamedTuple):
     """A save that can be written: the old marker is gone, and every rank knows its share."""
 
     folder: Path
+    claim: Claim
     share: Share
     #: This rank's boxes, and the memory that they are in.
     works: list[Work]
@@ -112,6 +114,7 @@ class Planned(NamedTuple):
 
     def write(self, moved: Callable[[int], None]) -> Output:
         """Write this rank's share; no other rank takes part."""
+        self.claim.begin()
         with torch.no_grad():
             output = writer.write(self.path, self.works, self.objects, moved, self.is_hashed)
         self.written(output)
@@ -120,7 +123,8 @@ class Planned(NamedTuple):
     def discard(self) -> None:
         """Remove what `write` left, where it will never be a part of a checkpoint."""
         with contextlib.suppress(OSError):
-            files.remove([self.path])
+            if self.claim.is_held:
+                files.remove([self.path])
 
 
 def save(call: Call, saving: Saving) -> Output:
@@ -150,8 +154,10 @@ def plan_together(call: Call, saving: Saving) -> Planned:
     Raises:
         CheckpointingException: the same on every rank.
     """
+    claim = Claim(saving.folder)
     with guard(call):
         call.problems += problems_of(saving)
+        claim.take()
     objects: dict[int, bytes] = {}
     for number, value in enumerate(saving.objects):
         entry = saving.table.objects[number]
@@ -164,7 +170,12 @@ def plan_together(call: Call, saving: Saving) -> Planned:
         with guard(call, "common state"):
             common = values.dumps(saving.common)
             check_trust(common, saving.must_load)
-    share, plan = planned_share(call, saving)
+    try:
+        share, plan = planned_share(call, saving)
+    except Exception:
+        claim.return_it()
+        raise
+    claim.keep()
 
     def clear(ranks: Mapping[int, Any]) -> Mapping[int, Any]:
         commit.clear(saving.folder)
@@ -176,7 +187,9 @@ def plan_together(call: Call, saving: Saving) -> Planned:
     with guard(call, path.name):
         works = [work_of(saving, item) for item in share.tensors]
     written = [objects[number] for number in share.objects]
-    return Planned(saving.folder, share, works, written, common, plan, path, saving.written, saving.is_hashed)
+    return Planned(
+        saving.folder, claim, share, works, written, common, plan, path, saving.written, saving.is_hashed
+    )
 
 
 def planned_share(call: Call, saving: Saving) -> tuple[Share, plans.Plan]:
@@ -242,6 +255,8 @@ def commit_together(call: Call, planned: Planned, output: Output) -> Output:
         if error.is_agreed:
             planned.discard()
         raise
+    finally:
+        planned.claim.end()
     return output
 
 
