@@ -4,8 +4,9 @@
     python3 tools/lanes.py run 2.6 -- python benchmarks/checkpoint_cost.py
 
 Processor seconds of rank 0, of 4 ranks with one thread each, gloo, files in the page cache: wall time says
-little on a machine with other work. "again" is a second save of the same tensors into another folder. Every
-tensor is cut along its first axis, a part on each rank; ours write checksums and compare them.
+little on a machine with other work. With the large tensors all ways run in turns; the medians of the rounds
+are told. "again" is a second save of the same tensors into another folder. Every tensor is cut along its
+first axis, a part on each rank; ours write checksums and compare them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -186,6 +188,7 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=100_000, help="small tensors, for ours")
     parser.add_argument("--torchs", type=int, default=4_000, help="the same for torch's DCP; 0 for none")
     parser.add_argument("--large", type=int, default=8, help="tensors of 64 MiB; 0 for none")
+    parser.add_argument("--rounds", type=int, default=3, help="of the large tensors, in turns")
     parser.add_argument("--phases", action="store_true", help="the phases of ours")
     options = parser.parse_args()
     print(
@@ -202,24 +205,35 @@ def main() -> None:
         f"\n{'mean of the ranks':32s} {'save':>8s} {'again':>8s} {'load':>8s}   "
         "CPU s/GB; peak, MiB; seconds until all ranks are done"
     )
-    for way in (OURS, HASHED, TORCHS):
-        ranks = measure(way, "large", options.large, options.phases)
-        gigabytes = sum(rank["own"] for rank in ranks) / 1e9
-        cells = [sum(rank[name]["cpu"] for rank in ranks) / gigabytes for name in ("save", "again", "load")]
-        peaks = [max(rank[name]["peak"] for rank in ranks) for name in ("save", "load")]
-        text = " ".join(f"{cell:8.2f}" for cell in cells)
-        walls = ", ".join(
-            f"{max(rank[name]['wall'] for rank in ranks):.2f}" for name in ("save", "again", "load")
+    rounds: dict[str, list[list[dict[str, Any]]]] = {way: [] for way in (OURS, HASHED, TORCHS)}
+    for _ in range(options.rounds):
+        for way, results in rounds.items():
+            results.append(measure(way, "large", options.large, options.phases))
+    for way, results in rounds.items():
+        tell_large(way, results)
+
+
+def tell_large(way: str, rounds: list[list[dict[str, Any]]]) -> None:
+    """The medians of the rounds, each with the results of all ranks."""
+
+    def of(
+        value: Callable[[dict[str, Any]], float], combine: Callable[[Iterable[float]], float] = max
+    ) -> float:
+        return median(combine(map(value, ranks)) for ranks in rounds)
+
+    names = ("save", "again", "load")
+    gigabytes = sum(rank["own"] for rank in rounds[0]) / 1e9
+    cells = " ".join(f"{of(lambda rank, n=name: rank[n]['cpu'], sum) / gigabytes:8.2f}" for name in names)
+    peaks = ", ".join(f"{of(lambda rank, n=name: rank[n]['peak']):.0f}" for name in ("save", "load"))
+    walls = ", ".join(f"{of(lambda rank, n=name: rank[n]['wall']):.2f}" for name in names)
+    print(f"{way:32s} {cells}   {peaks}; {walls}", flush=True)
+    if way == OURS:
+        # Both until the slowest rank is done: the call is one of all ranks.
+        blocked, copy = (of(lambda rank, k=key: rank["background"][k]) for key in ("blocked", "copy"))
+        print(
+            f"    a save in the background blocks {blocked:.3f} s, a copy of the share takes {copy:.3f} s",
+            flush=True,
         )
-        print(f"{way:32s} {text}   {peaks[0]:.0f}, {peaks[1]:.0f}; {walls}", flush=True)
-        if way == OURS:
-            # Both until the slowest rank is done: the call is one of all ranks.
-            worst = {key: max(rank["background"][key] for rank in ranks) for key in ("blocked", "copy")}
-            print(
-                f"    a save in the background blocks {worst['blocked']:.3f} s, "
-                f"a copy of the share takes {worst['copy']:.3f} s",
-                flush=True,
-            )
 
 
 if __name__ == "__main__":

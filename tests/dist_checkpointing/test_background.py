@@ -227,6 +227,50 @@ def test_a_request_that_nobody_ran_is_no_checkpoint(ranks, tmp_path: Path) -> No
     assert not check_is_distributed_checkpoint(tmp_path)
 
 
+def in_each_others_way(api: Any, folder: Path) -> list[str]:
+    texts = []
+    request, expected = begin(folder, 1)
+    request.async_fn()  # type: ignore[misc]
+    with pytest.raises(CheckpointingException) as caught:
+        save(state_of(2), folder)
+    texts.append(str(caught.value))
+    request.finalize_fns[0]()
+    assert loaded(folder) == expected
+    # The other way round: nothing of the first one is written when the second one comes.
+    late, _ = begin(folder, 3)
+    state = state_of(4)
+    save(state, folder)
+    with pytest.raises(CheckpointingException) as caught:
+        late.execute_sync()
+    texts.append(str(caught.value))
+    assert loaded(folder) == values_of(state)
+    # A save that was refused has taken nothing from one that waits.
+    late, expected = begin(folder, 5)
+    state = state_of(6)
+    if dist.get_rank() == 1:
+        state["rows"] = ShardedTensor.from_rank_offsets("rows", torch.ones(2, 2), (0, 1, 2))
+    with pytest.raises(CheckpointingException, match="rows"):
+        save(state, folder)
+    late.execute_sync()
+    assert loaded(folder) == expected
+    # Nobody can finalize this one any more.
+    late, _ = begin(folder, 7)
+    late.async_fn()  # type: ignore[misc]
+    del late
+    save(state_of(8), folder)
+    assert loaded(folder)[-1] == 8
+    return texts
+
+
+def test_two_saves_to_one_folder_are_not_mixed(ranks, tmp_path: Path) -> None:
+    first, *others = ranks(in_each_others_way, tmp_path, world=2)
+    assert others == [first]
+    assert "is under way: finalize its request first" in first[0]
+    assert "nothing was changed" in first[0]
+    assert "a later save has taken" in first[1]
+    assert verify(tmp_path) == []
+
+
 def test_without_a_queue_and_without_a_group(tmp_path: Path) -> None:
     request, expected = begin(tmp_path, 3)
     request.execute_sync()

@@ -10,6 +10,8 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -275,6 +277,45 @@ def test_zeros_are_not_made_by_their_number() -> None:
     data = b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x40\x85R."
     with pytest.raises(unpickle.Refused, match="makes bytes of a int"):
         unpickle.Reader(data, unpickle.METADATA).read()
+
+
+NESTED = b")" + b"\x85" * 10**6
+BEFORE = (
+    b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(X\x13\x00\x00\x00state_dict_metadata}"
+)
+
+
+@pytest.mark.parametrize("where", ["key", "offset"])
+def test_a_tuple_in_a_million_others_ends_no_process(where: str) -> None:
+    """Hashing one needs more stack than a thread has; it is a key of a dict, or of a dict of ours."""
+    data = BEFORE + NESTED + b"K\x01sub."
+    if where == "offset":
+        index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81}("
+        index += b"X\x03\x00\x00\x00fqnX\x01\x00\x00\x00aX\x06\x00\x00\x00offset" + NESTED + b"ub"
+        info = b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n)\x81"
+        data = BEFORE + b"X\x0c\x00\x00\x00storage_data}" + index + info + b"sub."
+    code = (
+        "import sys; from torch_dcp_backport.dist_checkpointing.engine import metadata, unpickle\n"
+        "try:\n metadata.from_bytes(sys.stdin.buffer.read())\n"
+        "except unpickle.Refused as error:\n print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, check=False)
+    assert done.returncode == 0, done
+    assert b"is not torch's metadata" in done.stdout
+
+
+def test_many_tuples_that_are_in_no_other_are_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpickle, "DEEPEST", 3)
+    data = (checkpoint / ".metadata").read_bytes()
+    assert unpickle.tuples_in(data) > unpickle.DEEPEST
+    assert set(metadata.from_bytes(data).tensors) == set(VALUES)
+    with pytest.raises(unpickle.Refused, match="its checksum is wrong"):
+        metadata.from_bytes(data[:-1] + b"?")
+
+
+def test_a_record_of_many_tuples_is_refused() -> None:
+    with pytest.raises(unpickle.Refused, match="tuples describe one tensor"):
+        unpickle.TensorReader(b"\x80\x02}" + NESTED + b"K\x01s.")
 
 
 def test_a_box_that_is_listed_twice_hides_no_gap(tmp_path: Path) -> None:

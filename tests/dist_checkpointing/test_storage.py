@@ -17,6 +17,8 @@ from damaging import flip
 from packaging.version import Version
 from qwen import build, differences, expected, fill
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from torch_dcp_backport import dist_checkpointing
 from torch_dcp_backport.compat import DTensor, Shard
@@ -191,9 +193,6 @@ def test_torch_makes_nothing_of_the_files_own_bytes(tmp_path: Path) -> None:
 
 
 def keys_of(folder: Path, reader: Any) -> list[str]:
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
     state: dict[str, Any] = {}
     _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     return list(state)
@@ -207,6 +206,29 @@ def test_keys_come_in_torchs_order(tmp_path: Path) -> None:
     for folder in (tmp_path / "native", tmp_path / "ours"):
         for reader in (CheckedReader(folder), dcp.FileSystemReader(folder)):
             assert keys_of(folder, reader) == expected
+
+
+def test_removed_keys_leave_the_others_in_their_places(tmp_path: Path) -> None:
+    state = {"step": "a", "model": {"w": torch.ones(2), "inner": {"v": torch.ones(3)}}, "b": torch.ones(1)}
+    dcp.save(state, storage_writer=CheckedWriter(tmp_path))
+    dist_checkpointing.remove_sharded_tensors(tmp_path, "b")
+    assert dist_checkpointing.verify(tmp_path) == []
+    loaded: dict[str, Any] = {}
+    _load_state_dict(
+        loaded,
+        storage_reader=dcp.FileSystemReader(tmp_path),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    assert list(loaded) == ["step", "model"]
+    assert torch.equal(loaded["model"]["inner"]["v"], torch.ones(3))
+
+
+def test_a_tensor_that_no_record_can_hold_is_not_saved(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "q": torch.quantize_per_tensor(torch.ones(4), 0.1, 3, torch.qint8)}
+    with pytest.raises(CheckpointException, match="a tensor without values in memory: q"):
+        dcp.save(state, storage_writer=CheckedWriter(tmp_path))
+    assert not (tmp_path / "metadata.json").exists()
 
 
 def test_what_names_a_folder(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from torch_dcp_backport.dist_checkpointing import CheckpointingException, Sharde
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
-from torch_dcp_backport.dist_checkpointing.serialization import LoadOptions, load_made
+from torch_dcp_backport.dist_checkpointing.options import LoadOptions
+from torch_dcp_backport.dist_checkpointing.serialization import load_made
 from torch_dcp_backport.dist_checkpointing.training_state import (
     MODEL,
     OPTIMIZER,

@@ -28,7 +28,8 @@ from torch_dcp_backport.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     optim_state_to_sharding_state,
 )
-from torch_dcp_backport.dist_checkpointing.serialization import LoadOptions, load_made
+from torch_dcp_backport.dist_checkpointing.options import LoadOptions
+from torch_dcp_backport.dist_checkpointing.serialization import load_made
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import structure_of
 from torch_dcp_backport.hf import Export
 from torch_dcp_backport.hf.source import CONFIG

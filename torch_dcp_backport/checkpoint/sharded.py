@@ -23,7 +23,8 @@ from torch_dcp_backport.checkpoint.together import (
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, load_common_state_dict
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
-from torch_dcp_backport.dist_checkpointing.serialization import SaveOptions, begin_made, save_made
+from torch_dcp_backport.dist_checkpointing.options import SaveOptions
+from torch_dcp_backport.dist_checkpointing.serialization import begin_made, save_made
 
 Prepared = TypeVar("Prepared")
 

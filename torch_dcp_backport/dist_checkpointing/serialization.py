@@ -6,9 +6,9 @@ Signatures, positional order and what is returned are those of megatron.core.dis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 from torch_dcp_backport.dist_checkpointing import report
 from torch_dcp_backport.dist_checkpointing.core import SHARDED_BACKEND, CheckpointingException, Folder
@@ -20,7 +20,6 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Stored
 from torch_dcp_backport.dist_checkpointing.engine.save import Saving
 from torch_dcp_backport.dist_checkpointing.engine.save import save as save_together
-from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.dist_checkpointing.inspection import problems_of_digests
 from torch_dcp_backport.dist_checkpointing.loading import Loading, boxed
 from torch_dcp_backport.dist_checkpointing.mapping import (
@@ -31,6 +30,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
+from torch_dcp_backport.dist_checkpointing.options import LoadOptions, SaveOptions
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, split
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.dist_checkpointing.strategies.base import (
@@ -48,7 +48,7 @@ from torch_dcp_backport.state_dict.api import gc_context
 from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.groups import Group
 
-CANNOT_SAVE, CANNOT_LOAD = "cannot save the checkpoint", "cannot load the checkpoint"
+CANNOT_LOAD = "cannot load the checkpoint"
 CONTENT_METADATA = "content_metadata"
 
 
@@ -65,6 +65,7 @@ def save(
     balanced: bool = True,
     process_group: Group = None,
     verify_integrity: bool = False,
+    strict_common: bool = False,
 ) -> Optional[AsyncRequest]:
     """Save a sharded state dict. Collective.
 
@@ -76,15 +77,18 @@ def save(
             values (the common state) those of the first rank are saved.
         checkpoint_dir: a folder that every rank sees; it has to be there.
         sharded_strategy, common_strategy: there is one format; None, its name, or a strategy for it.
-        validate_access_integrity: check that every element has one main replica among the ranks.
+        validate_access_integrity: check that every element has one main replica among the ranks, and warn
+            where their common states differ.
         async_sharded_save: only plan, and copy what this rank writes to the host; return a request for an
             `AsyncCallsQueue`, which writes in a thread and makes the checkpoint later. What happens to the
             tensors after this call is not saved.
-        preprocess_common_before_consistancy_check: not needed: the common state of the ranks is not compared.
+        preprocess_common_before_consistancy_check: makes of the common state what is compared between ranks,
+            for values that are each rank's own.
         content_metadata: saved with the common state, for `load_content_metadata`.
         balanced: let any rank that holds a replica write it, by bytes; else the main replica's.
         process_group: the ranks that save together; None is the default group.
         verify_integrity: save the SHA-256 of every file, too (`integrity.json`).
+        strict_common: common states that differ are an error.
 
     Returns:
         None, or the request of a save in the background.
@@ -104,35 +108,14 @@ def save(
         balanced,
         process_group=process_group,
         is_hashed=verify_integrity,
+        is_compared=validate_access_integrity or strict_common,
+        strict_common=strict_common,
+        preprocess=preprocess_common_before_consistancy_check,
     )
     if async_sharded_save:
         return begin_made(make, checkpoint_dir, options)
     save_made(make, checkpoint_dir, options)
     return None
-
-
-class SaveOptions(NamedTuple):
-    """How a save goes."""
-
-    is_checked: bool = True
-    #: Saved beside the common state.
-    content: Mapping[str, Any] = {}
-    is_balanced: bool = True
-    #: Whether a common state that a load without `trust` refuses is refused.
-    must_load: bool = False
-    process_group: Group = None
-    #: Called with what this rank wrote, by the thread that did.
-    written: Callable[[Output], None] = lambda output: None
-    #: Whether the SHA-256 of every file is saved, too.
-    is_hashed: bool = False
-    #: Whether no other rank takes part, also where there is a process group.
-    is_alone: bool = False
-
-    def begin(self) -> Call:
-        """The call of this save."""
-        return (
-            Call(CANNOT_SAVE, "save", ()) if self.is_alone else begin(CANNOT_SAVE, "save", self.process_group)
-        )
 
 
 def save_made(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions) -> None:
@@ -184,6 +167,8 @@ def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
         options.must_load,
         options.is_hashed,
         options.written,
+        options.compared(parts.common),
+        options.strict_common,
     )
 
 
@@ -233,19 +218,6 @@ def load(
         validate_access_integrity, strict, trust, process_group, shared_in, verify_integrity
     )
     return load_made(make, checkpoint_dir, options)
-
-
-class LoadOptions(NamedTuple):
-    """How a load goes."""
-
-    is_checked: bool = True
-    strict: Union[str, StrictHandling] = StrictHandling.ASSUME_OK_UNEXPECTED
-    trust: bool = False
-    process_group: Group = None
-    #: The process group whose ranks read together; none where each reads for itself.
-    shared_in: tuple[Group, ...] = ()
-    #: Whether every file is compared with its SHA-256.
-    is_hashed: bool = False
 
 
 def load_made(

@@ -32,6 +32,7 @@ from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
 from torch_dcp_backport.transfer import Box
 from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.memory import has_slices, layout_text
 
 
 def is_path(checkpoint_id: Folder) -> bool:
@@ -222,13 +223,14 @@ class CheckedWriter(storage.StorageWriter):
         """Write this rank's records, and have them on disk.
 
         Raises:
+            CheckpointingException: a tensor that has no record here, such as a quantised one.
             OSError: no room, or a failed write.
         """
         tensors = [item for item in plan.items if item.type != planning.WriteItemType.BYTE_IO]
         objects = [item for item in plan.items if item.type == planning.WriteItemType.BYTE_IO]
         with torch.no_grad():
             resolve: Callable[[planning.WriteItem], Any] = planner.resolve_data
-            works = [work_of(resolve(item)) for item in tensors]
+            works = [work_of(resolve(item), item.index.fqn) for item in tensors]
             data = [bytes(resolve(item).getbuffer()) for item in objects]
             output = writer.write(
                 self.folder / plan.storage_data, works, data, lambda nbytes: None, self.is_hashed
@@ -261,7 +263,10 @@ class CheckedWriter(storage.StorageWriter):
         return is_path(checkpoint_id)
 
 
-def work_of(tensor: torch.Tensor) -> Work:
+def work_of(tensor: torch.Tensor, key: str) -> Work:
+    if not has_slices(tensor) or tensor.is_meta:
+        kind = "on the meta device" if tensor.is_meta else layout_text(tensor)
+        raise CheckpointingException(f"a tensor without values in memory: {key} ({kind})")
     box = whole(tuple(tensor.shape))
     return Work(tensor.detach(), box, box)
 

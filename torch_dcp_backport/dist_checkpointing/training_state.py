@@ -14,12 +14,8 @@ from torch import nn
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
-from torch_dcp_backport.dist_checkpointing.serialization import (
-    LoadOptions,
-    SaveOptions,
-    load_made,
-    save_made,
-)
+from torch_dcp_backport.dist_checkpointing.options import LoadOptions, SaveOptions
+from torch_dcp_backport.dist_checkpointing.serialization import load_made, save_made
 from torch_dcp_backport.dist_checkpointing.validation import StrictHandling
 from torch_dcp_backport.state_dict import (
     get_model_state_dict,

@@ -22,7 +22,8 @@ from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Stored
 from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
 from torch_dcp_backport.dist_checkpointing.inspection import opened_alone
-from torch_dcp_backport.dist_checkpointing.serialization import SaveOptions, save_made
+from torch_dcp_backport.dist_checkpointing.options import SaveOptions
+from torch_dcp_backport.dist_checkpointing.serialization import save_made
 from torch_dcp_backport.hf import Export
 from torch_dcp_backport.hf.blocks import Window
 from torch_dcp_backport.hf.companions import as_config, companions_of

@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch_dcp_backport.dist_checkpointing.core import (
     CONFIG_FNAME,
@@ -111,6 +112,9 @@ def forget(folder: Path, index: Index, is_forgotten: Callable[[str], bool]) -> N
     kept.common = index.common
     kept.tensors = {key: stored for key, stored in index.tensors.items() if not is_forgotten(key)}
     kept.objects = {key: place for key, place in index.objects.items() if not is_forgotten(key)}
+    # torch's functions make a nested state dict of it, in this order.
+    kept.order = [key for key in index.order if not is_forgotten(key)]
+    kept.planner_data = {key: path for key, path in paths_of(index).items() if not is_forgotten(key)}
     is_hashed = integrity.is_there(folder)
     # Without a list the checkpoint is whole; with an old one it is not.
     files.remove([folder / integrity.NAME])
@@ -119,6 +123,11 @@ def forget(folder: Path, index: Index, is_forgotten: Callable[[str], bool]) -> N
     files.remove([folder / name for name in before - set(kept.ends)])
     if is_hashed:
         integrity.write_all(folder)
+
+
+def paths_of(index: Index) -> Mapping[str, Any]:
+    """Key -> its path in the state dict that torch saved; nothing where torch did not."""
+    return index.planner_data if isinstance(index.planner_data, dict) else {}
 
 
 def unseen(path: Path, nbytes: int, end: float) -> str:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from torch_dcp_backport.dist_checkpointing.engine import flat
+from torch_dcp_backport.dist_checkpointing.engine import flat, unpickle
 from torch_dcp_backport.dist_checkpointing.engine.records import bytes_to_words, words_to_bytes
 from torch_dcp_backport.dist_checkpointing.engine.unpickle import (
     FOREIGN,
@@ -226,8 +226,7 @@ class Template:
             self.places.append(place)
         entries = {key: entries[key] for key in index.order or entries}
         # Planner data of None breaks torch's own dcp_to_torch_save.
-        planner_data = index.planner_data or {}
-        whole: Any = metadata.Metadata(entries, planner_data=planner_data, storage_data=places)
+        whole: Any = metadata.Metadata(entries, planner_data=index.planner_data or {}, storage_data=places)
         whole.storage_meta = metadata.StorageMeta()
         # Megatron up to 0.15 looks there for the shapes of flattened tensors.
         whole.mcore_data = {
@@ -276,18 +275,21 @@ def from_bytes(data: bytes) -> Index:
     if data[end:-4] == TRAILER and data[-4:] != zlib.crc32(data[:end]).to_bytes(4, "big"):
         raise Refused("its checksum is wrong")
     with gc_context():
-        whole, length = Reader(data, METADATA, FOREIGN).read()
-        trailer = data[length:]
-        expected = TRAILER + zlib.crc32(data[:length]).to_bytes(4, "big")
-        ours = getattr(whole, OURS, None)
-        if (trailer or ours is not None) and trailer != expected:
-            raise Refused("its checksum is wrong")
-        try:
-            return _index_of(whole, ours)
-        except Refused:
-            raise
-        except Exception as error:  # an attribute that is not there, a value of another type
-            raise Refused(f"it is not torch's metadata: {type(error).__name__}: {error}") from error
+        return unpickle.with_stack_for(unpickle.tuples_in(data), lambda: _from_bytes(data))
+
+
+def _from_bytes(data: bytes) -> Index:
+    whole, length = Reader(data, METADATA, FOREIGN).read()
+    trailer, ours = data[length:], getattr(whole, OURS, None)
+    expected = TRAILER + zlib.crc32(data[:length]).to_bytes(4, "big")
+    if (trailer or ours is not None) and trailer != expected:
+        raise Refused("its checksum is wrong")
+    try:
+        return _index_of(whole, ours)
+    except Refused:
+        raise
+    except Exception as error:  # an attribute that is not there, a value of another type
+        raise Refused(f"it is not torch's metadata: {type(error).__name__}: {error}") from error
 
 
 def _index_of(whole: Any, ours: Any) -> Index:
@@ -304,10 +306,8 @@ def _index_of(whole: Any, ours: Any) -> Index:
         raise Refused("it has not as many checksums as records")
     places: dict[tuple[str, Optional[tuple[int, ...]]], Place] = {}
     # Many records have the same offsets in their tensors, and lie in a few files.
-    numbers, name_of = (
-        functools.lru_cache(maxsize=None)(_numbers),
-        functools.lru_cache(maxsize=None)(file_name),
-    )
+    cached = functools.lru_cache(maxsize=None)
+    numbers, name_of = cached(_numbers), cached(file_name)
     for (where, info), crc in zip(whole.storage_data.items(), sums):
         # Where it has none, it is the default of torch's class.
         begin = getattr(where, "offset", None)

@@ -6,18 +6,20 @@ Collective; the caller's tensors are only read.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine import commit, files, plans, values, writer
+from torch_dcp_backport.dist_checkpointing.engine import commit, common, files, plans, values, writer
 from torch_dcp_backport.dist_checkpointing.engine.assign import Item, Share, shares_of
+from torch_dcp_backport.dist_checkpointing.engine.claims import Claim
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     Findings,
     Refusal,
@@ -40,6 +42,7 @@ from torch_dcp_backport.transfer.memory import has_slices, layout_text
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
 COMPARING, PLANNING = Topic("comparing plans"), Topic("planning")
+COMMON = Topic("comparing the common state")
 CLEARING = Topic("removing the old marker", "an older checkpoint in the folder may be gone")
 COMMITTING = Topic(
     "committing", "the folder holds no checkpoint now", "whether the folder holds a checkpoint shows a load"
@@ -66,6 +69,10 @@ class Saving(NamedTuple):
     is_hashed: bool = False
     #: Called with what this rank wrote, by the thread that did.
     written: Callable[[Output], None] = lambda output: None
+    #: What is compared of the common state; nothing where it is not.
+    compared: Optional[common.Values] = None
+    #: Whether ranks may not have another common state than the first one.
+    strict_common: bool = False
 
 
 def problems_of(saving: Saving) -> list[Problem]:
@@ -89,6 +96,7 @@ class Planned(NamedTuple):
     """A save that can be written: the old marker is gone, and every rank knows its share."""
 
     folder: Path
+    claim: Claim
     share: Share
     #: This rank's boxes, and the memory that they are in.
     works: list[Work]
@@ -112,6 +120,7 @@ class Planned(NamedTuple):
 
     def write(self, moved: Callable[[int], None]) -> Output:
         """Write this rank's share; no other rank takes part."""
+        self.claim.begin()
         with torch.no_grad():
             output = writer.write(self.path, self.works, self.objects, moved, self.is_hashed)
         self.written(output)
@@ -120,7 +129,8 @@ class Planned(NamedTuple):
     def discard(self) -> None:
         """Remove what `write` left, where it will never be a part of a checkpoint."""
         with contextlib.suppress(OSError):
-            files.remove([self.path])
+            if self.claim.is_held:
+                files.remove([self.path])
 
 
 def save(call: Call, saving: Saving) -> Output:
@@ -150,8 +160,10 @@ def plan_together(call: Call, saving: Saving) -> Planned:
     Raises:
         CheckpointingException: the same on every rank.
     """
+    claim = Claim(saving.folder)
     with guard(call):
         call.problems += problems_of(saving)
+        claim.take()
     objects: dict[int, bytes] = {}
     for number, value in enumerate(saving.objects):
         entry = saving.table.objects[number]
@@ -159,12 +171,17 @@ def plan_together(call: Call, saving: Saving) -> Planned:
             with guard(call, entry.unique_key):
                 # A list, as Megatron has it: of the values that a rank has under this key.
                 objects[number] = values.dumps([value])
-    common = b""
+    state = b""
     if call.rank == ranks_of(call)[0]:
         with guard(call, "common state"):
-            common = values.dumps(saving.common)
-            check_trust(common, saving.must_load)
-    share, plan = planned_share(call, saving)
+            state = values.dumps(saving.common)
+            check_trust(state, saving.must_load)
+    try:
+        share, plan = planned_share(call, saving)
+    except Exception:
+        claim.return_it()
+        raise
+    claim.keep()
 
     def clear(ranks: Mapping[int, Any]) -> Mapping[int, Any]:
         commit.clear(saving.folder)
@@ -176,7 +193,9 @@ def plan_together(call: Call, saving: Saving) -> Planned:
     with guard(call, path.name):
         works = [work_of(saving, item) for item in share.tensors]
     written = [objects[number] for number in share.objects]
-    return Planned(saving.folder, share, works, written, common, plan, path, saving.written, saving.is_hashed)
+    return Planned(
+        saving.folder, claim, share, works, written, state, plan, path, saving.written, saving.is_hashed
+    )
 
 
 def planned_share(call: Call, saving: Saving) -> tuple[Share, plans.Plan]:
@@ -185,18 +204,24 @@ def planned_share(call: Call, saving: Saving) -> tuple[Share, plans.Plan]:
     Raises:
         CheckpointingException: the ranks together have problems; the same on every rank.
     """
-    ranks, digest, known = ranks_of(call), b"", None
+    ranks, digest, known, compared = ranks_of(call), b"", None, b""
     with guard(call):
+        compared = b"" if saving.compared is None else common.digest_of(saving.compared)
         digest = plans.digest_of(saving.table, call.rank, saving.is_checked, saving.is_balanced)
         known = plans.find(ranks, digest)
 
-    def compare(said: Mapping[int, tuple[bytes, bytes]]) -> Mapping[int, bool]:
-        digests = {rank: own for rank, (own, _) in said.items()}
-        numbers = {number for _, number in said.values()}
+    def compare(said: Mapping[int, tuple[bytes, bytes, bytes]]) -> Mapping[int, tuple[bool, bool]]:
+        digests = {rank: own for rank, (own, _, _) in said.items()}
+        numbers = {number for _, number, _ in said.values()}
         is_known = known is not None and known.digests == digests and numbers == {known.number}
-        return dict.fromkeys(said, is_known)
+        is_alike = not compared or {state for _, _, state in said.values()} == {compared}
+        return dict.fromkeys(said, (is_known, is_alike))
 
-    if consult(call, (digest, known.number if known else b""), compare, COMPARING):
+    own = digest, known.number if known else b"", compared
+    is_known, is_alike = consult(call, own, compare, COMPARING)
+    if not is_alike:
+        consult(call, saving.compared or {}, functools.partial(tell_differences, saving), COMMON)
+    if is_known:
         assert known is not None, "every rank has it"
         return pickle.loads(known.share), known
     decided: list[plans.Description] = []
@@ -220,6 +245,22 @@ def planned_share(call: Call, saving: Saving) -> tuple[Share, plans.Plan]:
     return share, made
 
 
+def tell_differences(saving: Saving, said: Mapping[int, common.Values]) -> Mapping[int, Any]:
+    """Warn of common values that are others on another rank.
+
+    Raises:
+        Refusal: there are such, and there may be none.
+    """
+    findings = common.findings_of(said)
+    if findings and saving.strict_common:
+        raise Refusal(findings)
+    for rank, problem in findings:
+        logger.warning(
+            "%s: only the first rank's common state is saved; rank %d: %s", saving.folder, rank, problem
+        )
+    return {}
+
+
 def commit_together(call: Call, planned: Planned, output: Output) -> Output:
     """Make a checkpoint of what every rank has written; this rank's output.
 
@@ -230,8 +271,7 @@ def commit_together(call: Call, planned: Planned, output: Output) -> Output:
     def publish(outputs: Mapping[int, Output]) -> Mapping[int, Any]:
         description = planned.plan.description
         assert description is not None, "the first rank has it"
-        common = len(planned.common), zlib.crc32(planned.common)
-        described = description.to_bytes(outputs, common)
+        described = description.to_bytes(outputs, (len(planned.common), zlib.crc32(planned.common)))
         commit.publish_described(planned.folder, described, planned.common, outputs, planned.is_hashed)
         return {}
 
@@ -242,16 +282,18 @@ def commit_together(call: Call, planned: Planned, output: Output) -> Output:
         if error.is_agreed:
             planned.discard()
         raise
+    finally:
+        planned.claim.end()
     return output
 
 
-def check_trust(common: bytes, must_load: bool) -> None:
+def check_trust(state: bytes, must_load: bool) -> None:
     """Say at the save what a load would refuse.
 
     Raises:
         CheckpointingException: it has to load.
     """
-    reason = values.why_not_loadable(common)
+    reason = values.why_not_loadable(state)
     if reason and must_load:
         raise CheckpointingException(f"would not load again: {reason}")
     if reason:

@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_dcp_backport.dist_checkpointing.engine.unpickle import Refused
-
-#: Tuples in each other; hashing one takes as many frames of C, which nothing counts.
-DEEPEST = 10_000
-TUPLES = (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+from torch_dcp_backport.dist_checkpointing.engine.unpickle import DEEPEST, Refused, tuples_in
 
 
 def screen(data: bytes) -> None:
@@ -31,8 +27,7 @@ def screen(data: bytes) -> None:
         raise Refused("it is no zip file, as torch.save has written since torch 1.6")
     reader: Any = torch._C.PyTorchFileReader(io.BytesIO(data))
     pickled = bytes(reader.get_record("data.pkl"))
-    # A byte is not always an opcode: more of them than there are tuples, never fewer.
-    if sum(map(pickled.count, TUPLES)) > DEEPEST and depth_of_tuples(pickled) > DEEPEST:
+    if tuples_in(pickled) > DEEPEST and depth_of_tuples(pickled) > DEEPEST:
         raise Refused(f"more than {DEEPEST} tuples are in each other")
     try:
         Screen(pickled, reader).load()

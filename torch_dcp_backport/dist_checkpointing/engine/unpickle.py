@@ -5,20 +5,64 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
+import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from torch_dcp_backport.dist_checkpointing.engine.records import TYPED
 
+T = TypeVar("T")
+#: Tuples in each other; hashing one takes as many frames of C, which nothing counts.
+DEEPEST = 10_000
+TUPLES = (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+#: Bytes of stack for each of them, twice what they take.
+FRAME = 128
+
 
 class Refused(Exception):
     """A pickle names what is not allowed, or is none."""
+
+
+def tuples_in(pickled: bytes) -> int:
+    """No fewer than the tuples of a pickle: a byte is not always an opcode."""
+    return sum(map(pickled.count, TUPLES))
+
+
+def with_stack_for(count: int, work: Callable[[], T]) -> T:
+    """What `work` returns, or raises; though so many tuples were in each other.
+
+    To look for them would cost more than to read the pickle of a large checkpoint does.
+    """
+    if count <= DEEPEST:
+        return work()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    before = threading.stack_size((count * FRAME + 2**23) // 4096 * 4096)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise Refused(f"it has {count} tuples, for which there is no stack: {error}") from error
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    with contextlib.suppress(IndexError):
+        raise errors.pop()
+    return results.pop()
 
 
 class StandIn:
@@ -195,6 +239,8 @@ class TensorReader(Reader):
     """Reads a `Described`."""
 
     def __init__(self, data: bytes) -> None:
+        if tuples_in(data) > DEEPEST:
+            raise Refused(f"more than {DEEPEST} tuples describe one tensor")
         super().__init__(data, TENSORS)
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,0 +1,108 @@
+"""The common state of the ranks, compared: that of the first one is saved.
+
+Alike, they cost each rank a digest; else every value goes to the first rank, which says where they differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Findings
+from torch_dcp_backport.transfer import Problem
+
+#: Of a value with more bytes only a digest is sent.
+LARGE = 64 * 1024
+#: As many are told of each rank.
+MOST = 8
+#: Path -> the value as bytes; none of one that cannot be pickled.
+Values = dict[tuple[str, ...], bytes]
+
+
+class Numbers(NamedTuple):
+    """A tensor as bytes: torch's own pickle of equal ones differs."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: bytes
+
+    def __repr__(self) -> str:
+        if not self.data:
+            return f"{self.dtype} of shape {self.shape}"
+        return repr(
+            torch.frombuffer(bytearray(self.data), dtype=torch.uint8).view(self.dtype).view(self.shape)
+        )
+
+
+def values_of(common: object) -> Values:
+    """The values of nested dicts, lists and namespaces."""
+    return {path: _packed(value) for path, value in _leaves(common, ())}
+
+
+def digest_of(values: Values) -> bytes:
+    return hashlib.blake2b(pickle.dumps(sorted(values.items())), digest_size=16).digest()
+
+
+def findings_of(said: Mapping[int, Values]) -> Findings:
+    """What differs from the first rank's."""
+    first, expected = next(iter(said.items()))
+    findings: Findings = []
+    for rank, values in said.items():
+        paths = [path for path in sorted({*expected, *values}) if not _is_same(path, expected, values)]
+        for path in paths[:MOST]:
+            texts = f"{_text(values, path)}", f"{_text(expected, path)} as rank {first}"
+            findings.append((rank, Problem("another common value", ".".join(path), *texts)))
+        if len(paths) > MOST:
+            findings.append((rank, Problem(f"{len(paths) - MOST} more common values differ")))
+    return findings
+
+
+def _leaves(
+    value: Any, path: tuple[str, ...], above: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if id(value) in above:
+        return  # it is a part of itself
+    inner = vars(value) if isinstance(value, Namespace) else value
+    if isinstance(inner, (dict, list, tuple)) and inner:
+        for key, part in inner.items() if isinstance(inner, dict) else enumerate(inner):
+            yield from _leaves(part, (*path, str(key)), (*above, id(value)))
+    else:
+        yield path, value
+
+
+def _packed(value: Any) -> bytes:
+    try:
+        if isinstance(value, torch.Tensor):
+            flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+            value = Numbers(value.dtype, tuple(value.shape), bytes(flat.numpy()))
+        data = pickle.dumps(value)
+    except Exception:  # the first rank, which has to save it, says so itself
+        return b""
+    return data if len(data) <= LARGE else hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _is_same(path: tuple[str, ...], expected: Values, values: Values) -> bool:
+    if path not in expected or path not in values:
+        return False
+    first, other = expected[path], values[path]
+    if first == other:
+        return True
+    # Equal values need not have equal bytes.
+    with contextlib.suppress(Exception):
+        one, two = pickle.loads(first), pickle.loads(other)
+        return type(one) is type(two) and bool(one == two)
+    return False
+
+
+def _text(values: Values, path: tuple[str, ...]) -> str:
+    if path not in values:
+        return "nothing"
+    with contextlib.suppress(Exception):
+        return f"{pickle.loads(values[path])!r:.80}"
+    return "another value"

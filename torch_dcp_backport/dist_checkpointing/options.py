@@ -1,0 +1,68 @@
+"""How a save and a load go, beside what is saved and loaded.
+
+Passed on as one value by every function between the public ones and the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Optional, Union
+
+from torch_dcp_backport.dist_checkpointing.engine.common import Values, values_of
+from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.dist_checkpointing.engine.writer import Output
+from torch_dcp_backport.dist_checkpointing.mapping import CommonStateDict, StateDict
+from torch_dcp_backport.dist_checkpointing.validation import StrictHandling
+from torch_dcp_backport.transfer import Call
+from torch_dcp_backport.transfer.groups import Group
+
+CANNOT_SAVE = "cannot save the checkpoint"
+
+
+class SaveOptions(NamedTuple):
+    """How a save goes."""
+
+    is_checked: bool = True
+    #: Saved beside the common state.
+    content: Mapping[str, Any] = {}
+    is_balanced: bool = True
+    #: Whether a common state that a load without `trust` refuses is refused.
+    must_load: bool = False
+    process_group: Group = None
+    #: Called with what this rank wrote, by the thread that did.
+    written: Callable[[Output], None] = lambda output: None
+    #: Whether the SHA-256 of every file is saved, too.
+    is_hashed: bool = False
+    #: Whether no other rank takes part, also where there is a process group.
+    is_alone: bool = False
+    #: Whether ranks' common states are compared; and whether they have to be alike.
+    is_compared: bool = False
+    strict_common: bool = False
+    #: Makes of a common state what is compared.
+    preprocess: Optional[Callable[[CommonStateDict], StateDict]] = None
+
+    def compared(self, common: CommonStateDict) -> Optional[Values]:
+        """What is compared of a common state; nothing where it is not."""
+        if self.is_alone or not self.is_compared:
+            return None
+        state = common if self.preprocess is None else self.preprocess(common)
+        return values_of({**state, **self.content})
+
+    def begin(self) -> Call:
+        """The call of this save."""
+        return (
+            Call(CANNOT_SAVE, "save", ()) if self.is_alone else begin(CANNOT_SAVE, "save", self.process_group)
+        )
+
+
+class LoadOptions(NamedTuple):
+    """How a load goes."""
+
+    is_checked: bool = True
+    strict: Union[str, StrictHandling] = StrictHandling.ASSUME_OK_UNEXPECTED
+    trust: bool = False
+    process_group: Group = None
+    #: The process group whose ranks read together; none where each reads for itself.
+    shared_in: tuple[Group, ...] = ()
+    #: Whether every file is compared with its SHA-256.
+    is_hashed: bool = False
