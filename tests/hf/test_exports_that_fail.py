@@ -14,8 +14,10 @@ import pytest
 from test_safetensors_files import NEW, TENSORS, data_of, exported, infos, same
 
 from torch_dcp_backport import hf
+from torch_dcp_backport.hf import moving
 from torch_dcp_backport.hf.files import Draft
 from torch_dcp_backport.hf.format import read_header
+from torch_dcp_backport.transfer import TransferError
 
 OLD_CONFIG, NEW_CONFIG = {"model_type": "qwen2"}, {"model_type": "qwen2", "rope_theta": 1}
 
@@ -203,3 +205,27 @@ def test_what_is_in_the_way_is_an_error_before_anything_is_written(tmp_path):
     assert not hf.Folder(tmp_path / "n").problems
     assert same(tmp_path / "n", TENSORS)
     assert not list(tmp_path.glob("**/.n*"))
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("met", range(7))
+def test_a_rank_that_is_gone_before_any_meeting_leaves_one_whole_model(tmp_path, monkeypatch, met, is_there):
+    target, meetings, agree_on_mesh = tmp_path / "m", [], moving.agree_on_mesh
+    if is_there:
+        exported(target, TENSORS, 10**9)
+        (target / "config.json").write_text(json.dumps(OLD_CONFIG))
+
+    def lonely(findings: Any, groups: Any, *, so_far: str) -> Any:
+        if len(meetings) == met:
+            raise TransferError(f"{so_far}; no agreement with rank 1")
+        meetings.append(so_far)
+        return agree_on_mesh(findings, groups, so_far=so_far)
+
+    monkeypatch.setattr(moving, "agree_on_mesh", lonely)
+    with pytest.raises(TransferError, match="no agreement") as caught:
+        hf.save_state_dict(NEW, target, like=NEW_CONFIG, how=hf.Export(file_bytes=10, overwrite=True))
+    found = as_transformers_reads(target)
+    assert found == ((NEW_CONFIG, True) if met > 4 else (OLD_CONFIG, False) if is_there else None)
+    assert ("nothing was changed" in str(caught.value)) == (found != (NEW_CONFIG, True))
+    assert [path.name for path in tmp_path.iterdir()] == ["m"] * (found is not None)
+    assert not (target / ".partial").exists()

@@ -23,7 +23,7 @@ from torch_dcp_backport.hf.moving import bring_window, first_rank, settle
 from torch_dcp_backport.hf.sharing import Deal, sharing, write_own
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.hf.writing import Files
-from torch_dcp_backport.transfer import Box, Call, TensorInfo
+from torch_dcp_backport.transfer import Box, Call, Problem, TensorInfo
 from torch_dcp_backport.transfer.chunks import Piece
 from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.memories import Memory
@@ -33,6 +33,7 @@ from torch_dcp_backport.transfer.staging import part_of
 #: Of a tensor in a window: one of two buffers on the first rank.
 BUFFER_BYTES = 32 * 2**20
 BUFFERS = 2
+DONE = "the folder may have the new model already"
 HALF = "the folder has the new weights, and may have no config.json"
 
 
@@ -142,8 +143,8 @@ def published(
     Raises:
         RuntimeError: the folder holds a model, there is no room, a write failed, ...; on every rank. The
             folder is as it was.
-        TransferError: a rank is gone, or the group's timeout is over: the folder is as it was. Or a rename
-            failed after that of the weights: it says so.
+        TransferError: a rank is gone, or the group's timeout is over: the folder is as it was, or has the new
+            model already. Or a rename failed after that of the weights. It says what is so.
     """
     draft: Optional[Draft] = None
     folder, how, companions = target
@@ -164,13 +165,17 @@ def published(
             with call.guard(str(folder)):
                 draft.sync()
         settle(call)
+        late: list[Problem] = []
         if draft is not None:
             with call.guard(str(folder)):
                 draft.switch()
-        settle(call)
-        if draft is not None:
-            with call.guard(str(folder)):
-                removed = draft.finish()
+            if not call.problems:
+                # Before the ranks meet: one that is gone must not keep half of an export from its other half.
+                with call.guard(str(folder)):
+                    removed = draft.finish()
+                late, call.problems[:] = call.problems[:], []
+        settle(call, lost=DONE)
+        call.problems += late
         settle(call, HALF)
     return Saved(tuple(tensors), sum(map(nbytes_of, tensors.values())), tuple(removed))
 

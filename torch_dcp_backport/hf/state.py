@@ -79,7 +79,8 @@ def save_state_dict(
     Raises:
         RuntimeError: ranks hold different tensors, the folder holds a model, the disk is full, ...; the same
             text on every rank. The folder is as it was.
-        TransferError: a rank is gone, or the group's timeout is over. The folder is as it was.
+        TransferError: a rank is gone, or the group's timeout is over. The folder is as it was, or has the new
+            model; the error says which.
     """
     with Call(SAVE, "collect", groups_of(process_group)) as call:
         target = target_of(call, folder, like, how)

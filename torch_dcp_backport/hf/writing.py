@@ -5,6 +5,7 @@ Must never publish anything, and never make a file that is there.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -154,8 +155,14 @@ class Files:
             os.fsync(self._open[name])
 
     def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
+        """Close them all. Does nothing a second time.
+
+        Raises:
+            OSError: something that was written is not in a file; all are closed.
+        """
+        with contextlib.ExitStack() as files:
+            while self._open:
+                files.callback(os.close, self._open.popitem()[1])
 
 
 def run_of(box: Box, shape: tuple[int, ...]) -> int:
