@@ -6,6 +6,7 @@ Must never hold more than two buffers of the model at once (but for the dict).
 from __future__ import annotations
 
 import functools
+import numbers
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -267,12 +268,14 @@ def checked(how: Optional[Export]) -> Export:
     """What the caller asks for.
 
     Raises:
-        TypeError: it is no `Export`, or its dtype is none of torch.
+        TypeError: it is no `Export`, its dtype is none of torch, or the size of files no number.
         ValueError: weights cannot be cast to its dtype.
     """
     how = Export() if how is None else how
     if not isinstance(how, Export):
         raise TypeError(f"a {type(how).__name__}, where an Export is needed")
+    if not isinstance(how.file_bytes, numbers.Real) or how.file_bytes < 0:
+        raise TypeError(f"file_bytes={how.file_bytes!r} is no number of bytes")
     if how.dtype is None:
         return how
     if not isinstance(how.dtype, torch.dtype):
