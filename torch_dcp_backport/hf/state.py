@@ -194,9 +194,9 @@ def tied_names(held: Mapping[str, Held]) -> dict[str, str]:
     tied = {}
     for key, (layout, local) in held.items():
         if has_slices(local) and local.numel():
-            memory = (local.device, local.data_ptr(), layout, local.dtype, local.shape, local.stride())
-            # The same memory, read as other values.
-            memory += (local.is_conj(), local.is_neg())
+            # A conjugate has the same memory, and other values.
+            kind = layout, local.dtype, local.shape, local.stride(), local.is_conj(), local.is_neg()
+            memory = local.device, local.data_ptr(), kind
             if first.setdefault(memory, key) != key:
                 tied[key] = first[memory]
     return tied
