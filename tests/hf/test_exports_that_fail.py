@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -14,8 +15,10 @@ import pytest
 from test_safetensors_files import NEW, TENSORS, data_of, exported, infos, same
 
 from torch_dcp_backport import hf
+from torch_dcp_backport.hf import moving
 from torch_dcp_backport.hf.files import Draft
 from torch_dcp_backport.hf.format import read_header
+from torch_dcp_backport.transfer import TransferError
 
 OLD_CONFIG, NEW_CONFIG = {"model_type": "qwen2"}, {"model_type": "qwen2", "rope_theta": 1}
 
@@ -203,3 +206,97 @@ def test_what_is_in_the_way_is_an_error_before_anything_is_written(tmp_path):
     assert not hf.Folder(tmp_path / "n").problems
     assert same(tmp_path / "n", TENSORS)
     assert not list(tmp_path.glob("**/.n*"))
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("met", range(7))
+def test_a_rank_that_is_gone_before_any_meeting_leaves_one_whole_model(tmp_path, monkeypatch, met, is_there):
+    target, meetings, agree_on_mesh = tmp_path / "m", [], moving.agree_on_mesh
+    if is_there:
+        exported(target, TENSORS, 10**9)
+        (target / "config.json").write_text(json.dumps(OLD_CONFIG))
+
+    def lonely(findings: Any, groups: Any, *, so_far: str) -> Any:
+        if len(meetings) == met:
+            raise TransferError(f"{so_far}; no agreement with rank 1")
+        meetings.append(so_far)
+        return agree_on_mesh(findings, groups, so_far=so_far)
+
+    monkeypatch.setattr(moving, "agree_on_mesh", lonely)
+    with pytest.raises(TransferError, match="no agreement") as caught:
+        hf.save_state_dict(NEW, target, like=NEW_CONFIG, how=hf.Export(file_bytes=10, overwrite=True))
+    found = as_transformers_reads(target)
+    assert found == ((NEW_CONFIG, True) if met > 4 else (OLD_CONFIG, False) if is_there else None)
+    assert ("nothing was changed" in str(caught.value)) == (found != (NEW_CONFIG, True))
+    assert [path.name for path in tmp_path.iterdir()] == ["m"] * (found is not None)
+    assert not (target / ".partial").exists()
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_what_died_beside_a_target_that_is_there_now_is_cleared_away(tmp_path, is_published):
+    target = tmp_path / "m"
+    dead = draft_of(target, 10, OLD_CONFIG)
+    if is_published:
+        dead.switch()
+    else:
+        target.mkdir()
+    # One under way is left alone.
+    exported(target, TENSORS, 10, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".m.partial", "m"]
+    os.close(dead.room._lock)
+    exported(target, NEW, 10, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    assert same(target, NEW)
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def unknown(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    exported(tmp_path / "m", TENSORS, 10)
+    dead = Draft(tmp_path / "m", True)
+    with pytest.raises(BlockingIOError, match=r"\.partial is of an export .* or was killed: .* has no locks"):
+        Draft(tmp_path / "m", True)
+    assert same(tmp_path / "m", TENSORS)
+    os.close(dead.room._lock)
+    shutil.rmtree(dead.room.path)
+    exported(tmp_path / "m", NEW, 10, overwrite=True)
+    assert same(tmp_path / "m", NEW)
+    assert [path.name for path in tmp_path.glob("**/.*")] == []
+
+
+def test_a_path_leads_where_the_system_says(tmp_path, monkeypatch):
+    (tmp_path / "real" / "in").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "in")
+    exported(tmp_path / "link" / ".." / "out", TENSORS, 10)
+    assert same(tmp_path / "real" / "out", TENSORS)
+    # A link to the target itself stays one.
+    exported(tmp_path / "link", TENSORS, 10)
+    assert (tmp_path / "link").is_symlink()
+    monkeypatch.chdir(tmp_path / "link")
+    for name in (".", "../in"):
+        exported(Path(name), NEW, 10, overwrite=True)
+        assert same(tmp_path / "real" / "in", NEW)
+    assert not list(tmp_path.glob("**/.*"))
+
+
+def test_a_folder_with_the_name_of_a_file_is_no_older_model(tmp_path):
+    kept = tmp_path / "m" / "model-00001-of-00002.safetensors"
+    kept.mkdir(parents=True)
+    assert exported(tmp_path / "m", TENSORS, 10**9) == []
+    assert kept.is_dir()
+    assert same(tmp_path / "m", TENSORS)
+
+
+@pytest.mark.parametrize("answer", [None, errno.EOPNOTSUPP])
+def test_a_system_that_cannot_reserve_room(tmp_path, monkeypatch, answer):
+    def cannot(*_: Any) -> None:
+        raise OSError(answer, "not supported")
+
+    if answer is None:
+        monkeypatch.delattr(os, "posix_fallocate")
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", cannot)
+    exported(tmp_path / "m", NEW, 10)
+    assert same(tmp_path / "m", NEW)

@@ -146,3 +146,37 @@ def unseen(api: Any, folder: Path) -> bool:
 
 def test_a_folder_that_is_not_the_same_is_not_written_into(ranks, tmp_path: Path) -> None:
     assert all(ranks(unseen, tmp_path))
+
+
+def late(api: Any, folder: Path) -> str:
+    """The text of the error of a save whose last rank hears only at the end that there was no room."""
+    close = os.close
+
+    def full(file: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{file}")
+        close(file)
+        if name.endswith(".safetensors"):
+            raise OSError(122, "the quota is used up")
+
+    broken = dist.get_rank() == dist.get_world_size() - 1
+    with mock.patch.object(os, "close", full) if broken else contextlib.nullcontext():
+        try:
+            api.save_state_dict(state_of("rows"), folder, like=CONFIG, how=api.Export(file_bytes=100))
+        except RuntimeError as error:
+            left = [name for name in os.listdir("/proc/self/fd") if is_of(folder, name)]
+            return f"{error}{left or ''}"
+    return ""
+
+
+def is_of(folder: Path, file: str) -> bool:
+    with contextlib.suppress(OSError):
+        return str(folder.parent) in os.readlink(f"/proc/self/fd/{file}")
+    return False
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux")
+def test_a_file_system_that_tells_of_a_full_disk_at_the_end(ranks, tmp_path: Path) -> None:
+    texts = ranks(late, tmp_path / "m")
+    assert len(set(texts)) == 1
+    assert texts[0].endswith("rank 3: OSError: [Errno 122] the quota is used up")
+    assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from test_safetensors_files import model as write_model
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport import hf
+from torch_dcp_backport.hf.comparing import equal_in
 from torch_dcp_backport.hf.moving import turns_of
-from torch_dcp_backport.transfer import Box
+from torch_dcp_backport.transfer import Box, last_report
 from torch_dcp_backport.transfer.spread import Boxes
 
 try:
@@ -96,12 +98,63 @@ def test_files_fill_what_the_ranks_hold(ranks, tmp_path: Path, name: str, files:
             assert bool(filled.bytes_read) == (rank == 0)
 
 
+def relayed(api: Any, folder: Path, name: str) -> tuple[int, int, bool]:
+    """(bytes sent, bytes received, whether all is right) of a load in another dtype."""
+    state = (
+        state_of(name, blank=True) if name else {key: torch.zeros_like(one) for key, one in VALUES.items()}
+    )
+    state["matrix"] = state["matrix"].to(torch.bfloat16)
+    api.load_state_dict(state, folder, files="rank0")
+    report = last_report()
+    assert report is not None
+    wanted = {**VALUES, "matrix": VALUES["matrix"].to(torch.bfloat16)}
+    same = all(torch.equal(bits(state[key]), bits(value)) for key, value in wanted.items())
+    return report.bytes_sent, report.bytes_received, same
+
+
+@pytest.mark.parametrize("name", ["", "replicas of shards"])
+def test_replicas_pass_on_what_the_first_rank_read(ranks, tmp_path: Path, name: str) -> None:
+    write_model(tmp_path / "m", VALUES)
+    sent, received, same = zip(*ranks(relayed, tmp_path / "m", name))
+    assert all(same)
+    assert sum(sent) == sum(received)
+    # Once, and no more: as the files have it.
+    assert 0 < sent[0] <= sum(value.nbytes for value in VALUES.values())
+    assert sum(sent[1:]) > 0
+
+
 def test_one_process_without_a_group(tmp_path: Path) -> None:
     hf.save_state_dict(VALUES, tmp_path / "m", like=CONFIG, how=hf.Export(file_bytes=100))
     assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1
     state = {key: torch.zeros_like(value) for key, value in VALUES.items()}
     hf.load_state_dict(state, tmp_path / "m")
     assert all(torch.equal(bits(state[key]), bits(value)) for key, value in VALUES.items())
+
+
+def test_one_memory_read_as_other_values_is_no_tie(tmp_path: Path) -> None:
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"x": value, "conj": value.conj(), "minus": value.conj().imag}
+    hf.save_state_dict(state, tmp_path / "m", like=CONFIG)
+    source = hf.Folder(tmp_path / "m")
+    assert set(source.tensors) == set(state)
+    assert all(torch.equal(source.part(key, Box((0,), (2,))), one) for key, one in state.items())
+
+
+def test_one_element_of_a_larger_tensor(tmp_path: Path) -> None:
+    large = torch.arange(40.0).view(4, 10)
+    state = {"one": large.view(-1)[20::30], "corner": large.t()[3:4, 1:2]}
+    hf.save_state_dict(state, tmp_path / "m", like=CONFIG)
+    filled = {key: torch.zeros(60)[::50][:1].view(value.shape) for key, value in state.items()}
+    hf.load_state_dict(filled, tmp_path / "m")
+    assert [value.tolist() for value in filled.values()] == [[20.0], [[13.0]]]
+    again = {"one": state["one"], "two": state["one"].clone()}
+    assert equal_in(hf.Given(again, {}), "one", "two")
+
+
+@pytest.mark.parametrize("size", ["5GB", None, -1])
+def test_the_size_of_a_file_is_a_number(tmp_path: Path, size: Any) -> None:
+    with pytest.raises(RuntimeError, match=f"file_bytes={size!r} is no number"):
+        hf.save_state_dict(VALUES, tmp_path / "m", like=CONFIG, how=hf.Export(file_bytes=size))
 
 
 def test_numbers_that_are_no_weights_keep_their_dtype(tmp_path: Path) -> None:
@@ -134,6 +187,30 @@ def test_a_tensor_under_two_names_is_written_once(ranks, tmp_path: Path) -> None
     for filled, head in ranks(load_tied, tmp_path / "m"):
         assert filled.tied == {"head": "embed"}
         assert head == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+
+
+def in_any_order(api: Any, folder: Path, files: str) -> bool:
+    rank = dist.get_rank()
+    state, blank = (
+        {**state_of("rows", blank=is_blank), **tied_state(is_blank)} for is_blank in (False, True)
+    )
+
+    def shuffled(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(random.Random(rank).sample(list(state.items()), len(state)))
+
+    api.save_state_dict(shuffled(state), folder, like=CONFIG, how=api.Export(file_bytes=100))
+    api.load_state_dict(shuffled(blank), folder, files=files)
+    return all(torch.equal(bits(blank[key]), bits(value)) for key, value in state.items())
+
+
+@pytest.mark.parametrize("files", ["shared", "rank0"])
+def test_every_rank_has_an_order_of_its_own(ranks, tmp_path: Path, files: str) -> None:
+    assert all(ranks(in_any_order, tmp_path / "m", files))
+    source = hf.Folder(tmp_path / "m")
+    assert not source.problems
+    for key, value in VALUES.items():
+        got = source.part(key, Box((0,) * value.dim(), tuple(value.shape)))
+        assert torch.equal(bits(got), bits(value)), key
 
 
 def differing(api: Any, folder: Path, what: str) -> str:

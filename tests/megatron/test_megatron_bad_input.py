@@ -346,7 +346,15 @@ def test_a_value_head_is_loaded_or_left_alone_and_said(ranks, tmp_path):
     for rank, (kept, left, differ) in enumerate(ranks(value_model, str(tmp_path / "lm"), False)):
         assert left == {"lm_head.weight": "no value head of one row"}
         assert list(kept) == differ == (["lm_head.weight"] if rank > 1 else [])
+    labels = {"score.weight": torch.ones(2, 16, dtype=torch.bfloat16), "score.bias": torch.ones(2)}
+    write_folder(tmp_path / "labels", QWEN, {**without("lm_head.weight"), **labels})
+    for _, left, _ in ranks(value_model, str(tmp_path / "labels"), False):
+        assert left == dict.fromkeys(labels, "no value head of one row")
     score = {**without("lm_head.weight"), "score.weight": torch.ones(1, 16, dtype=torch.bfloat16)}
+    # The module has none, and would compute other values without it.
+    write_folder(tmp_path / "bias", QWEN, {**score, "score.bias": torch.ones(1)})
+    with pytest.raises(RankError, match=r"in the files, and held by no rank: score.bias"):
+        ranks(value_model, str(tmp_path / "bias"), False)
     write_folder(tmp_path / "value", QWEN, score)
     assert all(answer == ((), {}, []) for answer in ranks(value_model, str(tmp_path / "value"), True))
     got = read_folder(tmp_path / "value-saved")

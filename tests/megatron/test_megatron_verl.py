@@ -70,3 +70,27 @@ def old_calls(api: Any, decoder: Decoder, vpp: int, who: str) -> None:
 @pytest.mark.parametrize("decoder", [QWEN, TIED], ids=["untied", "tied"])
 def test_the_old_calls_do_what_their_names_say(ranks, decoder, vpp, who):
     ranks(old_calls, decoder, vpp, who)
+
+
+def old_calls_of_a_critic(api: Any, decoder: Decoder) -> None:
+    rank = dist.get_rank()
+    spot = spot_of(decoder, "verl", rank, 2, 2)._replace(value_head=True)
+    sys.modules["megatron.core.parallel_state"] = parallel_state(rank % 2, 2, rank // 2, 2)
+    try:
+        hf = decoder.tensors()
+        head = torch.arange(16, dtype=torch.bfloat16).view(1, 16)
+        models = models_of(decoder, spot, {**hf, "score.weight": head})
+        given = {**hf, "lm_head.weight": head}
+        arguments = models, Config(decoder), torch.bfloat16, True, decoder.tied
+        api.load_state_dict_to_megatron_qwen2(given, *arguments)
+        got = api.merge_megatron_ckpt_qwen2(*arguments)
+        # As verl calls it: its own loader takes it from there.
+        assert set(got) == (set(given) if rank == 0 else set())
+        assert all(torch.equal(value, given[key]) for key, value in got.items())
+    finally:
+        del sys.modules["megatron.core.parallel_state"]
+
+
+@pytest.mark.parametrize("decoder", [QWEN, TIED], ids=["untied", "tied"])
+def test_the_head_of_a_critic_is_called_as_verl_does(ranks, decoder):
+    ranks(old_calls_of_a_critic, decoder)

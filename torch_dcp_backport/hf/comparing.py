@@ -12,7 +12,7 @@ import torch
 from torch_dcp_backport.hf.blocks import Share, windows
 from torch_dcp_backport.hf.moving import agree
 from torch_dcp_backport.hf.source import Source
-from torch_dcp_backport.hf.writing import Hand
+from torch_dcp_backport.hf.writing import Hand, as_bytes
 from torch_dcp_backport.transfer import Box, Call
 from torch_dcp_backport.transfer.chunks import chunks
 from torch_dcp_backport.transfer.spread import holders_of, intersection
@@ -68,8 +68,6 @@ def equal_in(source: Source, one: str, other: str) -> bool:
         for piece in window[one]
     )
     # As bytes: NaN is not equal to itself.
-    return all(torch.equal(as_bytes(first), as_bytes(second)) for first, second in pairs)
-
-
-def as_bytes(part: torch.Tensor) -> torch.Tensor:
-    return part.contiguous().reshape(-1).view(torch.uint8)
+    return all(
+        torch.equal(as_bytes(first.contiguous()), as_bytes(second.contiguous())) for first, second in pairs
+    )

@@ -6,6 +6,7 @@ Must never hold more than two buffers of the model at once (but for the dict).
 from __future__ import annotations
 
 import functools
+import numbers
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,7 @@ from torch_dcp_backport.hf.moving import bring_window, first_rank, settle
 from torch_dcp_backport.hf.sharing import Deal, sharing, write_own
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.hf.writing import Files
-from torch_dcp_backport.transfer import Box, Call, TensorInfo
+from torch_dcp_backport.transfer import Box, Call, Problem, TensorInfo
 from torch_dcp_backport.transfer.chunks import Piece
 from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.memories import Memory
@@ -33,6 +34,7 @@ from torch_dcp_backport.transfer.staging import part_of
 #: Of a tensor in a window: one of two buffers on the first rank.
 BUFFER_BYTES = 32 * 2**20
 BUFFERS = 2
+DONE = "the folder may have the new model already"
 HALF = "the folder has the new weights, and may have no config.json"
 
 
@@ -142,8 +144,8 @@ def published(
     Raises:
         RuntimeError: the folder holds a model, there is no room, a write failed, ...; on every rank. The
             folder is as it was.
-        TransferError: a rank is gone, or the group's timeout is over: the folder is as it was. Or a rename
-            failed after that of the weights: it says so.
+        TransferError: a rank is gone, or the group's timeout is over: the folder is as it was, or has the new
+            model already. Or a rename failed after that of the weights. It says what is so.
     """
     draft: Optional[Draft] = None
     folder, how, companions = target
@@ -164,13 +166,17 @@ def published(
             with call.guard(str(folder)):
                 draft.sync()
         settle(call)
+        late: list[Problem] = []
         if draft is not None:
             with call.guard(str(folder)):
                 draft.switch()
-        settle(call)
-        if draft is not None:
-            with call.guard(str(folder)):
-                removed = draft.finish()
+            if not call.problems:
+                # Before the ranks meet: one that is gone must not keep half of an export from its other half.
+                with call.guard(str(folder)):
+                    removed = draft.finish()
+                late, call.problems[:] = call.problems[:], []
+        settle(call, lost=DONE)
+        call.problems += late
         settle(call, HALF)
     return Saved(tuple(tensors), sum(map(nbytes_of, tensors.values())), tuple(removed))
 
@@ -262,12 +268,14 @@ def checked(how: Optional[Export]) -> Export:
     """What the caller asks for.
 
     Raises:
-        TypeError: it is no `Export`, or its dtype is none of torch.
+        TypeError: it is no `Export`, its dtype is none of torch, or the size of files no number.
         ValueError: weights cannot be cast to its dtype.
     """
     how = Export() if how is None else how
     if not isinstance(how, Export):
         raise TypeError(f"a {type(how).__name__}, where an Export is needed")
+    if not isinstance(how.file_bytes, numbers.Real) or how.file_bytes < 0:
+        raise TypeError(f"file_bytes={how.file_bytes!r} is no number of bytes")
     if how.dtype is None:
         return how
     if not isinstance(how.dtype, torch.dtype):

@@ -6,6 +6,7 @@ One process's work; must never talk to other ranks, and never touch what it did 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -26,6 +27,8 @@ WEIGHTS = re.compile(
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
 )
 LOCK = ".lock"
+#: What file systems without locks say (Lustre without `-o flock`, NFS without a lock daemon).
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 #: What config.json says of a file or of how a model is run; what is not in both is a default in one of them.
 NOT_THE_MODEL = frozenset(("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"))
 
@@ -37,11 +40,15 @@ def weights_in(folder: Path) -> list[str]:
         named.update(map(str, json.loads((folder / INDEX).read_bytes()).get("weight_map", {}).values()))
     names = os.listdir(folder) if folder.is_dir() else ()
     named |= {SINGLE, INDEX}
-    return sorted(name for name in names if name in named or WEIGHTS.fullmatch(name))
+    found = sorted(name for name in names if name in named or WEIGHTS.fullmatch(name))
+    return [name for name in found if not os.path.isdir(folder / name)]
 
 
 class Room:
-    """A hidden folder that one process at a time works in. Its lock goes with the process."""
+    """A hidden folder that one process at a time works in.
+
+    Its lock goes with the process; on a file system that has no locks the first one to make the file has it.
+    """
 
     def __init__(self, path: Path, target: Path) -> None:
         """Take it, and clear away what a process that died left behind.
@@ -56,13 +63,23 @@ class Room:
         names = os.listdir(path)
         if names and LOCK not in names:
             raise FileExistsError(f"{path} is in the way, and no export made it: remove it")
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        is_first = not (path / LOCK).exists()
+        exclusive = os.O_EXCL if is_first else 0
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | exclusive, 0o600)
+        except FileExistsError:
+            raise busy(target, path) from None
+        try:
+            take(lock, is_first)
             # The lock of an export that ended just now is no longer there.
             is_mine = os.path.samestat(os.fstat(lock), os.stat(path / LOCK))
         except OSError as error:
             os.close(lock)
+            if error.errno in NO_LOCKS:
+                what = (
+                    f"{path} is of an export that is under way, or was killed: this file system has no locks"
+                )
+                raise BlockingIOError(f"{what}; remove it if there is none") from None
             if not isinstance(error, (BlockingIOError, FileNotFoundError)):
                 raise
             raise busy(target, path) from None
@@ -109,6 +126,19 @@ class Room:
             self._lock = None
 
 
+def take(lock: int, is_first: bool) -> None:
+    """Take a lock; on a file system without any, for the process that has made its file.
+
+    Raises:
+        OSError: another process has it, or may have it.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS or not is_first:
+            raise
+
+
 def busy(target: Path, room: Path) -> BlockingIOError:
     return BlockingIOError(f"another export into {target} is under way, or ended just now ({room})")
 
@@ -131,20 +161,23 @@ class Draft:
             BlockingIOError: another export into the same target is under way.
             OSError: the folder cannot be made.
         """
-        self.target = target = Path(os.path.abspath(target))
+        self.target = target = located(target)
         self.is_new = not os.path.lexists(target)
         if not self.is_new and not target.is_dir():
             raise NotADirectoryError(f"{target} is there, and no folder")
         replaced(target, overwrite, config)
         target.parent.mkdir(parents=True, exist_ok=True)
-        self.room = Room(
-            target.parent / f".{target.name}.partial" if self.is_new else target / ".partial", target
-        )
+        beside = target.parent / f".{target.name}.partial"
+        self.room = Room(beside if self.is_new else target / ".partial", target)
         try:
             # What was there before the lock was taken may be another export's work by now.
             if os.path.lexists(target) == self.is_new:
                 raise busy(target, self.room.path)
             self.stale = replaced(target, overwrite, config)
+            if not self.is_new and beside.is_dir():
+                # Left by an export that died when the target was not there; one under way has it locked.
+                with contextlib.suppress(OSError):
+                    Room(beside, target).leave()
             self.folder = self.room.path / "new"
             self.folder.mkdir()
         except BaseException:
@@ -266,6 +299,13 @@ class Draft:
             set(os.listdir(self.folder)) - set(self._weights), key=lambda name: (name == CONFIG, name)
         )
         return [name for name in names if not same_content(self.folder / name, self.target / name)] and names
+
+
+def located(target: Path) -> Path:
+    """A path from the root: the name itself may be a link, and what is before it is where links lead."""
+    if target.name in ("", ".."):
+        return Path(os.path.realpath(target))
+    return Path(os.path.realpath(target.parent)) / target.name
 
 
 def replaced(target: Path, overwrite: bool, config: bytes = b"") -> list[str]:

@@ -77,17 +77,18 @@ def publish(call: Call, inventory: Optional[Mapping[Any, object]]) -> dict[Any, 
     return dict(inventory or {})
 
 
-def settle(call: Call, so_far: str = UNCHANGED) -> None:
+def settle(call: Call, so_far: str = UNCHANGED, lost: str = "") -> None:
     """Raise the problems that came up on any rank while data moved, on every rank.
 
     Args:
         so_far: what was written on some rank; the same on every rank.
+        lost: what an error says instead where a rank is gone; nothing is the same.
 
     Raises:
         RuntimeError: some rank has problems, and nothing was changed.
         TransferError: some rank has problems after something was written.
     """
-    findings, _ = agree_on_mesh(call.findings, call.groups, so_far=so_far)
+    findings, _ = agree_on_mesh(call.findings, call.groups, so_far=lost or so_far)
     kind = RuntimeError if so_far == UNCHANGED else TransferError
     raise_together(call.title, findings, call.cause, kind, so_far)
 

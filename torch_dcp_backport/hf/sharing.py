@@ -50,7 +50,9 @@ def sharing(
         yield files, tuple(sorted(rank for table in tables if table.note for rank in table.ranks))
     finally:
         if joined is not None:
-            joined.close()
+            # Some file systems write only now, and say only now that there was no room.
+            with call.guard():
+                joined.close()
 
 
 class Deal:

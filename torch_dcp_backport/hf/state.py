@@ -27,6 +27,8 @@ from torch_dcp_backport.transfer.plan import Agreement
 
 SAVE = "cannot save as Hugging Face weights"
 LOAD = "cannot load Hugging Face weights"
+#: Of all keys, beside what is said of some.
+ORDER = ("order",)
 
 
 class Held(NamedTuple):
@@ -79,12 +81,13 @@ def save_state_dict(
     Raises:
         RuntimeError: ranks hold different tensors, the folder holds a model, the disk is full, ...; the same
             text on every rank. The folder is as it was.
-        TransferError: a rank is gone, or the group's timeout is over. The folder is as it was.
+        TransferError: a rank is gone, or the group's timeout is over. The folder is as it was, or has the new
+            model; the error says which.
     """
     with Call(SAVE, "collect", groups_of(process_group)) as call:
         target = target_of(call, folder, like, how)
         held = held_of(call, state_dict)
-        tied = agree_on_ties(call, held)
+        held, tied = agree_on_names(call, held)
         agreement = agree_on_state(call, held, {"how": repr(target.how), "folder": str(target.folder)})
         tensors: dict[str, TensorInfo] = {}
         with call.guard():
@@ -122,7 +125,7 @@ def load_state_dict(
             source = source_of(folder)
         held = held_of(call, state_dict, is_written=True)
         sight = look(call, source, files)
-        tied = agree_on_ties(call, held)
+        held, tied = agree_on_names(call, held)
         agreement = agree_on_state(call, held, {})
         filled: dict[str, str] = {}
         for keys in names_of(held, tied):
@@ -191,7 +194,9 @@ def tied_names(held: Mapping[str, Held]) -> dict[str, str]:
     tied = {}
     for key, (layout, local) in held.items():
         if has_slices(local) and local.numel():
-            memory = (local.device, local.data_ptr(), layout, local.dtype, local.shape, local.stride())
+            # A conjugate has the same memory, and other values.
+            kind = layout, local.dtype, local.shape, local.stride(), local.is_conj(), local.is_neg()
+            memory = local.device, local.data_ptr(), kind
             if first.setdefault(memory, key) != key:
                 tied[key] = first[memory]
     return tied
@@ -205,17 +210,23 @@ def names_of(held: Mapping[str, Held], tied: Mapping[str, str]) -> list[list[str
     return list(names.values())
 
 
-def agree_on_ties(call: Call, held: Mapping[str, Held]) -> dict[str, str]:
-    """The first rank's `tied_names`; where they are not this rank's, that is a problem of the call."""
+def agree_on_names(call: Call, held: Mapping[str, Held]) -> tuple[dict[str, Held], dict[str, str]]:
+    """(the tensors in the first rank's order, its `tied_names`).
+
+    Where each tensor is in a file depends on the order; a state dict that was built from a set has any. Other
+    ties on this rank are a problem of the call.
+    """
     own = tied_names(held)
     unknown: dict[str, Optional[str]] = {key: None for key, one in held.items() if not one.local.numel()}
-    found = publish(call, {**unknown, **own})
+    found = publish(call, {ORDER: tuple(held), **unknown, **own})
+    held = {key: held[key] for key in dict.fromkeys((*found.pop(ORDER), *held)) if key in held}
+    own = tied_names(held)
     for key, one in held.items():
         if not one.local.numel() or found.get(key, "") is None or found.get(key) == own.get(key):
             continue
         mine, first = (f"the memory of {ties[key]}" if key in ties else "its own" for ties in (own, found))
         call.problems.append(Problem("tied on some ranks alone", key, mine, f"{first} as on the first rank"))
-    return {key: name for key, name in found.items() if name is not None}
+    return held, {key: name for key, name in found.items() if name is not None}
 
 
 def other_values(call: Call, source: Source, key: str, first: str) -> list[Problem]:
@@ -256,7 +267,8 @@ def share_of(call: Call, held: Mapping[str, Held], tensors: Mapping[str, TensorI
         call.problems += gaps(key, spreads[key])
         if call.rank in boxes:
             parts[key] = [Part(boxes[call.rank], local)]
-    return Share(tensors, spreads, parts)
+    # The ranks agreed on the dtypes that they hold.
+    return Share(tensors, spreads, parts, {key: held[key].info.dtype for key in tensors})
 
 
 def misfits(key: str, info: TensorInfo, stored: TensorInfo) -> list[Problem]:

@@ -5,6 +5,7 @@ Must never publish anything, and never make a file that is there.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -154,8 +155,14 @@ class Files:
             os.fsync(self._open[name])
 
     def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
+        """Close them all. Does nothing a second time.
+
+        Raises:
+            OSError: something that was written is not in a file; all are closed.
+        """
+        with contextlib.ExitStack() as files:
+            while self._open:
+                files.callback(os.close, self._open.popitem()[1])
 
 
 def run_of(box: Box, shape: tuple[int, ...]) -> int:
@@ -194,12 +201,19 @@ class Hand:
         self._copy: Optional[torch.Tensor] = None
 
     def __call__(self, part: torch.Tensor, dtype: torch.dtype) -> memoryview:
-        if part.device.type != "cpu" or part.dtype != dtype or not part.is_contiguous() or part.is_neg():
+        is_lazy = part.is_conj() or part.is_neg()
+        if part.device.type != "cpu" or part.dtype != dtype or not part.is_contiguous() or is_lazy:
             if self._copy is None:
                 self._copy = compat.host_buffer(self._nbytes)
             copy = self._copy[: part.numel() * dtype.itemsize].view(dtype).view(part.shape)
             part = copy.copy_(part)
-        return memoryview(part.view(-1).view(torch.uint8).numpy().data)
+        return memoryview(as_bytes(part).numpy().data)
+
+
+def as_bytes(part: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, which they share."""
+    # Of a single element the stride may be any, and no view of another dtype has it so.
+    return part.as_strided((part.numel(),), (1,)).view(torch.uint8)
 
 
 def reserve(file: int, size: int) -> None:
@@ -208,6 +222,10 @@ def reserve(file: int, size: int) -> None:
     Raises:
         OSError: there is not so much room.
     """
+    if not hasattr(os, "posix_fallocate"):
+        # Not every system can.
+        os.ftruncate(file, size)
+        return
     try:
         if size:
             os.posix_fallocate(file, 0, size)

@@ -141,7 +141,8 @@ def save_hf(
     Raises:
         RuntimeError: the model does not fit its configuration, no rank holds some of it, the folder holds
             a model, the disk is full, ...; the same text on every rank. The folder is as it was.
-        TransferError: a rank is gone, or the group's timeout is over. The folder is as it was.
+        TransferError: a rank is gone, or the group's timeout is over. The folder is as it was, or has the new
+            model; the error says which.
     """
     with Call(SAVE, "collect", groups_of()) as call:
         target = target_of(call, folder, like, how)

@@ -11,6 +11,8 @@ from typing import NamedTuple, Optional
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 #: Where a value head of one row may be in files; the first is what an export writes.
 VALUE_HEADS = ("score.weight", HEAD, "reward_head.weight")
+#: Of the first one, where transformers classifies tokens; a head in Megatron has none.
+SCORE_BIAS = "score.bias"
 #: Old files hold them; they are computed.
 COMPUTED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 

@@ -17,6 +17,7 @@ from torch_dcp_backport.megatron.names import (
     EMBED,
     HEAD,
     NORM,
+    SCORE_BIAS,
     VALUE_HEADS,
     hf_keys,
     hf_order,
@@ -191,7 +192,7 @@ def left_alone(tensors: Mapping[str, TensorInfo], plan: Spreading) -> dict[str, 
             continue
         if COMPUTED.fullmatch(key):
             left[key] = "computed by the model"
-        elif key in VALUE_HEADS and plan.head.is_value:
+        elif plan.head.is_value and is_other_head(key, plan.head):
             left[key] = "no value head of one row"
         elif key == HEAD and plan.shape.tied:
             left[key] = "equal to the embedding"
@@ -200,6 +201,11 @@ def left_alone(tensors: Mapping[str, TensorInfo], plan: Spreading) -> dict[str, 
         got = f"{tensors[name].shape}" if name in tensors else f"{len(keys)} tensors"
         plan.problems.append(Problem("in the files, and held by no rank", name, got))
     return left
+
+
+def is_other_head(key: str, head: Head) -> bool:
+    """Whether a tensor is of a head that is not loaded; the one that is has other values without its bias."""
+    return key in VALUE_HEADS or (key == SCORE_BIAS and head.key != VALUE_HEADS[0])
 
 
 def check_files(tensors: Mapping[str, TensorInfo], plan: Spreading) -> None:

@@ -14,6 +14,7 @@ from torch_dcp_backport.hf.companions import as_config
 from torch_dcp_backport.megatron.agreed import Given
 from torch_dcp_backport.megatron.bridge import gather, load
 from torch_dcp_backport.megatron.model import PARALLEL_STATE, Layers, Models, chunks_of
+from torch_dcp_backport.megatron.names import HEAD, VALUE_HEADS
 from torch_dcp_backport.megatron.stages import stages
 
 
@@ -62,14 +63,16 @@ def merge_megatron_ckpt_qwen2(
         wrapped_models: this rank's chunks.
         config: the HF configuration.
         dtype: of the dict's tensors.
-        is_value_model: not used: a head of one row is one. It is under `score.weight`.
+        is_value_model: not used: a head of one row is one. It is under `lm_head.weight`, where verl's loader
+            looks for it.
         tie_word_embeddings: whether the head is the embedding, which is in the dict once.
 
     Raises:
         RuntimeError: the model does not fit its configuration, or rank 0 has no room; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
     """
-    return gather(lambda: said(wrapped_models, config, tie_word_embeddings), dtype)
+    tensors = gather(lambda: said(wrapped_models, config, tie_word_embeddings), dtype)
+    return {HEAD if key in VALUE_HEADS else key: value for key, value in tensors.items()}
 
 
 def said(models: Models, config: Any, tie_word_embeddings: bool) -> tuple[dict[str, Any], Given]:
