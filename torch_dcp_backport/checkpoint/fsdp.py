@@ -206,7 +206,6 @@ class FSDPCheckpointManager(ShardedManager):
         """The state dicts of the model and of its optimizers, with DTensors."""
         if not (has_model or has_optimizer):
             return {}
-        flat.check_rows(self.model)
         state = state_of(self.model, self.optimizers if has_optimizer else ())
         wanted = {MODEL: has_model, OPTIMIZER: has_optimizer}
         return {key: part for key, part in state.items() if wanted[key]}
