@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -33,7 +33,7 @@ class Saves:
         wanted: Wanted,
         write: Callable[[Path], None],
         shelf_of: Callable[[Path], Optional[Shelf]],
-        then: Callable[[Path], None],
+        then: Sequence[Callable[[Path], None]],
     ) -> Path:
         """Write a folder, or begin to, once the save before is published.
 
@@ -69,7 +69,10 @@ class Saves:
         return not self._queue.get_num_unfinalized_calls()
 
     def _publish(
-        self, begun: Begun, shelf_of: Callable[[Path], Optional[Shelf]], then: Callable[[Path], None]
+        self,
+        begun: Begun,
+        shelf_of: Callable[[Path], Optional[Shelf]],
+        then: Sequence[Callable[[Path], None]],
     ) -> None:
         self._final = None
         _unfinished.discard(self)
