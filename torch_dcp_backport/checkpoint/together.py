@@ -44,8 +44,8 @@ CANNOT_UPLOAD = "cannot upload the checkpoint"
 OLDER = "steps saved before are as they were"
 #: Seconds between two meetings of ranks that wait for the first one: less than any group's timeout.
 PATIENCE = 2.0
-#: Files that a rank writes, by its number.
-OF_RANK = re.compile(r"(?:__(?P<shard>\d+)_\d+\.distcp|data_(?P<data>\d+)\.pt)")
+#: Files that a rank writes, by its number: of dist_checkpointing and torch, data loaders, verl's own manager.
+OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|data_(\d+)\.pt|\w+_rank_(\d+)\.pt")
 
 
 class Writing(NamedTuple):
@@ -293,7 +293,7 @@ def entries_of(writing: Writing, rank: int) -> dict[str, Entry]:
     for name in manifest.paths_in(writing.draft):
         path = writing.draft / name
         match = OF_RANK.fullmatch(path.name)
-        if match is not None and int(match["shard"] or match["data"]) == rank:
+        if match is not None and int(match[match.lastindex or 0]) == rank:
             entry, state = writing.entries.get(path, (None, ()))
             if entry is None or state != state_of(path):
                 entry = manifest.entry_of(path)
