@@ -74,9 +74,9 @@ clients-2.6:
 clients-2.5:
 	$(LANES) test clients-2.5 -- tests/clients --ignore=tests/clients/test_ray.py --timeout 900
 
-# verl 0.7's worker and losses on our engine, beside one process.
+# verl 0.7's worker and losses on our engine, beside one process; its SFT trainer with our checkpoint handler.
 clients-0.7:
-	$(LANES) test verl -- tests/engine/test_engine_verl.py
+	$(LANES) test verl -- tests/engine/test_engine_verl.py tests/engine/test_verl_trainer.py
 
 # megatron-core's own models on the CPU; the other tests of the two rooms are in the lanes of `make test`.
 megatron:

@@ -4,14 +4,15 @@
     python3 tools/lanes.py run 2.6 -- python benchmarks/checkpoint_blocked.py
 
 Decoder layers of Qwen2-0.5B's shape (FSDP2, fp32) and their AdamW on 4 ranks of one machine, gloo, one thread
-per rank. Each way saves in turn, and begins in turn, so that all meet the same disk; with the handler one
-step is kept, so that each save but the first has a step to remove. Between saves there is a pause, as in
+per rank. The ways take turns in every order, so that all meet the same disk; with the handler one step is
+kept, so that each save but the first has a step to remove. Between saves there is a pause, as in
 training, in which the background ends. Wall seconds of the slowest rank; the ratio is that of the medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import statistics
@@ -83,9 +84,9 @@ def measure(
                 for name, handler in handlers.items()
             },
         }
-        # Who comes first meets a disk that has rested.
-        turn = number % len(ways)
-        for name, work in [*ways.items()][turn:] + [*ways.items()][:turn]:
+        # A disk is slower after much was written: each way follows each other one as often.
+        orders = [*itertools.permutations(ways.items())]
+        for name, work in orders[number % len(orders)]:
             is_last = is_traced and name == HANDLER and number == rounds + 1
             if is_last:
                 began = time.perf_counter()
@@ -97,8 +98,9 @@ def measure(
             time.sleep(training)
             for handler in handlers.values():
                 handler.finish()
-        if dist.get_rank() == 0:
-            shutil.rmtree(place)
+            if name == ALONE and dist.get_rank() == 0:
+                shutil.rmtree(place)
+            time.sleep(training)
     parts = [*model.state_dict().values()]
     parts += [value for state in optimizer.state.values() for value in state.values()]
     return {**found, "steps": steps, "own": sum(meter.own_bytes(part) for part in parts)}
@@ -108,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--layers", type=int, default=8, help="of 42 MiB on each rank")
     parser.add_argument("--training", type=float, default=0.5, help="seconds between saves")
     parser.add_argument("--folder", help="on the disk to be measured; by default a temporary one")

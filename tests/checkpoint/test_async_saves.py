@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -182,3 +183,14 @@ def test_the_word_is_only_said_where_it_is_true(tmp_path: Path, caplog) -> None:
         trainer.handler.finish()
         saves._warn()
         assert caplog.text == ""
+
+
+def test_a_save_that_waits_for_the_one_before_says_so(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(saves, "SHORT", 0.2)
+    trainer = Trainer(tmp_path, config=ASYNC)
+    with slow() as opened:
+        trainer.handler.save_checkpoint(1)
+        threading.Timer(0.4, opened.set).start()
+        trainer.handler.save_checkpoint(2)
+    assert re.search(r"waited 0\.[4-9] s for .*global_step_1, the save before", caplog.text)
+    trainer.handler.finish()

@@ -374,3 +374,24 @@ def test_patience_with_files_that_are_not_seen_is_that_of_all(tmp_path: Path, mo
         commit.publish(tmp_path, Index(), b"", outputs)
     assert len(caught.value.findings) == 100
     assert clock.now <= commit.PATIENCE + 0.1
+
+
+def test_a_parameter_that_is_frozen_when_it_is_resumed(tmp_path: Path, caplog) -> None:
+    """As stock: what the optimizer has no place for is left out, and the rest is as it was."""
+    trainer, fresh = Trainer(tmp_path), Trainer(tmp_path)
+    trainer.train(1, 2)
+    trainer.handler.save_checkpoint(1)
+    fresh.model[0].weight.requires_grad_(False)
+    assert fresh.handler.load_checkpoint() == 1
+    assert "not loaded, as their parameters are frozen now: optimizer.state.0.weight.exp_avg" in caplog.text
+    for parameter, other in zip(trainer.model.parameters(), fresh.model.parameters()):
+        assert torch.equal(parameter, other)
+        if other.requires_grad:
+            states = trainer.optimizer.state[parameter], fresh.optimizer.state[other]
+            assert states[0].keys() == states[1].keys()
+            assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    fresh.handler.save_checkpoint(2)
+    again = Trainer(tmp_path)
+    again.model[0].weight.requires_grad_(False)
+    assert again.handler.load_checkpoint() == 2
+    assert Trainer(tmp_path).handler.load_checkpoint() == 1  # the trained one has no states in step 2

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from damaging import flip
 from trainer import Trainer
 
-from torch_dcp_backport.checkpoint import find_latest_ckpt_path, store
+from torch_dcp_backport.checkpoint import find_latest_ckpt_path, manifest, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 
 
@@ -67,3 +68,47 @@ def test_steps_of_verls_own_manager_are_never_passed_over_for_step_0(tmp_path: P
     (tmp_path / store.TRACKER).write_text("6")
     with pytest.raises(CheckpointingException, match="it has no manifest, and the tracker does not name it"):
         find_latest_ckpt_path(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["tmp", "old", "was"])
+def test_what_a_killed_writer_left_in_a_step_is_no_part(tmp_path: Path, kind: str) -> None:
+    saved(tmp_path, 1, "actor", "critic")
+    saved(tmp_path, 2, "actor", "critic", tracked=False)
+    saved(tmp_path, 3, "actor")
+    actor = tmp_path / "global_step_3" / "actor"
+    actor.rename(actor.with_name(f".actor.{kind}-00000000"))
+    (tmp_path / store.TRACKER).write_text("garbled")
+    assert latest(tmp_path) == 2
+    # Both of its parts, one of which lost its name when it was replaced.
+    saved(tmp_path, 3, "critic", tracked=False)
+    assert latest(tmp_path) == (3 if kind == "was" else 2)
+    Trainer(tmp_path).manager.load_checkpoint(actor if kind == "was" else actor.with_name("critic"))
+
+
+def test_a_step_that_is_passed_over_is_told(tmp_path: Path, caplog) -> None:
+    trainer = Trainer(tmp_path)
+    for step in (1, 2):
+        trainer.handler.save_checkpoint(step)
+    (tmp_path / "global_step_2" / "data_0.pt").unlink()
+    assert latest(tmp_path) == 1
+    assert "global_step_2: data_0.pt: No such file or directory; going on from step 1" in caplog.text
+
+
+def test_a_run_that_starts_from_another_one_s_step(tmp_path: Path) -> None:
+    """As verl's "auto" with a path; but a restart goes on from what the run itself saved."""
+    origin = tmp_path / "origin" / "global_step_4"
+    Trainer(tmp_path / "origin").handler.save_checkpoint(4)
+    trainer = Trainer(tmp_path / "run", resume_from_path=origin)
+    assert trainer.handler.load_checkpoint() == 4
+    trainer.handler.save_checkpoint(5)
+    assert Trainer(tmp_path / "run", resume_from_path=origin).handler.load_checkpoint() == 5
+    flip(origin / "manifest.json")
+    with pytest.raises(CheckpointingException, match=r"manifest\.json"):
+        Trainer(tmp_path / "another", resume_from_path=origin).handler.load_checkpoint()
+
+
+def test_what_current_verl_s_tools_look_for(tmp_path: Path) -> None:
+    facts = {"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"}
+    folder = Trainer(tmp_path, lora_train_meta=facts).handler.save_checkpoint(1)
+    assert json.loads((folder / "lora_train_meta.json").read_text()) == facts
+    assert "lora_train_meta.json" in manifest.read(folder).files

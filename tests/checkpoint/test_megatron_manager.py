@@ -294,3 +294,54 @@ def keeps_schedule(api: Any, root: Path) -> list[float]:
 
 def test_a_schedule_that_is_not_wanted(ranks, tmp_path: Path) -> None:
     assert ranks(keeps_schedule, tmp_path, world=1) == [[0, 1]]
+
+
+class Scaled(nn.Module):
+    """With a parameter that is a number, whose moments look like its number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.tensor(2.0))
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        parameters = self.state_dict(keep_vars=True)
+        return {key: ShardedTensor.from_rank_offsets(key, value) for key, value in parameters.items()}
+
+    def optimized(self, kind: Any) -> tuple[torch.optim.Optimizer, MegatronCheckpointManager]:
+        optimizer = kind(self.parameters(), lr=0.1)
+        return optimizer, MegatronCheckpointManager(model=self, optimizer=optimizer)
+
+
+def test_a_number_has_steps_of_its_own(tmp_path: Path) -> None:
+    model, fresh = Scaled(), Scaled()
+    optimizer, manager = model.optimized(torch.optim.AdamW)
+    for gradient in (1.0, None, 1.0):
+        model.weight.grad = torch.ones(3, 2)
+        model.scale.grad = None if gradient is None else torch.tensor(gradient)
+        optimizer.step()
+    manager.save_checkpoint(tmp_path / "global_step_1")
+    other, manager = fresh.optimized(torch.optim.AdamW)
+    manager.load_checkpoint(tmp_path / "global_step_1")
+    assert [int(state["step"]) for state in other.state_dict()["state"].values()] == [3, 2]
+    assert torch.equal(fresh.scale, model.scale)
+
+
+def test_a_state_of_another_shape_is_one_error(tmp_path: Path) -> None:
+    model = Scaled()
+    _, manager = model.optimized(Factored)
+    with pytest.raises(
+        CheckpointingException, match=r"row is of shape \(3,\), and its parameter of \(3, 2\)"
+    ):
+        manager.save_checkpoint(tmp_path / "global_step_1")
+    assert not list(tmp_path.iterdir())
+
+
+class Factored(torch.optim.SGD):
+    """As Adafactor keeps a row and a column of the second moments."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim():
+                    self.state[parameter]["row"] = parameter.detach().sum(1)

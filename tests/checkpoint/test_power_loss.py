@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from trainer import Trainer
 
-from torch_dcp_backport.checkpoint import store
+from torch_dcp_backport.checkpoint import owners, store
 
 
 class Disk:
@@ -36,7 +36,7 @@ class Disk:
     def volatile(self, path: Path) -> list[str]:
         """What a loss of power would take of a file or folder."""
         every = [path, *path.rglob("*")] if path.is_dir() else [path]
-        stats = [(one, one.stat()) for one in every if one.name != store.OWNER]
+        stats = [(one, one.stat()) for one in every if one.name != owners.OWNER]
         return [
             one.name
             for one, stat in stats

@@ -14,7 +14,7 @@ from pool import RankError
 from torch import nn
 from trainer import Trainer, same
 
-from torch_dcp_backport.checkpoint import SaveSignals, store
+from torch_dcp_backport.checkpoint import CheckpointHandler, SaveSignals, manifest, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 
 try:
@@ -327,3 +327,32 @@ def signalled(api: Any) -> list[bool]:
 
 def test_a_signal_to_one_rank_saves_on_all_at_the_same_step(ranks) -> None:
     assert ranks(signalled, world=2) == [[False, True, False, True]] * 2
+
+
+class Theirs:
+    """As an engine with verl's own manager."""
+
+    def save_checkpoint(self, local_path: str, **options: Any) -> None:
+        name = f"model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+        Path(local_path, name).write_bytes(bytes(100))
+
+
+def reads(api: Any, root: Path) -> list[str]:
+    """The files whose checksums this rank takes."""
+    names, native = list[str](), manifest.entry_of
+
+    def entry_of(path: Path) -> manifest.Entry:
+        names.append(path.name)
+        return native(path)
+
+    manifest.entry_of = entry_of
+    try:
+        CheckpointHandler(Theirs(), default_local_dir=root).save_checkpoint(1)
+    finally:
+        manifest.entry_of = native
+    return names
+
+
+def test_each_rank_reads_what_it_wrote(ranks, tmp_path: Path) -> None:
+    """One that reads all lets the others wait, for longer than their group's timeout."""
+    assert ranks(reads, tmp_path, world=2) == [[f"model_world_size_2_rank_{rank}.pt"] for rank in (0, 1)]

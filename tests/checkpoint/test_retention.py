@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import datetime
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from trainer import Trainer
 
-from torch_dcp_backport.checkpoint import store
+from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager, retention, store
+from torch_dcp_backport.checkpoint.background import Background
 from torch_dcp_backport.dist_checkpointing.engine import files
 
 
@@ -151,3 +159,98 @@ def test_half_of_a_replaced_step_never_comes_back(tmp_path: Path, monkeypatch) -
     shutil.rmtree(tmp_path / "global_step_1")
     store.clean(tmp_path)
     assert not list(tmp_path.glob("*global_step_1*"))
+
+
+def test_a_job_that_raises_is_not_waited_for_without_end() -> None:
+    background = Background("removal of checkpoints")
+    for error in (ValueError("bad"), asyncio.CancelledError("by the store")):
+
+        def fail(error: BaseException = error) -> str:
+            raise error
+
+        background.add(fail)
+    assert background.wait(5)
+    assert background.failures() == ["ValueError: bad", "CancelledError: by the store"]
+
+
+def test_one_that_stays_is_no_reason_to_keep_the_others(tmp_path: Path, monkeypatch, caplog) -> None:
+    trainer = Trainer(tmp_path)
+    for step in (1, 2, 3):
+        trainer.handler.save_checkpoint(step)
+    native = os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if Path(source).name == "global_step_2":
+            raise PermissionError(13, "Permission denied", str(source))
+        native(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    trainer.handler.max_ckpt_to_keep = 1
+    trainer.handler.save_checkpoint(4)
+    trainer.handler.finish()
+    assert [step.step for step in store.steps_in(tmp_path)] == [4, 2]
+    assert "still takes its room on the disk" in caplog.text
+    assert retention.prune(tmp_path, 1, lambda step: None) == [
+        f"{tmp_path / 'global_step_2'}: [Errno 13] Permission denied: '{tmp_path / 'global_step_2'}'"
+    ]
+
+
+def test_two_processes_that_prune(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    for step in (1, 2, 3, 4):
+        trainer.handler.save_checkpoint(step)
+
+    def told(step: store.Step) -> None:
+        if step.step == 3:
+            shutil.rmtree(step.path)
+
+    assert retention.prune(tmp_path, 1, told) == []
+    assert [step.step for step in store.steps_in(tmp_path)] == [4]
+
+
+def test_prune_reads_what_is_to_stay_beside_one_that_could_not_be_loaded(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    for step in (1, 2, 3):
+        trainer.handler.save_checkpoint(step)
+    retention.distrust(tmp_path / "global_step_3", "a reason")
+    (tmp_path / "global_step_2" / "data_0.pt").write_bytes(
+        bytes((tmp_path / "global_step_2" / "data_0.pt").stat().st_size)
+    )
+    retention.prune(tmp_path, 1, lambda step: None)
+    assert Trainer(tmp_path).handler.load_checkpoint() == 3
+    # 3 could not be loaded before, and 2 is damaged.
+    assert (tmp_path / "global_step_1").exists()
+
+
+@pytest.mark.parametrize("mode", ["disable", "resume_path"])
+def test_a_start_that_looks_for_no_step_clears_up_too(tmp_path: Path, mode: str) -> None:
+    Trainer(tmp_path / "a").handler.save_checkpoint(1)
+    left = tmp_path / "b" / ".global_step_9.old-00000000"
+    left.mkdir(parents=True)
+    options = {"resume_mode": mode, "resume_from_path": tmp_path / "a" / "global_step_1"}
+    assert Trainer(tmp_path / "b", **options).handler.load_checkpoint() == (mode == "resume_path")
+    assert not left.exists()
+
+
+def slowly(api: Any, root: Path) -> bool:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    model = torch.nn.Linear(2, 2)
+    handler = CheckpointHandler(
+        FSDPCheckpointManager(model, torch.optim.AdamW(model.parameters()), process_group=group),
+        default_local_dir=root,
+        max_ckpt_to_keep=1,
+        process_group=group,
+    )
+    handler.save_checkpoint(1)
+    files.on_step = lambda name: time.sleep(5) if name.startswith("remove .global_step_") else None
+    try:
+        handler.save_checkpoint(2)
+        handler.finish()
+    finally:
+        files.on_step = None
+    dist.barrier(group)
+    return not list(root.glob(".*"))
+
+
+def test_ranks_wait_for_a_removal_together(ranks, tmp_path: Path) -> None:
+    assert ranks(slowly, tmp_path, world=2) == [True, True]

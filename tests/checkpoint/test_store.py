@@ -7,14 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
 from damaging import flip
 
 from torch_dcp_backport.__main__ import main
-from torch_dcp_backport.checkpoint import commands, manifest, retention, store
+from torch_dcp_backport.checkpoint import commands, manifest, owners, retention, store
 from torch_dcp_backport.checkpoint.manifest import Damaged, Manifest
 from torch_dcp_backport.checkpoint.retention import Retention
 from torch_dcp_backport.dist_checkpointing.engine import files
@@ -35,7 +36,7 @@ def published(root: Path, step: int, content: bytes = b"values") -> Path:
 def retire(root: Path, keep: int, distrusted: Collection[Path] = ()) -> None:
     retention = Retention()
     retention.retire(store.Shelf(root), keep, distrusted)
-    retention.finish()
+    assert retention.finish(30)
 
 
 def states(root: Path) -> dict[int, str]:
@@ -251,8 +252,8 @@ def test_what_the_dead_left_is_removed_and_what_the_living_write_is_not(tmp_path
     own, dead = store.draft_of(tmp_path / "global_step_4"), dead_draft(tmp_path)
     far, old = store.draft_of(tmp_path / "global_step_6"), store.draft_of(tmp_path / "global_step_7")
     for draft in (far, old):
-        (draft / store.OWNER).write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
-    for path in (old / store.OWNER, old):
+        (draft / owners.OWNER).write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
+    for path in (old / owners.OWNER, old):
         os.utime(path, (0, 0))
     (tmp_path / ".global_step_3.old-00000000").mkdir()
     others = {"somebody's", ".venv.old-12345678"}
@@ -325,3 +326,38 @@ def test_a_step_is_verified_by_its_manifest(tmp_path: Path, capsys: pytest.Captu
     (folder / "manifest.json").unlink()
     assert main(["checkpoint", "verify", str(folder)]) == 1
     assert "holds no distributed checkpoint" in capsys.readouterr().err
+
+
+def test_what_is_in_hand_for_long_is_not_abandoned_for_other_machines(tmp_path: Path, monkeypatch) -> None:
+    """A step that is uploaded, and one that is whole and waits for its save to be finished."""
+    monkeypatch.setattr(owners, "ABANDONED", 0.6)
+    monkeypatch.setattr(owners, "_marks", set())
+    folder, draft = published(tmp_path, 5), store.draft_of(tmp_path / "global_step_6")
+    with store.uploading(folder):
+        time.sleep(1.2)
+        monkeypatch.setattr(owners.socket, "gethostname", lambda: "elsewhere")
+        assert store.is_uploading(folder)
+        store.clean(tmp_path)
+        assert draft.exists()
+    store.discard(draft)
+    deadline = time.monotonic() + 10
+    while owners._marks:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_published_folder_is_published_whatever_comes_after(tmp_path: Path, monkeypatch, caplog) -> None:
+    def refuse(paths: Sequence[Path]) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(files, "remove", refuse)
+    published(tmp_path, 5)
+    assert "is published" in caplog.text
+    assert states(tmp_path) == {5: ""}
+
+
+def test_a_link_to_nowhere_makes_room(tmp_path: Path) -> None:
+    (tmp_path / "global_step_5").symlink_to(tmp_path / "another disk")
+    published(tmp_path, 5)
+    assert {path.name for path in tmp_path.iterdir()} == {"global_step_5"}
+    assert states(tmp_path) == {5: ""}

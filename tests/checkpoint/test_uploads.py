@@ -423,3 +423,21 @@ def test_progress_of_all_that_moves_bytes(tmp_path: Path) -> None:
     assert seen["upload"][-1] == seen["download"][-1] == (nbytes, nbytes)
     for operation in seen:
         assert [done for done, _ in seen[operation]] == sorted({done for done, _ in seen[operation]})
+
+
+def test_another_store_gets_what_the_first_one_has(tmp_path: Path) -> None:
+    saved(tmp_path, URL)
+    handler = Trainer(tmp_path, default_hdfs_dir="faulty://runs/b").handler
+    assert handler.load_checkpoint() == 1
+    handler.finish()
+    assert remote_faults("faulty://runs/b") == {1: ""}
+
+
+def test_a_full_disk_keeps_nothing_from_being_uploaded_and_removed(tmp_path: Path, monkeypatch) -> None:
+    def refuse(root: Path, step: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "write_tracker", refuse)
+    saved(tmp_path, URL, steps=2, max_ckpt_to_keep=1)
+    assert [step.step for step in store.steps_in(tmp_path)] == [2]
+    assert remote_faults(URL) == {1: "", 2: ""}

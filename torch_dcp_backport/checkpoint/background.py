@@ -5,12 +5,15 @@ No collective runs in it: what failed is kept until it is asked for.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Optional
 
-#: Returns why it failed, or "". Must not raise.
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+#: Returns why it failed, or ""; what it raises is a failure, too.
 Job = Callable[[], str]
 
 
@@ -58,7 +61,13 @@ class Background:
                     self._lock.notify_all()
                     return
                 job = self._waiting.popleft()
-            failure = job()
+            try:
+                failure = job()
+            except BaseException as error:
+                # Also what is no Exception, such as a cancelled task of a store: a thread that ended here
+                # would be waited for without end.
+                logger.exception("%s failed", self.name)
+                failure = f"{type(error).__name__}: {error}"
             if failure:
                 with self._lock:
                     self._failures.append(failure)

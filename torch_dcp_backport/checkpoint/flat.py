@@ -33,56 +33,46 @@ def as_dtensors(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         # HYBRID_SHARD: shards over one group, replicas of them over the other.
         if getattr(module, "_inter_node_pg", None) is not None:
             replicas[module.process_group] = module._inter_node_pg
-    found: dict[str, Any] = _converted(dict(state), replicas, "")
+    found: dict[str, Any] = _converted(dict(state), Meshes(replicas), "")
     return found
 
 
-def check_rows(model: nn.Module) -> None:
-    """Refuse a model of which a rank has no row of a parameter: torch's code fails there, on that rank alone.
+class Meshes:
+    """The meshes of a state dict, each made once."""
 
-    Raises:
-        CheckpointingException: the same on every rank.
-    """
-    for module in FullyShardedDataParallel.fsdp_modules(model):
-        handle: Any = getattr(module, "_handle", None)
-        if (
-            handle is None
-            or getattr(module, "_device_mesh", None) is not None
-            or not handle.uses_sharded_strategy
-        ):
-            continue
-        world = len(group_ranks(module.process_group))
-        for name, shape in zip(handle.flat_param._fqns, handle.flat_param._shapes):
-            rows = shape[0] if shape else 1
-            each = max(1, -(-rows // world))
-            if -(-rows // each) < world:
-                raise CheckpointingException(
-                    f"{name} has {rows} rows, {each} for each of {world} ranks, and the last has none: "
-                    "FSDP1 has no state dict of it without a device_mesh; give it one"
-                )
+    def __init__(self, replicas: Groups) -> None:
+        self.replicas = replicas
+        self.made: dict[tuple[dist.ProcessGroup, str], DeviceMesh] = {}
+
+    def of(self, group: dist.ProcessGroup, kind: str) -> DeviceMesh:
+        mesh = self.made.get((group, kind))
+        if mesh is None:
+            mesh = self.made[group, kind] = _mesh_of(group, self.replicas.get(group), kind)
+        return mesh
 
 
-def _converted(value: Any, replicas: Groups, path: str) -> Any:
+def _converted(value: Any, meshes: Meshes, path: str) -> Any:
     if isinstance(value, dict):
         return type(value)(
-            (key, _converted(part, replicas, f"{path}.{key}" if path else str(key)))
+            (key, _converted(part, meshes, f"{path}.{key}" if path else str(key)))
             for key, part in value.items()
         )
     if isinstance(value, list):
-        return [_converted(part, replicas, path) for part in value]
-    return _dtensor_of(value, replicas, path) if hasattr(value, "local_shards") else value
+        return [_converted(part, meshes, path) for part in value]
+    return _dtensor_of(value, meshes, path) if hasattr(value, "local_shards") else value
 
 
-def _dtensor_of(tensor: Any, replicas: Groups, path: str) -> torch.Tensor:
+def _dtensor_of(tensor: Any, meshes: Meshes, path: str) -> torch.Tensor:
     # `tensor.shape` would warn.
     shards, shape = tensor.local_shards(), tuple(tensor.metadata().size)
     if shards:
         local = shards[0].tensor
     else:
-        dtype = tensor.metadata().tensor_properties.dtype
-        local = torch.empty((0, *shape[1:]), dtype=dtype)
-    group = tensor._process_group
-    mesh = _mesh_of(group, replicas.get(group), local.device.type)
+        # Fewer rows than ranks.
+        facts = tensor.metadata()
+        device = facts.shards_metadata[0].placement.device()
+        local = torch.empty((0, *shape[1:]), dtype=facts.tensor_properties.dtype, device=device)
+    mesh = meshes.of(tensor._process_group, local.device.type)
     placements = (*[compat.Replicate()] * (mesh.ndim - 1), compat.Shard(0))
     stride = torch.empty(shape, device="meta").stride()
     view = compat.as_dtensor(local, mesh, placements, torch.Size(shape), stride)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ from torch_dcp_backport.hf import Export, save_state_dict
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.hf.state import tied_names, unchecked
 from torch_dcp_backport.state_dict import set_model_state_dict, set_optimizer_state_dict, set_state_dict
+from torch_dcp_backport.state_dict.fqn import get_fqns
 from torch_dcp_backport.transfer.groups import Group
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 #: For verl's tools: which FSDP it was.
 FSDP_CONFIG = "fsdp_config.json"
@@ -133,16 +137,17 @@ class FSDPCheckpointManager(ShardedManager):
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
         is_whole = set(self.checkpoint_load_contents) >= set(common[SAVED])
+        frozen = frozen_names(self.model)
 
         def make(checkpoint: Opened) -> ShardedStateDict:
             asked: ShardedStateDict = described(views, self.process_group)
-            if not is_whole:
-                check_keys(asked, checkpoint.holds.tensors)
+            if not is_whole or frozen:
+                check_keys(asked, checkpoint.holds.tensors, is_whole, frozen)
             if self.should_load_extra:
                 asked[extra.RNG] = extra.wanted_objects(rank, world, saved_world)
             return asked
 
-        strict = "raise_all" if is_whole else "raise_unexpected"
+        strict = "raise_all" if is_whole and not frozen else "raise_unexpected"
         loaded = load_made(
             make, path, LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
         )
@@ -207,7 +212,6 @@ class FSDPCheckpointManager(ShardedManager):
         """The state dicts of the model and of its optimizers, with DTensors."""
         if not (has_model or has_optimizer):
             return {}
-        flat.check_rows(self.model)
         state = state_of(self.model, self.optimizers if has_optimizer else ())
         wanted = {MODEL: has_model, OPTIMIZER: has_optimizer}
         return {key: part for key, part in state.items() if wanted[key]}
@@ -266,17 +270,30 @@ def configuration_of(model: nn.Module) -> Any:
     return config
 
 
-def check_keys(asked: ShardedStateDict, held: Iterable[str]) -> None:
-    """Refuse keys of a loaded half that only the checkpoint has; a load of a part looks for none.
+def frozen_names(model: nn.Module) -> set[str]:
+    """The FQNs of the parameters that are not trained."""
+    names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return {fqn for name in names for fqn in get_fqns(model, name)}
+
+
+def check_keys(asked: ShardedStateDict, held: Iterable[str], is_whole: bool, frozen: Collection[str]) -> None:
+    """Refuse keys that only the checkpoint has; of a part of it those of the halves that are loaded.
+
+    An optimizer has no states of a parameter that was trained when it was saved, and is frozen now.
 
     Raises:
         CheckpointingException: naming them.
     """
     own = set(keys_of(asked))
-    halves = tuple(f"{name}." for name in (MODEL, OPTIMIZER) if name in asked)
-    left = sorted(key for key in held if key.startswith(halves) and key not in own)
+    halves = tuple(f"{name}." for name in (MODEL, OPTIMIZER) if is_whole or name in asked)
+    only_held = {key for key in held if key.startswith(halves) and key not in own}
+    states = tuple(f"{OPTIMIZER}.state.{name}." for name in frozen)
+    left_out = {key for key in only_held if key.startswith(states)}
+    left = sorted(only_held - left_out)
     if left:
         raise CheckpointingException(f"only the checkpoint has {', '.join(left[:5])}")
+    if left_out:
+        logger.warning("not loaded, as their parameters are frozen now: %s", ", ".join(sorted(left_out)[:5]))
 
 
 def keys_of(value: Any) -> list[str]:

@@ -5,6 +5,8 @@ Names and arguments are those of verl's `CheckpointHandler`. Collective.
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import os
 import re
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple, Optional
 import torch.distributed as dist
 
 from torch_dcp_backport.checkpoint import remote, retention, store, together, uploads, verl
+from torch_dcp_backport.checkpoint.loaders import data_state, has_state
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint.retention import Retention
 from torch_dcp_backport.checkpoint.saves import Saves
@@ -32,6 +35,7 @@ logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 MODES = ("disable", "auto", "resume_path")
 CANNOT_RESUME = "cannot resume"
+LORA = "lora_train_meta.json"
 
 
 class OrchestrationMode(Enum):
@@ -65,6 +69,7 @@ class CheckpointHandler:
         resume_mode: str = "auto",
         resume_from_path: Optional[Folder] = None,
         mode: OrchestrationMode = OrchestrationMode.SPMD,
+        lora_train_meta: Optional[Mapping[str, Any]] = None,
         on_data: str = "error",
         verify: bool = True,
         trust: bool = False,
@@ -83,8 +88,9 @@ class CheckpointHandler:
             default_hdfs_dir: a URL of fsspec, such as s3://bucket/run, or a path: the first rank uploads each
                 step to it in the background, and brings the newest one where `default_local_dir` has no good
                 one.
-            resume_mode: "disable" starts at step 0; "auto" takes the newest good step; "resume_path" takes
-                `resume_from_path` and no other.
+            resume_mode: "disable" starts at step 0; "auto" takes the newest good step, or where there is none
+                yet `resume_from_path`; "resume_path" takes `resume_from_path` and no other.
+            lora_train_meta: written to lora_train_meta.json, for verl's tools.
             on_data: what to do where the states of data loaders do not fit the ranks of today: "error", or
                 "restart" the data.
             verify: compare every file with its checksum before a step is loaded, and once it is uploaded.
@@ -122,6 +128,7 @@ class CheckpointHandler:
         self.verify = verify
         self.process_group = process_group
         self.trust = trust
+        self.lora_train_meta = lora_train_meta
         self.default_hdfs_dir = default_hdfs_dir
         self._remote = None if default_hdfs_dir is None else remote.place_of(default_hdfs_dir)
         if self._remote is not None and remote.is_within(self._remote, self.default_local_dir):
@@ -152,14 +159,16 @@ class CheckpointHandler:
         def shelf_of(final: Path) -> Shelf:
             return Shelf(final.parent)
 
-        def follow(final: Path) -> None:
+        def track(final: Path) -> None:
             store.write_tracker(final.parent, step)
+
+        def retire(final: Path) -> None:
             self._distrusted.discard(final)
-            self.upload(final)
             self._retention.retire(shelf_of(final), self.max_ckpt_to_keep, self._distrusted)
 
         wanted = Wanted(locate, step, {"default_hdfs_dir": str(self.default_hdfs_dir)})
-        self._saves.save(wanted, lambda draft: self.write(draft, step), shelf_of, follow)
+        following = track, self.upload, retire
+        self._saves.save(wanted, lambda draft: self.write(draft, step), shelf_of, following)
         return root / store.name_of(step)
 
     def finish(self, blocking: bool = True) -> bool:
@@ -180,8 +189,7 @@ class CheckpointHandler:
             with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
                 is_published = uploads.settle(call, self._uploads, blocking) and is_published
         if blocking:
-            # Last: the ranks that have nothing to remove go on meanwhile.
-            self._retention.finish()
+            self._retention.settle(self.process_group)
         return is_published
 
     def upload(self, folder: Path) -> None:
@@ -189,8 +197,16 @@ class CheckpointHandler:
         if self._remote is not None:
             self._uploads.add(folder, self._remote.below(folder.name).url)
 
+    def is_uploaded(self, folder: Path) -> bool:
+        # It may have been to another store.
+        return self._remote is None or store.uploaded_to(folder) == self._remote.below(folder.name).url
+
     def write(self, draft: Path, step: int) -> None:
         self.engine.save_checkpoint(local_path=str(draft), global_step=step, max_ckpt_to_keep=None)
+        rank = dist.get_rank(self.process_group) if dist.is_initialized() else 0
+        if self.lora_train_meta is not None and rank == 0:
+            text = json.dumps(self.lora_train_meta, ensure_ascii=False, indent=4)
+            (draft / LORA).write_text(text, encoding="utf-8")
         if self.is_data_source and has_state(self.train_dataloader):
             state = values.dumps(self.train_dataloader.state_dict())
             reason = "" if self.trust else values.why_not_loadable(state)
@@ -230,7 +246,7 @@ class CheckpointHandler:
                     retention.believe(Path(path))
                     for other, text in failures.items():
                         retention.distrust(Path(other), text)
-                    if Path(path).parent == self.default_local_dir and not store.uploaded_to(Path(path)):
+                    if Path(path).parent == self.default_local_dir and not self.is_uploaded(Path(path)):
                         self.upload(Path(path))
                 return step
             # Another process may have published since, and retention have taken what was found.
@@ -246,6 +262,10 @@ class CheckpointHandler:
             raise CheckpointingException(
                 f"{CANNOT_RESUME}: no step in {self.default_local_dir} is good: {'; '.join(texts)}"
             )
+        if self.resume_mode == "auto" and self.resume_from_path is not None:
+            first = copy.copy(self)
+            first.resume_mode = "resume_path"
+            return first.load_checkpoint()
         return 0
 
     def look(self) -> tuple[Found, bool]:
@@ -279,6 +299,10 @@ class CheckpointHandler:
 
     def found(self) -> Found:
         """The steps to try. Runs on the first rank; removes what writers left that are gone."""
+        root = self.default_local_dir
+        # What its thread has not removed yet was not left behind.
+        self._retention.finish(retention.PATIENCE)
+        store.clean(root)
         if self.resume_mode == "disable":
             return Found([], [], None)
         if self.resume_mode == "resume_path":
@@ -289,12 +313,8 @@ class CheckpointHandler:
             if step.fault and is_ours:
                 raise CheckpointingException(f"{path}: {step.fault}")
             return Found([(step.step, str(path))], [], None, is_ours)
-        root = self.default_local_dir
         if os.path.lexists(root) and not root.is_dir():
             raise NotADirectoryError(f"{root} is no folder")
-        # What its thread has not removed yet was not left behind.
-        self._retention.finish(retention.PATIENCE)
-        store.clean(root)
         steps = store.steps_in(root)
         good = [(step.step, str(step.path)) for step in steps if not step.fault]
         faults = [f"{step.path}: {step.fault}" for step in steps if step.fault]
@@ -335,39 +355,6 @@ def tell(failures: Sequence[str], step: int, tracked: Optional[int]) -> None:
         logger.error("%s; going on from step %d", failure, step)
     if tracked is not None and tracked != step:
         logger.warning("going on from step %d; %s says %d", step, store.TRACKER, tracked)
-
-
-def has_state(loader: Any) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
-def data_state(folder: Path, rank: int, world: int, on_data: str, trust: bool) -> Optional[Mapping[str, Any]]:
-    """The state of a rank's data loader; that of all, where another number of ranks saved the same on each.
-
-    Raises:
-        CheckpointingException: there is none, or which of them is this rank's cannot be said.
-    """
-    paths = sorted(folder.glob("data_*.pt"))
-    reason = f"{folder} has no state of a data loader"
-    if len(paths) == world:
-        return loaded(folder / f"data_{rank}.pt", trust)
-    if paths:
-        contents = {path.read_bytes() for path in paths}
-        if len(contents) == 1:
-            return loaded(paths[0], trust)
-        reason = f"{len(paths)} data loaders were saved with states that differ, and {world} are loaded"
-    if on_data == "restart":
-        logger.warning("%s: the data starts from the beginning", reason)
-        return None
-    raise CheckpointingException(f"{reason} (on_data='restart' starts the data from the beginning)")
-
-
-def loaded(path: Path, trust: bool) -> Mapping[str, Any]:
-    try:
-        state: Mapping[str, Any] = values.loads(path.read_bytes(), trust)
-    except (OSError, values.Unloadable) as error:
-        raise CheckpointingException(f"{path}: {error}") from error
-    return state
 
 
 def extract_step(path: Folder) -> int:

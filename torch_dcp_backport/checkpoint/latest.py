@@ -48,8 +48,10 @@ def find_latest_ckpt_path(path: Optional[Folder], directory_format: str = "globa
         raise ValueError(f"directory_format={directory_format!r}: only global_step_{{}} is known")
     root = Path(path)
     steps, tracked = store.steps_in(root), store.tracked(root)
-    for step in steps:
+    for number, step in enumerate(steps):
         if not step.fault:
+            for other in steps[:number]:
+                logger.error("%s: %s; going on from step %d", other.path, other.fault, step.step)
             return str(step.path)
     made = [made for step in steps for made in [made_of(step.path, step.step, tracked)] if made.parts]
     if not made:
@@ -67,11 +69,17 @@ def find_latest_ckpt_path(path: Optional[Folder], directory_format: str = "globa
 
 def made_of(folder: Path, step: int, tracked: Optional[int]) -> Made:
     parts = {}
-    for part in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
-        name = part.relative_to(folder).as_posix()
+    for name, part in sorted({".": folder, **parts_in(folder)}.items()):
         if (part / manifest.NAME).exists():
             parts[name] = store.examined(part, step).fault
         elif any(next(part.glob(pattern), None) for pattern in FOREIGN):
             # Nothing else says that it is whole.
             parts[name] = "" if step == tracked else "it has no manifest, and the tracker does not name it"
     return Made(step, folder, parts)
+
+
+def parts_in(folder: Path) -> dict[str, Path]:
+    """The folders in a step by name; of a hidden one the name that a load gives back to it."""
+    paths = {path: store.HIDDEN.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()}
+    lost = {match["name"]: path for path, match in paths.items() if match and match["kind"] == "was"}
+    return {**lost, **{path.name: path for path, match in paths.items() if match is None}}

@@ -115,9 +115,11 @@ class BaseCheckpointManager:
         def write(draft: Path) -> None:
             self.write(draft, step)
 
-        def follow(path: Path) -> None:
+        def upload(path: Path) -> None:
             if hdfs_path is not None:
                 self._uploads.add(path, hdfs_path)
+
+        def retire(path: Path) -> None:
             self.ensure_checkpoint_capacity(path, max_ckpt_to_keep)
 
         step = global_step
@@ -128,7 +130,7 @@ class BaseCheckpointManager:
         else:
             step = step or step_in(local_path)
             wanted = Wanted(locate, step, {"hdfs_path": str(hdfs_path)})
-            self._saves.save(wanted, write, store.shelf_of, follow)
+            self._saves.save(wanted, write, store.shelf_of, (upload, retire))
             self._is_uploading = self._is_uploading or hdfs_path is not None
         self.previous_global_step = global_step
 
@@ -139,8 +141,7 @@ class BaseCheckpointManager:
             with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
                 is_published = uploads.settle(call, self._uploads, blocking) and is_published
         if blocking:
-            # Last: the ranks that have nothing to remove go on meanwhile.
-            self._retention.finish()
+            self._retention.settle(self.process_group)
         return is_published
 
     def load_checkpoint(

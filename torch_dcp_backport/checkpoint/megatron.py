@@ -216,7 +216,8 @@ class MegatronCheckpointManager(ShardedManager):
         if not hasattr(self.optimizer, "sharded_state_dict"):
             scalars = state.pop(SCALARS)
             for values in state["state"].values():
-                values.update({name: copied(value) for name, value in scalars.items()})
+                # A parameter that is a number itself has its own ones.
+                values.update({name: copied(scalars[name]) for name in scalars if name not in values})
         self.optimizer.load_state_dict(state)
 
     def get_rng_state(self) -> dict[str, Any]:
@@ -307,9 +308,14 @@ def sharded_optimizer(optimizer: Any, model: Mapping[str, Any], is_loading: bool
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.shape == parameters[number].shape:
                 tensors[number][name] = value
-            elif float(scalars.setdefault(name, copied(value))) != float(value):
+            elif isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise CheckpointingException(
-                    f"the optimizer's {name} is {float(value)} of one parameter, and {float(scalars[name])} "
+                    f"the optimizer's {name} is of shape {tuple(value.shape)}, and its parameter of "
+                    f"{tuple(parameters[number].shape)}: how it is cut is not known"
+                )
+            elif plain(scalars.setdefault(name, copied(value))) != plain(value):
+                raise CheckpointingException(
+                    f"the optimizer's {name} is {plain(value)} of one parameter, and {plain(scalars[name])} "
                     "of others: one for all is saved"
                 )
     state["state"] = tensors
@@ -321,6 +327,10 @@ def sharded_optimizer(optimizer: Any, model: Mapping[str, Any], is_loading: bool
 
 def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def text_of(config: Any) -> str:

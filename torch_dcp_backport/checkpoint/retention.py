@@ -1,6 +1,6 @@
 """How many steps stay: what is older than the newest good ones goes out of sight, and is removed in a thread.
 
-Runs on one rank. Must never remove the only good step, nor one that is being uploaded.
+Runs on one rank but for `settle`. Must never remove the only good step, nor one that is being uploaded.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Optional
 
-from torch_dcp_backport.checkpoint import manifest, store
+from torch_dcp_backport.checkpoint import manifest, store, together
 from torch_dcp_backport.checkpoint.background import Background
 from torch_dcp_backport.checkpoint.store import Shelf, Step
 from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.transfer.groups import Group
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -41,13 +43,24 @@ class Retention:
         if not keep:
             return
         for step in retired(shelf.steps(), keep, distrusted):
-            hidden = hide(step.path)
+            try:
+                hidden = hide(step.path)
+            except OSError as error:
+                # One that stays is no reason to keep the others.
+                logger.error("%s", still_there(step.path, error))
+                continue
             if hidden is not None:
                 self._background.add(functools.partial(removed_or_logged, hidden))
 
-    def finish(self, seconds: Optional[float] = None) -> bool:
+    def finish(self, seconds: float) -> bool:
         """Whether all is removed that was taken out of sight, after so many seconds at most."""
         return self._background.wait(seconds)
+
+    def settle(self, group: Group) -> None:
+        """Wait until all is removed. Collective: ranks with nothing to remove must not run into a timeout."""
+        with begin(together.CANNOT_SAVE, "save", group) as call:
+            while not together.tell_all(call, lambda: self.finish(together.PATIENCE), "removing steps"):
+                pass
 
 
 def retired(steps: list[Step], keep: Optional[int], distrusted: Collection[Path] = ()) -> list[Step]:
@@ -90,9 +103,13 @@ def believe(folder: Path) -> None:
 
 
 def hide(folder: Path) -> Optional[Path]:
-    """Take a folder out of sight; its hidden name, None where it is being uploaded and stays."""
+    """Take a folder out of sight; its hidden name, None where it is being uploaded and stays, or is gone."""
     files.step(f"rename {folder.name} away")
-    hidden = store.taken(folder)
+    try:
+        hidden = store.taken(folder)
+    except FileNotFoundError:
+        # Another process removes, too.
+        return None
     if hidden is None:
         logger.warning("%s stays until it is uploaded", folder)
     return hidden
@@ -101,8 +118,7 @@ def hide(folder: Path) -> Optional[Path]:
 def removed(hidden: Path) -> str:
     """Remove a folder that is out of sight; why it could not be, or ""."""
     files.step(f"remove {hidden.name}")
-    reasons = store.discard(hidden)
-    return f"{hidden}: {reasons[0]}" if reasons else ""
+    return next(iter(store.discard(hidden)), "")
 
 
 def removed_or_logged(hidden: Path) -> str:
@@ -110,14 +126,22 @@ def removed_or_logged(hidden: Path) -> str:
     failure = removed(hidden)
     if failure:
         # No reason not to save: the next start tries again, and a full disk tells by itself.
-        logger.error("a step that is not kept still takes its room on the disk: %s", failure)
+        logger.error("%s", still_there(hidden, failure))
     return ""
+
+
+def still_there(folder: Path, reason: object) -> str:
+    return f"a step that is not kept still takes its room on the disk: {folder}: {reason}"
 
 
 def remove(folder: Path) -> str:
     """Take a folder out of sight, and then away; why it could not be, or ""."""
-    hidden = hide(folder)
-    return "" if hidden is None else removed(hidden)
+    try:
+        hidden = hide(folder)
+    except OSError as error:
+        return f"{folder}: {error}"
+    failure = "" if hidden is None else removed(hidden)
+    return failure and f"{hidden}: {failure}"
 
 
 def prune(root: Path, keep: int, told: Callable[[Step], None], is_dry: bool = False) -> list[str]:
@@ -126,7 +150,7 @@ def prune(root: Path, keep: int, told: Callable[[Step], None], is_dry: bool = Fa
     """
     steps, distrusted, good = store.steps_in(root), set[Path](), 0
     for step in steps:
-        if step.manifest is None or step.fault or good == keep:
+        if step.manifest is None or step.fault or is_distrusted(step) or good == keep:
             continue
         if any(manifest.wrong_checksums(step.path, step.manifest)):
             distrusted.add(step.path)

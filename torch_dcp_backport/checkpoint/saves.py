@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -18,6 +19,9 @@ from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCa
 from torch_dcp_backport.transfer.groups import Group
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+#: Seconds that a save may wait for the one before without a warning.
+SHORT = 1.0
 
 
 class Saves:
@@ -33,7 +37,7 @@ class Saves:
         wanted: Wanted,
         write: Callable[[Path], None],
         shelf_of: Callable[[Path], Optional[Shelf]],
-        then: Callable[[Path], None],
+        then: Sequence[Callable[[Path], None]],
     ) -> Path:
         """Write a folder, or begin to, once the save before is published.
 
@@ -47,7 +51,12 @@ class Saves:
             CheckpointingException: this save failed, or the one before did, and this one was not begun; the
                 same on every rank. What was saved before is as it was.
         """
+        before, began = self._final, time.monotonic()
         self.finish()
+        if before is not None:
+            seconds = time.monotonic() - began
+            level = logging.WARNING if seconds > SHORT else logging.INFO
+            logger.log(level, "waited %.1f s for %s, the save before", seconds, before)
         begun = together.begin_folder(wanted, write, self.process_group)
         if not begun.requests:
             together.finish_folder(begun, shelf_of, then, self.process_group)
@@ -69,7 +78,10 @@ class Saves:
         return not self._queue.get_num_unfinalized_calls()
 
     def _publish(
-        self, begun: Begun, shelf_of: Callable[[Path], Optional[Shelf]], then: Callable[[Path], None]
+        self,
+        begun: Begun,
+        shelf_of: Callable[[Path], Optional[Shelf]],
+        then: Sequence[Callable[[Path], None]],
     ) -> None:
         self._final = None
         _unfinished.discard(self)

@@ -14,9 +14,7 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import threading
-import time
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -25,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from torch_dcp_backport.checkpoint import manifest
+from torch_dcp_backport.checkpoint import manifest, owners
 from torch_dcp_backport.checkpoint.manifest import Damaged, Manifest
+from torch_dcp_backport.checkpoint.owners import OWNER, is_alive
 from torch_dcp_backport.dist_checkpointing.engine import files
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
@@ -35,9 +34,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 STEP = re.compile(r"global_step_(\d+)")
 #: A hidden folder: being written (tmp), replaced by the same step (was), being removed (old).
 HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|was|old)-[0-9a-f]{8}")
-OWNER = "owner.json"
-#: Seconds without a change after which a hidden folder of another machine is taken for abandoned.
-ABANDONED = 3600.0
 #: A draft is made again where others clear up at the same moment.
 ATTEMPTS = 20
 #: In a step: where it was uploaded to; whose process uploads it now.
@@ -148,9 +144,10 @@ def draft_of(final: Path) -> Path:
         try:
             # Until it says whose it is, it is one that anybody may remove.
             nameless.mkdir()
-            (nameless / OWNER).write_text(own_process())
+            owners.mark(nameless / OWNER)
             files.step(f"name {draft.name[-12:]}")
             os.rename(nameless, draft)
+            owners.keep_young(draft / OWNER)
             break
         except FileNotFoundError:
             # Another process cleared up meanwhile.
@@ -167,11 +164,6 @@ def make_parents(path: Path) -> None:
         files.sync_folder(folder.parent)
 
 
-def own_process() -> str:
-    """This process, as `is_alive` reads it."""
-    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started_at(os.getpid())})
-
-
 def hidden_name(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
 
@@ -179,7 +171,8 @@ def hidden_name(path: Path, kind: str) -> Path:
 def identity_of(path: Path) -> Optional[int]:
     """What tells a folder from another one that takes its name."""
     try:
-        return path.stat().st_ino
+        # Of a link the link: it is what makes room.
+        return path.lstat().st_ino
     except FileNotFoundError:
         return None
 
@@ -216,12 +209,13 @@ def publish(draft: Path, final: Path, before: Optional[int], synced: Collection[
     try:
         files.step("sync the root")
         files.sync_folder(final.parent)
+        files.remove([final / OWNER])
     except OSError:
         logger.exception("%s is published; a loss of power may take it back", final)
-    files.remove([final / OWNER])
     if replaced is not None:
         files.step("remove the folder that was replaced")
-        discard(given_up(replaced))
+        for reason in discard(given_up(replaced))[:1]:
+            logger.error("%s was replaced, and still takes its room on the disk: %s", final, reason)
 
 
 def sync_tree(folder: Path, synced: Collection[str] = ()) -> None:
@@ -267,7 +261,8 @@ def uploading(folder: Path) -> Iterator[None]:
     """Mark a step as being uploaded: retention leaves it, in any process."""
     mark = folder / UPLOADING
     with _taking:
-        mark.write_text(own_process())
+        owners.mark(mark)
+    owners.keep_young(mark)
     try:
         yield
     finally:
@@ -364,34 +359,3 @@ def clean(root: Path, names: re.Pattern[str] = STEP) -> None:
             continue
         logger.info("%s: left behind by a writer that is gone; removed", path)
         discard(given_up(path) if match["kind"] == "was" else path)
-
-
-def is_alive(draft: Path, name: str = OWNER) -> bool:
-    """Whether a draft may still be written: its process of this machine runs, or it changed a while ago."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        owner = json.loads((draft / name).read_text())
-        if owner["host"] == socket.gethostname():
-            return bool(owner["started"] == started_at(owner["pid"]))
-    return time.time() - last_change(draft) < ABANDONED
-
-
-def last_change(folder: Path) -> float:
-    return max(walk_times(folder), default=0.0)
-
-
-def walk_times(folder: Path) -> Iterator[float]:
-    for path in [folder, *folder.rglob("*")]:
-        with contextlib.suppress(OSError):
-            yield path.stat().st_mtime
-
-
-def started_at(pid: int) -> Optional[str]:
-    """When a process of this machine began, in the kernel's ticks: numbers of processes are used again."""
-    with contextlib.suppress(OSError, IndexError):
-        state, *facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # Dead, and its parent has not asked.
-        return None if state in "ZX" else facts[18]
-    with contextlib.suppress(OSError):
-        os.kill(pid, 0)
-        return ""
-    return None

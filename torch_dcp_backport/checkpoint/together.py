@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from torch_dcp_backport.checkpoint import manifest, store
+from torch_dcp_backport.checkpoint import manifest, owners, store
 from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
 from torch_dcp_backport.checkpoint.store import Shelf
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
@@ -44,8 +44,8 @@ CANNOT_UPLOAD = "cannot upload the checkpoint"
 OLDER = "steps saved before are as they were"
 #: Seconds between two meetings of ranks that wait for the first one: less than any group's timeout.
 PATIENCE = 2.0
-#: Files that a rank writes, by its number.
-OF_RANK = re.compile(r"(?:__(?P<shard>\d+)_\d+\.distcp|data_(?P<data>\d+)\.pt)")
+#: Files that a rank writes, by its number: of dist_checkpointing and torch, data loaders, verl's own manager.
+OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|data_(\d+)\.pt|\w+_rank_(\d+)\.pt")
 
 
 class Writing(NamedTuple):
@@ -172,14 +172,15 @@ def begin_folder(wanted: Wanted, write: Callable[[Path], None], group: Group = N
 def finish_folder(
     begun: Begun,
     shelf_of: Callable[[Path], Optional[Shelf]],
-    then: Callable[[Path], None] = lambda final: None,
+    then: Iterable[Callable[[Path], None]] = (),
     group: Group = None,
 ) -> Manifest:
     """Give a folder its name, once every rank has written its part. Collective.
 
     Args:
         shelf_of: tells where the folder has its place among others; called on the first rank.
-        then: called on the first rank when the folder has its name; what it raises is only logged.
+        then: called on the first rank when the folder has its name, one after the other; what one raises
+            is only logged.
 
     Raises:
         CheckpointingException: the same on every rank; what was there before is as it was.
@@ -201,10 +202,12 @@ def finish_folder(
             manifest.write(draft, content)
             own = {name for names in entries.values() for name in names}
             store.publish(draft, final, begun.before, own)
-            try:
-                then(final)
-            except Exception:
-                logger.exception("%s is saved; what was to follow failed", final)
+            for follow in then:
+                try:
+                    follow(final)
+                except Exception:
+                    # On a full disk the tracker fails, and retention makes room.
+                    logger.exception("%s is saved; what was to follow failed", final)
             return dict.fromkeys(entries, content)
 
         entries: Mapping[str, Entry] = {}
@@ -236,11 +239,13 @@ def make_folder(path: Path) -> None:
     """Make a folder below the draft that `begin_folder` made.
 
     Raises:
-        FileNotFoundError: the draft is no longer there: another rank gave up.
+        FileNotFoundError: the draft is not there.
     """
     writing = _writing.get()
     if writing is not None and not writing.draft.is_dir():
-        raise FileNotFoundError(f"{writing.draft} is gone: the save was given up by another rank")
+        raise FileNotFoundError(
+            f"{writing.draft} is not there: another rank gave up the save, or made it on a disk of its own"
+        )
     path.mkdir(parents=True, exist_ok=True)
 
 
@@ -288,7 +293,7 @@ def entries_of(writing: Writing, rank: int) -> dict[str, Entry]:
     for name in manifest.paths_in(writing.draft):
         path = writing.draft / name
         match = OF_RANK.fullmatch(path.name)
-        if match is not None and int(match["shard"] or match["data"]) == rank:
+        if match is not None and int(match[match.lastindex or 0]) == rank:
             entry, state = writing.entries.get(path, (None, ()))
             if entry is None or state != state_of(path):
                 entry = manifest.entry_of(path)
@@ -301,7 +306,7 @@ def all_entries(draft: Path, known: Iterable[Mapping[str, Entry]]) -> dict[str, 
     """Sizes and checksums of all files, once every rank has said its own: until then some are written."""
     listed = {name: Entry(*entry) for entries in known for name, entry in entries.items()}
     for name in manifest.paths_in(draft):
-        if name not in listed and name != store.OWNER:
+        if name not in listed and name != owners.OWNER:
             listed[name] = manifest.entry_of(draft / name)
     return listed
 

@@ -33,7 +33,7 @@ def get_model_state(model: nn.Module, info: StateDictInfo) -> dict[str, Any]:
             if not param.requires_grad:
                 for fqn in get_fqns(model, name):
                     state.pop(fqn, None)
-    for key in [key for key, value in state.items() if torch.is_tensor(value) and value.is_meta]:
+    for key in [key for key, value in state.items() if torch.is_tensor(value) and is_meta(value)]:
         del state[key]
     result: dict[str, Any] = full_or_cpu(state, info)
     return result
@@ -49,6 +49,11 @@ def canonical(model: nn.Module, key: str, info: StateDictInfo) -> str:
     if fqn != key and without_wrappers(key) != without_wrappers(fqn):
         raise RuntimeError(f"the state dict has an unexpected key {key}; its FQN would be {fqn}")
     return fqn
+
+
+def is_meta(value: torch.Tensor) -> bool:
+    # FSDP1 without a mesh: a ShardedTensor of which this rank has no row raises when it is asked.
+    return value.is_meta if not hasattr(value, "local_shards") or value.local_shards() else False
 
 
 def without_wrappers(name: str) -> list[str]:

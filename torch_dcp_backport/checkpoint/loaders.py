@@ -1,0 +1,46 @@
+"""The states of data loaders in a step: which of them is a rank's, where another number of ranks saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Optional
+
+from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.engine import values
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+
+def has_state(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def data_state(folder: Path, rank: int, world: int, on_data: str, trust: bool) -> Optional[Mapping[str, Any]]:
+    """The state of a rank's data loader; that of all, where another number of ranks saved the same on each.
+
+    Raises:
+        CheckpointingException: there is none, or which of them is this rank's cannot be said.
+    """
+    paths = sorted(folder.glob("data_*.pt"))
+    reason = f"{folder} has no state of a data loader"
+    if len(paths) == world:
+        return loaded(folder / f"data_{rank}.pt", trust)
+    if paths:
+        contents = {path.read_bytes() for path in paths}
+        if len(contents) == 1:
+            return loaded(paths[0], trust)
+        reason = f"{len(paths)} data loaders were saved with states that differ, and {world} are loaded"
+    if on_data == "restart":
+        logger.warning("%s: the data starts from the beginning", reason)
+        return None
+    raise CheckpointingException(f"{reason} (on_data='restart' starts the data from the beginning)")
+
+
+def loaded(path: Path, trust: bool) -> Mapping[str, Any]:
+    try:
+        state: Mapping[str, Any] = values.loads(path.read_bytes(), trust)
+    except (OSError, values.Unloadable) as error:
+        raise CheckpointingException(f"{path}: {error}") from error
+    return state
