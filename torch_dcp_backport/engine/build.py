@@ -100,7 +100,8 @@ def configuration(asked: Any, dtype: Optional[torch.dtype] = None) -> Any:
         raise FileNotFoundError(f"{asked.path} has no config.json")
     config = transformers.AutoConfig.from_pretrained(asked.path, trust_remote_code=asked.trust_remote_code)
     for name, value in asked.override_config.items():
-        setattr(config, name, value)
+        # Only from_pretrained() knows it by this name.
+        setattr(config, "_attn_implementation" if name == "attn_implementation" else name, value)
     if dtype is not None:
         setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
     return config
