@@ -137,3 +137,39 @@ def test_training_goes_on_after_a_pass_that_failed(pools, tmp_path: Path, where:
     expected.update(losses=expected["losses"][1:], norms=expected["norms"][1:])
     for found in pools.run(after_a_pass_that_failed, tmp_path / "m", where, options, world=2):
         small.same(found, expected)
+
+
+def moved_for_real(api: Any, folder: Path, options: dict[str, Any]) -> Any:
+    """As by an accelerator: what is moved is another tensor; on the CPU `to` gives the same one back."""
+    made: Any = small.made(folder, "AdamW", **options)
+
+    @torch.no_grad()
+    def to(device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        if model:
+            made.module._apply(lambda tensor: tensor.clone())
+        for state in made.optimizer.state.values() if optimizer else ():
+            state.update({name: value.clone() for name, value in state.items() if value.dim()})
+
+    made.to = to
+    losses, norms = [], []
+    for step in range(small.STEPS):
+        rows = small.own_rows(small.batch(step), made)
+        with made.eval_mode():
+            made.infer_batch(rows)
+        with made.train_mode():
+            made.optimizer_zero_grad()
+            output = made.forward_backward_batch(rows, engine.sft_loss)
+            made.to("cpu")
+            norms.append(made.optimizer_step())
+        total = torch.tensor(sum(output["loss"]), dtype=torch.float64)
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return {"losses": losses, "norms": norms, "weights": dict(made.get_per_tensor_param(dtype=None)[0])}
+
+
+@pytest.mark.parametrize("options", [{}, {"fsdp_size": 2}], ids=str)
+def test_training_goes_on_with_what_was_moved(ranks, tmp_path: Path, options: Any) -> None:
+    small.write(tmp_path / "m")
+    options = {**options, "param_offload": True, "optimizer_offload": True}
+    for found in ranks(moved_for_real, tmp_path / "m", options):
+        small.same(found, small.alone("AdamW"))

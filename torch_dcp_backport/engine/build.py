@@ -222,7 +222,7 @@ def fill(
     """Fill a model's parameters and buffers from Hugging Face files, each rank its own slices. Collective.
 
     Args:
-        fresh: pattern of names that the files need not have -> what draws a whole tensor in place of them.
+        fresh: pattern of names in the files that these need not have -> what draws a whole tensor instead.
         hf_name: the name in the files of a name in the model.
         seed: of what is drawn, which is the same on every rank.
 
@@ -231,7 +231,7 @@ def fill(
     """
     tensors = tensors_of(model)
     patterns = (fresh or {}).items()
-    draws = {name: draw for name in tensors for pattern, draw in patterns if fnmatchcase(name, pattern)}
+    draws = {n: draw for n in tensors for pattern, draw in patterns if fnmatchcase(hf_name(n), pattern)}
     if draws:
         with Call(LOAD, "fill", groups_of()) as call:
             source: Optional[Source] = None
