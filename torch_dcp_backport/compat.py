@@ -148,10 +148,8 @@ def wrap_local(local: torch.Tensor, like: DTensor) -> DTensor:
 
 def fsdp2_parameters(model: torch.nn.Module) -> Iterator[Any]:
     """Yield FSDP2's own record of each parameter that it shards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
-            yield from getattr(group, "fsdp_params", ())
+    for state in fsdp2_states(model):
+        yield from getattr(state._fsdp_param_group, "fsdp_params", ())
 
 
 def offloaded_parameters(model: torch.nn.Module) -> set[int]:
@@ -164,6 +162,11 @@ def replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """`local`, which every rank of the mesh holds, as a DTensor; without traffic."""
     placements = [Replicate()] * mesh.ndim
     return cast(DTensor, DTensor.from_local(local, mesh, placements, run_check=False))
+
+
+def parted(local: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+    """`local`, which every rank has another of, as its part along a dimension; without traffic."""
+    return cast(DTensor, DTensor.from_local(local, mesh, [Shard(dim)], run_check=False))
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -203,20 +206,44 @@ def fsdp2() -> Any:
     return importlib.import_module("torch.distributed." + ("fsdp" if is_public else "_composable.fsdp"))
 
 
-def drop_whole_gradients(model: torch.nn.Module) -> None:
-    """Forget gradients of FSDP2's that were not reduced yet; `zero_grad` does not reach them."""
+def abandon_pass(model: torch.nn.Module) -> None:
+    """Let FSDP2 begin anew after a forward or backward pass that an exception has ended.
+
+    Else it waits for that backward pass to end, and the next one runs on what is left of whole units.
+    Gradients that were not reduced yet are gone: `zero_grad` does not reach them. torch 2.13 has most of
+    it as `reset_iter_state`.
+    """
     for param in fsdp2_parameters(model):
         param.unsharded_accumulated_grad = None
         unsharded = getattr(param, "_unsharded_param", None)
         if unsharded is not None:
             unsharded.grad = None
+    for state in fsdp2_states(model):
+        idle = type(state._training_state).IDLE
+        state._training_state = idle
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        getattr(state._comm_ctx, "post_forward_order", []).clear()
+        group = state._fsdp_param_group
+        if group is not None:
+            group._training_state = idle
+            group._post_forward_indices.clear()
+            group._partial_reduce_output = None
+            group.wait_for_unshard()  # one that was asked for ahead
+    reshard(model)
 
 
 def reshard(model: torch.nn.Module) -> None:
     """FSDP2's parameters as shards again: after a forward pass alone the root keeps them whole."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for state in fsdp2_states(model):
+        if state._fsdp_param_group is not None:
+            state._fsdp_param_group.reshard()
+
+
+def fsdp2_states(model: torch.nn.Module) -> list[Any]:
+    """FSDP2's own record of each module that it shards."""
+    modules: Any = (module for module in model.modules() if isinstance(module, FSDPModule))
+    return [module._get_fsdp_state() for module in modules]
 
 
 def mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -74,7 +74,16 @@ def write(folder: Path, is_tied: bool = True) -> Path:
 class Engine(engine.FSDPEngineWithLMHead):
     @staticmethod
     def make_model(asked: Any, dtype: Any) -> nn.Module:
-        return Model(**asked.override_config)
+        options = dict(asked.override_config)
+        is_frozen = options.pop("is_frozen", False)
+        return freeze(Model(**options)) if is_frozen else Model(**options)
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """A whole unit, and parts of others."""
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(("embed", "layers.0.norm", "layers.1.qkv")))
+    return model
 
 
 def made(
@@ -83,13 +92,18 @@ def made(
     *,
     average: bool = True,
     untied: bool = False,
+    frozen: bool = False,
     model_config: Any = None,
     optimizer_config: Any = None,
     **options: Any,
 ) -> Engine:
     """An engine in float32, on the CPU; the release's own FSDP2 with what it lacks."""
     cpu_fsdp.install(average)
-    config = {"path": str(folder), "override_config": {"is_tied": not untied}, **(model_config or {})}
+    config = {
+        "path": str(folder),
+        "override_config": {"is_tied": not untied, "is_frozen": frozen},
+        **(model_config or {}),
+    }
     plain = {"model_dtype": "fp32", "mixed_precision": {"param_dtype": None, "reduce_dtype": None}}
     if "max_token_len_per_gpu" not in options:
         plain.update(use_dynamic_bsz=False, micro_batch_size_per_gpu=2)  # type: ignore[dict-item]
@@ -144,9 +158,11 @@ def loss_of(model: nn.Module, data: dict[str, torch.Tensor]) -> torch.Tensor:
     return summed / data["loss_mask"].sum()
 
 
-def alone(optimizer: str = "SGD", is_tied: bool = True, steps: int = STEPS) -> dict[str, Any]:
+def alone(
+    optimizer: str = "SGD", is_tied: bool = True, steps: int = STEPS, is_frozen: bool = False
+) -> dict[str, Any]:
     """Losses, norms and weights of the training in one process, by torch alone."""
-    plain = model(is_tied)
+    plain: Any = freeze(model(is_tied)) if is_frozen else model(is_tied)
     rate = {"SGD": 0.5, "AdamW": 0.01}[optimizer]
     made = getattr(torch.optim, optimizer)(plain.parameters(), lr=rate, weight_decay=0.01)
     losses, norms = [], []

@@ -64,9 +64,9 @@ def test_values_that_have_rows_go_with_them() -> None:
     assert last.data["response"].tolist() == [[16, 17]]
 
 
-def planned(api: Any, faults: dict[int, str], limit: tuple[Any, Any] = (2, None)) -> Any:
+def planned(api: Any, faults: dict[int, str], limit: tuple[Any, Any] = (2, None), copies: int = 1) -> Any:
     rank = dist.get_rank()
-    data: Any = small.share(small.batch(0), rank, 4)
+    data: Any = small.share(small.batch(0), rank // copies, 4 // copies)
     fault = faults.get(rank, "")
     if fault == "no rows":
         data = {name: value[:0] for name, value in data.items()}
@@ -74,6 +74,8 @@ def planned(api: Any, faults: dict[int, str], limit: tuple[Any, Any] = (2, None)
         data["loss_mask"] = data["loss_mask"] * 0
     if fault == "no ids":
         del data["input_ids"]
+    if fault == "another id":
+        data["input_ids"] = data["input_ids"] + 1
     if fault == "padding":
         data["attention_mask"] = data["attention_mask"] * 0
     if fault == "narrow":
@@ -94,7 +96,7 @@ def planned(api: Any, faults: dict[int, str], limit: tuple[Any, Any] = (2, None)
         places = torch.tensor([0, 1]), torch.tensor([2, 3])
         data["input_ids"] = torch.nested.narrow(torch.zeros(2, 6), 1, *places, layout=torch.jagged)
     try:
-        plan = batches.plan(data, batches.Limit(*limit))
+        plan = batches.plan(data, batches.Limit(*limit), copies=copies)
     except RuntimeError as error:
         return str(error)
     return [len(part) for part in plan.parts], plan.tokens
@@ -133,7 +135,15 @@ def test_every_rank_has_as_many_micro_batches(ranks) -> None:
 def test_what_cannot_be_run_is_one_error_on_every_rank(ranks, faults: Any, limit: Any, says: str) -> None:
     texts = ranks(planned, faults, limit)
     assert all(isinstance(text, str) and re.search(says, text) for text in texts), texts
-    assert faults == dict.fromkeys(range(4), faults.get(0)) or len(set(texts)) == 1
+    assert len(set(texts)) == 1
+
+
+def test_ranks_that_compute_a_layer_together_have_the_same_rows(ranks) -> None:
+    tokens = int(small.batch(0)["loss_mask"].sum())
+    assert ranks(planned, {}, copies=2) == [([2, 2, 2, 2], tokens)] * 2 + [([1, 0, 0, 0], tokens)] * 2
+    texts = ranks(planned, {3: "another id"}, copies=2)
+    assert len(set(texts)) == 1
+    assert "rank 3: other rows than rank 2" in texts[0]
 
 
 def test_a_mask_may_be_that_of_responses() -> None:

@@ -188,6 +188,30 @@ def test_one_norm_over_several_meshes(ranks) -> None:
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+def loss_of_nothing(api: Any, folder: Path) -> dict[str, Any]:
+    """As users write it where a micro-batch may have no tokens."""
+    made = small.made(folder)
+
+    def loss(model_output: Any, data: Any, dp_group: Any) -> Any:
+        if not data["loss_mask"].any():
+            return torch.zeros(()), {}
+        return engine.sft_loss(model_output, data)
+
+    def own(data: Any, made: Any) -> Any:
+        rows = small.own_rows(data, made)
+        if dist.get_rank() == 1:
+            rows["loss_mask"] = rows["loss_mask"] * 0
+        return rows
+
+    made.train_batch(own(small.batch(0), made), loss)
+    return small.trained(made, range(1, 2))
+
+
+def test_a_loss_that_is_no_function_of_the_model(ranks, tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    assert len({repr(found["norms"]) for found in ranks(loss_of_nothing, tmp_path / "m")}) == 1
+
+
 def after_a_failure(api: Any, folder: Path) -> tuple[float, float]:
     """The norm of a batch, and of the same after one that failed between its micro-batches."""
     made, calls = small.made(folder, gradient_sync="last"), []

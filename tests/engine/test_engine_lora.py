@@ -112,6 +112,32 @@ def test_adapters_train_alone_and_peft_opens_them(ranks, tmp_path: Path, sizes: 
         assert all(torch.equal(found["weights"][name], value) for name, value in state.items())
 
 
+def valued(api: Any, folder: Path) -> Any:
+    small.cpu_fsdp.install()
+    without_torchao()
+    plain = {"mixed_precision": {"param_dtype": None, "reduce_dtype": None}, "use_dynamic_bsz": False}
+    built = engine.FSDPEngineWithValueHead(
+        {"path": str(folder), "lora_rank": 2}, {**plain, "micro_batch_size_per_gpu": 2}, device="cpu"
+    )
+    built.initialize()
+    data = small.own_rows(small.batch(0), built)
+    data["returns"] = data["input_ids"] / small.VOCABULARY
+    norm = built.train_batch(data, test_qwen.value_loss)["metrics"]["grad_norm"]
+    base = dict(built.get_per_tensor_param(dtype=None)[0])
+    trained = sum(param.requires_grad for param in built.module.parameters())
+    return norm, sorted(base), trained, len(list(built.get_per_tensor_param(base_sync_done=True)[0]))
+
+
+def test_a_value_model_has_adapters_too(ranks, tmp_path: Path) -> None:
+    """Its head has no file, and an adapter of its own."""
+    test_qwen.write(tmp_path / "m")
+    names = {*transformers_state(tmp_path / "m"), "score.weight", "score.bias"} - {"lm_head.weight"}
+    for norm, base, trained, adapters in ranks(valued, tmp_path / "m"):
+        assert norm > 0
+        assert base == sorted(names)
+        assert trained == adapters == 2 * (2 * 7 + 1)
+
+
 def transformers_state(folder: Path) -> dict[str, torch.Tensor]:
     import transformers
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import small
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_dcp_backport import engine
 from torch_dcp_backport.engine import build, config, heads
@@ -64,6 +65,7 @@ def test_sizes_that_do_not_divide(asked: Any, says: str) -> None:
             types.SimpleNamespace(lora_adapter_path="a"),
             "lora_adapter_path is not offered",
         ),
+        (config.ModelConfig, types.SimpleNamespace(lora={"merge": True}), "lora.merge is not offered"),
         (config.OptimizerConfig, types.SimpleNamespace(optimizer_impl="torchao.optim"), "optimizer_impl"),
     ],
 )
@@ -80,6 +82,13 @@ def test_settings_of_other_objects_and_batches() -> None:
     assert own.limit({}, True) == (None, 9)
     assert own.limit({"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3}, True) == (3, None)
     assert own.sharding == build.Sharding(True, torch.bfloat16, torch.float32, False)
+
+
+def test_steps_of_the_warm_up() -> None:
+    """As in verl, no steps of its own are a part of all."""
+    for steps, expected in ((None, 5), (-1, 5), (0, 5), (3, 3)):
+        asked = {"lr_warmup_steps": steps, "lr_warmup_steps_ratio": 0.1, "total_training_steps": 50}
+        assert config.OptimizerConfig(**asked).warmup == expected
 
 
 @pytest.mark.parametrize("kind", ["constant", "cosine"])
@@ -142,6 +151,25 @@ def test_chunks_keep_no_second_copy_of_the_logits() -> None:
     assert sum(kept.values()) < logits.nbytes
 
 
+def test_next_tokens_need_no_copy_of_the_logits() -> None:
+    logits, ids = torch.randn(3, 5, 7).bfloat16(), torch.randint(0, 7, (3, 5))
+    sizes: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if (
+                isinstance(found, torch.Tensor)
+                and found.untyped_storage()._cdata != logits.untyped_storage()._cdata
+            ):
+                sizes.append(found.numel())
+            return found
+
+    with Sizes():
+        engine.next_log_probs(logits, ids, chunk=7)
+    assert max(sizes) == ids.numel()
+
+
 def test_units_are_blocks_and_ends_that_nothing_shares() -> None:
     tied, untied = small.model(), small.model(is_tied=False)
     assert engine.units_of(tied) == [tied.layers[1], tied.layers[0]]
@@ -160,6 +188,17 @@ def test_a_block_class_that_does_not_occur(said: Any) -> None:
         engine.units_of(small.model(), said)
 
 
+def test_a_parameter_in_two_units_is_refused() -> None:
+    """Each would train its own."""
+    made = small.model()
+    with pytest.raises(ValueError, match=r"embed.weight, head.weight are .* units: embed, the rest"):
+        engine.units_of(made, ["Block", "Embedding"])
+    made.layers[1].out.weight = made.layers[0].out.weight
+    with pytest.raises(ValueError, match=r"layers.0.out.weight, layers.1.out.weight are one parameter"):
+        engine.units_of(made)
+    assert engine.units_of(made, ()) == []
+
+
 def test_parameters_on_meta_and_real_buffers() -> None:
     with engine.parameters_on_meta(torch.bfloat16):
         made = small.Model()
@@ -171,6 +210,9 @@ def test_parameters_on_meta_and_real_buffers() -> None:
     assert made.head.weight is made.embed.weight
     assert torch.equal(made.positions, small.model().positions)
     assert not any(tensor.is_meta for tensor in engine.tensors_of(made).values())
+    engine.materialize(made, torch.device("cpu"), buffers=torch.device("meta"))
+    assert [name for name, buffer in made.named_buffers() if buffer.is_meta] == ["positions"]
+    assert not any(param.is_meta for param in made.parameters())
 
 
 def test_a_registry_finds_engines_by_names() -> None:

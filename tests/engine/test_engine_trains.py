@@ -46,6 +46,22 @@ def test_however_it_is_spread_cut_and_kept(ranks, tmp_path: Path, options: dict[
         small.same(found, expected)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fsdp_size": 1}, {"gradient_sync": "last", "fsdp_size": 2}, {"offload_policy": True}],
+    ids=str,
+)
+def test_what_is_frozen_stays_as_it_is(ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+    small.write(tmp_path / "m", is_tied=False)
+    expected = small.alone("AdamW", is_tied=False, is_frozen=True)
+    begun = dict(small.model(is_tied=False).named_parameters())
+    options = {"untied": True, "frozen": True, **options}
+    for found in ranks(run, tmp_path / "m", "AdamW", options):
+        small.same(found, expected)
+        assert found["weights"]["embed.weight"].equal(begun["embed.weight"])
+        assert not found["weights"]["head.weight"].equal(begun["head.weight"])
+
+
 def natively(api: Any, folder: Path) -> tuple[dict[str, Any], float]:
     made = small.made(folder, average=False)
     return small.trained(made), made.scale

@@ -11,7 +11,7 @@ import small
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport import engine
+from torch_dcp_backport import compat, engine
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -80,6 +80,31 @@ def test_it_is_the_model_and_the_training_of_one_process(ranks, tmp_path: Path, 
         small.same(found, reference)
 
 
+@pytest.mark.parametrize("kind", ["Qwen3", "Gemma3"])
+def test_norms_of_heads_are_trained_by_all_heads(ranks, tmp_path: Path, kind: str) -> None:
+    """With TP a rank's gradient of them is that of its own heads."""
+    import transformers
+
+    name = {"Qwen3": "Qwen3Config", "Gemma3": "Gemma3TextConfig"}[kind]
+    config = getattr(transformers, name)(
+        vocab_size=small.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    reference = alone(model.train())
+    for share, found in ranks(trained_in_parts, tmp_path):
+        small.same(found, reference)
+        assert share == 0.25
+
+
+def trained_in_parts(api: Any, folder: Path) -> Any:
+    built = made(folder, tp_size=2)
+    cut = built.module.model.layers[0].self_attn.q_proj.weight
+    return compat.local_part(cut).numel() / cut.numel(), small.trained(built)
+
+
 def valued(api: Any, folder: Path, options: dict[str, Any]) -> Any:
     built = made(folder, "value_model", **options)
     data = small.own_rows(small.batch(0), built)
@@ -120,7 +145,9 @@ def test_buffers_are_computed_in_the_dtype_that_is_asked_for(tmp_path: Path) -> 
     transformers.Gemma3ForCausalLM(config).bfloat16().save_pretrained(tmp_path)
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, torch_dtype=torch.float32)
     with engine.parameters_on_meta(torch.float32):
-        made = engine.language_model(engine.ModelConfig(str(tmp_path)), torch.float32)
+        asked = engine.ModelConfig(str(tmp_path), {"attn_implementation": "eager", "sliding_window": 7})
+        made = engine.language_model(asked, torch.float32)
+    assert (made.config._attn_implementation, made.config.sliding_window) == ("eager", 7)
     found = dict(made.named_buffers())
     assert found["model.embed_tokens.embed_scale"].item() == pytest.approx(20**0.5)
     for name, buffer in expected.named_buffers():
@@ -153,6 +180,7 @@ def refused(api: Any, folder: Path, options: dict[str, Any]) -> str:
             "rank 1: not the same .*: EngineConfig .*gpu=2",
         ),
         ({"fsdp_size": 3}, "ranks 0-3: .*fsdp_size=3 does not divide 4"),
+        ({"tp_size": 4}, "tp_size=4 does not divide num_key_value_heads=2"),
         ({"tp_size": 2, "fsdp_size": 1}, "2 replicas: not offered with tp_size=2"),
     ],
     ids=str,

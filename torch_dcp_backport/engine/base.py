@@ -93,22 +93,25 @@ class EngineContext(contextlib.AbstractContextManager["EngineContext"]):
         self.is_moving = not disable_auto_offload
 
     def __enter__(self) -> EngineContext:
+        self.outer = self.engine.mode
         self.move(self.engine.grid.mesh.device_type)
         self.engine.mode = self.mode
         self.engine.module.train(self.mode == "train")
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.mode == "eval":
-            compat.reshard(self.engine.module)
-        else:
+        compat.reshard(self.engine.module)
+        if self.mode == "train":
             self.engine.optimizer_zero_grad()
         self.move("cpu")
-        self.engine.mode = None
+        self.engine.mode = self.outer
+        if self.outer is not None:
+            self.engine.module.train(self.outer == "train")
 
     def move(self, device: str) -> None:
-        model = self.engine.is_param_offload_enabled
-        optimizer = self.engine.is_optimizer_offload_enabled and self.mode == "train"
+        # What the context around this one has on the device stays there.
+        model = self.engine.is_param_offload_enabled and self.outer is None
+        optimizer = self.engine.is_optimizer_offload_enabled and self.mode == "train" != self.outer
         if self.is_moving and (model or optimizer):
             self.engine.to(device, model=model, optimizer=optimizer, grad=model)
 

@@ -5,6 +5,7 @@ Takes a mapping of tensors with rows first, padded or jagged (a TensorDict too).
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torch_dcp_backport.transfer import Problem, problem_of, raise_together
 from torch_dcp_backport.transfer.consensus import share_findings
-from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.groups import Group, group_ranks
 from torch_dcp_backport.transfer.wire import device_for
 
 TITLE = "cannot run this batch"
@@ -56,14 +57,16 @@ class Micro(NamedTuple):
         return not self.rows
 
 
-def plan(data: Any, limit: Limit, group: Group = None, *, needs_tokens: bool = True) -> Plan:
+def plan(data: Any, limit: Limit, group: Group = None, *, needs_tokens: bool = True, copies: int = 1) -> Plan:
     """Cut a batch into as many micro-batches on every rank. Collective.
 
     Args:
         needs_tokens: whether a batch without any token of a loss is an error.
+        copies: how many ranks, one after the other, have the same rows (tensor parallelism).
 
     Raises:
-        RuntimeError: a row above the limit, no rows, no tokens, columns that do not fit, ...; on every rank.
+        RuntimeError: a row above the limit, no rows, no tokens, columns that do not fit, other rows than the
+            copies have, ...; on every rank.
     """
     problems: list[Problem] = []
     own = Plan([], [], 0, None)
@@ -73,7 +76,8 @@ def plan(data: Any, limit: Limit, group: Group = None, *, needs_tokens: bool = T
         # Whatever it is: the other ranks wait here.
         known = isinstance(error, (ValueError, KeyError))
         problems.append(Problem(str(error)) if known else problem_of(error))
-    said = torch.tensor([len(own.parts), own.tokens, len(problems)], dtype=torch.float64)
+    digest = digest_of(data) if copies > 1 and not problems else 0
+    said = torch.tensor([len(own.parts), own.tokens, digest, len(problems)], dtype=torch.float64)
     said = said.to(device_for(group))
     heard = [torch.empty_like(said) for _ in range(dist.get_world_size(group))]
     dist.all_gather(heard, said, group=group)
@@ -81,12 +85,20 @@ def plan(data: Any, limit: Limit, group: Group = None, *, needs_tokens: bool = T
     if any(count for *_, count in rows):
         # What is wrong travels only where something is.
         raise_together(TITLE, share_findings([(dist.get_rank(), problem) for problem in problems], group))
-    count, tokens = int(max(row[0] for row in rows)), sum(row[1] for row in rows)
+    count, tokens = int(max(row[0] for row in rows)), sum(row[1] for row in rows[::copies])
+    ranks = group_ranks(group)
     findings = []
-    if not count:
-        findings = [(dist.get_rank(), Problem("no rows on any rank"))]
-    elif needs_tokens and not tokens:
-        findings = [(dist.get_rank(), Problem(f"no token on any rank has a loss: {LOSS_MASK} is zero"))]
+    for place, rank in enumerate(ranks):
+        first = place - place % copies
+        if rows[place] != rows[first]:
+            says = (
+                f"other rows than rank {ranks[first]}, with which it computes each layer (tensor parallelism)"
+            )
+            findings.append((rank, Problem(says)))
+        elif not count:
+            findings.append((rank, Problem("no rows on any rank")))
+        elif needs_tokens and not tokens:
+            findings.append((rank, Problem(f"no token on any rank has a loss: {LOSS_MASK} is zero")))
     raise_together(TITLE, findings)
     return own._replace(parts=spread(own.parts, count), tokens=tokens)
 
@@ -119,6 +131,11 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
     else:
         parts = by_tokens(spans, limit.tokens or 0)
     return Plan(parts, spans, tokens, None if ids.is_nested else int(ids.shape[1]))
+
+
+def digest_of(data: Any) -> int:
+    """What tells one rank's rows from another's."""
+    return zlib.crc32(values_of(data[IDS]).cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:

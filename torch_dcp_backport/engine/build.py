@@ -100,7 +100,8 @@ def configuration(asked: Any, dtype: Optional[torch.dtype] = None) -> Any:
         raise FileNotFoundError(f"{asked.path} has no config.json")
     config = transformers.AutoConfig.from_pretrained(asked.path, trust_remote_code=asked.trust_remote_code)
     for name, value in asked.override_config.items():
-        setattr(config, name, value)
+        # Only from_pretrained() knows it by this name.
+        setattr(config, "_attn_implementation" if name == "attn_implementation" else name, value)
     if dtype is not None:
         setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
     return config
@@ -141,7 +142,7 @@ def units_of(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
     """The modules that are sharded as units, inner ones first: blocks, and embeddings that nothing else uses.
 
     Raises:
-        ValueError: a block class that does not occur; names those that do.
+        ValueError: a block class that does not occur, naming those that do; a tied parameter in two units.
     """
     wanted = getattr(model, "_no_split_modules", None) or () if blocks is None else blocks
     asked = (wanted,) if isinstance(wanted, (str, type)) else tuple(wanted)
@@ -154,13 +155,20 @@ def units_of(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
     shared = {name for tied in names_by_parameter(model).values() if len(tied) > 1 for name in tied}
     ask: Any = getattr(model, "get_output_embeddings", lambda: None)
     end = ask()
-    found = []
+    found = {}
     for path, module in model.named_modules():
         is_end = isinstance(module, nn.Embedding) or module is end
         is_tied = any(f"{path}.{name}" in shared for name, _ in module.named_parameters())
         if type(module).__name__ in names or (is_end and not is_tied):
-            found.append(module)
-    return found[::-1]
+            found[path] = module
+    for tied in names_by_parameter(model).values():
+        # The innermost of nested units.
+        homes = {max((path for path in found if name.startswith(f"{path}.")), default="") for name in tied}
+        if len(homes) > 1:
+            # Torch 2.13 sees it; older ones make a parameter of each name, and train them apart.
+            units = ", ".join(sorted(home or "the rest" for home in homes))
+            raise ValueError(f"{', '.join(tied)} are one parameter, but would be in several units: {units}")
+    return list(found.values())[::-1]
 
 
 def shard(model: nn.Module, grid: Grid, sharding: Optional[Sharding] = None, blocks: Blocks = None) -> None:
@@ -175,15 +183,19 @@ def shard(model: nn.Module, grid: Grid, sharding: Optional[Sharding] = None, blo
         compat.fsdp2().fully_shard(module, **arguments)
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
+def materialize(model: nn.Module, device: torch.device, *, buffers: Optional[torch.device] = None) -> None:
     """Give parameters on meta memory on a device, without values; buffers go there with theirs.
 
     Tied parameters stay tied: torch makes a new parameter for each name.
+
+    Args:
+        buffers: where they go instead: CPUOffloadPolicy brings parameters to the device, but no buffers.
     """
     tied = names_by_parameter(model).values()
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        where = device if isinstance(tensor, nn.Parameter) else buffers or device
+        return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor.to(where)
 
     # FSDP2 looks at its shards anew in `_apply`, and nowhere else.
     move: Any = model._apply
@@ -210,7 +222,7 @@ def fill(
     """Fill a model's parameters and buffers from Hugging Face files, each rank its own slices. Collective.
 
     Args:
-        fresh: pattern of names that the files need not have -> what draws a whole tensor in place of them.
+        fresh: pattern of names in the files that these need not have -> what draws a whole tensor instead.
         hf_name: the name in the files of a name in the model.
         seed: of what is drawn, which is the same on every rank.
 
@@ -219,7 +231,7 @@ def fill(
     """
     tensors = tensors_of(model)
     patterns = (fresh or {}).items()
-    draws = {name: draw for name in tensors for pattern, draw in patterns if fnmatchcase(name, pattern)}
+    draws = {n: draw for n in tensors for pattern, draw in patterns if fnmatchcase(hf_name(n), pattern)}
     if draws:
         with Call(LOAD, "fill", groups_of()) as call:
             source: Optional[Source] = None
@@ -243,8 +255,10 @@ def fill(
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters, under all their names, and the buffers that a state dict has.
 
-    Not `state_dict()`, which FSDP2 of torch 2.4 refuses on a mesh of two dimensions.
+    FSDP2's are shards, also where a forward pass has left them whole, in the dtype it computes in. Not
+    `state_dict()`, which FSDP2 of torch 2.4 refuses on a mesh of two dimensions.
     """
+    compat.reshard(model)
     found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

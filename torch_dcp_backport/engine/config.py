@@ -131,7 +131,7 @@ class OptimizerConfig:
     @property
     def warmup(self) -> int:
         steps = self.lr_warmup_steps
-        if steps is not None and steps >= 0:
+        if steps is not None and steps > 0:
             return steps
         return int(self.lr_warmup_steps_ratio * self.total_training_steps)
 
@@ -196,6 +196,7 @@ def settings(kind: type[Kind], given: Any) -> Kind:
         "zero_indexed_step=False": not getattr(given, "zero_indexed_step", True),
         "optimizer_impl": getattr(given, "optimizer_impl", "torch.optim") != "torch.optim",
         "lora_adapter_path": getattr(given, "lora_adapter_path", None),
+        "lora.merge": (getattr(given, "lora", None) or {}).get("merge", False),
         "target_parameters": getattr(given, "target_parameters", None),
     }
     for name, is_asked in would_change.items():

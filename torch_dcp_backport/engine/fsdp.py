@@ -81,6 +81,14 @@ class FSDPEngine(BaseEngine):
     def grid(self) -> Grid:  # type: ignore[override]
         return arrange(self.device, self.engine_config.fsdp_size, self.engine_config.tp_size)
 
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        return self.engine_config.param_offload
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        return self.engine_config.optimizer_offload
+
     def initialize(self) -> None:
         """Make the model, each rank its own slices, and its optimizer. Collective.
 
@@ -132,7 +140,7 @@ class FSDPEngine(BaseEngine):
         tensor_parallel.parallelize(model, self.grid)
         build.shard(model, self.grid, own.sharding, blocks)
         kind = "cpu" if own.offload_policy else self.device
-        build.materialize(model, compat.current_device(kind))
+        build.materialize(model, compat.current_device(kind), buffers=compat.current_device(self.device))
         fresh = {**self.fresh, **lora.FRESH}
         build.fill(model, asked.path, fresh=fresh, hf_name=lora.base_name, seed=own.seed)
         return model
@@ -154,8 +162,8 @@ class FSDPEngine(BaseEngine):
         Raises:
             RuntimeError: as `batches.plan`; on every rank.
         """
-        group, limit = self.get_data_parallel_group(), self.engine_config.limit(data, forward_only)
-        plan = batches.plan(data, limit, group, needs_tokens=loss_function is not None)
+        limit, copies = self.engine_config.limit(data, forward_only), self.grid.sizes.tp
+        plan = batches.plan(data, limit, needs_tokens=loss_function is not None, copies=copies)
         common = {"batch_num_tokens": plan.tokens, "dp_size": self.grid.dp_size}
         outputs, losses, metrics = [], [], {}  # type: ignore[var-annotated]
         for number, micro in enumerate(batches.micro_batches(data, plan), 1):
@@ -166,13 +174,15 @@ class FSDPEngine(BaseEngine):
                 if not forward_only:
                     torch.autograd.backward(loss * self.scale)
             except BaseException:
-                # Whole gradients that wait for the last micro-batch would go into the next batch's.
-                compat.drop_whole_gradients(self.module)
+                compat.abandon_pass(self.module)
                 raise
             outputs.append({name: value.detach() for name, value in output["model_output"].items()})
             if not micro.is_filler:
                 losses.append(loss.item())
                 collect(metrics, output["metrics"])
+        if forward_only:
+            # The root is whole until a backward pass: a step before the next one would not be seen.
+            compat.reshard(self.module)
         return {"model_output": batches.restored(outputs, plan), "loss": losses, "metrics": metrics}
 
     def forward_step(
@@ -188,15 +198,17 @@ class FSDPEngine(BaseEngine):
         inputs = batches.model_inputs(data, device)
         logits = self.module(**inputs, use_cache=False).logits
         found = self.prepare_model_outputs(logits, inputs, data)
+        # The other ranks wait for this one's part of the gradients, whatever its loss is of.
+        nothing = torch.stack([value.float().sum() * 0 for value in found.values()]).sum()
         if micro.is_filler:
-            # The other ranks wait for this one's part of the gradients.
-            nothing = torch.stack([value.float().sum() * 0 for value in found.values()]).sum()
             return nothing, {"model_output": {}, "metrics": {}}
         found = {name: batches.like_rows(value, data) for name, value in found.items()}
         loss, metrics = logits.new_zeros(()), {}
         if loss_function is not None:
             group = self.get_data_parallel_group()
             loss, metrics = loss_function(model_output=found, data=data, dp_group=group)
+            if not loss.requires_grad:
+                loss = loss + nothing
         return loss, {"model_output": found, "metrics": metrics}
 
     def prepare_model_outputs(

@@ -34,11 +34,13 @@ def next_log_probs(
     logits: torch.Tensor, ids: torch.Tensor, mask: Optional[torch.Tensor] = None, *, chunk: int = CHUNK
 ) -> torch.Tensor:
     """At each position the log-probability of the token after it; 0 where there is none, or padding."""
-    found = log_probs(logits[:, :-1], ids[:, 1:], chunk=chunk)
-    if mask is not None:
-        # From a token to a token: what padding says of a row's first one depends on how rows are cut.
-        found = found.where((mask[:, 1:] != 0) & (mask[:, :-1] != 0), 0.0)
-    return torch.nn.functional.pad(found, (0, 1))
+    # Of the last column too, of which nothing is kept: a part of the logits would be flattened as a copy.
+    found = log_probs(logits, ids.roll(-1, 1), chunk=chunk)
+    is_said = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+    # From a token to a token: what padding says of a row's first one depends on how rows are cut.
+    is_said = is_said & is_said.roll(-1, 1)
+    is_said[:, -1:] = False
+    return found.where(is_said, 0.0)
 
 
 def sft_loss(

@@ -35,7 +35,8 @@ def adapted(model: nn.Module, asked: ModelConfig) -> nn.Module:
     except ImportError as error:
         raise RuntimeError(f"lora_rank={asked.lora_rank} needs peft: {error}") from error
     config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
+        # Of a model that generates nothing (a value model) peft's wrapper for them asks in vain.
+        task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
         r=asked.lora_rank,
         lora_alpha=asked.lora_alpha,
         target_modules=asked.target_modules,

@@ -6,6 +6,7 @@ What the plan does not cut is computed on every rank, as a replica: all paramete
 from __future__ import annotations
 
 import fnmatch
+import re
 from typing import Any
 
 import torch
@@ -13,18 +14,19 @@ from torch import nn
 from torch.distributed.tensor import parallel
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.engine import lora
 from torch_dcp_backport.engine.build import names_by_parameter, tie
 from torch_dcp_backport.engine.mesh import Grid
 
 STYLES = {"colwise": parallel.ColwiseParallel, "rowwise": parallel.RowwiseParallel}
+#: Norms of each head of queries and keys (Qwen3, Gemma3): they see the heads of their rank alone.
+OF_HEADS = re.compile(r".*[.][qk]_(layer)?norm")
 
 
 def styles_of(model: Any, grid: Grid) -> dict[str, Any]:
     """Path of a module -> torch's style that cuts it; nothing without tensor parallelism.
 
     Raises:
-        ValueError: a model without a plan, or with a style that is not offered.
+        ValueError: a model without a plan, with a style that is not offered, or heads that do not divide.
     """
     if grid.tp is None:
         return {}
@@ -34,17 +36,22 @@ def styles_of(model: Any, grid: Grid) -> dict[str, Any]:
     unknown = sorted({style for style in plan.values() if style not in STYLES})
     if unknown:
         raise ValueError(f"tp_size={grid.sizes.tp}: the plan of a {type(model).__name__} has {unknown}")
-    prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (getattr(model.config, name, None) or 0) % grid.sizes.tp:
+            raise ValueError(f"tp_size={grid.sizes.tp} does not divide {name}={getattr(model.config, name)}")
     styles = {}
     for path, module in model.named_modules():
         for pattern, style in plan.items():
-            if fnmatch.fnmatchcase(path.removeprefix(lora.PREFIX), prefix + pattern):
+            # Wherever the layers are: base_model_prefix need not say it (Gemma3), and adapters come before.
+            if fnmatch.fnmatchcase(f".{path}", f"*.{pattern}"):
                 cut = [path]
                 if hasattr(module, "base_layer"):
                     # Of an adapter's two matrices one has the dimension that is cut, the other is whole.
                     inner = "lora_B" if style == "colwise" else "lora_A"
                     cut = [f"{path}.base_layer", *(f"{path}.{inner}.{name}" for name in module.lora_A)]
                 styles.update({name: STYLES[style]() for name in cut})
+    if not styles:
+        raise ValueError(f"tp_size={grid.sizes.tp}: a {type(model).__name__} has none of {sorted(plan)}")
     return styles
 
 
@@ -62,18 +69,27 @@ def parallelize(model: nn.Module, grid: Grid) -> None:
             for name, param in module.named_parameters():
                 param.requires_grad_(asked[name])
         elif next(module.parameters(recurse=False), None) is not None:
-            _replicate(module, grid.tp)
+            beside = path.rpartition(".")[0] + "."
+            is_of_heads = OF_HEADS.fullmatch(path) and any(name.startswith(beside) for name in styles)
+            _replicate(module, grid.tp, bool(is_of_heads))
     tie(model, tied)
 
 
-def _replicate(module: nn.Module, mesh: Any) -> None:
-    """Make the module compute with DTensors inside, and plain tensors on both sides."""
+def _replicate(module: nn.Module, mesh: Any, is_fed_parts: bool) -> None:
+    """Make the module compute with DTensors inside, and plain tensors on both sides.
+
+    Where each rank feeds it a part of its own, what it finds are parts of the parameters' gradients.
+    """
     for name, param in list(module.named_parameters(recurse=False)):
         local = compat.replicated(param.detach(), mesh)
         module.register_parameter(name, nn.Parameter(local, param.requires_grad))
 
+    def made(x: torch.Tensor) -> torch.Tensor:
+        # Whichever dimension the parts are of, a norm works along the last one alone.
+        return compat.parted(x, mesh, x.dim() - 2) if is_fed_parts else compat.replicated(x, mesh)
+
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(compat.replicated(x, mesh) if isinstance(x, torch.Tensor) else x for x in inputs)
+        return tuple(made(x) if isinstance(x, torch.Tensor) else x for x in inputs)
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(lambda _, __, output: output.to_local())

@@ -1,0 +1,175 @@
+"""What is left behind: by contexts within contexts, by inference between steps, by a pass that failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport import engine
+
+
+def moves(api: Any, folder: Path, options: dict[str, Any]) -> Any:
+    made: Any = small.made(folder, **options)
+    found: list[Any] = []
+
+    def to(device: str, **parts: bool) -> None:
+        found.append((len(found), made.mode, sorted(name for name, asked in parts.items() if asked)))
+
+    made.to = to
+    with made.train_mode(), made.eval_mode():
+        pass
+    inside = len(found)
+    with made.eval_mode(), made.train_mode():
+        assert made.module.training
+    with made.train_mode(disable_auto_offload=True):
+        pass
+    return [what for *_, what in found[:inside]], [what for *_, what in found[inside:]]
+
+
+@pytest.mark.parametrize(
+    ("options", "within_train", "within_eval"),
+    [
+        ({}, [], []),
+        ({"param_offload": True}, [["grad", "model"]] * 2, [["grad", "model"]] * 2),
+        ({"optimizer_offload": True}, [["optimizer"]] * 2, [["optimizer"]] * 2),
+        (
+            {"param_offload": True, "optimizer_offload": True},
+            [["grad", "model", "optimizer"]] * 2,
+            [["grad", "model"], ["optimizer"], ["optimizer"], ["grad", "model"]],
+        ),
+    ],
+    ids=str,
+)
+def test_contexts_move_what_is_kept_on_the_host(pools, tmp_path, options, within_train, within_eval) -> None:
+    """There and back, once: a context within another leaves what that one has on the device."""
+    small.write(tmp_path / "m")
+    assert pools.run(moves, tmp_path / "m", options, world=1) == [(within_train, within_eval)]
+
+
+def nested(api: Any, folder: Path) -> Any:
+    made = small.made(folder)
+    with made.train_mode():
+        with made.eval_mode():
+            inner = made.mode, made.module.training
+        return inner, (made.mode, made.module.training)
+
+
+def test_after_an_inner_context_the_outer_one_is_as_it_was(pools, tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    assert pools.run(nested, tmp_path / "m", world=1) == [(("eval", False), ("train", True))]
+
+
+def inferred_between(api: Any, folder: Path, options: dict[str, Any]) -> Any:
+    """Training with an inference between each backward pass and its step."""
+    made = small.made(folder, **options)
+    losses, norms = [], []
+    for step in range(small.STEPS):
+        rows = small.own_rows(small.batch(step), made)
+        made.optimizer_zero_grad()
+        output = made.forward_backward_batch(rows, engine.sft_loss)
+        made.infer_batch(rows)
+        norms.append(made.optimizer_step())
+        total = torch.tensor(sum(output["loss"]), dtype=torch.float64)
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return {"losses": losses, "norms": norms, "weights": dict(made.get_per_tensor_param(dtype=None)[0])}
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+def test_no_pass_sees_the_weights_of_one_before_a_step(pools, tmp_path: Path, options: Any) -> None:
+    """FSDP2 leaves units whole after a forward pass alone, and takes them as they are in the next."""
+    small.write(tmp_path / "m")
+    for found in pools.run(inferred_between, tmp_path / "m", options, world=2):
+        small.same(found, small.alone())
+
+
+def dtypes_between(api: Any, folder: Path) -> set[torch.dtype]:
+    mixed = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
+    made = small.made(folder, mixed_precision=mixed)
+    with made.eval_mode():
+        made.module(**small.model_inputs(small.batch(0)))
+        return {tensor.dtype for _, tensor in made.get_per_tensor_param(dtype=None)[0]}
+
+
+def test_an_export_after_a_forward_pass_is_of_the_parameters_themselves(pools, tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    assert pools.run(dtypes_between, tmp_path / "m", world=2) == [{torch.float32}] * 2
+
+
+class Fails(torch.autograd.Function):
+    """Nothing, but for a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ZeroDivisionError("backwards")
+
+
+def after_a_pass_that_failed(api: Any, folder: Path, where: str, options: dict[str, Any]) -> Any:
+    made = small.made(folder, untied=True, **options)
+    small.trained(made, range(1))
+
+    def fail(module: Any, inputs: Any, output: torch.Tensor) -> Any:
+        if where == "forwards":
+            raise ZeroDivisionError(where)
+        return Fails.apply(output)
+
+    handle = made.module.layers[1].out.register_forward_hook(fail)
+    with made.train_mode(), pytest.raises(ZeroDivisionError, match=where):
+        made.train_batch(small.own_rows(small.batch(0), made), engine.sft_loss)
+    handle.remove()
+    return small.trained(made, range(1, small.STEPS))
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_sync": "last"}], ids=str)
+@pytest.mark.parametrize("where", ["forwards", "backwards"])
+def test_training_goes_on_after_a_pass_that_failed(pools, tmp_path: Path, where: str, options: Any) -> None:
+    small.write(tmp_path / "m", is_tied=False)
+    expected = small.alone(is_tied=False)
+    expected.update(losses=expected["losses"][1:], norms=expected["norms"][1:])
+    for found in pools.run(after_a_pass_that_failed, tmp_path / "m", where, options, world=2):
+        small.same(found, expected)
+
+
+def moved_for_real(api: Any, folder: Path, options: dict[str, Any]) -> Any:
+    """As by an accelerator: what is moved is another tensor; on the CPU `to` gives the same one back."""
+    made: Any = small.made(folder, "AdamW", **options)
+
+    @torch.no_grad()
+    def to(device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        if model:
+            made.module._apply(lambda tensor: tensor.clone())
+        for state in made.optimizer.state.values() if optimizer else ():
+            state.update({name: value.clone() for name, value in state.items() if value.dim()})
+
+    made.to = to
+    losses, norms = [], []
+    for step in range(small.STEPS):
+        rows = small.own_rows(small.batch(step), made)
+        with made.eval_mode():
+            made.infer_batch(rows)
+        with made.train_mode():
+            made.optimizer_zero_grad()
+            output = made.forward_backward_batch(rows, engine.sft_loss)
+            made.to("cpu")
+            norms.append(made.optimizer_step())
+        total = torch.tensor(sum(output["loss"]), dtype=torch.float64)
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return {"losses": losses, "norms": norms, "weights": dict(made.get_per_tensor_param(dtype=None)[0])}
+
+
+@pytest.mark.parametrize("options", [{}, {"fsdp_size": 2}], ids=str)
+def test_training_goes_on_with_what_was_moved(ranks, tmp_path: Path, options: Any) -> None:
+    small.write(tmp_path / "m")
+    options = {**options, "param_offload": True, "optimizer_offload": True}
+    for found in ranks(moved_for_real, tmp_path / "m", options):
+        small.same(found, small.alone("AdamW"))
