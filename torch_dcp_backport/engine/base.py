@@ -27,6 +27,9 @@ class BaseEngine:
     grid: Grid
     #: "train" or "eval" inside of the contexts.
     mode: Optional[str] = None
+    #: Whether the contexts bring them to the device, and back to the host.
+    is_param_offload_enabled = False
+    is_optimizer_offload_enabled = False
 
     def train_mode(self, **options: Any) -> EngineContext:
         """A context: training, with everything on the device."""
@@ -74,14 +77,6 @@ class BaseEngine:
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whether this rank's outputs count: the first of those that compute the same."""
         return self.grid.tp is None or self.grid.tp.get_local_rank() == 0
-
-    @property
-    def is_param_offload_enabled(self) -> bool:
-        return False
-
-    @property
-    def is_optimizer_offload_enabled(self) -> bool:
-        return False
 
 
 class EngineContext(contextlib.AbstractContextManager["EngineContext"]):

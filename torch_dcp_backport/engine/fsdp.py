@@ -68,6 +68,8 @@ class FSDPEngine(BaseEngine):
         self.optimizer_config = optimizer_config
         self.checkpoint_config = checkpoint_config
         self.device = device or default_device()
+        self.is_param_offload_enabled = self.engine_config.param_offload
+        self.is_optimizer_offload_enabled = self.engine_config.optimizer_offload
         #: Steps that were not taken, since a gradient was not finite.
         self.skipped_steps = 0
         self.module: Any = None
@@ -80,14 +82,6 @@ class FSDPEngine(BaseEngine):
     @functools.cached_property
     def grid(self) -> Grid:  # type: ignore[override]
         return arrange(self.device, self.engine_config.fsdp_size, self.engine_config.tp_size)
-
-    @property
-    def is_param_offload_enabled(self) -> bool:
-        return self.engine_config.param_offload
-
-    @property
-    def is_optimizer_offload_enabled(self) -> bool:
-        return self.engine_config.optimizer_offload
 
     def initialize(self) -> None:
         """Make the model, each rank its own slices, and its optimizer. Collective.

@@ -48,8 +48,9 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
 def _give_back(device: torch.device) -> None:
     """Free the memory of accelerators that nothing uses, where the move was away from them."""
     if device.type == "cpu":
-        gc.collect()
         for kind, count in compat.device_counts().items():
             module = compat.device_module(kind)
             if count and module is not None and hasattr(module, "empty_cache"):
+                # Half a second of a step: not where there is no such memory.
+                gc.collect()
                 module.empty_cache()
