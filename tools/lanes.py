@@ -85,8 +85,9 @@ LANES: dict[str, tuple[str, ...]] = {
         "torchdata",
     ),
     "megatron": ("torch==2.6.0", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
-    # A later release, for checkpoints between it and this package alone (test_megatron_formats.py).
+    # Later releases, for checkpoints between them and this package alone (test_megatron_formats.py).
     "megatron-0.14": ("torch==2.6.0", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
+    "megatron-0.19": ("torch==2.7.1", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
     "lint": ("ruff==0.14.5", "mypy==1.18.2", "packaging>=23", "build==1.3.0", "hatchling>=1.26", "twine>=6"),
 }
 # Installed without what they depend on: megatron-core asks for wandb, zarr and more, and its models use none;
@@ -95,9 +96,10 @@ BARE = {
     "verl": ("verl==0.7.1",),
     "megatron": ("megatron-core==0.12.3",),
     "megatron-0.14": ("megatron-core==0.14.0",),
+    "megatron-0.19": ("megatron-core==0.19.2",),
 }
 # Lanes that are made with another Python than the one that runs this.
-PYTHONS = {"2.6-py3.9": "3.9", "2.6-py3.13": "3.13"}
+PYTHONS = {"2.6-py3.9": "3.9", "2.6-py3.13": "3.13", "megatron-0.19": "3.12"}
 UV = "uv>=0.9,<1"
 # What a lane leaves out unless all is asked for, files and single tests: what does not depend on torch's
 # release; where there is nothing to patch, what patching could break; on the releases in between, what those

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ from torch_dcp_backport.dist_checkpointing import (
     optimizer,
     utils,
 )
+from torch_dcp_backport.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
 #: module -> names that programs import from it.
 NAMES = {
@@ -92,19 +94,21 @@ def part(key: str, rank: int, world: int, value: float = 0.0) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(key, torch.full((2, 3), value), (0, rank, world))
 
 
-def strict_modes(room: Any, folder: str) -> dict[str, Any]:
-    """Every rank asks for `a`; rank 1 asks for an unexpected key, too; nobody asks for `b`."""
+def strict_modes(room: Any, folder: str, is_shared: bool) -> dict[str, Any]:
+    """Every rank asks for parts of `a`, rank 1 for an unexpected key, too, and nobody for `b`."""
     rank, world = dist.get_rank(), dist.get_world_size()
     saved = {key: part(key, rank, world, rank + 1.0) for key in "ab"}
     room.save({**saved, "step": 5, "rng": ShardedObject("rng", rank, (world,), (rank,))}, folder)
     outcomes: dict[str, Any] = {}
     for mode in importlib.import_module(f"{room.__name__}.validation").StrictHandling:
         asked: dict[str, Any] = {"a": part("a", rank, world)}
+        asked["next"] = replace(part("a", (rank + 1) % world, world), replica_id=1)
         if rank == 1:
             asked["c"] = ShardedTensor("c", torch.zeros(1), torch.float32, (1,), (1,), (0,), None)
         before = list(asked)
         try:
-            result = room.load(asked, folder, strict=mode if rank else mode.value)
+            strategy = FullyParallelLoadStrategyWrapper(None) if is_shared else None
+            result = room.load(asked, folder, strategy, strict=mode if rank else mode.value)
         except room.CheckpointingException as error:
             outcomes[mode.value] = str(error)
             assert torch.equal(asked["a"].data, torch.zeros(2, 3))
@@ -113,14 +117,16 @@ def strict_modes(room: Any, folder: str) -> dict[str, Any]:
         missing: Any = None
         if isinstance(result, tuple):
             result, *missing = result
-        assert sorted(result) == ["a", "step"]
+        assert sorted(result) == ["a", "next", "step"]
         assert torch.equal(result["a"], torch.full((2, 3), rank + 1.0))
+        assert torch.equal(result["next"], torch.full((2, 3), (rank + 1) % world + 1.0))
         outcomes[mode.value] = missing
     return outcomes
 
 
-def test_strict_modes(ranks: Any, tmp_path: Path) -> None:
-    outcomes = ranks(strict_modes, str(tmp_path))
+@pytest.mark.parametrize("is_shared", [False, True], ids=["each for itself", "together"])
+def test_strict_modes(ranks: Any, tmp_path: Path, is_shared: bool) -> None:
+    outcomes = ranks(strict_modes, str(tmp_path), is_shared)
     for rank, outcome in enumerate(outcomes):
         unexpected = {"c"} if rank == 1 else set()
         assert outcome["log_unexpected"] is outcome["log_all"] is outcome["ignore_all"] is None
