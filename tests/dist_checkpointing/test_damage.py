@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,24 @@ def test_many_tuples_that_are_in_no_other_are_read(checkpoint: Path, monkeypatch
     assert set(metadata.from_bytes(data).tensors) == set(VALUES)
     with pytest.raises(unpickle.Refused, match="its checksum is wrong"):
         metadata.from_bytes(data[:-1] + b"?")
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_many_tuples_without_room_for_their_stack(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, is_nested: bool
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(unpickle, "DEEPEST", 3 if is_nested else 20)
+    data = (checkpoint / ".metadata").read_bytes()
+    assert unpickle.tuples_in(data) > unpickle.DEEPEST
+    if is_nested:
+        with pytest.raises(unpickle.Refused, match="more than 3 tuples"):
+            metadata.from_bytes(BEFORE + NESTED + b"K\x01s.")
+    else:
+        assert set(metadata.from_bytes(data).tensors) == set(VALUES)
 
 
 def test_a_record_of_many_tuples_is_refused() -> None:

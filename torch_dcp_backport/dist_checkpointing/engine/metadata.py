@@ -275,7 +275,7 @@ def from_bytes(data: bytes) -> Index:
     if data[end:-4] == TRAILER and data[-4:] != zlib.crc32(data[:end]).to_bytes(4, "big"):
         raise Refused("its checksum is wrong")
     with gc_context():
-        return unpickle.with_stack_for(unpickle.tuples_in(data), lambda: _from_bytes(data))
+        return unpickle.with_stack_for(data, lambda: _from_bytes(data))
 
 
 def _from_bytes(data: bytes) -> Index:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 from collections import OrderedDict
 from typing import Any
 
 import torch
 
-from torch_dcp_backport.dist_checkpointing.engine.unpickle import DEEPEST, Refused, tuples_in
+from torch_dcp_backport.dist_checkpointing.engine.unpickle import Refused, check_tuples
 
 
 def screen(data: bytes) -> None:
@@ -27,44 +26,13 @@ def screen(data: bytes) -> None:
         raise Refused("it is no zip file, as torch.save has written since torch 1.6")
     reader: Any = torch._C.PyTorchFileReader(io.BytesIO(data))
     pickled = bytes(reader.get_record("data.pkl"))
-    if tuples_in(pickled) > DEEPEST and depth_of_tuples(pickled) > DEEPEST:
-        raise Refused(f"more than {DEEPEST} tuples are in each other")
+    check_tuples(pickled)
     try:
         Screen(pickled, reader).load()
     except Refused:
         raise
     except Exception as error:  # whatever damaged bytes lead to
         raise Refused(f"{type(error).__name__}: {error}") from error
-
-
-def depth_of_tuples(pickled: bytes) -> int:
-    """The most tuples that are in each other, or more: of other values' parts the deepest counts."""
-    stack: list[Any] = []
-    memo: dict[Any, int] = {}
-    deepest = 0
-    for opcode, argument, _ in pickletools.genops(pickled):
-        name = opcode.name
-        if name == "MARK":
-            stack.append(None)
-            continue
-        if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
-            continue
-        parts: list[int] = []
-        if pickletools.markobject in opcode.stack_before:
-            while stack[-1] is not None:
-                parts.append(stack.pop())
-            stack.pop()
-        for _ in [kind for kind in opcode.stack_before if kind not in MARKED]:
-            parts.append(stack.pop())
-        depth = memo[argument] if name in ("GET", "BINGET", "LONG_BINGET") else max(parts, default=0)
-        depth += "TUPLE" in name
-        deepest = max(deepest, depth)
-        stack += [depth] * len(opcode.stack_after)
-    return deepest
-
-
-MARKED = (pickletools.markobject, pickletools.stackslice)
 
 
 class Thing:

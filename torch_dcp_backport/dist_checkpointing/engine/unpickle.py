@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import pickle
+import pickletools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -24,6 +24,7 @@ DEEPEST = 10_000
 TUPLES = (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
 #: Bytes of stack for each of them, twice what they take.
 FRAME = 128
+MARKED = (pickletools.markobject, pickletools.stackslice)
 
 
 class Refused(Exception):
@@ -35,11 +36,57 @@ def tuples_in(pickled: bytes) -> int:
     return sum(map(pickled.count, TUPLES))
 
 
-def with_stack_for(count: int, work: Callable[[], T]) -> T:
-    """What `work` returns, or raises; though so many tuples were in each other.
+def check_tuples(pickled: bytes) -> None:
+    """Refuse tuples that are too deep in each other. Slow where there are many: each opcode is looked at.
 
-    To look for them would cost more than to read the pickle of a large checkpoint does.
+    Raises:
+        Refused: they are.
     """
+    try:
+        is_deep = tuples_in(pickled) > DEEPEST and depth_of_tuples(pickled) > DEEPEST
+    except Exception as error:  # a stack without what an opcode takes from it
+        raise Refused(f"it is no pickle: {type(error).__name__}: {error}") from error
+    if is_deep:
+        raise Refused(f"more than {DEEPEST} tuples are in each other")
+
+
+def depth_of_tuples(pickled: bytes) -> int:
+    """The most tuples that are in each other, or more: of other values' parts the deepest counts."""
+    stack: list[Any] = []
+    memo: dict[Any, int] = {}
+    deepest = 0
+    for opcode, argument, _ in pickletools.genops(pickled):
+        name = opcode.name
+        if name == "MARK":
+            stack.append(None)
+            continue
+        if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
+            continue
+        parts: list[int] = []
+        if pickletools.markobject in opcode.stack_before:
+            while stack[-1] is not None:
+                parts.append(stack.pop())
+            stack.pop()
+        for _ in [kind for kind in opcode.stack_before if kind not in MARKED]:
+            parts.append(stack.pop())
+        depth = memo[argument] if name in ("GET", "BINGET", "LONG_BINGET") else max(parts, default=0)
+        depth += "TUPLE" in name
+        deepest = max(deepest, depth)
+        stack += [depth] * len(opcode.stack_after)
+    return deepest
+
+
+def with_stack_for(pickled: bytes, work: Callable[[], T]) -> T:
+    """What `work` returns, or raises, though all tuples of the pickle were in each other.
+
+    To look for them costs more than to read the pickle of a large checkpoint, and is done where so much
+    address space is not to be had.
+
+    Raises:
+        Refused: they are too deep in each other.
+    """
+    count = tuples_in(pickled)
     if count <= DEEPEST:
         return work()
     results: list[T] = []
@@ -55,14 +102,15 @@ def with_stack_for(count: int, work: Callable[[], T]) -> T:
     before = threading.stack_size((count * FRAME + 2**23) // 4096 * 4096)
     try:
         thread.start()
-    except RuntimeError as error:
-        raise Refused(f"it has {count} tuples, for which there is no stack: {error}") from error
+    except RuntimeError:
+        check_tuples(pickled)
+        return work()
     finally:
         threading.stack_size(before)
     thread.join()
-    with contextlib.suppress(IndexError):
-        raise errors.pop()
-    return results.pop()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 class StandIn:
