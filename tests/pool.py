@@ -74,6 +74,8 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory()
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
+        # Also those that a failed test forgets: at exit multiprocessing waits for ever for what stands still.
+        weakref.finalize(self, end, self.processes)
         #: Whether a process is the head of a process group that has all ranks in it.
         self.is_group = imports is not None
         self.is_busy = self.is_stopped = False
@@ -113,6 +115,10 @@ class Pool:
         self.go()
         try:
             return self.results(function, *args, **kwargs)
+        except BaseException:
+            # Collectives may be out of step now, and answers to come be those of another function.
+            self.close()
+            raise
         finally:
             self.is_busy = False
 
@@ -145,8 +151,6 @@ class Pool:
             if not answer or not answer[0]
         ]
         if failed:
-            # Collectives may be out of step now.
-            self.close()
             raise RankError("\n".join(failed))
         return [answer[1] for answer in answers]
 
@@ -157,14 +161,19 @@ class Pool:
     def close(self) -> None:
         with STOPPING:
             self.stoppable.discard(self)
-        for process in self.processes:
-            # What a rank has started ends with it. It may not yet be the head of a group.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-            process.join()
-        self.processes = []
+        end(self.processes)
         self.folder.cleanup()
+
+
+def end(processes: list[Any]) -> None:
+    """Kill them, and what they have started."""
+    while processes:
+        process = processes.pop()
+        # It may not yet be the head of a group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
 
 
 class Pools:

@@ -122,8 +122,8 @@ KILLS = (
     # What is done offline, in one process, too.
     *_files("megatron", ("convert", "megatron_bad_input")),
 )
-# The package's stand-in for torch, without torch.
-HOOKS = _files("unit", ("importer",))
+# The package's stand-in for torch, without torch; and what tests stand on.
+HOOKS = _files("unit", ("importer", "pool"))
 # By file: pytest does not ignore a folder that it is told to look into.
 LOADS = ("model", "model-meta", "optimizer")
 REGRESSION = tuple(f"torch_dcp_backport/regression/test_{name}.py" for name in ("out_of_memory", "storages"))

@@ -45,7 +45,8 @@ class Seconds:
 
     def until_here(self) -> None:
         after = spent()
-        self.files[self.now] += after - self.before  # type: ignore[assignment]
+        # Less than before where a process ended that nothing has waited for.
+        self.files[self.now] += max(0.0, after - self.before)  # type: ignore[assignment]
         self.before = after
 
     @pytest.hookimpl(wrapper=True)
