@@ -5,20 +5,23 @@ Must never hold more than a piece of each.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import zlib
 
 import torch
 
 from torch_dcp_backport.hf.blocks import Share, windows
 from torch_dcp_backport.hf.moving import agree
 from torch_dcp_backport.hf.source import Source
-from torch_dcp_backport.hf.writing import Hand, as_bytes
+from torch_dcp_backport.hf.writing import Hand
 from torch_dcp_backport.transfer import Box, Call
 from torch_dcp_backport.transfer.chunks import chunks
 from torch_dcp_backport.transfer.spread import holders_of, intersection
+from torch_dcp_backport.transfer.staging import as_bytes
 
 #: Of a tensor at once.
-STEP_BYTES = 4 * 2**20
+STEP_BYTES = 2**20
 
 
 @torch.no_grad()
@@ -50,12 +53,34 @@ def differ(call: Call, share: Share, one: str, other: str) -> bool:
 
 def checksum(share: Share, key: str, region: Box, hand: Hand) -> bytes:
     """Of the bytes of a box that this rank holds, in the dtype of the files."""
-    # Many times as fast as others, where processors have it; nobody is to be kept from forging it.
-    digest = hashlib.sha1(usedforsecurity=False)
+    sums = []
     for pieces in chunks([(key, region, share.tensors[key].dtype)], STEP_BYTES):
-        for piece in pieces:
-            digest.update(hand(share.view(key, piece.box), piece.dtype))
-    return digest.digest()
+        sums += [sum_of(hand(share.view(key, piece.box), piece.dtype)) for piece in pieces]
+    return b"".join(sums)
+
+
+def sum_of(data: memoryview) -> bytes:
+    """Of at most `STEP_BYTES` bytes: their CRC32, and their words times odd random factors, modulo 2**64.
+
+    Three times as fast as SHA-1; nobody is to be kept from forging it. What few flipped bits leave of one
+    sum as it was (of the second: two words' highest ones) they change in the other.
+    """
+    words = torch.frombuffer(data, dtype=torch.uint8)
+    if len(data) % 8 or words.data_ptr() % 8:
+        padded = torch.zeros(-(-len(data) // 8) * 8, dtype=torch.uint8)
+        padded[: len(data)] = words
+        words = padded
+    factors, products = (part[: words.numel() // 8] for part in table())
+    total = int(torch.mul(words.view(torch.int64), factors, out=products).sum())
+    return zlib.crc32(data).to_bytes(4, "big") + total.to_bytes(8, "big", signed=True)
+
+
+@functools.lru_cache(maxsize=1)
+def table() -> tuple[torch.Tensor, torch.Tensor]:
+    """Odd numbers, the same on every rank; and room for their products, which is slow to get anew."""
+    noise = bytearray(hashlib.shake_128(b"torch_dcp_backport").digest(STEP_BYTES))
+    factors = torch.frombuffer(noise, dtype=torch.int64).bitwise_or_(1)
+    return factors, torch.empty_like(factors)
 
 
 def equal_in(source: Source, one: str, other: str) -> bool:

@@ -47,6 +47,12 @@ def part_of(tensor: torch.Tensor, holds: Box, box: Box) -> torch.Tensor:
     return tensor
 
 
+def as_bytes(part: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, which they share."""
+    # Of a single element the stride may be any, and no view of another dtype has it so.
+    return part.as_strided((part.numel(),), (1,)).view(torch.uint8)
+
+
 def copy_to(target: torch.Tensor, part: torch.Tensor) -> None:
     """Copy, unless the target is the source's own tensor: its memory may be read-only."""
     if is_same_view(part, target):
@@ -128,6 +134,10 @@ class Staging:
         return Ring(self.store[index * size : (index + 1) * size] for index in range(count))
 
 
+#: Of a ring: what takes no buffer is under way not more often than this, either.
+MOST_USES = 8
+
+
 class Ring:
     """Buffers that are used in turn, each again only when its last use is done.
 
@@ -144,13 +154,16 @@ class Ring:
         """Bytes of a free buffer; where there is none, finishes the oldest use first."""
         buffer = self.free.popleft() if self.free else next(self.fresh, None)
         if buffer is None:
-            self.finish_oldest()
+            while not self.free:
+                self.finish_oldest()
             buffer = self.free.popleft()
         self.taken.append(buffer)
         return buffer[:nbytes]
 
     def use(self, finish: Callable[[], object]) -> None:
         """The buffers taken since the last `use` are in use until `finish()` returns."""
+        while len(self.used) >= MOST_USES:
+            self.finish_oldest()
         self.used.append((self.taken, finish))
         self.taken = []
 
