@@ -74,6 +74,19 @@ class Batches:
         return batch
 
 
+def parallel(model: nn.Module) -> Any:
+    """Under FSDP2 where it trains on the CPU, else under DDP."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):
+        # DDP makes its buckets anew after the first step, and the last bit of a sum over more than two ranks
+        # depends on where in a bucket it is: after a resume it would be another one. This keeps the buckets.
+        return DistributedDataParallel(model, find_unused_parameters=True)
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", help="where the steps are; by default a new folder")
@@ -90,7 +103,7 @@ def main() -> None:
     dist.broadcast_object_list(root)  # every rank sees this folder
 
     torch.manual_seed(0)
-    model: Any = DistributedDataParallel(Model().to(device))
+    model = parallel(Model().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     samples = torch.randint(0, VOCABULARY, (60, LENGTH), generator=torch.Generator().manual_seed(1))

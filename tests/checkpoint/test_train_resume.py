@@ -1,9 +1,15 @@
-"""The example, killed with `kill -9` and started again: the losses of an undisturbed run, to the last bit."""
+"""The example, killed with `kill -9` and started again: the losses of an undisturbed run, to the last bit.
+
+More often than twice:
+
+    RESUME_KILLS=10 python3 tools/lanes.py test 2.6 current -- tests/checkpoint/test_train_resume.py
+"""
 
 from __future__ import annotations
 
 import functools
 import os
+import random
 import re
 import runpy
 import sys
@@ -12,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pool
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,6 +26,9 @@ from torch_dcp_backport.checkpoint import store
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 24
+# Sums over two are the same in any order.
+RANKS = 4
+KILLS = int(os.environ.get("RESUME_KILLS", "2"))
 LINE = re.compile(r"^step (\d+) loss (\S+) (rate .*)$", re.MULTILINE)
 
 
@@ -85,22 +95,24 @@ def finished(root: Path, ranks: int) -> dict[int, tuple[str, str]]:
 
 
 def test_killed_and_resumed(tmp_path: Path) -> None:
-    undisturbed = finished(tmp_path / "undisturbed", 2)
+    undisturbed = finished(tmp_path / "undisturbed", RANKS)
     assert list(undisturbed) == list(range(1, STEPS + 1))
-    root = tmp_path / "killed"
-    printed = [killed(root, 2, after) for after in (6, 15)]
-    last = finished(root, 2)
-    assert min(last) > 12
+    root, chance = tmp_path / "killed", random.Random(KILLS)
+    moments = sorted(chance.sample(range(4, STEPS - 3), KILLS))
+    printed = [killed(root, RANKS, after) for after in moments]
+    last = finished(root, RANKS)
+    assert min(last) > moments[-1] - 3
     for part in (*printed, last):
         assert part == {step: undisturbed[step] for step in part}
     assert [step.step for step in store.steps_in(root)] == [STEPS, STEPS - 2]
     assert not list(root.glob(".*"))
 
 
-def test_on_another_number_of_ranks_data_and_rates_are_the_same(tmp_path: Path) -> None:
-    killed(tmp_path / "killed", 2, 7)
-    resumed = finished(tmp_path / "killed", 3)
-    undisturbed = finished(tmp_path / "undisturbed", 3)
+@pytest.mark.parametrize("ranks", [3, 2] if KILLS > 2 else [3])
+def test_on_another_number_of_ranks_data_and_rates_are_the_same(tmp_path: Path, ranks: int) -> None:
+    killed(tmp_path / "killed", RANKS, 7)
+    resumed = finished(tmp_path / "killed", ranks)
+    undisturbed = finished(tmp_path / "undisturbed", ranks)
     assert min(resumed) > 4
     assert {step: rest for step, (_, rest) in resumed.items()} == {
         step: undisturbed[step][1] for step in resumed

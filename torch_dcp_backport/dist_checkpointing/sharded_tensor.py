@@ -89,18 +89,19 @@ class ShardedTensor(ShardedBase):
         if "/shard_" in self.key:
             self._refuse("the key of an object's place", self.key, 'no "/shard_"')
         self._validate_range()
-        if self.data is not None and self.data.dtype != self.dtype:
-            self._refuse("another dtype than its data's", self.dtype, self.data.dtype)
-        if self.data is not None and tuple(self.data.shape) != data_shape(self):
-            self._refuse("another local shape than its data's", data_shape(self), tuple(self.data.shape))
-        axes = len(self.local_shape) + self.prepend_axis_num
+        data, box_size = self.data, self.box_size
+        if data is not None and data.dtype != self.dtype:
+            self._refuse("another dtype than its data's", self.dtype, data.dtype)
+        if data is not None and data.shape != data_shape(self):
+            self._refuse("another local shape than its data's", data_shape(self), tuple(data.shape))
+        axes = len(box_size)
         if not len(self.global_shape) == len(self.global_offset) == axes:
             got = f"{self.global_shape} with offset {self.global_offset}"
             self._refuse("wrong number of axes in the global shape or offset", got, f"{axes} axes")
-        for start, extent, limit in zip(self.global_offset, self.box_size, self.global_shape):
+        for start, extent, limit in zip(self.global_offset, box_size, self.global_shape):
             is_outside = start < 0 or start + extent > limit
             if is_outside and not (self.allow_shape_mismatch or 0 in self.local_shape):
-                got = f"offset {self.global_offset}, shape {self.box_size}"
+                got = f"offset {self.global_offset}, shape {box_size}"
                 self._refuse("a box outside the global tensor", got, self.global_shape)
         if self.axis_fragmentations is not None:
             for start, extent in zip(self.global_offset[self.prepend_axis_num :], self.local_shape):

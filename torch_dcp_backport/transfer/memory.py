@@ -46,8 +46,8 @@ def is_freed(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements are beyond its storage: sharding libraries free it and keep the tensor."""
     if not tensor.numel():
         return False
-    end = tensor.storage_offset() * tensor.element_size() + span_bytes(tensor)
-    return tensor.untyped_storage().nbytes() < end
+    nbytes = tensor.nbytes if tensor.is_contiguous() else span_bytes(tensor)
+    return tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.element_size() + nbytes
 
 
 def why_not_writable(tensor: torch.Tensor) -> str:
@@ -56,6 +56,8 @@ def why_not_writable(tensor: torch.Tensor) -> str:
         return "it was made in inference mode"
     if is_freed(tensor):
         return "its memory was freed"
-    if any(extent > 1 and not stride for extent, stride in zip(tensor.shape, tensor.stride())):
+    if not tensor.is_contiguous() and any(
+        extent > 1 and not stride for extent, stride in zip(tensor.shape, tensor.stride())
+    ):
         return "several of its elements are the same memory (expand)"
     return ""
