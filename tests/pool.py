@@ -264,24 +264,24 @@ def serve_alone(*args: Any) -> None:
     serve(*args)
 
 
-def reuse_groups() -> None:
-    """Let the meshes of all functions that a process runs have one process group for the same ranks.
+#: Process groups by what they were asked for with.
+_groups: dict[str, Any] = {}
+
+
+def reusing(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """`new_group`, which makes no second group of the same ranks.
 
     A thread of each gloo group wakes a hundred times a second: after some hundred tests that was most of what
     two processors did. To destroy the groups is no way out: torch's caches hold meshes, and find equal ones.
     """
-    from torch.distributed import device_mesh
-
-    made: dict[str, Any] = {}
-    new_group = device_mesh.new_group
 
     def reused(*args: Any, group_desc: Optional[str] = None, **kwargs: Any) -> Any:
         name = repr((args, sorted(kwargs.items())))
-        if name not in made:
-            made[name] = new_group(*args, **kwargs)
-        return made[name]
+        if name not in _groups:
+            _groups[name] = new_group(*args, **kwargs)
+        return _groups[name]
 
-    device_mesh.new_group = reused
+    return reused
 
 
 def send_values(with_inventory: bool) -> None:
@@ -334,6 +334,7 @@ def serve(
 
     import torch
     import torch.distributed as dist
+    from torch.distributed import device_mesh
 
     torch.set_num_threads(1)
     if world:
@@ -344,7 +345,7 @@ def serve(
     module = importlib.import_module(api)
     if modules == ("torch_dcp_backport",):
         send_values(with_inventory=False)
-    reuse_groups()
+    device_mesh.new_group = reusing(device_mesh.new_group)
     while True:
         try:
             where, name, args, kwargs = pipe.recv()

@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import random
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import dying
 import pytest
 import torch
 from trainer import Trainer, same
 
 from torch_dcp_backport.checkpoint import store
-from torch_dcp_backport.dist_checkpointing.engine import files
 
 
 def saved_until(trainer: Trainer, steps: Sequence[int], limit: int) -> int:
-    """Save in a child that is gone before its `limit`-th step, in any thread; how many steps it came to."""
-    reads, writes = os.pipe()
-    state, lock = random.getstate(), threading.Lock()
-    child = os.fork()
-    if not child:
-        random.setstate(state)  # Python seeds it anew in a fork
-        count = 0
+    """Save in a child that is gone before its `limit`-th step; how many steps it came to."""
 
-        def die(name: str) -> None:
-            nonlocal count
-            with lock:
-                if count == limit:
-                    os.write(writes, str(count).encode())
-                    os._exit(9)
-                count += 1
+    def work(begin: Callable[[], None]) -> None:
+        begin()
+        for step in steps:
+            trainer.handler.save_checkpoint(step)
+        trainer.handler.finish()
 
-        files.on_step = die
-        try:
-            for step in steps:
-                trainer.handler.save_checkpoint(step)
-            trainer.handler.finish()
-            os.write(writes, str(count).encode())
-        finally:
-            os._exit(0)
-    os.close(writes)
-    os.waitpid(child, 0)
-    with os.fdopen(reads) as file:
-        return int(file.read())
+    return dying.until(limit, work)
 
 
 @pytest.mark.parametrize("step", [2, 3], ids=["the same step again", "the next step"])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import dying
 import fsspec
 import pytest
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from torch_dcp_backport import transfer
 from torch_dcp_backport.__main__ import main
 from torch_dcp_backport.checkpoint import export_checkpoint, manifest, remote, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine import files
 
 Fault = Callable[["Store", str, str], bool]
 
@@ -281,37 +281,17 @@ def test_a_store_that_is_the_root_itself_is_refused(tmp_path: Path) -> None:
 
 
 def uploaded_until(root: Path, url: str, step: int, limit: int) -> int:
-    """Save and upload in a child that is gone before its `limit`-th step; how many steps it came to."""
-    reads, writes = os.pipe()
-    child = os.fork()
-    if not child:
-        count, lock = 0, threading.Lock()
+    """Save and upload in a child that is gone before the upload's `limit`-th step; how many it came to."""
 
-        def die(name: str) -> None:
-            nonlocal count
-            # Those of the upload alone, which run in one thread.
-            if threading.current_thread() is threading.main_thread():
-                return
-            with lock:
-                if count == limit:
-                    os.write(writes, str(count).encode())
-                    os._exit(9)
-                count += 1
+    def work(begin: Callable[[], None]) -> None:
+        trainer = Trainer(root, default_hdfs_dir=url)
+        assert trainer.handler.load_checkpoint() == 1
+        trainer.train(2, 2)
+        begin()
+        trainer.handler.save_checkpoint(step)
+        trainer.handler.finish()
 
-        try:
-            trainer = Trainer(root, default_hdfs_dir=url)
-            assert trainer.handler.load_checkpoint() == 1
-            trainer.train(2, 2)
-            files.on_step = die
-            trainer.handler.save_checkpoint(step)
-            trainer.handler.finish()
-            os.write(writes, str(count).encode())
-        finally:
-            os._exit(0)
-    os.close(writes)
-    os.waitpid(child, 0)
-    with os.fdopen(reads) as file:
-        return int(file.read())
+    return dying.until(limit, work, is_uploading=True)
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["the same step again", "the next step"])

@@ -13,7 +13,7 @@ def total(data: bytes, start: int = 0) -> bytes:
     """Of bytes that lie `start` bytes behind an address that every dtype can have."""
     room = bytearray(start + len(data))
     room[start:] = data
-    return sum_of(memoryview(room)[start:])
+    return sum_of(memoryview(room)[start:], torch.empty(STEP_BYTES // 8, dtype=torch.int64))
 
 
 @settings(max_examples=300, deadline=None)

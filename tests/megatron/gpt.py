@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from decoders import Decoder
+from pool import reusing
 
 
 def stand_in() -> None:
@@ -23,19 +25,23 @@ def stand_in() -> None:
 
 
 def initialise(tp: int, pp: int, vpp: int = 1, ep: int = 1, etp: int = 0) -> Any:
-    """Megatron's parallel state."""
+    """Megatron's parallel state, on the groups of earlier ones where they have the same ranks."""
     stand_in()
     from megatron.core import parallel_state
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tp,
-        pp,
-        vpp if vpp > 1 else None,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp or None,
-    )
+    with (
+        mock.patch.object(dist, "new_group", reusing(dist.new_group)),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tp,
+            pp,
+            vpp if vpp > 1 else None,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp or None,
+        )
     return parallel_state
 
 

@@ -329,7 +329,9 @@ def opened(paths: Iterable[Path]) -> list[int]:
 
 def close_all(files: Iterable[int]) -> None:
     for file in files:
-        os.close(file)
+        # Nothing was written into it: there is nothing to lose.
+        with contextlib.suppress(OSError):
+            os.close(file)
 
 
 def located(target: Path) -> Path:
