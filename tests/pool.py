@@ -20,7 +20,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from typing import Any, ClassVar, Optional
 
 OURS = "torch_dcp_backport.state_dict"
@@ -75,7 +75,7 @@ class Pool:
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
         # Also those that a failed test forgets: at exit multiprocessing waits for ever for what stands still.
-        weakref.finalize(self, end, self.processes)
+        util.Finalize(self, end, args=(self.processes,), exitpriority=100)
         #: Whether a process is the head of a process group that has all ranks in it.
         self.is_group = imports is not None
         self.is_busy = self.is_stopped = False

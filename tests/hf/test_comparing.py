@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dcp_backport.hf.comparing import STEP_BYTES, sum_of
+from torch_dcp_backport.hf.blocks import Part, Share
+from torch_dcp_backport.hf.comparing import STEP_BYTES, checksum, sum_of
+from torch_dcp_backport.hf.writing import Hand
+from torch_dcp_backport.transfer import TensorInfo
+from torch_dcp_backport.transfer.layout import whole
 
 
 def total(data: bytes, start: int = 0) -> bytes:
@@ -42,3 +47,15 @@ def test_signs_that_change_in_pairs_are_seen() -> None:
     changed[3::4] *= -1
     before, after = (total(bytes(some.view(torch.uint8).tolist())) for some in (values, changed))
     assert before != after
+
+
+@pytest.mark.parametrize("numel", [8, 11, 2 * STEP_BYTES + 3])
+def test_neither_default_device_nor_inference_mode_makes_a_difference(numel: int) -> None:
+    value, box = torch.zeros(numel, dtype=torch.uint8) + 7, whole((numel,))
+    share = Share({"x": TensorInfo((numel,), torch.uint8)}, {}, {"x": [Part(box, value)]})
+    hand = Hand(STEP_BYTES)
+    with torch.inference_mode():
+        expected = checksum(share, "x", box, hand)
+    with torch.device("meta"):
+        assert checksum(share, "x", box, hand) == expected
+    assert checksum(share, "x", box, hand) == expected

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import resource
-import time
 from pathlib import Path
 
 import pytest
@@ -254,34 +253,6 @@ def test_an_export_takes_the_place_of_an_older_one(tmp_path, old_files, new_file
     assert left - {"adapter_model.safetensors"} == known
     assert not [path for path in (*target.iterdir(), *target.parent.iterdir()) if "partial" in path.name]
     assert (target / "adapter_model.safetensors").exists() == bool(old_files)
-
-
-@pytest.mark.parametrize("is_broken", [False, True])
-def test_nothing_of_an_older_model_stays_open(tmp_path, is_broken):
-    def open_files() -> list[str]:
-        paths = (os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
-        return [path for path in paths if str(tmp_path) in path]
-
-    target = tmp_path / "m"
-    exported(target, TENSORS, 10)
-    # None of the others waits for a writer.
-    os.mkfifo(target / "pytorch_model.bin")
-    draft = Draft(target, True)
-    draft.reserve(infos(NEW), 10)
-    if is_broken:
-        (target / "model.safetensors.index.json").unlink()
-        (target / "model.safetensors.index.json").mkdir()
-        with pytest.raises(IsADirectoryError):
-            draft.switch()
-    else:
-        draft.switch()
-        assert len(open_files()) > 3
-        draft.finish()
-    draft.discard()
-    end = time.monotonic() + 10
-    while open_files() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not open_files()
 
 
 def test_the_library_and_an_empty_folder(tmp_path):

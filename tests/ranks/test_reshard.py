@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_dcp_backport import transfer
 from torch_dcp_backport.compat import HAS_STRIDED, Replicate, Shard
-from torch_dcp_backport.transfer import staging
 
 try:
     from torch.distributed.tensor import DTensor, Partial
@@ -125,35 +124,6 @@ def test_only_what_a_rank_lacks_travels(ranks, first, second, share):
     results = ranks(received, first, second)
     assert [got for got, _ in results] == [int(part * 3 * 16 * 16 * 4) for part in share]
     assert sum(got for got, _ in results) == sum(sent for _, sent in results)
-
-
-def packed(api: Any, first: str, second: str, rows: int) -> int:
-    """Chunks that this rank copied before it sent them, of rows of 256 bytes; values are right."""
-    whole, chunks = value_of("w", (rows, 64), torch.float32), 0
-    native = staging.Staging.pack
-
-    def pack(*args: Any) -> None:
-        nonlocal chunks
-        chunks += 1
-        native(*args)
-
-    tensor = cut(whole, *mesh_of(first))
-    mesh, placements = mesh_of(second)
-    staging.Staging.pack = pack  # type: ignore[method-assign]
-    try:
-        got = transfer.reshard({"w": tensor}, to=(mesh, placements))["w"]
-    finally:
-        staging.Staging.pack = native  # type: ignore[method-assign]
-    assert torch.equal(local_of(got), local_of(cut(whole, mesh, placements)))
-    return chunks
-
-
-@pytest.mark.parametrize("rows", [64, 2**16])
-def test_dense_chunks_travel_as_they_lie_in_memory(ranks, rows):
-    assert ranks(packed, "shard 0", "backwards", rows) == [0] * 4
-    # Rows of 64 bytes, one behind the other.
-    assert ranks(packed, "shard 1", "shard 0", rows) == [0] * 4
-    assert all(ranks(packed, "shard 0", "shard 1", rows))
 
 
 def to_fewer(api: Any) -> None:
@@ -273,6 +243,12 @@ def refused(api: Any, case: str) -> None:
         flat = source["a"].to_local().view(8, 2)
         to = {"a": DTensor.from_local(flat, mesh, [Shard(1)], run_check=False), "b": to}
         words = "shares memory with what is read: a"
+    elif case == "order":
+        # The same memory, and other rows: what is read would be written meanwhile.
+        turned = DeviceMesh("cpu", [3, 2, 1, 0])
+        local = source["a"].to_local()
+        to = {"a": DTensor.from_local(local, turned, [Shard(0)], run_check=False), "b": to}
+        words = "shares memory with what is read: a"
     elif case == "group":
         group = dist.new_group([0, 1])
         words = r"held by ranks outside the process group"
@@ -321,6 +297,7 @@ def refused(api: Any, case: str) -> None:
         "keys",
         "destination",
         "memory",
+        "order",
         "group",
         "budget",
         "dim",

@@ -94,7 +94,7 @@ class ShardedTensor(ShardedBase):
             self._refuse("another dtype than its data's", self.dtype, data.dtype)
         if data is not None and data.shape != data_shape(self):
             self._refuse("another local shape than its data's", data_shape(self), tuple(data.shape))
-        axes = len(box_size)
+        axes = len(self.local_shape) + self.prepend_axis_num
         if not len(self.global_shape) == len(self.global_offset) == axes:
             got = f"{self.global_shape} with offset {self.global_offset}"
             self._refuse("wrong number of axes in the global shape or offset", got, f"{axes} axes")

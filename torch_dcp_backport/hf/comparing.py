@@ -53,7 +53,7 @@ def differ(call: Call, share: Share, one: str, other: str) -> bool:
 
 def checksum(share: Share, key: str, region: Box, hand: Hand) -> bytes:
     """Of the bytes of a box that this rank holds, in the dtype of the files."""
-    sums, products = [], torch.empty(STEP_BYTES // 8, dtype=torch.int64)
+    sums, products = [], torch.empty(STEP_BYTES // 8, dtype=torch.int64, device="cpu")
     for pieces in chunks([(key, region, share.tensors[key].dtype)], STEP_BYTES):
         sums += [sum_of(hand(share.view(key, piece.box), piece.dtype), products) for piece in pieces]
     return b"".join(sums)
@@ -70,7 +70,7 @@ def sum_of(data: memoryview, products: torch.Tensor) -> bytes:
     """
     words = torch.frombuffer(data, dtype=torch.uint8)
     if len(data) % 8 or words.data_ptr() % 8:
-        padded = torch.zeros(-(-len(data) // 8) * 8, dtype=torch.uint8)
+        padded = torch.zeros(-(-len(data) // 8) * 8, dtype=torch.uint8, device="cpu")
         padded[: len(data)] = words
         words = padded
     count = words.numel() // 8

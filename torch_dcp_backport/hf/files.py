@@ -12,8 +12,7 @@ import json
 import os
 import re
 import shutil
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Optional
 
@@ -187,8 +186,6 @@ class Draft:
         self.files = Files({}, 0)
         #: Names of the weight files: the last one is that by which readers find the others.
         self._weights: list[str] = []
-        #: The weight files that go: as long as they are open, no rename and no unlink waits for their end.
-        self._old: list[int] = []
 
     def reserve(self, tensors: Mapping[str, TensorInfo], file_bytes: int) -> None:
         """Write all headers, and reserve room for all tensors.
@@ -242,7 +239,6 @@ class Draft:
         if self.is_new:
             os.rename(self.folder, self.target)
             return
-        self._old = opened(self.target / name for name in self.stale)
         for name in os.listdir(self.folder):
             if (self.target / name).is_dir():
                 raise IsADirectoryError(f"{self.target / name} is a folder")
@@ -284,7 +280,6 @@ class Draft:
             for name in removed:
                 if name not in pointers:
                     os.unlink(self.target / name)
-        self._let_go()
         with contextlib.suppress(OSError):
             self.room.leave()
         return removed
@@ -296,19 +291,7 @@ class Draft:
             OSError: something cannot be removed.
         """
         self.files.close()
-        self._let_go()
         self.room.leave()
-
-    def _let_go(self) -> None:
-        """Let the system free what nothing names any more, while this process goes on: 0.25 s for 1 GB."""
-        files, self._old = self._old, []
-        if not files:
-            return
-        closing = threading.Thread(target=close_all, args=(files,), daemon=True, name="freeing an old model")
-        try:
-            closing.start()
-        except RuntimeError:
-            close_all(files)
 
     def _changed(self) -> list[str]:
         """The small files that the target does not have, or has otherwise; config.json last."""
@@ -316,22 +299,6 @@ class Draft:
             set(os.listdir(self.folder)) - set(self._weights), key=lambda name: (name == CONFIG, name)
         )
         return [name for name in names if not same_content(self.folder / name, self.target / name)] and names
-
-
-def opened(paths: Iterable[Path]) -> list[int]:
-    """Those of some files that can be opened."""
-    found = []
-    for path in paths:
-        with contextlib.suppress(OSError):
-            found.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-    return found
-
-
-def close_all(files: Iterable[int]) -> None:
-    for file in files:
-        # Nothing was written into it: there is nothing to lose.
-        with contextlib.suppress(OSError):
-            os.close(file)
 
 
 def located(target: Path) -> Path:

@@ -30,6 +30,7 @@ BOOT = "/proc/sys/kernel/random/boot_id"
 CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 
 SYNC_FILE_RANGE_WRITE = 2
+LONG_RUN = 256 * 2**10
 
 
 def planned(tensors: Mapping[str, TensorInfo], file_bytes: int, tag: str = "") -> dict[str, list[str]]:
@@ -151,8 +152,8 @@ class Files:
         places = [entry.start + start * dtype.itemsize for start in starts_of(box, shape)]
         for number, place in enumerate(places):
             write_at(file, data[number * length : (number + 1) * length], place)
-        if places:
-            start_flushing(file, places[0], places[-1] + length - places[0])
+        if len(places) == 1:
+            start_flushing(file, places[0], length)
 
     def sync(self, first: int = 0, step: int = 1) -> None:
         """Wait until every `step`-th file is on the disk.
@@ -248,10 +249,11 @@ def write_at(file: int, data: memoryview | bytes, offset: int) -> None:
 def start_flushing(file: int, offset: int, nbytes: int) -> None:
     """Let the kernel begin to put a part of a file on the disk: the sync at the end waits for less of it.
 
-    A hint, on Linux alone. Where the disk fails it is the sync that tells.
+    A hint, on Linux alone, and of long runs: pages that another rank fills, too, would go to the disk several
+    times. Where the disk fails it is the sync that tells.
     """
     flush = _sync_file_range()
-    if flush is not None and nbytes:
+    if flush is not None and nbytes >= LONG_RUN:
         flush(file, offset, nbytes, SYNC_FILE_RANGE_WRITE)
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import (
-    ALIGNMENT,
     Key,
     KeyedBox,
     Piece,
@@ -33,7 +32,6 @@ from torch_dcp_backport.transfer.errors import Problem, spell_key
 from torch_dcp_backport.transfer.layout import Box
 from torch_dcp_backport.transfer.plan import Agreement
 from torch_dcp_backport.transfer.spread import Spread, Ways, problems_of_spreads, ways_of
-from torch_dcp_backport.transfer.staging import as_bytes
 from torch_dcp_backport.transfer.wire import Message, post
 
 #: A chunk to send and one to receive, of two steps.
@@ -195,11 +193,7 @@ class Exchange(Engine):
             return False
         messages: list[Message] = []
         if outgoing:
-            chunk = self.chunk_in_place(outgoing)
-            if chunk is None:
-                chunk = self.ring.take(chunk_bytes(outgoing))
-                self.pack(chunk, outgoing)
-            messages.append((dist.isend, chunk, after))
+            messages.append((dist.isend, self.filled(outgoing), after))
         buffer = self.staging.store[:0]
         if incoming:
             buffer = self.ring.take(chunk_bytes(incoming))
@@ -212,15 +206,8 @@ class Exchange(Engine):
         self.ring.use(functools.partial(self.arrive, buffer, incoming, works, before))
         return True
 
-    def chunk_in_place(self, pieces: Sequence[Piece]) -> Optional[torch.Tensor]:
-        """A chunk to send as it lies in memory: one piece, dense, and as long as its chunk; else None.
-
-        The other end need not know: what arrives is in a buffer of its own, which an error leaves alone.
-        """
-        piece = pieces[0]
-        if len(pieces) > 1 or piece.nbytes % ALIGNMENT:
-            return None
-        part = self.read(piece.key, piece.box)
-        if part.dtype != piece.dtype or part.device != self.staging.device or not part.is_contiguous():
-            return None
-        return None if part.is_conj() or part.is_neg() else as_bytes(part)
+    def filled(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """A chunk to send."""
+        chunk = self.ring.take(chunk_bytes(pieces))
+        self.pack(chunk, pieces)
+        return chunk

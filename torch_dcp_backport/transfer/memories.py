@@ -5,18 +5,18 @@ Knows routes and the call. For the rooms beside the shim; nothing in the shim im
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from torch_dcp_backport.transfer.call import Call
-from torch_dcp_backport.transfer.chunks import Key
+from torch_dcp_backport.transfer.chunks import ALIGNMENT, Key, Piece
 from torch_dcp_backport.transfer.errors import spell_doing
 from torch_dcp_backport.transfer.exchange import Exchange, Plan, Route
 from torch_dcp_backport.transfer.layout import Box
 from torch_dcp_backport.transfer.plan import Agreement
-from torch_dcp_backport.transfer.staging import copy_to
+from torch_dcp_backport.transfer.staging import as_bytes, copy_to
 
 #: Gives the memory of a box of a tensor, by its key.
 Memory = Callable[[str, Box], torch.Tensor]
@@ -50,6 +50,21 @@ class Blocks(Exchange):
 
     def write(self, key: Key, box: Box) -> torch.Tensor:
         return self.target(str(key), box)
+
+    def filled(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """One dense piece, as long as its chunk, is sent as it lies in memory.
+
+        Not in every exchange: a rank that meets an error may change what others still receive. After this one
+        all ranks agree, and those hear of it.
+        """
+        piece = pieces[0]
+        if len(pieces) == 1 and not piece.nbytes % ALIGNMENT:
+            part = self.read(piece.key, piece.box)
+            is_there = part.dtype == piece.dtype and part.device == self.staging.device
+            is_lazy = part.is_conj() or part.is_neg() or part._is_zerotensor()
+            if is_there and not is_lazy and part.is_contiguous():
+                return as_bytes(part)
+        return super().filled(pieces)
 
 
 @torch.no_grad()

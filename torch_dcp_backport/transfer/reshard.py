@@ -180,7 +180,8 @@ def overlaps(have: Mapping[Hashable, End], want: Mapping[Hashable, End]) -> list
             if end.local is None or not end.local.data_ptr():
                 continue
             source = have[key].local
-            if is_written and source is not None and is_same_view(end.local, source):
+            stays = end.box == have[key].box
+            if is_written and stays and source is not None and is_same_view(end.local, source):
                 continue
             spans.append((end.local.device.type, *span_of(end.local), is_written, key))
     problems = []
