@@ -62,8 +62,8 @@ def checksum(share: Share, key: str, region: Box, hand: Hand) -> bytes:
 def sum_of(data: memoryview, products: torch.Tensor) -> bytes:
     """Of at most `STEP_BYTES` bytes: their CRC32, and their words times odd random factors, modulo 2**64.
 
-    Three times as fast as SHA-1; nobody is to be kept from forging it. What few flipped bits leave of one
-    sum as it was (of the second: two words' highest ones) they change in the other.
+    Faster than a digest; nobody is to be kept from forging it. What few flipped bits leave of one sum as it
+    was (of the second: two words' highest ones) they change in the other.
 
     Args:
         products: room for them, which is slow to get anew.

@@ -29,7 +29,9 @@ BOOT = "/proc/sys/kernel/random/boot_id"
 #: What a file system says that cannot reserve room.
 CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 
+#: Of Linux's `sync_file_range`: begin, and wait for nothing.
 SYNC_FILE_RANGE_WRITE = 2
+#: Bytes in a file; of shorter runs the pages at both ends are too great a part.
 LONG_RUN = 256 * 2**10
 
 

@@ -21,7 +21,7 @@ from torch_dcp_backport.dist_checkpointing.engine.records import Form, RunningSu
 from torch_dcp_backport.dist_checkpointing.engine.runs import pieces
 from torch_dcp_backport.transfer import Box
 from torch_dcp_backport.transfer.layout import whole
-from torch_dcp_backport.transfer.staging import part_of
+from torch_dcp_backport.transfer.staging import as_bytes, part_of
 
 #: Bytes that are copied and checksummed at once.
 BLOCK = 4 * 2**20
@@ -236,6 +236,5 @@ def shifted(box: Box, by: Box) -> Box:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host that requires no gradient."""
-    # A dimension of one element may have any stride.
-    array: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    array: Any = as_bytes(tensor).numpy()
     return memoryview(array)
