@@ -70,3 +70,14 @@ def test_a_table_travels_as_rows() -> None:
     table = Table(wants_of(1, names), (4, 5, 6, 7), True, ["a stage"])
     assert unpacked(packed(table)) == table._replace(ranks=())
     assert len(packed(table)) < 20 * len(names)
+
+
+def test_who_waits_for_a_replica_is_served_by_it() -> None:
+    for dims in ((0,), (0, 1), (0, 2), (0, 1, 2)):
+        relay = Relay(Mesh((2, 2, 2), RANKS), dims)
+        for rank in RANKS:
+            before, _ = relay.neighbours(rank)
+            assert (before is None) == relay.starts_at(rank)
+            if before is not None:
+                dim, peer = before
+                assert dim in relay.neighbours(peer)[1]
