@@ -4,11 +4,14 @@ LANES = $(PYTHON) tools/lanes.py
 # Lanes at a time: two, unless something else is said ("--jobs 1"); a third one takes 6 GiB.
 JOBS ?=
 FORMATS = tests/dist_checkpointing/test_megatron_formats.py
+# megatron-core's own models, trained and saved.
+MODELS = tests/megatron/test_megatron_core.py tests/megatron/test_megatron_manager_core.py
 # Of the examples, on torch 2.7; the matrix runs all.
 ENGINES = -k engine
 
 .PHONY: help demo demo-engine demo-reshard demo-megatron test test-ends test-pythons test-matrix examples documents \
-	clients clients-2.6 clients-2.5 clients-0.7 megatron megatron-newer conformance reliability patched-page lint wheel
+	clients clients-2.6 clients-2.5 clients-0.7 s3 megatron megatron-2.4 megatron-newer conformance reliability \
+	patched-page lint wheel
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
@@ -53,9 +56,10 @@ test-ends:
 test-pythons:
 	$(LANES) test 2.6-py3.9 2.6-py3.13 -- tests/unit tests/imports torch_dcp_backport/regression
 
-test-matrix: test-ends test-pythons megatron-newer
+test-matrix: test-ends test-pythons megatron-2.4 megatron-newer
 	$(MAKE) test ALSO="2.4 2.5 2.7" WHOLE=--whole
 	$(MAKE) examples ENGINES=
+	$(LANES) test megatron-2.4 -- $(MODELS)
 
 # What is in examples/, on four ranks, and every command and program in README and docs/; on torch 2.7 what 2.6 cannot
 # train. Not on torch 2.13: once in ten times, with or without us, its processes abort at exit after a
@@ -83,13 +87,21 @@ clients-2.5:
 clients-0.7:
 	$(LANES) test verl -- tests/engine/test_engine_verl.py tests/engine/test_verl_trainer.py
 
+# Checkpoints in an object store: moto's S3 server in a process of its own, reached through s3fs.
+s3:
+	$(LANES) test s3 -- tests/checkpoint/test_object_store.py
+
 # megatron-core's own models on the CPU; the other tests of the two rooms are in the lanes of `make test`.
 megatron:
-	$(LANES) test megatron -- tests/megatron/test_megatron_core.py $(FORMATS) tests/dist_checkpointing/test_exchange.py
+	$(LANES) test megatron -- $(MODELS) $(FORMATS) tests/dist_checkpointing/test_exchange.py
 
 # Checkpoints of later releases of megatron-core, which are imported without their dependencies.
 megatron-newer:
 	$(LANES) test megatron-0.14 megatron-0.19 -- $(FORMATS)
+
+# Its checkpoints on torch 2.4.1; the matrix has its models there, too.
+megatron-2.4:
+	$(LANES) test megatron-2.4 -- $(FORMATS) tests/dist_checkpointing/test_exchange.py
 
 # Records what native torch, ours and stock torch give in every scenario, and writes docs/conformance.md.
 conformance:

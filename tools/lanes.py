@@ -84,7 +84,10 @@ LANES: dict[str, tuple[str, ...]] = {
         "hydra-core",
         "torchdata",
     ),
+    # An object store in a process of its own, and what reaches it.
+    "s3": ("torch==2.13.0", *TOOLS, "numpy", "s3fs>=2025.3", "moto[server]>=5.1,<6"),
     "megatron": ("torch==2.6.0", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
+    "megatron-2.4": ("torch==2.4.1", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
     # Later releases, for checkpoints between them and this package alone (test_megatron_formats.py).
     "megatron-0.14": ("torch==2.6.0", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
     "megatron-0.19": ("torch==2.7.1", *OLD, *TOOLS, *VERIFY, "einops>=0.8", "psutil"),
@@ -95,6 +98,7 @@ LANES: dict[str, tuple[str, ...]] = {
 BARE = {
     "verl": ("verl==0.7.1",),
     "megatron": ("megatron-core==0.12.3",),
+    "megatron-2.4": ("megatron-core==0.12.3",),
     "megatron-0.14": ("megatron-core==0.14.0",),
     "megatron-0.19": ("megatron-core==0.19.2",),
 }

@@ -29,6 +29,10 @@ logger = logging.getLogger("torch_dcp_backport.checkpoint")
 TRIES, WAIT = 5, 1.0
 #: Bytes that are read at once of what is in the store.
 BLOCK = 4 * 2**20
+#: Stores with buckets (containers) instead of folders; one that is not there is a wrong name: not made.
+BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "tos"})
+#: What their services call one that is not there; some tell fsspec no more than that nothing was found.
+NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 
 Result = TypeVar("Result")
 
@@ -49,11 +53,23 @@ class Place:
     def below(self, name: str) -> Place:
         return Place(self.store, f"{self.path.rstrip('/')}/{name}", f"{self.url.rstrip('/')}/{name}")
 
+    @property
+    def protocols(self) -> tuple[str, ...]:
+        """What the URLs of such a store begin with."""
+        protocol = self.store.protocol
+        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
     def names(self) -> list[str]:
-        """Of everything in the folder; nothing where it is not there."""
+        """Of everything in the folder; nothing where it is not there.
+
+        Raises:
+            Failed: the bucket is not there, as far as the store tells this apart from an empty one.
+        """
         try:
             return [path.rstrip("/").rpartition("/")[2] for path in self.store.ls(self.path, detail=False)]
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if any(name in f"{error} {error.__cause__}" for name in NO_BUCKET):
+                raise Failed(f"{self.url}: {error}") from error
             return []
 
     def manifest_bytes(self) -> Optional[bytes]:
@@ -81,8 +97,7 @@ def place_of(url: str) -> Place:
 
 def is_within(place: Place, root: Path) -> bool:
     """Whether a place is this machine's folder `root`, or in it, or around it."""
-    protocol = place.store.protocol
-    if "file" not in ((protocol,) if isinstance(protocol, str) else protocol):
+    if "file" not in place.protocols:
         return False
     there, here = Path(os.path.realpath(place.path)), Path(os.path.realpath(root))
     return there in (here, *here.parents) or here in there.parents
@@ -213,7 +228,9 @@ def send(source: Path, place: Place, check: Check, report: Reported) -> None:
         try:
             place.store.put_file(str(source), place.path, callback=report.callback())
         except FileNotFoundError:
-            # Stores with folders want them first; a bucket must not be asked for.
+            # Stores with folders want them first.
+            if BUCKETS.intersection(place.protocols):
+                raise
             place.store.makedirs(str(PurePosixPath(place.path).parent), exist_ok=True)
             place.store.put_file(str(source), place.path, callback=report.callback())
         fault = check.fault(place)
