@@ -140,6 +140,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--overwrite", action="store_true", help="save into the folder of the save before")
     parser.add_argument("--tiny", action="store_true", help="only try it")
     parser.add_argument("--alone", action="store_true", help="without verl and mbridge")
     parser.add_argument("--folder", help="where the files go; by default a temporary folder")
@@ -156,7 +157,7 @@ def main() -> None:
         make(folder / "wide", WIDE)
         gc.collect()
         meter.trim()
-        job = Job(str(folder), decoder, WIDE, options.repeats, others)
+        job = Job(str(folder), decoder, WIDE, options.repeats, others, options.overwrite)
         mp.start_processes(run, args=(job,), nprocs=4, start_method="spawn")
         facts = torch.load(folder / "figures.pt", weights_only=False)
         facts["opened"] = opened(folder / "saved", folder / "hf")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import shutil
 import sys
 import threading
 import time
@@ -38,6 +40,8 @@ class Job(NamedTuple):
     repeats: int
     #: Where verl and mbridge are; None where they could not be had.
     beside: Optional[str]
+    #: Whether each save takes the place of the one before.
+    overwrites: bool
 
 
 def private() -> int:
@@ -149,50 +153,54 @@ def ways(job: Job) -> tuple[dict[str, list[Any]], int]:
         where = source if rank == 0 else f"{job.folder}/elsewhere"
         return megatron.load_hf(model, where).bytes_read
 
-    def save() -> int:
-        megatron.save_hf(model, f"{job.folder}/saved", like=source, how=how)
-        return 0
+    def save(folder: str) -> None:
+        megatron.save_hf(model, folder, like=source, how=how)
 
-    table: dict[str, Callable[[], int]] = {}
+    loads: dict[str, Callable[[], int]] = {}
+    #: Way -> what saves, and the folder.
+    saves: dict[str, tuple[Callable[[str], None], str]] = {}
     if job.beside:
         verl = Verl(Path(job.beside), model, job.decoder.config)
         bridge = Mbridge(Path(job.beside), model, source)
-        table["load: verl, whole dict on every rank"] = lambda: verl.load(source)
-        table["load: mbridge"] = lambda: bridge.load(source)
-    table["load: load_hf"] = lambda: megatron.load_hf(model, source).bytes_read
-    table["load: load_hf through rank 0"] = through_first
+        loads["load: verl, whole dict on every rank"] = lambda: verl.load(source)
+        loads["load: mbridge"] = lambda: bridge.load(source)
+    loads["load: load_hf"] = lambda: megatron.load_hf(model, source).bytes_read
+    loads["load: load_hf through rank 0"] = through_first
     if job.beside:
         # In verl's layout the rows of linear_qkv lie otherwise: its saver takes what its loader left.
-        table["save: verl, whole dict on rank 0"] = lambda: verl.save(f"{job.folder}/verl") or 0
-        table["save: mbridge"] = lambda: bridge.save(f"{job.folder}/mbridge") or 0
-    table["save: save_hf"] = save
-    table["save: save_hf, not waiting for the disk"] = lambda: hasty(save)
-    rows: dict[str, list[Any]] = {name: [] for name in table}
+        saves["save: verl, whole dict on rank 0"] = verl.save, "verl"
+        saves["save: mbridge"] = bridge.save, "mbridge"
+    saves["save: save_hf"] = save, "saved"
+    saves["save: save_hf, not waiting for the disk"] = functools.partial(hasty, save), "saved"
+    rows: dict[str, list[Any]] = {name: [] for name in (*loads, *saves)}
     for turn in range(job.repeats):
-        for name, way in table.items():
-            if name.startswith("load"):
-                with torch.no_grad():
-                    for param in model.parameters():
-                        param.fill_(torch.nan)
-            row = measured(way, own)
-            left = sum(bool(param.isnan().any()) for param in model.parameters())
-            verdict = (
-                "" if name.startswith("save") else f"{int(worst(left))} not loaded" if worst(left) else ""
-            )
+        for name, load in loads.items():
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.fill_(torch.nan)
+            row = measured(load, own)
+            left = worst(sum(bool(param.isnan().any()) for param in model.parameters()))
+            verdict = f"{int(left)} not loaded" if left else ""
             if name.startswith("load: load_hf") and turn == 0:
                 assert not wrong(model, job), name
                 verdict = "bit-equal"
             rows[name].append((*row, verdict))
+        for name, (way, place) in saves.items():
+            folder = f"{job.folder}/{place}"
+            if rank == 0 and not job.overwrites:
+                # A training saves each step into a new folder.
+                shutil.rmtree(folder, ignore_errors=True)
+            rows[name].append((*measured(functools.partial(way, folder), own), ""))
     return rows, own
 
 
-def hasty(save: Callable[[], int]) -> int:
+def hasty(save: Callable[[str], None], folder: str) -> None:
     """Save as the others do, which leave it to the system when files come to the disk."""
     with unittest.mock.patch.object(os, "fsync"):
-        return save()
+        save(folder)
 
 
-def measured(way: Callable[[], int], own: int) -> tuple[float, float, float, float]:
+def measured(way: Callable[[], Optional[int]], own: int) -> tuple[float, float, float, float]:
     if dist.get_rank() == 0:
         # What the way before left for the disk is not this one's.
         os.sync()
@@ -200,7 +208,7 @@ def measured(way: Callable[[], int], own: int) -> tuple[float, float, float, flo
     watch = Watch()
     watch.start()
     began = time.perf_counter()
-    nbytes = way()
+    nbytes = way() or 0
     seconds, peak = time.perf_counter() - began, watch.stop()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (seconds, peak / MIB, nbytes / own))

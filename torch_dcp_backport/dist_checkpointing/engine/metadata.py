@@ -174,10 +174,9 @@ class Index:
     def ends(self) -> dict[str, int]:
         """File -> where its last record ends."""
         ends: dict[str, int] = {}
-        for _, place in self.places():
-            end = place.offset + place.length
-            if end > ends.get(place.file, -1):
-                ends[place.file] = end
+        for _, (file, offset, length, _) in self.places():
+            if offset + length > ends.get(file, -1):
+                ends[file] = offset + length
         return ends
 
 

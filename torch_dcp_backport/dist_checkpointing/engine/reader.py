@@ -245,6 +245,9 @@ class Reader:
         target = part_of(read.target, read.holds, read.part)
         if target.dtype != read.dtype or not is_flat(target):
             return False
+        if isinstance(values, Held) and read.part is read.chunk.box and read.chunk.record is None:
+            bytes_of(target)[:] = values.data
+            return True
         begin, end = extent_of(read.chunk.box, read.part, read.dtype.itemsize)
         if end - begin != read.part.numel * read.dtype.itemsize:
             return False

@@ -127,8 +127,8 @@ def examples(tables: Mapping[int, Table]) -> dict[int, Table]:
     seen: dict[str, int] = {}
     for rank, table in tables.items():
         for row in table.tensors:
-            key, *form = row
-            seen[key] = kinds.setdefault((seen.get(key, 0), rank, *form), len(kinds) + 1)
+            key = row[0]
+            seen[key] = kinds.setdefault((seen.get(key, 0), rank, row[1:]), len(kinds) + 1)
     chosen = set({kind: key for key, kind in seen.items()}.values())
     return {
         rank: Table([row for row in table.tensors if row.key in chosen], table.objects)

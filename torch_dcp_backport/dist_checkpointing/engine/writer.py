@@ -27,6 +27,13 @@ from torch_dcp_backport.transfer.staging import as_bytes, part_of
 BLOCK = 4 * 2**20
 #: Records of fewer bytes are put together in memory.
 LITTLE = 64 * 1024
+#: Dtypes that numpy and memoryview have, too.
+SHARED = frozenset(
+    (
+        *(torch.float64, torch.float32, torch.float16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+)
 
 
 class Work(NamedTuple):
@@ -202,12 +209,14 @@ def write_tensor(
 
 def is_flat(part: torch.Tensor) -> bool:
     """Whether a tensor lies in host memory as it lies in a file."""
-    return part.device.type == "cpu" and part.is_contiguous() and not part.is_conj() and not part.is_neg()
+    return part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg()
 
 
 def flat_blocks(part: torch.Tensor) -> Iterator[memoryview]:
     """The values of a tensor that lies as in a file, in blocks that are multiples of every grain."""
     data = bytes_of(part)
+    if len(data) <= BLOCK:
+        return iter((data,))
     return (data[start : start + BLOCK] for start in range(0, len(data), BLOCK))
 
 
@@ -236,5 +245,8 @@ def shifted(box: Box, by: Box) -> Box:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host that requires no gradient."""
+    if tensor.dtype in SHARED and tensor.numel():
+        # Views of a tensor cost three times as much as its array.
+        return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
     array: Any = as_bytes(tensor).numpy()
     return memoryview(array)
