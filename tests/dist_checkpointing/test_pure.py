@@ -381,3 +381,13 @@ def test_many_boxes_that_are_no_grid() -> None:
     assert covered(boxes) == 2 * 30000**2
     assert overlapping(boxes) is None
     assert overlapping([*boxes, Box((5, 5), (2, 1))]) is not None
+
+
+@pytest.mark.parametrize("dtype", sorted(writer.SHARED | {torch.bfloat16, torch.complex64}, key=str), ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (2, 3), (1, 2, 1)], ids=str)
+def test_a_tensor_s_bytes_are_its_memory(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.zeros(shape, dtype=dtype)
+    data = writer.bytes_of(tensor)
+    assert (len(data), data.nbytes, data.format) == (tensor.nbytes, tensor.nbytes, "B")
+    data[:] = bytes(number % 2 for number in range(data.nbytes))
+    assert tensor.reshape(-1).view(torch.uint8).tolist() == list(data)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Optional, Union
@@ -82,7 +82,7 @@ def config_bytes(config: CheckpointingConfig) -> bytes:
     return json.dumps(asdict(config)).encode()
 
 
-def check_fields(key: object, numbers: Iterable[object], replica_id: object) -> None:
+def check_fields(key: object, numbers: Sequence[object], replica_id: object) -> None:
     """Refuse what would be saved and never be loaded again.
 
     Raises:
@@ -92,7 +92,6 @@ def check_fields(key: object, numbers: Iterable[object], replica_id: object) -> 
     if not isinstance(key, str):
         raise CheckpointingException(f"a key that is no text: {key!r}")
     replicas = replica_id if isinstance(replica_id, tuple) else (replica_id,)
-    known = (*numbers, *replicas)
-    if {*map(type, known)} != {int}:
-        for number in (number for number in known if type(number) is not int):
+    if {*map(type, numbers), *map(type, replicas)} != {int}:
+        for number in (number for number in (*numbers, *replicas) if type(number) is not int):
             raise CheckpointingException(f"{key}: {number!r} is a {type(number).__name__}, and not an int")

@@ -5,6 +5,7 @@ Pure functions of what all ranks have. Must never see a value.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -37,7 +38,9 @@ class Share(NamedTuple):
 
 
 def _share_of(rows: list[Any], objects: list[int]) -> Share:
-    return Share([Item(number, Box(offset, size)) for number, offset, size in rows], objects)
+    # Layers have the same boxes.
+    box_of = functools.lru_cache(maxsize=None)(Box)
+    return Share([Item(number, box_of(offset, size)) for number, offset, size in rows], objects)
 
 
 def shares_of(tables: Mapping[int, Table], cells: Cells, balanced: bool = True) -> dict[int, Share]:
