@@ -191,16 +191,23 @@ def test_connections_that_are_cut_now_and_then(tmp_path: Path, far: str, relay: 
     assert faults(far) == dict.fromkeys(range(8, 0, -1), "")
 
 
-def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(tmp_path: Path) -> None:
-    url = "s3://a-typing-error/runs"
-    with pytest.raises(CheckpointingException, match=f"{url}: The specified bucket does not exist"):
+@pytest.mark.parametrize("through", ["", "dir::", "simplecache::"])
+def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(tmp_path: Path, through: str) -> None:
+    url = f"{through}s3://a-typing-error/runs"
+    with pytest.raises(CheckpointingException, match=f"{url}: its bucket is not there: The specified bucket"):
         Trainer(tmp_path, default_hdfs_dir=url).handler.load_checkpoint()
     trainer = Trainer(tmp_path, default_hdfs_dir=url)
     trainer.handler.save_checkpoint(1)
     with pytest.raises(CheckpointingException, match=r"an upload failed: .*bucket does not exist"):
         trainer.handler.finish()
+    with pytest.raises(remote.Failed, match=r"bucket|no manifest\.json"):
+        remote.download(remote.place_of(url).below("global_step_1"), tmp_path / "other")
     assert not client().exists("a-typing-error")
     assert [step.step for step in store.steps_in(tmp_path)] == [1]
+
+
+def test_a_folder_with_the_name_of_an_error_is_a_new_run(tmp_path: Path, far: str) -> None:
+    assert Trainer(tmp_path, default_hdfs_dir=f"{far}/NoSuchBucket").handler.load_checkpoint() == 0
 
 
 def test_killed_at_every_step_of_an_upload(tmp_path: Path, far: str) -> None:

@@ -107,6 +107,23 @@ def test_a_store_that_cannot_be_asked_is_no_new_run(tmp_path: Path) -> None:
     assert Trainer(tmp_path, default_hdfs_dir=URL).handler.load_checkpoint() == 0
 
 
+class Azure(Store):
+    """As adlfs tells of a container that is not there: without a cause."""
+
+    protocol = ("abfs", "az")
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        try:
+            raise RuntimeError("ErrorCode:ContainerNotFound")
+        except RuntimeError:
+            raise FileNotFoundError(path)  # noqa: B904
+
+
+def test_a_container_that_is_not_there_is_no_new_run() -> None:
+    with pytest.raises(remote.Failed, match="az://gone/runs: its bucket is not there"):
+        remote.steps_at(remote.Place(Azure(), "gone/runs", "az://gone/runs"))
+
+
 def cut(fs: Store, lpath: str, rpath: str) -> bool:
     fs.pipe_file(rpath, Path(lpath).read_bytes()[:-1])
     return True

@@ -33,6 +33,12 @@ def box(offset: int, size: int, key: str = "w", replica: Any = 0) -> ShardedTens
     )
 
 
+def shrunk(tensor: torch.Tensor, is_freed: bool) -> torch.Tensor:
+    if is_freed:
+        tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def another_dtype(rank: int) -> Any:
     data = torch.ones(2, 3, dtype=torch.float64 if rank == 2 else torch.float32)
     return ShardedTensor.from_rank_offsets("w", data, (0, rank, 4))
@@ -95,6 +101,10 @@ SAVES: dict[str, tuple[Callable[[int], Any], str]] = {
     "meta": (
         lambda rank: ShardedTensor.from_rank_offsets("w", torch.ones(2, device="meta"), (0, rank, 4)),
         r"without values in memory: w \(on the meta device\)",
+    ),
+    "freed": (
+        lambda rank: ShardedTensor.from_rank_offsets("w", shrunk(torch.ones(2), rank == 2), (0, rank, 4)),
+        r"rank 2: a tensor without values in memory: w \(its memory was freed\)",
     ),
     "an offset that is no multiple": (
         lambda rank: ShardedTensor(

@@ -231,6 +231,38 @@ def test_a_tensor_that_no_record_can_hold_is_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "metadata.json").exists()
 
 
+def test_zeros_that_take_no_memory(tmp_path: Path) -> None:
+    # As forward-mode differentiation makes them.
+    dcp.save({"w": torch._efficientzerotensor((4,))}, storage_writer=CheckedWriter(tmp_path))
+    loaded = torch.ones(4)
+    dcp.load({"w": loaded}, storage_reader=CheckedReader(tmp_path))
+    assert torch.equal(loaded, torch.zeros(4))
+
+
+def test_a_tensor_of_many_axes(tmp_path: Path) -> None:
+    # numpy up to 1.26 has no more than 32.
+    value = torch.arange(4.0).view(*[1] * 32, 4)
+    dcp.save({"w": value}, storage_writer=CheckedWriter(tmp_path))
+    loaded = torch.zeros_like(value)
+    dcp.load({"w": loaded}, storage_reader=CheckedReader(tmp_path))
+    assert torch.equal(loaded, value)
+
+
+def shrunk(numel: int, nbytes: int) -> torch.Tensor:
+    tensor = torch.ones(numel)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+@pytest.mark.parametrize(("numel", "nbytes"), [(8, 0), (8, 16), (30_000, 16)])
+def test_memory_that_was_freed_is_neither_read_nor_written(tmp_path: Path, numel: int, nbytes: int) -> None:
+    with pytest.raises(CheckpointException, match=r"without values in memory: w \(its memory was freed\)"):
+        dcp.save({"w": shrunk(numel, nbytes)}, storage_writer=CheckedWriter(tmp_path / "first"))
+    dcp.save({"w": torch.ones(numel)}, storage_writer=CheckedWriter(tmp_path / "second"))
+    with pytest.raises(CheckpointException):
+        dcp.load({"w": shrunk(numel, nbytes)}, storage_reader=CheckedReader(tmp_path / "second"))
+
+
 def test_what_names_a_folder(tmp_path: Path) -> None:
     assert CheckedReader.validate_checkpoint_id(tmp_path)
     assert not CheckedReader.validate_checkpoint_id(tmp_path / "none")

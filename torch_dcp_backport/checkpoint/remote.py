@@ -30,8 +30,8 @@ TRIES, WAIT = 5, 1.0
 #: Bytes that are read at once of what is in the store.
 BLOCK = 4 * 2**20
 #: Stores with buckets (containers) instead of folders; one that is not there is a wrong name: not made.
-BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "tos"})
-#: What their services call one that is not there; some tell fsspec no more than that nothing was found.
+BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "obs", "cos", "tos"})
+#: What services say of one that is not there, and fsspec's stores in the cause of an error; not all do.
 NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 
 Result = TypeVar("Result")
@@ -54,10 +54,12 @@ class Place:
         return Place(self.store, f"{self.path.rstrip('/')}/{name}", f"{self.url.rstrip('/')}/{name}")
 
     @property
-    def protocols(self) -> tuple[str, ...]:
-        """What the URLs of such a store begin with."""
-        protocol = self.store.protocol
-        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+    def has_buckets(self) -> bool:
+        """Whether the store has buckets, or is a cache or a folder of one that has."""
+        store = self.store
+        while hasattr(getattr(store, "fs", None), "protocol"):
+            store = store.fs
+        return bool(BUCKETS.intersection(protocols_of(store)))
 
     def names(self) -> list[str]:
         """Of everything in the folder; nothing where it is not there.
@@ -68,16 +70,27 @@ class Place:
         try:
             return [path.rstrip("/").rpartition("/")[2] for path in self.store.ls(self.path, detail=False)]
         except FileNotFoundError as error:
-            if any(name in f"{error} {error.__cause__}" for name in NO_BUCKET):
-                raise Failed(f"{self.url}: {error}") from error
+            self.refuse_bucket(error)
             return []
 
     def manifest_bytes(self) -> Optional[bytes]:
-        """The manifest of a step; None where there is none."""
+        """The manifest of a step; None where there is none.
+
+        Raises:
+            Failed: as `names`.
+        """
         try:
             return bytes(self.store.cat_file(self.below(manifest.NAME).path))
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            self.refuse_bucket(error)
             return None
+
+    def refuse_bucket(self, error: FileNotFoundError) -> None:
+        """Raise Failed where it was the bucket that was not found."""
+        # Not in the error's own words: a path may have any name.
+        said = f"{error.__cause__} {error.__context__}"
+        if self.has_buckets and any(name in said for name in NO_BUCKET):
+            raise Failed(f"{self.url}: its bucket is not there: {error}") from error
 
 
 def place_of(url: str) -> Place:
@@ -95,9 +108,14 @@ def place_of(url: str) -> Place:
     return Place(filesystem, path, str(url))
 
 
+def protocols_of(store: Any) -> tuple[str, ...]:
+    """What the URLs of a store begin with."""
+    return (store.protocol,) if isinstance(store.protocol, str) else tuple(store.protocol)
+
+
 def is_within(place: Place, root: Path) -> bool:
     """Whether a place is this machine's folder `root`, or in it, or around it."""
-    if "file" not in place.protocols:
+    if "file" not in protocols_of(place.store):
         return False
     there, here = Path(os.path.realpath(place.path)), Path(os.path.realpath(root))
     return there in (here, *here.parents) or here in there.parents
@@ -229,7 +247,7 @@ def send(source: Path, place: Place, check: Check, report: Reported) -> None:
             place.store.put_file(str(source), place.path, callback=report.callback())
         except FileNotFoundError:
             # Stores with folders want them first.
-            if BUCKETS.intersection(place.protocols):
+            if place.has_buckets:
                 raise
             place.store.makedirs(str(PurePosixPath(place.path).parent), exist_ok=True)
             place.store.put_file(str(source), place.path, callback=report.callback())

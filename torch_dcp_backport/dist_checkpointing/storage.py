@@ -32,7 +32,6 @@ from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
 from torch_dcp_backport.transfer import Box
 from torch_dcp_backport.transfer.layout import whole
-from torch_dcp_backport.transfer.memory import has_slices, layout_text
 
 
 def is_path(checkpoint_id: Folder) -> bool:
@@ -264,9 +263,9 @@ class CheckedWriter(storage.StorageWriter):
 
 
 def work_of(tensor: torch.Tensor, key: str) -> Work:
-    if not has_slices(tensor) or tensor.is_meta:
-        kind = "on the meta device" if tensor.is_meta else layout_text(tensor)
-        raise CheckpointingException(f"a tensor without values in memory: {key} ({kind})")
+    why = writer.why_not_readable(tensor)
+    if why:
+        raise CheckpointingException(f"a tensor without values in memory: {key} ({why})")
     box = whole(tuple(tensor.shape))
     return Work(tensor.detach(), box, box)
 

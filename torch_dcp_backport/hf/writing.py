@@ -22,7 +22,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.hf.format import Entry, make_header, nbytes_of
 from torch_dcp_backport.hf.source import SINGLE
 from torch_dcp_backport.transfer import Box, TensorInfo
-from torch_dcp_backport.transfer.staging import as_bytes
+from torch_dcp_backport.transfer.staging import as_bytes, is_dense
 
 #: The same on all processes of a running kernel, in whichever container.
 BOOT = "/proc/sys/kernel/random/boot_id"
@@ -213,8 +213,7 @@ class Hand:
         self._copy: Optional[torch.Tensor] = None
 
     def __call__(self, part: torch.Tensor, dtype: torch.dtype) -> memoryview:
-        is_lazy = part.is_conj() or part.is_neg()
-        if part.device.type != "cpu" or part.dtype != dtype or not part.is_contiguous() or is_lazy:
+        if not part.is_cpu or part.dtype != dtype or not is_dense(part):
             if self._copy is None:
                 self._copy = compat.host_buffer(self._nbytes)
             copy = self._copy[: part.numel() * dtype.itemsize].view(dtype).view(part.shape)

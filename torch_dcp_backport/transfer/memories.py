@@ -16,7 +16,7 @@ from torch_dcp_backport.transfer.errors import spell_doing
 from torch_dcp_backport.transfer.exchange import Exchange, Plan, Route
 from torch_dcp_backport.transfer.layout import Box
 from torch_dcp_backport.transfer.plan import Agreement
-from torch_dcp_backport.transfer.staging import as_bytes, copy_to
+from torch_dcp_backport.transfer.staging import as_bytes, copy_to, is_dense
 
 #: Gives the memory of a box of a tensor, by its key.
 Memory = Callable[[str, Box], torch.Tensor]
@@ -61,8 +61,7 @@ class Blocks(Exchange):
         if len(pieces) == 1 and not piece.nbytes % ALIGNMENT:
             part = self.read(piece.key, piece.box)
             is_there = part.dtype == piece.dtype and part.device == self.staging.device
-            is_lazy = part.is_conj() or part.is_neg() or part._is_zerotensor()
-            if is_there and not is_lazy and part.is_contiguous():
+            if is_there and is_dense(part):
                 return as_bytes(part)
         return super().filled(pieces)
 

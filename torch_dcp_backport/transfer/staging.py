@@ -47,6 +47,12 @@ def part_of(tensor: torch.Tensor, holds: Box, box: Box) -> torch.Tensor:
     return tensor
 
 
+def is_dense(part: torch.Tensor) -> bool:
+    """Whether the memory of a tensor has its values, row-major and without gaps; else a copy has them so."""
+    is_lazy = part.is_conj() or part.is_neg() or part._is_zerotensor()
+    return part.is_contiguous() and not is_lazy
+
+
 def as_bytes(part: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, which they share."""
     # Of a single element the stride may be any, and no view of another dtype has it so.

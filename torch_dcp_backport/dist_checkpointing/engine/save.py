@@ -37,7 +37,6 @@ from torch_dcp_backport.dist_checkpointing.engine.table import (
 )
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
 from torch_dcp_backport.transfer import Box, Call, Problem, problem_of
-from torch_dcp_backport.transfer.memory import has_slices, layout_text
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
@@ -86,9 +85,9 @@ def problems_of(saving: Saving) -> list[Problem]:
         except OSError as error:
             problems.append(problem_of(error))
     for row, data in zip(saving.table.tensors, saving.data):
-        if not has_slices(data) or data.is_meta:
-            kind = "on the meta device" if data.is_meta else layout_text(data)
-            problems.append(Problem("a tensor without values in memory", row.key, kind))
+        why = writer.why_not_readable(data)
+        if why:
+            problems.append(Problem("a tensor without values in memory", row.key, why))
     return problems
 
 

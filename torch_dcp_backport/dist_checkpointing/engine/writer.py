@@ -21,7 +21,8 @@ from torch_dcp_backport.dist_checkpointing.engine.records import Form, RunningSu
 from torch_dcp_backport.dist_checkpointing.engine.runs import pieces
 from torch_dcp_backport.transfer import Box
 from torch_dcp_backport.transfer.layout import whole
-from torch_dcp_backport.transfer.staging import as_bytes, part_of
+from torch_dcp_backport.transfer.memory import has_slices, is_freed, layout_text
+from torch_dcp_backport.transfer.staging import as_bytes, is_dense, part_of
 
 #: Bytes that are copied and checksummed at once.
 BLOCK = 4 * 2**20
@@ -34,6 +35,8 @@ SHARED = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 )
+#: That an array has up to numpy 1.26.
+MOST_AXES = 32
 
 
 class Work(NamedTuple):
@@ -207,9 +210,18 @@ def write_tensor(
     return Written(at, form.length, total.crc)
 
 
+def why_not_readable(tensor: torch.Tensor) -> str:
+    """The reason why a tensor has no values that could be saved; "" where it has them."""
+    if tensor.is_meta:
+        return "on the meta device"
+    if not has_slices(tensor):
+        return layout_text(tensor)
+    return "its memory was freed" if is_freed(tensor) else ""
+
+
 def is_flat(part: torch.Tensor) -> bool:
     """Whether a tensor lies in host memory as it lies in a file."""
-    return part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg()
+    return part.is_cpu and is_dense(part)
 
 
 def flat_blocks(part: torch.Tensor) -> Iterator[memoryview]:
@@ -244,9 +256,13 @@ def shifted(box: Box, by: Box) -> Box:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host that requires no gradient."""
-    if tensor.dtype in SHARED and tensor.numel():
-        # Views of a tensor cost three times as much as its array.
+    """The memory of a contiguous tensor on the host that requires no gradient.
+
+    Raises:
+        RuntimeError: it was freed.
+    """
+    if tensor.dtype in SHARED and tensor.numel() and tensor.dim() <= MOST_AXES and not is_freed(tensor):
+        # Views of a tensor cost twice as much as its array, which does not ask whether its memory is there.
         return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
     array: Any = as_bytes(tensor).numpy()
     return memoryview(array)
