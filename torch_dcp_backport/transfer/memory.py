@@ -44,10 +44,10 @@ def is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements are beyond its storage: sharding libraries free it and keep the tensor."""
-    if not tensor.numel():
-        return False
     nbytes = tensor.nbytes if tensor.is_contiguous() else span_bytes(tensor)
-    return tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.element_size() + nbytes
+    offset = tensor.storage_offset()
+    start = offset * tensor.element_size() if offset else 0
+    return tensor.untyped_storage().nbytes() < start + nbytes and tensor.numel() > 0
 
 
 def why_not_writable(tensor: torch.Tensor) -> str:
