@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Optional, Union
@@ -80,18 +79,3 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: Folder) -> None:
 
 def config_bytes(config: CheckpointingConfig) -> bytes:
     return json.dumps(asdict(config)).encode()
-
-
-def check_fields(key: object, numbers: Sequence[object], replica_id: object) -> None:
-    """Refuse what would be saved and never be loaded again.
-
-    Raises:
-        CheckpointingException: a key that is no text, or a place or shape that are no whole numbers (numpy's
-            are other objects in a file).
-    """
-    if not isinstance(key, str):
-        raise CheckpointingException(f"a key that is no text: {key!r}")
-    replicas = replica_id if isinstance(replica_id, tuple) else (replica_id,)
-    if {*map(type, numbers), *map(type, replicas)} != {int}:
-        for number in (number for number in (*numbers, *replicas) if type(number) is not int):
-            raise CheckpointingException(f"{key}: {number!r} is a {type(number).__name__}, and not an int")

@@ -11,8 +11,9 @@ from typing import Any, Optional, Union
 
 import torch
 
-from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, check_fields
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.dict_utils import dict_list_map_inplace
+from torch_dcp_backport.dist_checkpointing.fields import check_fields
 from torch_dcp_backport.dist_checkpointing.sharded_tensor import ReplicaId as ReplicaId
 from torch_dcp_backport.dist_checkpointing.sharded_tensor import ShardedBase as ShardedBase
 from torch_dcp_backport.dist_checkpointing.sharded_tensor import ShardedTensor as ShardedTensor

@@ -13,8 +13,9 @@ from typing import Any, Optional, Union
 
 import torch
 
-from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, check_fields
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine.parts import part_of_this_rank
+from torch_dcp_backport.dist_checkpointing.fields import check_fields, is_off_grid, is_place
 from torch_dcp_backport.transfer.groups import Group
 
 #: A number, or a tuple of them: the copy of all zeros is the main one.
@@ -89,27 +90,26 @@ class ShardedTensor(ShardedBase):
         if "/shard_" in self.key:
             self._refuse("the key of an object's place", self.key, 'no "/shard_"')
         self._validate_range()
-        data, box_size = self.data, self.box_size
+        data = self.data
         if data is not None and data.dtype != self.dtype:
             self._refuse("another dtype than its data's", self.dtype, data.dtype)
         if data is not None and data.shape != data_shape(self):
             self._refuse("another local shape than its data's", data_shape(self), tuple(data.shape))
-        axes = len(self.local_shape) + self.prepend_axis_num
-        if not len(self.global_shape) == len(self.global_offset) == axes:
+        local, offset, limits = tuple(self.local_shape), tuple(self.global_offset), tuple(self.global_shape)
+        if is_place(local, offset, limits, self.prepend_axis_num, self.has_regular_grid):
+            return
+        axes = len(local) + self.prepend_axis_num
+        if not len(limits) == len(offset) == axes:
             got = f"{self.global_shape} with offset {self.global_offset}"
             self._refuse("wrong number of axes in the global shape or offset", got, f"{axes} axes")
-        for start, extent, limit in zip(self.global_offset, box_size, self.global_shape):
+        for start, extent, limit in zip(offset, self.box_size, limits):
             is_outside = start < 0 or start + extent > limit
-            if is_outside and not (self.allow_shape_mismatch or 0 in self.local_shape):
-                got = f"offset {self.global_offset}, shape {box_size}"
+            if is_outside and not (self.allow_shape_mismatch or 0 in local):
+                got = f"offset {self.global_offset}, shape {self.box_size}"
                 self._refuse("a box outside the global tensor", got, self.global_shape)
-        if self.axis_fragmentations is not None:
-            for start, extent in zip(self.global_offset[self.prepend_axis_num :], self.local_shape):
-                if extent and start % extent:
-                    what = "an offset that is no multiple of the local shape (irregular grids pass "
-                    self._refuse(
-                        what + "axis_fragmentations=None)", self.global_offset, tuple(self.local_shape)
-                    )
+        if self.axis_fragmentations is not None and is_off_grid(local, offset[self.prepend_axis_num :]):
+            what = "an offset that is no multiple of the local shape (irregular grids pass "
+            self._refuse(what + "axis_fragmentations=None)", self.global_offset, local)
 
     def _validate_range(self) -> None:
         run, parts = self.flattened_range, self.axis_fragmentations
