@@ -126,13 +126,16 @@ KILLS = (
     # What is done offline, in one process, too.
     *_files("megatron", ("convert", "megatron_bad_input")),
 )
+# Files and plans of sharded checkpoints: nothing in them is torch's but the bytes of a tensor.
+STORED = _files("dist_checkpointing", ("commit", "counters", "damage", "disk", "plans", "sharing"))
 # The package's stand-in for torch, without torch; and what tests stand on.
 HOOKS = _files("unit", ("importer", "pool"))
 # By file: pytest does not ignore a folder that it is told to look into.
 LOADS = ("model", "model-meta", "optimizer")
 REGRESSION = tuple(f"torch_dcp_backport/regression/test_{name}.py" for name in ("out_of_memory", "storages"))
 
-
+# Several calls at once, and there and back: of the code that every release shares.
+TOGETHER = _files("ranks", ("round_trip", "together"))
 SAME_EVERYWHERE = _files("imports", (*COMMANDS, *STATE))
 BETWEEN = (
     "tests/conformance",
@@ -146,7 +149,7 @@ BETWEEN = (
     *_files("ranks", ENGINE),
 )
 LEAVES_OUT = {
-    "2.4": (*SAME_EVERYWHERE, *_files("ranks", ("round_trip", "together")), *KILLS, *HOOKS),
+    "2.4": (*SAME_EVERYWHERE, *TOGETHER, *KILLS, *STORED, *HOOKS),
     "2.5": (*BETWEEN, *REGRESSION),
     "2.7": (*BETWEEN, *REGRESSION, *_files("imports", EFFECTS)),
     "2.6": _files("ranks", ("faults",)),
@@ -155,6 +158,7 @@ LEAVES_OUT = {
             "imports",
             (*COMMANDS, *EFFECTS, *(name for name in STATE if name not in ("options", "switch"))),
         ),
+        *TOGETHER,
         *HOOKS,
         *(path for path in KILLS if "train_resume" not in path),
         # Stock torch and a patched one are the same code there.
