@@ -26,8 +26,10 @@ def most_alive(api: Any, folder: Path) -> tuple[int, bool]:
     def part(self: Folder, key: str, box: Box) -> torch.Tensor:
         nonlocal most
         value = native(self, key, box).clone()
-        alive[id(value)] = value.nbytes
-        weakref.finalize(value, alive.pop, id(value))
+        # The memory, and not the tensor: another one may keep it.
+        storage = value.untyped_storage()
+        alive[storage.data_ptr()] = storage.nbytes()
+        weakref.finalize(storage, alive.pop, storage.data_ptr())
         most = max(most, sum(alive.values()))
         return value
 
@@ -44,5 +46,5 @@ def test_one_window_is_in_memory_at_a_time(ranks: Any, tmp_path: Path) -> None:
     write_model(tmp_path / "m", values)
     (first, same), *others = ranks(most_alive, tmp_path / "m")
     assert same
-    assert 0 < first <= 2 * WINDOW < sum(value.nbytes for value in values.values())
+    assert 0 < first <= WINDOW < sum(value.nbytes for value in values.values())
     assert all(nothing == (0, True) for nothing in others)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from torch_dcp_backport.state_dict.optim.load import load_into
+from torch_dcp_backport.state_dict.optim.own import Looked, load_into
 
 
 class Name(str):
@@ -56,33 +58,128 @@ def test_torch_finds_a_parameter_without_a_search() -> None:
         assert all(torch.equal(got["state"][number][key], value) for key, value in states.items())
 
 
-class Own(torch.optim.AdamW):
-    seen: Any = None
+def test_groups_keep_what_is_theirs() -> None:
+    """A step stays as it is but in groups that are fused: torch asks for each parameter's group."""
+    source, optim = adamw(6), adamw(6)
+    state = named(source)
+    for states in state["state"].values():
+        states["step"] = states["step"].double()
+    state["param_groups"][0]["fused"] = True
+    load_into(optim, state)
+    kinds = [optim.state[param]["step"].dtype for group in optim.param_groups for param in group["params"]]
+    assert kinds == [torch.float32] * 2 + [torch.float64] * 4
+    assert type(copy.deepcopy(Looked(["a"]))) is list
 
+
+def kinds_in(state_dict: Any) -> list[type]:
+    return [type(group["params"]) for group in state_dict["param_groups"]]
+
+
+class Own(torch.optim.AdamW):
     def load_state_dict(self, state_dict: Any) -> None:
-        Own.seen = [type(group["params"]) for group in state_dict["param_groups"]]
+        self.seen = kinds_in(state_dict)
         super().load_state_dict(state_dict)
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_code_that_is_not_torchs_gets_lists(hooked: bool) -> None:
-    optim = adamw(4, torch.optim.AdamW if hooked else Own)
+class Around(torch.optim.Optimizer):
+    """As accelerate's and Lightning's: another optimizer's methods under its own name."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    @property
+    def load_state_dict(self) -> Any:  # type: ignore[override]
+        return self.inner.load_state_dict
+
+
+def seen_by(way: str, monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """The kinds of lists that code which is not torch's gets to see."""
+    seen: list[type] = []
+    optim: Any = adamw(4, Own if way == "own" else torch.optim.AdamW)
+    native, cast = Optimizer.load_state_dict, Optimizer._process_value_according_to_param_policy
+
+    def instead(self: Any, state_dict: Any) -> None:
+        seen.extend(kinds_in(state_dict))
+        native(self, state_dict)
 
     def look(_: Any, state_dict: Any) -> None:
-        Own.seen = [type(group["params"]) for group in state_dict["param_groups"]]
+        seen.extend(kinds_in(state_dict))
 
-    if hooked:
+    def policy(param: Any, value: Any, number: Any, groups: Any, key: Any = None) -> Any:
+        seen.extend(type(group["params"]) for group in groups)
+        return cast(param, value, number, groups, key)
+
+    if way in ("hook", "wrapper", "bound", "partial"):
         optim.register_load_state_dict_pre_hook(look)
-    Own.seen = None
+    other: Any = adamw(4)
+    if way == "wrapper":
+        optim = Around(optim)
+    elif way == "bound":
+        other.load_state_dict, optim = optim.load_state_dict, other
+    elif way == "partial":
+        other.load_state_dict, optim = functools.partial(Optimizer.load_state_dict, self=optim), other
+    elif way == "class":
+        monkeypatch.setattr(Optimizer, "load_state_dict", instead)
+    elif way == "class, wrapped":
+        monkeypatch.setattr(Optimizer, "load_state_dict", functools.wraps(native)(instead))
+    elif way == "class, decorated":
+        monkeypatch.setattr(Optimizer, "load_state_dict", torch.no_grad()(instead))
+    elif way == "cast":
+        monkeypatch.setattr(Optimizer, "_process_value_according_to_param_policy", staticmethod(policy))
+    elif way == "proxy":
+        wrapt = pytest.importorskip("wrapt")
+
+        def around(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
+            seen.extend(kinds_in(kwargs["state_dict"]))
+            return wrapped(*args, **kwargs)
+
+        optim.load_state_dict = wrapt.FunctionWrapper(optim.load_state_dict, around)
     load_into(optim, named(adamw(4)))
-    assert Own.seen == [list, list]
+    return seen or optim.seen  # type: ignore[no-any-return]
+
+
+WAYS = [
+    "own",
+    "hook",
+    "wrapper",
+    "bound",
+    "partial",
+    "class",
+    "class, wrapped",
+    "class, decorated",
+    "cast",
+    "proxy",
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_code_that_is_not_torchs_gets_lists(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(seen_by(way, monkeypatch)) == {list}
+
+
+def test_a_load_of_full_states_makes_use_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_dcp_backport.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    model = nn.Linear(2, 2)
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optim.step()
+    asked: list[object] = []
+    native = Looked.__contains__
+    monkeypatch.setattr(Looked, "__contains__", lambda self, name: asked.append(name) or native(self, name))
+    options = StateDictOptions(full_state_dict=True)
+    set_optimizer_state_dict(
+        model, optim, get_optimizer_state_dict(model, optim, options=options), options=options
+    )
+    assert {"weight", "bias"} == set(asked)
 
 
 def test_torchs_errors_are_the_same() -> None:
-    optim = adamw(4)
-    with pytest.raises(KeyError, match="param_groups"):
-        load_into(optim, {})
     state = named(adamw(4))
     state["param_groups"].pop()
     with pytest.raises(ValueError, match="different number of parameter groups"):
-        load_into(optim, state)
+        load_into(adamw(4), state)

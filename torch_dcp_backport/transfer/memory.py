@@ -44,10 +44,13 @@ def is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements are beyond its storage: sharding libraries free it and keep the tensor."""
+    # First: some empty tensors (sparse ones, those of vmap) have no storage.
+    if not tensor.numel():
+        return False
     nbytes = tensor.nbytes if tensor.is_contiguous() else span_bytes(tensor)
     offset = tensor.storage_offset()
     start = offset * tensor.element_size() if offset else 0
-    return tensor.untyped_storage().nbytes() < start + nbytes and tensor.numel() > 0
+    return tensor.untyped_storage().nbytes() < start + nbytes
 
 
 def why_not_writable(tensor: torch.Tensor) -> str:

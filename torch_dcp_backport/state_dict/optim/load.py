@@ -19,7 +19,8 @@ from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, is_numbere
 from torch_dcp_backport.state_dict.load import Inventory, Load, guarded
 from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state
 from torch_dcp_backport.state_dict.optim.get import Params
-from torch_dcp_backport.state_dict.optim.initial import Beginning, is_hooked, params_of, undone_if_failed
+from torch_dcp_backport.state_dict.optim.initial import Beginning, params_of, undone_if_failed
+from torch_dcp_backport.state_dict.optim.own import load_into
 from torch_dcp_backport.state_dict.optim.plan import (
     NAMES,
     Boxed,
@@ -150,37 +151,8 @@ def load_parts(prepared: PreparedParts) -> None:
     begun = [beginning for beginning, _ in prepared]
     with undone_if_failed(begun):
         for beginning, part in prepared:
-            load_into(beginning.optim, part)
+            original_method(beginning.optim, "load_state_dict")(state_dict=part)
             begun.remove(beginning)
-
-
-class Looked(list):  # type: ignore[type-arg]
-    """The parameters of a group. torch looks for one of them with every state: here without a search."""
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params)
-        self.known = set(self)
-
-    def __contains__(self, param: object) -> bool:
-        return param in self.known
-
-    def __deepcopy__(self, memo: object) -> list[Any]:
-        return list(self)
-
-
-def load_into(optim: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Call the optimizer's own load_state_dict()."""
-    load: Any = original_method(optim, "load_state_dict")
-    groups = state_dict.get(GROUPS, ())
-    # Only torch's own code gets to see these lists, and keeps none.
-    if (
-        getattr(load, "__func__", getattr(load, "func", None)) is Optimizer.load_state_dict
-        and not is_hooked(optim)
-        and all(type(group.get(PARAMS)) is list for group in groups)
-    ):
-        looked = [{**group, PARAMS: Looked(group[PARAMS])} for group in groups]
-        state_dict = {**state_dict, GROUPS: looked} if looked else state_dict
-    load(state_dict=state_dict)
 
 
 def part_of(
