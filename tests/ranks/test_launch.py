@@ -45,7 +45,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[launch.R
         launch.Job("add", "launch_targets:add", 2, {"number": 20}),
         launch.Job("fail", "launch_targets:fail", 2, seconds=30),
         launch.Job("die", "launch_targets:die", 2, seconds=30),
-        launch.Job("hang", "launch_targets:hang", 2, seconds=4),
+        launch.Job("hang", "launch_targets:hang", 2, seconds=12),
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "GRACE_SECONDS", 8.0)
@@ -86,7 +86,7 @@ def test_a_killed_rank_takes_its_group_along(reports: dict[str, list[launch.Rank
 
 def test_what_hangs_is_killed_and_says_where_it_hung(reports: dict[str, list[launch.RankReport]]) -> None:
     for report in reports["hang"]:
-        assert report.ending == "killed: over 4 s"
+        assert report.ending == "killed: over 12 s"
         assert "now hanging" in report.output
         assert "in hang" in report.output
 
