@@ -14,6 +14,7 @@ from differences import DIFFERENCES, Difference, kept_tuples
 FOLDER = Path(__file__).parent / "recorded"
 #: The standard, the newest first; a result that equals either is equal.
 NATIVE = ("2.13.0", "2.7.1")
+NEWEST, *OLDER = (f"native-{release}" for release in NATIVE)
 #: The release whose pinned results hold for the others too, where they have none of their own.
 BASE = "2.6.0"
 #: Stands in a release's pinned results for one that differs on BASE and not there.
@@ -63,16 +64,32 @@ def load(name: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for key, packed in stored["results"].items():
         results[key] = results[packed] if isinstance(packed, str) else unpack(packed, words)
-    return results
+    if name in OLDER:
+        results = {**load(NEWEST), **results}
+    return {key: result for key, result in results.items() if result is not None}
 
 
 def firsts() -> set[str]:
     """The first scenario of each result that native torch has."""
-    stored = json.loads((FOLDER / f"native-{NATIVE[-1]}.json").read_text())["results"]
-    return {key for key, packed in stored.items() if not isinstance(packed, str)}
+    first: dict[str, str] = {}
+    for key, result in load(OLDER[-1]).items():
+        first.setdefault(json.dumps(result), key)
+    return {*first.values()}
 
 
 def save(name: str, results: dict[str, Any]) -> None:
+    """Write a record; of an older native torch, what differs from the newest, None for what it has not."""
+    if name in OLDER:
+        newest = {key: json.dumps(result) for key, result in load(NEWEST).items()}
+        differing = {key: one for key, one in results.items() if json.dumps(one) != newest.get(key)}
+        results = {**differing, **dict.fromkeys(key for key in newest if key not in results)}
+    older = {other: load(other) for other in OLDER if name == NEWEST}
+    write(name, results)
+    for other, kept in older.items():
+        save(other, kept)
+
+
+def write(name: str, results: dict[str, Any]) -> None:
     """Each leaf's text once, and a result that another scenario has too by that scenario's key.
 
     One line for each scenario, so that a change is a readable diff.
@@ -81,8 +98,7 @@ def save(name: str, results: dict[str, Any]) -> None:
     first: dict[str, str] = {}
     lines = []
     for key, result in results.items():
-        text = json.dumps(result, separators=(",", ":"))
-        other = first.setdefault(text, key)
+        other = first.setdefault(json.dumps(result), key)
         packed = pack(result, words) if other == key else other
         lines.append(f"{json.dumps(key)}: {json.dumps(packed, separators=(',', ':'))}")
     listed = ",\n".join(map(json.dumps, words))

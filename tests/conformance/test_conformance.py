@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Collection
 
+import expected
 import pytest
 import report
 from canonical import difference, same
@@ -44,8 +46,8 @@ pytestmark = pytest.mark.timeout(1500)
 @pytest.mark.parametrize("way", ["torch"])
 @pytest.mark.parametrize("key", RECHECKED)
 def test_the_record_is_still_true(results, way, key):
-    expected, got = load_once(f"native-{RELEASE}")[key], without_text(results.of(way, key))
-    assert same(expected, got), "\n".join(difference(expected, got))
+    recorded, got = load_once(f"native-{RELEASE}")[key], without_text(results.of(way, key))
+    assert same(recorded, got), "\n".join(difference(recorded, got))
 
 
 @pytest.mark.parametrize("way", ["direct" if IS_NATIVE else "shim"])
@@ -67,6 +69,23 @@ def load_once(name: str) -> dict:
 def test_every_scenario_is_recorded_and_no_other():
     for release in NATIVE:
         assert tuple(load_once(f"native-{release}")) == KEYS
+
+
+def test_an_older_record_stays_when_the_newest_is_written(tmp_path, monkeypatch):
+    newest, older = (f"native-{release}" for release in NATIVE)
+    records = {newest: load(newest), older: load(older)}
+    monkeypatch.setattr(expected, "FOLDER", tmp_path)
+    for order in ((newest, older), (older, newest)):
+        for name in order:
+            expected.save(name, records[name])
+        assert {name: json.dumps(load(name)) for name in order} == {
+            name: json.dumps(records[name]) for name in order
+        }
+    changed = {**records[newest], KEYS[0]: records[newest][KEYS[-1]], "another": records[newest][KEYS[0]]}
+    del changed[KEYS[1]]
+    expected.save(newest, changed)
+    assert load(newest) == changed
+    assert load(older) == records[older]
 
 
 def test_native_torch_was_recorded_with_these_scenarios():
