@@ -22,7 +22,7 @@ import fakes
 import pytest
 import wrapt
 
-from torch_dcp_backport.activation import bindings, finder, replace
+from torch_dcp_backport.activation import bindings, early, finder, replace
 from torch_dcp_backport.activation import importer as importer_module
 from torch_dcp_backport.activation.importer import Installer
 from torch_dcp_backport.activation.replace import call_misfit
@@ -163,7 +163,7 @@ def test_remove_takes_the_hook_back() -> None:
 def test_a_hook_that_could_not_be_taken_back_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = installer()
     subject.install()
-    monkeypatch.setattr(subject, "_unhook", lambda: None)
+    monkeypatch.setattr(finder.Finder, "unhook", lambda self, name: None)
     subject.remove()
     assert load("fakehost.high").load_with(None) == "stock _load"
     assert "fakeprovider" not in sys.modules
@@ -1125,6 +1125,15 @@ def test_many_threads_at_once_apply_once(host: Path, monkeypatch: pytest.MonkeyP
     assert hooked() == set()
 
 
+def test_stubs_that_another_thread_has_put_since() -> None:
+    subject = installer()
+    subject.install()
+    load("fakehost.low")
+    subject._attempt(subject._put_stubs)  # by a thread that had found them missing
+    load("fakehost.high")
+    assert_applied(subject)
+
+
 def test_the_completing_module_comes_up_while_stubs_are_made(
     host: Path, gates: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1136,7 +1145,7 @@ def test_the_completing_module_comes_up_while_stubs_are_made(
         assert go.wait(20)
         return real(swaps)
 
-    monkeypatch.setattr(bindings, "early_names", slow)
+    monkeypatch.setattr(early, "early_names", slow)
     load("fakehost.low")
     subject = installer()
     installing, failed = in_thread(subject.install)

@@ -11,12 +11,13 @@ import threading
 from importlib import _bootstrap, import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from torch_dcp_backport.activation import bindings, finder, replace
-from torch_dcp_backport.activation.bindings import Early, Swap
+from torch_dcp_backport.activation import early, finder, replace
+from torch_dcp_backport.activation.bindings import Early, Swap, early_names
 from torch_dcp_backport.activation.finder import ready
 from torch_dcp_backport.activation.gate import Decision
+from torch_dcp_backport.activation.loaded import Loaded
 from torch_dcp_backport.activation.replace import Plan, Refused, Replacement
-from torch_dcp_backport.activation.status import BackportWarning, LateImportWarning, Status, warn
+from torch_dcp_backport.activation.status import BackportWarning, Status, warn
 from torch_dcp_backport.activation.table import Table
 
 if TYPE_CHECKING:
@@ -36,20 +37,18 @@ class Installer:
         self.table = table
         self.decision = decision
         self.outcome = "pending"
+        self._strict = decision.switch == "strict"
         self.reason = (
             f"{decision.reason}; waiting for {table.trigger} to be imported, "
             f"or for a function of {', '.join(table.helpers)} to be called"
         )
-        self._stubs: list[Replacement] = []
-        self._stubbed: set[str] = set()  # the helper modules that have them
+        self._modules = Loaded()
+        self._stubs = _Stubs()
         self._replacement: Replacement | None = None
         self._former: list[Swap] = []  # replaced before torch's module was reloaded
         self._lock = threading.Lock()  # held for the few writes only
         self._busy = False
         self._over = False  # removed, or refused: nothing more is tried
-        self._late: set[str] = set()  # torch's modules that were there before us, open to early bindings
-        self._missed: set[str] = set()  # those that were imported past our hook
-        self._executed: set[str] = set()  # those that are executed, and whose import has not returned yet
 
     def install(self) -> None:
         """Replace now or hook the import; again does no harm. RuntimeError when strict and refused."""
@@ -60,8 +59,8 @@ class Installer:
         here = finder.process()
         here.installer = self
         for module in self.table.modules:
-            if module in sys.modules and module not in self._stubbed:
-                self._late.add(module)
+            if module in sys.modules and module not in self._stubs.modules:
+                self._modules.late.add(module)
             here.hook(module, self._on_import)
         for module in self.table.modules:
             # Another thread may be importing it right now, too early to have seen the hook.
@@ -70,7 +69,11 @@ class Installer:
                 here.seen(module)
         self._catch_up()
         if self.table.trigger in sys.modules and not ready(self.table.trigger):
-            self._refuse_half_executed()
+            self.reason = (
+                f"{self.decision.reason}; {self.table.trigger} is being imported right now, by something "
+                "that imports torch_dcp_backport: call torch_dcp_backport.activate() once that is done"
+            )
+            _complain(self.reason, self._strict)
 
     def remove(self) -> list[str]:
         """Take back the hook or the replacement; return the names that hold neither ours nor torch's."""
@@ -79,8 +82,8 @@ class Installer:
             lost = self._replacement.overridden() if self._replacement is not None else []
             if self._replacement is not None:
                 self._replacement.undo()
-            self._take_stubs_back()
-        self._unhook()
+            self._stubs.take_back()
+        _unhook(self.table)
         here = finder.process()
         if here.installer is self:
             here.installer = None
@@ -89,10 +92,10 @@ class Installer:
     def status(self) -> Status:
         decision, done = self.decision, self._replacement
         status = Status(self.outcome, self.reason, decision.switch, decision.torch_version)
-        steps = [step.early for step in (*self._stubs, done) if step is not None]
+        steps = [step.early for step in (*self._stubs.steps, done) if step is not None]
         status = status._replace(
-            late_bindings=tuple(sorted({name for early in steps for name in early.rebound})),
-            out_of_reach=tuple(sorted({name for early in steps for name in early.listed})),
+            late_bindings=tuple(sorted({name for found in steps for name in found.rebound})),
+            out_of_reach=tuple(sorted({name for found in steps for name in found.listed})),
         )
         if done is not None and done.reloaded(self.table):
             again = f"{self.table.trigger} was reloaded since, with torch's own functions"
@@ -115,15 +118,14 @@ class Installer:
 
     def resolve(self, module: str, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         """The function that a stub calls."""
-        strict = self.decision.switch == "strict"
-        if not self._over and (self.outcome == "pending" or (strict and self.outcome != "applied")):
+        if not self._over and (self.outcome == "pending" or (self._strict and self.outcome != "applied")):
             try:
                 import_module(self.table.trigger)
                 self._catch_up()
             except BackportWarning:
                 raise
             except Exception as error:
-                if strict:
+                if self._strict:
                     raise
                 why = f"{self.table.trigger} cannot be imported: {type(error).__name__}: {error}"
                 self._refuse("unsupported", why, error)
@@ -133,34 +135,18 @@ class Installer:
         return cast("Callable[..., Any]", replace.replacement_of(self.table, module, name))
 
     def _on_import(self, name: str, missed: bool) -> None:
-        if missed and name not in self._late:
-            self._late.add(name)
-            self._missed.add(name)
-        self._catch_up(name)
+        self._modules.note(name, missed)
+        self._catch_up()
 
-    def _catch_up(self, executed: str = "") -> None:
+    def _catch_up(self) -> None:
         """Do as much as the loaded modules of torch allow."""
-        self._executed.add(executed)
-        if not self._loaded(self.table.trigger) and self._without_stubs():
+        modules, trigger = self._modules, self.table.trigger
+        if not modules.whole(trigger) and self._stubs.possible(self.table, modules):
             self._attempt(self._put_stubs)
-        # Another thread may have imported it, and have found this thread busy.
-        if self._loaded(self.table.trigger) and not self._half_executed():
+        # Another thread may have imported it, and have found this thread busy. The end of a helper module
+        # in the middle of its import brings us back here.
+        if modules.whole(trigger) and not any(map(modules.half_executed, self.table.helpers)):
             self._attempt(self._apply)
-
-    def _half_executed(self) -> bool:
-        """Whether a helper module is in the middle of its import; its end brings us back here."""
-        return any(name in sys.modules and not self._loaded(name) for name in self.table.helpers)
-
-    def _without_stubs(self) -> list[str]:
-        """The loaded helper modules that could have stubs."""
-        return [name for name in self.table.helpers if self._loaded(name) and name not in self._stubbed]
-
-    def _loaded(self, name: str) -> bool:
-        return name in sys.modules and (name in self._executed or ready(name))
-
-    def _unhook(self) -> None:
-        for module in self.table.modules:
-            finder.process().unhook(module)
 
     def _start_again(self) -> None:
         with self._lock:
@@ -168,7 +154,7 @@ class Installer:
             if done is not None:
                 done.undo()
                 self._former = done.swaps
-                self._late.add(self.table.trigger)
+                self._modules.late.add(self.table.trigger)
                 self.outcome = "pending"
 
     def _attempt(self, step: Callable[[], None]) -> None:
@@ -182,7 +168,7 @@ class Installer:
             self._refuse(refused.outcome, refused.reason)
         except BackportWarning as warning:  # turned into an error by the user's warning filter
             self.outcome, self.reason = "conflict", str(warning)
-            self._executed.clear()
+            self._modules.executed.clear()
             raise
         except Exception as error:
             why = f"the replacement failed and was taken back: {type(error).__name__}: {error}"
@@ -193,22 +179,27 @@ class Installer:
     # All that imports, warns or can fail comes before the lock and before the first write.
 
     def _put_stubs(self) -> None:
-        decision, modules = self.decision, self._without_stubs()
+        decision, modules = self.decision, self._stubs.possible(self.table, self._modules)
+        if not modules:  # another thread has put them since
+            return
         swaps = replace.find(self.table, modules, decision.release, decision.preview)
         swaps = [swap._replace(ours=_stub(swap)) for swap in swaps]
-        late = not self._late.isdisjoint(modules)
-        early = self._find_early(swaps, late) if late else Early([], [], [])
-        self._report_early(early)
-        self._write(Replacement(Plan(swaps, []), early), modules)
+        late = not self._modules.late.isdisjoint(modules)
+        found = self._find_early(swaps, search=True) if late else Early([], [], [])
+        self._write(Replacement(Plan(swaps, []), found), modules)
 
     def _apply(self) -> None:
-        stubs = [swap for step in self._stubs for swap in step.swaps]
+        stubs = [swap for step in self._stubs.steps for swap in step.swaps]
         plan = replace.plan(self.table, self.decision.release, self.decision.preview, stubs)
-        early = self._find_early(plan.swaps, self.table.trigger in self._late)
-        self._report_early(early)
-        if self._write(Replacement(plan, early)):
+        found = self._find_early(plan.swaps, search=self.table.trigger in self._modules.late)
+        if self._write(Replacement(plan, found)):
             self.outcome, self.reason = "applied", self.decision.reason
-            self._unhook()
+            _unhook(self.table)
+
+    def _find_early(self, swaps: list[Swap], search: bool) -> Early:
+        found = early.find(swaps, self._former, self.table.owner, search)
+        early.report(found, self.table.owner, self._modules.missed, self._strict)
+        return found
 
     def _write(self, replacement: Replacement, stubbed: Collection[str] = ()) -> bool:
         """Write the set, or the stubs of some modules, and return True; do nothing where it is over."""
@@ -217,67 +208,54 @@ class Installer:
                 return False
             replacement.write()
             if stubbed:
-                self._stubs.append(replacement)
-                self._stubbed.update(stubbed)
+                self._stubs.steps.append(replacement)
+                self._stubs.modules.update(stubbed)
             else:
                 self._replacement = replacement
             return True
 
-    def _find_early(self, swaps: list[Swap], search: bool) -> Early:
-        """Find early bindings; beyond modules only with `search`, where one can have been made before us."""
-        ours = {swap.name: swap.ours for swap in swaps}
-        former = [swap._replace(ours=ours[swap.name]) for swap in self._former if swap.name in ours]
-        names = bindings.early_names([*former, *swaps])
-        places, listed = bindings.early_places([*former, *swaps], self.table.owner) if search else ([], [])
-        return Early(names, places, listed)
-
-    def _report_early(self, early: Early) -> None:
-        rebound, listed = ", ".join(early.reported(self.table.owner)), ", ".join(early.listed)
-        if not rebound and not listed:
-            return
-        when, advice = "before torch_dcp_backport was imported", "Import it earlier."
-        if self._missed:
-            when = f"from {', '.join(sorted(self._missed))}, which another import hook served unnoticed"
-            advice = "Import torch_dcp_backport after what installs that hook."
-        if self.decision.switch == "strict":
-            names = ", ".join(filter(None, (rebound, listed)))
-            first = "" if self._missed else ", do that first"
-            raise Refused("conflict", f"bound {when}{first}: {names}")
-        parts = [f"bound {when}, and given the replacements now: {rebound}."] if rebound else []
-        parts += [f"bound {when}, and out of reach: {listed}."] if listed else []
-        warn(" ".join([*parts, advice]), LateImportWarning)
-
-    def _refuse_half_executed(self) -> None:
-        self.reason = (
-            f"{self.decision.reason}; {self.table.trigger} is being imported right now, by something that "
-            "imports torch_dcp_backport: call torch_dcp_backport.activate() once that is done"
-        )
-        self._complain()
-
     def _refuse(self, outcome: str, reason: str, cause: Exception | None = None) -> None:
         self.outcome = outcome
-        self._executed.clear()  # the next import executes them again
+        self._modules.executed.clear()  # the next import executes them again
         self.reason = f"{reason}. torch {self.decision.torch_version} was left as it is."
-        if self.decision.switch != "strict":  # else the next import raises again, and so does a stub
-            self._unhook()
+        if not self._strict:  # else the next import raises again, and so does a stub
+            _unhook(self.table)
             with self._lock:
                 self._over = True
-                self._take_stubs_back()
-        self._complain(cause)
+                self._stubs.take_back()
+        _complain(self.reason, self._strict, cause)
 
-    def _take_stubs_back(self) -> None:
+
+class _Stubs:
+    """The stubs that are in place."""
+
+    def __init__(self) -> None:
+        self.steps: list[Replacement] = []
+        self.modules: set[str] = set()  # the helper modules that have them
+
+    def possible(self, table: Table, modules: Loaded) -> list[str]:
+        """The loaded helper modules that could have stubs, and have none."""
+        return [name for name in table.helpers if modules.whole(name) and name not in self.modules]
+
+    def take_back(self) -> None:
         """Take the stubs back, also from modules that imported them since."""
-        stubs, self._stubs = self._stubs, []
-        self._stubbed.clear()
-        for step in stubs:
-            names = bindings.early_names([swap._replace(held=swap.ours) for swap in step.swaps])
+        steps, self.steps = self.steps, []
+        self.modules.clear()
+        for step in steps:
+            names = early_names([swap._replace(held=swap.ours) for swap in step.swaps])
             Replacement(Plan([], []), Early(names, [], [])).undo()
             step.undo()
 
-    def _complain(self, cause: Exception | None = None) -> None:
-        if self.decision.switch == "strict":
-            raise RuntimeError(f"torch_dcp_backport: {self.reason}") from cause
-        warn(self.reason, BackportWarning)
+
+def _complain(reason: str, strict: bool, cause: Exception | None = None) -> None:
+    if strict:
+        raise RuntimeError(f"torch_dcp_backport: {reason}") from cause
+    warn(reason, BackportWarning)
+
+
+def _unhook(table: Table) -> None:
+    for module in table.modules:
+        finder.process().unhook(module)
 
 
 def _stub(swap: Swap) -> object:
