@@ -341,3 +341,9 @@ def in_a_part_of_the_world(room: Any, folder: str) -> Any:
 def test_a_group_without_rank_0(ranks: Any, tmp_path: Path) -> None:
     results = ranks(in_a_part_of_the_world, str(tmp_path))
     assert results == [None, ([1.0, 1.0, 3.0, 3.0], 1)] * 2
+
+
+def test_what_can_be_read_once_is_no_shape() -> None:
+    part = ShardedTensor("w", None, torch.float32, iter((2,)), iter((4,)), iter((99,)), (2,))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"has no len\(\)"):
+        part.validate_metadata_integrity()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torch_dcp_backport.state_dict.optim.own import Looked, load_into
+from torch_dcp_backport.state_dict.optim.own import HOME, Looked, load_into
+
+CAST = "_process_value_according_to_param_policy"
 
 
 class Name(str):
@@ -92,11 +95,22 @@ class Around(torch.optim.Optimizer):
         return self.inner.load_state_dict
 
 
+class Instead:
+    """Stands before a static method, as wrapt's wrappers do: passes for it, and calls something else."""
+
+    def __init__(self, function: Any, called: Any) -> None:
+        self.__func__ = function
+        self.called = called
+
+    def __get__(self, instance: object, owner: object) -> Any:
+        return self.called
+
+
 def seen_by(way: str, monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """The kinds of lists that code which is not torch's gets to see."""
     seen: list[type] = []
     optim: Any = adamw(4, Own if way == "own" else torch.optim.AdamW)
-    native, cast = Optimizer.load_state_dict, Optimizer._process_value_according_to_param_policy
+    native, cast = Optimizer.load_state_dict, getattr(Optimizer, CAST)
 
     def instead(self: Any, state_dict: Any) -> None:
         seen.extend(kinds_in(state_dict))
@@ -108,6 +122,10 @@ def seen_by(way: str, monkeypatch: pytest.MonkeyPatch) -> list[type]:
     def policy(param: Any, value: Any, number: Any, groups: Any, key: Any = None) -> Any:
         seen.extend(type(group["params"]) for group in groups)
         return cast(param, value, number, groups, key)
+
+    def copied(value: Any) -> Any:
+        seen.extend(type(group["params"]) for group in value)
+        return copy.deepcopy(value)
 
     if way in ("hook", "wrapper", "bound", "partial"):
         optim.register_load_state_dict_pre_hook(look)
@@ -125,7 +143,17 @@ def seen_by(way: str, monkeypatch: pytest.MonkeyPatch) -> list[type]:
     elif way == "class, decorated":
         monkeypatch.setattr(Optimizer, "load_state_dict", torch.no_grad()(instead))
     elif way == "cast":
-        monkeypatch.setattr(Optimizer, "_process_value_according_to_param_policy", staticmethod(policy))
+        monkeypatch.setattr(Optimizer, CAST, staticmethod(policy))
+    elif way == "cast, wrapped":
+        monkeypatch.setattr(Optimizer, CAST, Instead(cast, policy))
+    elif way == "dispatched":
+        dispatch = torch.overrides.wrap_torch_function(lambda self, state_dict: look(self, state_dict) or ())
+        monkeypatch.setattr(Optimizer, "load_state_dict", dispatch(native))
+    elif way == "name in torch's module":
+        kind = type("Mine", (Optimizer,), {CAST: staticmethod(policy)})
+        monkeypatch.setattr(sys.modules[HOME], "Optimizer", kind)
+    elif way == "copies":
+        monkeypatch.setattr(sys.modules[HOME], "deepcopy", copied)
     elif way == "proxy":
         wrapt = pytest.importorskip("wrapt")
 
@@ -148,6 +176,10 @@ WAYS = [
     "class, wrapped",
     "class, decorated",
     "cast",
+    "cast, wrapped",
+    "dispatched",
+    "name in torch's module",
+    "copies",
     "proxy",
 ]
 

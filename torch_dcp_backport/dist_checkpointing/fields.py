@@ -37,10 +37,12 @@ def is_place(
     prepended: int,
     is_regular: bool,
 ) -> bool:
-    """Whether a box is in the global shape, and on its grid if that is regular. All are whole numbers."""
+    """Whether a box is in the global shape, and on its grid if that is regular.
+
+    Offset and global shape have as many axes as the local shape and those that are put before it, all of them
+    whole numbers.
+    """
     size = (1,) * prepended + local_shape
-    if not len(global_shape) == len(offset) == len(local_shape) + prepended:
-        return False
     if any(start < 0 or start + extent > limit for start, extent, limit in zip(offset, size, global_shape)):
         return False
     return not (is_regular and is_off_grid(local_shape, offset[prepended:]))

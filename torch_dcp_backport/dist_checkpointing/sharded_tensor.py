@@ -95,13 +95,13 @@ class ShardedTensor(ShardedBase):
             self._refuse("another dtype than its data's", self.dtype, data.dtype)
         if data is not None and data.shape != data_shape(self):
             self._refuse("another local shape than its data's", data_shape(self), tuple(data.shape))
+        axes = len(self.local_shape) + self.prepend_axis_num
+        if not len(self.global_shape) == len(self.global_offset) == axes:
+            got = f"{self.global_shape} with offset {self.global_offset}"
+            self._refuse("wrong number of axes in the global shape or offset", got, f"{axes} axes")
         local, offset, limits = tuple(self.local_shape), tuple(self.global_offset), tuple(self.global_shape)
         if is_place(local, offset, limits, self.prepend_axis_num, self.has_regular_grid):
             return
-        axes = len(local) + self.prepend_axis_num
-        if not len(limits) == len(offset) == axes:
-            got = f"{self.global_shape} with offset {self.global_offset}"
-            self._refuse("wrong number of axes in the global shape or offset", got, f"{axes} axes")
         for start, extent, limit in zip(offset, self.box_size, limits):
             is_outside = start < 0 or start + extent > limit
             if is_outside and not (self.allow_shape_mismatch or 0 in local):

@@ -1,11 +1,13 @@
 """Hand a state dict that was made here to an optimizer's own `load_state_dict()`.
 
 torch looks with every state for its parameter in the lists of the groups: of 4,000 parameters that was a
-third of the whole load. Must never show another kind of list to code that is not torch's.
+third of the whole load. Must never show another kind of list to code that is not torch's (what looks into
+torch's frames, or changes its functions' byte code, sees it).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable
 from types import FunctionType, MethodType
@@ -17,7 +19,7 @@ from torch_dcp_backport.state_dict.form import GROUPS, PARAMS
 from torch_dcp_backport.state_dict.optim.initial import is_hooked
 from torch_dcp_backport.state_dict.patched import original_method
 
-HOME = "torch.optim.optimizer"
+NAME, HOME, WRAPPER = "__name__", "torch.optim.optimizer", "torch._compile"
 
 
 class Looked(list):  # type: ignore[type-arg]
@@ -56,22 +58,21 @@ def is_torchs(load: object, optim: Optimizer) -> bool:
         function, owner = load.func, load.keywords.get("self")
     else:
         return False
-    called = vars(Optimizer).get("_process_value_according_to_param_policy")
+    policy = vars(Optimizer).get("_process_value_according_to_param_policy")
+    # In every release one wrapper of torch's stands around it, which keeps torch.compile out.
+    if function is not vars(Optimizer).get("load_state_dict") or names_of(function).get(NAME) != WRAPPER:
+        return False
+    names = names_of(vars(function).get("__wrapped__"))
     return (
         owner is optim
-        and function is vars(Optimizer).get("load_state_dict")
-        and all(map(is_of_torch, (function, getattr(called, "__func__", None))))
+        and names.get(NAME) == HOME
+        and names.get("Optimizer") is Optimizer
+        and names.get("deepcopy") is copy.deepcopy
+        and type(policy) is staticmethod
+        and names_of(policy.__func__).get(NAME) == HOME
     )
 
 
-def is_of_torch(function: object) -> bool:
-    """Whether a function is one of torch's optimizers, within torch's own decorators."""
-    while type(function) is FunctionType:
-        home = str(function.__globals__.get("__name__"))
-        inner = vars(function).get("__wrapped__")
-        if inner is None:
-            return home == HOME
-        if not home.startswith("torch."):
-            return False
-        function = inner
-    return False
+def names_of(function: object) -> dict[str, Any]:
+    """The names that a plain function's code looks up in its module; none for another object."""
+    return function.__globals__ if type(function) is FunctionType else {}
