@@ -28,7 +28,7 @@ from torch_dcp_backport.activation.importer import Installer
 from torch_dcp_backport.activation.replace import call_misfit
 from torch_dcp_backport.activation.status import BackportWarning, LateImportWarning
 
-MODULES = ("fakehost", "fakehost.low", "fakehost.high", "fakeprovider", "client", "lazy")
+MODULES = ("fakehost", "fakehost.low", "fakehost.lower", "fakehost.high", "fakeprovider", "client", "lazy")
 
 
 @pytest.fixture(autouse=True)
@@ -1132,6 +1132,52 @@ def test_stubs_that_another_thread_has_put_since() -> None:
     subject._attempt(subject._put_stubs)  # by a thread that had found them missing
     load("fakehost.high")
     assert_applied(subject)
+
+
+def test_a_package_that_another_thread_is_importing_is_waited_for() -> None:
+    """Its modules are there one by one, and the one that completes the set can be before a helper."""
+    load("fakehost.high")
+    del sys.modules["fakehost.low"]
+    spec: Any = sys.modules["fakehost"].__spec__
+    spec._initializing = True
+    subject = installer()
+    subject.install()
+    assert subject.status().outcome == "pending"
+    resolved = subject.resolve("fakehost.low", "move", str)
+    assert resolved is str
+    assert "fakeprovider" not in sys.modules
+    spec._initializing = False
+    load("fakehost.low")
+    assert subject.status().outcome == "applied"
+    assert sys.modules["fakehost.low"].move({}, "cpu") == "our move"
+
+
+def test_a_helper_that_comes_up_while_stubs_are_made_gets_them(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (host / "fakehost" / "lower.py").write_text("def sink(state):\n    return 'stock sink'\n")
+    provider = host / "fakeprovider.py"
+    provider.write_text(provider.read_text() + "\ndef sink(state):\n    return 'our sink'\n")
+    target = fakes.Target("fakehost.lower", "sink", (2, 4), fakes.RECORDS)
+    table = fakes.TABLE._replace(
+        helpers=("fakehost.low", "fakehost.lower"), targets=(*fakes.TABLE.targets, target)
+    )
+    subject, real = Installer(table, fakes.AUTO), replace.find
+
+    def slow(*arguments: Any) -> list[bindings.Swap]:
+        monkeypatch.setattr(replace, "find", real)
+        found = real(*arguments)
+        thread, failed = in_thread(lambda: load("fakehost.lower"))
+        thread.join(20)
+        assert not failed
+        return found
+
+    subject.install()
+    monkeypatch.setattr(replace, "find", slow)
+    load("fakehost.low")
+    assert "fakehost.high" not in sys.modules
+    assert load("fakehost.lower").sink({}) == "our sink"
+    assert subject.status().outcome == "applied"
 
 
 def test_the_completing_module_comes_up_while_stubs_are_made(

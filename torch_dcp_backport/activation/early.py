@@ -22,8 +22,9 @@ def find(swaps: list[Swap], former: list[Swap], owner: str, search: bool) -> Ear
     """
     ours = {swap.name: swap.ours for swap in swaps}
     every = [*(swap._replace(ours=ours[swap.name]) for swap in former if swap.name in ours), *swaps]
+    names = early_names(every)
     places, listed = early_places(every, owner) if search else ([], [])
-    return Early(early_names(every), places, listed)
+    return Early(names, places, listed)
 
 
 def report(early: Early, owner: str, missed: Collection[str], strict: bool) -> None:

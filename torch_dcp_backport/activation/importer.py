@@ -47,7 +47,8 @@ class Installer:
         self._replacement: Replacement | None = None
         self._former: list[Swap] = []  # replaced before torch's module was reloaded
         self._lock = threading.Lock()  # held for the few writes only
-        self._busy = False
+        self._busy = False  # a thread takes a step
+        self._awaited = False  # another one has something new for it
         self._over = False  # removed, or refused: nothing more is tried
 
     def install(self) -> None:
@@ -129,8 +130,10 @@ class Installer:
                     raise
                 why = f"{self.table.trigger} cannot be imported: {type(error).__name__}: {error}"
                 self._refuse("unsupported", why, error)
-        # Pending: another thread is at it.
-        if self._over or self.outcome not in ("applied", "pending"):
+        # Pending: another thread is at it. Where a helper is to come, ours would import it from the middle of
+        # its package.
+        is_early = any(map(self._modules.to_come, self.table.helpers))
+        if self._over or is_early or self.outcome not in ("applied", "pending"):
             return stock
         return cast("Callable[..., Any]", replace.replacement_of(self.table, module, name))
 
@@ -141,12 +144,14 @@ class Installer:
     def _catch_up(self) -> None:
         """Do as much as the loaded modules of torch allow."""
         modules, trigger = self._modules, self.table.trigger
-        if not modules.whole(trigger) and self._stubs.possible(self.table, modules):
-            self._attempt(self._put_stubs)
-        # Another thread may have imported it, and have found this thread busy. The end of a helper module
-        # in the middle of its import brings us back here.
-        if modules.whole(trigger) and not any(map(modules.half_executed, self.table.helpers)):
-            self._attempt(self._apply)
+        again = True
+        while again:
+            again = False
+            if not modules.whole(trigger) and self._stubs.possible(self.table, modules):
+                again = self._attempt(self._put_stubs)
+            # The end of a helper module brings us back here.
+            if modules.whole(trigger) and not any(map(modules.under_way, self.table.helpers)):
+                again = self._attempt(self._apply) or again
 
     def _start_again(self) -> None:
         with self._lock:
@@ -157,10 +162,14 @@ class Installer:
                 self._modules.late.add(self.table.trigger)
                 self.outcome = "pending"
 
-    def _attempt(self, step: Callable[[], None]) -> None:
+    def _attempt(self, step: Callable[[], None]) -> bool:
+        """Take the step, unless it is over; whether another thread has found this one busy."""
         with self._lock:
-            if self._busy or self._over or self._replacement is not None:
-                return
+            if self._busy:
+                self._awaited = True
+                return False
+            if self._over or self._replacement is not None:
+                return False
             self._busy = True
         try:
             step()
@@ -174,7 +183,10 @@ class Installer:
             why = f"the replacement failed and was taken back: {type(error).__name__}: {error}"
             self._refuse("unsupported", why, error)
         finally:
-            self._busy = False
+            with self._lock:
+                self._busy = False
+                awaited, self._awaited = self._awaited, False
+        return awaited
 
     # All that imports, warns or can fail comes before the lock and before the first write.
 

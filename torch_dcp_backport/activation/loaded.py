@@ -28,5 +28,15 @@ class Loaded:
     def whole(self, name: str) -> bool:
         return name in sys.modules and (name in self.executed or ready(name))
 
-    def half_executed(self, name: str) -> bool:
-        return name in sys.modules and not self.whole(name)
+    def under_way(self, name: str) -> bool:
+        """Whether a module is in the middle of its import, or still to come."""
+        return not self.whole(name) if name in sys.modules else self.to_come(name)
+
+    def to_come(self, name: str) -> bool:
+        """Whether a module is not there yet, and its package is in the middle of its import.
+
+        Python does not wait for a package that another thread imports: some of its modules are there, others
+        are not.
+        """
+        package = name.rpartition(".")[0]
+        return name not in sys.modules and package in sys.modules and not ready(package)
