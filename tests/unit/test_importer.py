@@ -473,7 +473,7 @@ kept = [Other(), load, Dict(), Odd]
 
 
 def test_where_the_hook_came_first_nothing_is_searched(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bindings, "early_places", lambda *args: pytest.fail("searched"))
+    monkeypatch.setattr(early, "early_places", lambda *args: pytest.fail("searched"))
     subject = installer()
     subject.install()
     load("fakehost.high")
