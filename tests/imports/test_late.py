@@ -218,26 +218,24 @@ def test_torch_alone_is_nobodys_early_binding(fresh: Fresh) -> None:
 
 
 @pytest.mark.skipif(not AFFECTED, reason="nothing is searched")
-def test_the_search_goes_through_memory_a_few_times_however_much_is_bound(fresh: Fresh) -> None:
-    """A walk through all objects takes some 16 ms with torch loaded: one per depth, not one per holder."""
+def test_holders_are_searched_together(fresh: Fresh) -> None:
+    """Each walk goes through all objects: one for every level of holders, not one for every holder."""
     facts = fresh(
         """
         import gc, torch._dynamo, torch.distributed.checkpoint.state_dict as torchs
-        import torch_dcp_backport.activation as activation
-        walks, real = [], gc.get_referrers
-        gc.get_referrers = lambda *things: (walks.append(len(things)), real(*things))[1]
-        def again():
-            walks.clear()
-            activation.deactivate()
-            activation.activate()
-            return len(walks)
-        few = again()
+        import torch_dcp_backport, torch_dcp_backport.activation as activation
+        activation.deactivate()
         names = [name for name in vars(torchs) if name.startswith(("get_", "set_"))]
         kept = [{name: [getattr(torchs, name)]} for name in names for _ in range(50)]
-        tell(few=few, many=again())
+        walks, real = [], gc.get_referrers
+        gc.get_referrers = lambda *things: (walks.append(len(things)), real(*things))[1]
+        activation.activate()
+        tell(walks=walks, kept=len(kept), listed=torch_dcp_backport.status().out_of_reach)
         """
     ).facts
-    assert 0 < facts["few"] <= facts["many"] <= 8
+    assert facts["listed"] == ["list in dict in list in __main__.kept"]
+    assert max(facts["walks"]) > facts["kept"] >= 300
+    assert len(facts["walks"]) <= 8
 
 
 def test_what_was_bound_early_is_not_kept_alive(fresh: Fresh, tmp_path: Path) -> None:
