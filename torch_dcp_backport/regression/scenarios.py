@@ -5,6 +5,7 @@ The expected values come from a formula, slice by slice, never through the libra
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import zlib
@@ -25,6 +26,9 @@ SLACK = 64 * meter.MIB  # thread stacks, gloo's and the allocators' own
 STEP = 3.0
 LEARNING_RATE = 0.125
 STATES = ("exp_avg", "exp_avg_sq")
+#: Of the values. A prime, so that no rows that changed places are equal.
+PERIOD = 65_521
+UNLOADED = 777  # none of them
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,21 @@ def value(key: str, leaf: Leaf, device: str, rows: tuple[int, int] | None = None
     for size in leaf.shape[1:]:
         width *= size
     first, last = rows if rows is not None else (0, leaf.shape[0] if leaf.shape else 1)
-    flat = torch.arange(first * width, last * width, dtype=torch.int64, device=device)
-    flat.mul_(2654435761).add_(zlib.crc32(key.encode())).bitwise_right_shift_(9).bitwise_and_(0xFF)
-    return flat.to(getattr(torch, leaf.dtype)).reshape((last - first, *leaf.shape[1:]) if leaf.shape else ())
+    flat = torch.empty((last - first) * width, dtype=getattr(torch, leaf.dtype), device=device)
+    numbers, start = pattern(leaf.dtype, device), first * width + zlib.crc32(key.encode())
+    done = 0
+    while done < len(flat):
+        part = numbers[(start + done) % PERIOD :][: len(flat) - done]
+        flat[done : done + len(part)] = part
+        done += len(part)
+    return flat.reshape((last - first, *leaf.shape[1:]) if leaf.shape else ())
+
+
+@functools.cache
+def pattern(dtype: str, device: str) -> torch.Tensor:
+    """`PERIOD` numbers from 0 to 255, without an order."""
+    numbers = torch.arange(PERIOD, dtype=torch.int64, device=device).mul_(2654435761)
+    return numbers.bitwise_right_shift_(9).bitwise_and_(0xFF).to(getattr(torch, dtype))
 
 
 def rows_of(size: int, rank: int, world: int) -> tuple[int, int]:
@@ -124,8 +140,7 @@ def build(shapes: Shapes, device: str) -> nn.Module:
     for block in shapes:
         unit = nn.Module()
         for index, leaf in enumerate(block):
-            # Not a value that any source has, and written to, so that the memory is really there.
-            tensor = torch.full(leaf.shape, 77, dtype=getattr(torch, leaf.dtype), device=device)
+            tensor = torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device=device)
             if leaf.buffer:
                 unit.register_buffer(f"leaf{index}", tensor)
             else:
@@ -146,10 +161,20 @@ def shard(model: nn.Module, units: Iterable[nn.Module], device: str) -> nn.Modul
     return model
 
 
+def fill(model: nn.Module) -> None:
+    """Write to every local part, so that its memory is really there."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            meter.local(tensor).fill_(UNLOADED)
+
+
 def prepare(api: ModuleType, scenario: Scenario, shapes: Shapes, device: str) -> Loaded:
     """Everything up to the call that is looked at; rank 0 gets the full state to load."""
     model = build(shapes, "meta" if scenario.meta else device)
     shard(model, model.get_submodule("blocks").children(), device)
+    if not scenario.meta:
+        # Not before: of the whole model, each rank would write to four times as much.
+        fill(model)
     mine = dist.get_rank() == 0
     weights = {key: value(key, leaf, "cpu") for key, leaf in leaves(shapes)} if mine else {}
     if not scenario.optimizer:
