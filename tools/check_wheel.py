@@ -8,6 +8,7 @@ Runs in the lint lane (it has `build`, hatchling and mypy). What is sound is lef
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -98,11 +99,31 @@ def check_with_torch(wheel: Path, folder: Path, lane: str) -> None:
     program = run(command, "run", "-m", "program", "--lr", "1", cwd=folder)
     if not program.startswith("pending") or "'--lr', '1']" not in program:
         raise SystemExit(f"a program that the installed command runs says: {program}")
-    print(run(command, "verify", "--size", "tiny", "--no-plot", cwd=folder), end="")
+    check_verify(command, folder)
     sample = folder / "typed_client.py"
     sample.write_text((ROOT / "tests" / "typed_client.py").read_text())
     checker = ("-m", "mypy", "--strict", "--python-executable", python)
     print(run(sys.executable, *checker, sample.name, cwd=folder), end="")
+
+
+def check_verify(command: str, folder: Path) -> None:
+    """The main job: what it prints, what it writes, and on stderr how far it is."""
+    where = ("--size", "tiny", "--device", "cpu", "--backend", "gloo")
+    arguments = [command, "verify", *where, "--no-plot", "--json", "found.json"]
+    done = subprocess.run(arguments, cwd=folder, env=clean(), capture_output=True, text=True)
+    print(done.stdout)
+    if done.returncode or "device: cpu (as asked), backend: gloo" not in done.stdout:
+        raise SystemExit(done.stderr)
+    found = json.loads((folder / "found.json").read_text())
+    # The budget tells the two apart by the peak alone: nothing is kept by a load in place.
+    stock = found["sides"]["stock"]["cases"]["load"][1]["result"]
+    margin = found["budget"]["peak_margin_bytes"]
+    if stock["storages"] != stock["shard"] or stock["peak"] <= stock["new"] + margin:
+        raise SystemExit(f"rank 1 of stock torch, which loads in place: {stock}")
+    steps = [line.partition("] ")[2].split()[0] for line in done.stderr.splitlines()]
+    told = [f"{number}/8" for number in range(1, 9)]
+    if steps != told or not done.stderr.endswith(": optimizer finished\n"):
+        raise SystemExit(f"its steps are not told:\n{done.stderr}")
 
 
 def check_without_torch(wheel: Path, folder: Path) -> None:

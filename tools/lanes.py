@@ -107,8 +107,8 @@ PYTHONS = {"2.6-py3.9": "3.9", "2.6-py3.13": "3.13", "megatron-0.19": "3.12"}
 UV = "uv>=0.9,<1"
 # What a lane leaves out unless all is asked for, files and single tests: what does not depend on torch's
 # release; where there is nothing to patch, what patching could break; on the releases in between, what those
-# on both sides run too (scenarios, the engine's long tests). Faults run where the engine could differ: on the
-# oldest and the newest.
+# on both sides run too (scenarios, the engine's long tests). Faults run where the engine could differ, on the
+# oldest and the newest, and each of those that break a group on one of them (test_faults.py).
 COMMANDS = ("cli", "run", "doctor", "rooms", "plugin")
 STATE = ("import_threads", "late", "options", "process_state", "reload", "switch")
 EFFECTS = ("async_save", "patched_methods", "rebound")
@@ -127,7 +127,8 @@ KILLS = (
     *_files("megatron", ("convert", "megatron_bad_input")),
 )
 # Files and plans of sharded checkpoints: nothing in them is torch's but the bytes of a tensor.
-STORED = _files("dist_checkpointing", ("commit", "counters", "damage", "disk", "plans", "sharing"))
+WRITTEN = _files("dist_checkpointing", ("counters", "disk", "plans", "sharing"))
+STORED = (*WRITTEN, *_files("dist_checkpointing", ("commit", "damage")))
 # The package's stand-in for torch, without torch; and what tests stand on.
 HOOKS = _files("unit", ("importer", "pool"))
 # By file: pytest does not ignore a folder that it is told to look into.
@@ -144,7 +145,8 @@ BETWEEN = (
     "tests/dist_checkpointing",
     "tests/hf",
     "tests/megatron",
-    *_files("engine", ("batches", "engine_keeps", "engine_parts", "engine_transformers")),
+    *_files("engine", ("batches", "engine_bad_input", "engine_contexts")),
+    *_files("engine", ("engine_keeps", "engine_parts", "engine_transformers")),
     *SAME_EVERYWHERE,
     *_files("ranks", ENGINE),
 )
@@ -160,6 +162,7 @@ LEAVES_OUT = {
         ),
         *TOGETHER,
         *HOOKS,
+        *WRITTEN,
         *(path for path in KILLS if "train_resume" not in path),
         # Stock torch and a patched one are the same code there.
         f"{REGRESSION[0]}::test_stock_torch_dies_unless_it_has_the_fix",

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import output_of_code
+from warm import Interpreters
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,12 +44,14 @@ COMMANDS = {
 }
 
 
-def run(command: str | list[str], folder: Path) -> None:
+@pytest.mark.parametrize("command", sorted(COMMANDS - set(ELSEWHERE)))
+def test_a_command_does_what_it_is_shown_for(command: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch_dcp_backport\n")  # the reader's program
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     done = subprocess.run(
         command,
-        shell=isinstance(command, str),
-        cwd=folder,
+        shell=True,
+        cwd=tmp_path,
         env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -57,20 +61,13 @@ def run(command: str | list[str], folder: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS - set(ELSEWHERE)))
-def test_a_command_does_what_it_is_shown_for(command: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import torch_dcp_backport\n")  # the reader's program
-    run(command, tmp_path)
-
-
 def test_what_others_run_is_still_shown() -> None:
     assert set(ELSEWHERE) <= COMMANDS
 
 
 @pytest.mark.parametrize(("page", "program"), blocks("python"))
-def test_a_program_runs(page: str, program: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(program)
-    run([sys.executable, "program.py"], tmp_path)
+def test_a_program_runs(interpreters: Interpreters, page: str, program: str, tmp_path: Path) -> None:
+    output_of_code(interpreters, program, tmp_path)
 
 
 def test_links_lead_somewhere() -> None:

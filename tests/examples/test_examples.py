@@ -6,11 +6,15 @@ import re
 import shlex
 from pathlib import Path
 
+import cpu_fsdp
 import pytest
-from programs import output_of
+from programs import output_of, output_of_ranks
+from warm import Interpreters
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+#: Below torchrun itself, where it and each of its ranks import torch anew.
+STARTED = "fsdp2_full_state" if cpu_fsdp.RELEASE < (2, 7) else "engine_sft"
 #: What rank 0 says at the end.
 SAYS = {
     # FSDP2 trains on the CPU from torch 2.7 on.
@@ -25,10 +29,14 @@ SAYS = {
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_as_it_says(example: Path) -> None:
+def test_an_example_runs_as_it_says(interpreters: Interpreters, example: Path) -> None:
     (command,) = re.findall(r"^    torchrun (.*)$", example.read_text(), re.MULTILINE)
-    arguments = ["-m", "torch.distributed.run", "--standalone", *shlex.split(command)]
-    output = output_of(arguments, ROOT)
+    ranks, world, path, *arguments = shlex.split(command)
+    assert (ranks, path) == ("--nproc-per-node", f"examples/{example.name}")
+    if example.stem == STARTED:
+        output = output_of(["-m", "torch.distributed.run", "--standalone", *shlex.split(command)], ROOT)
+    else:
+        output = output_of_ranks(interpreters, example, ROOT, int(world), arguments)
     assert re.search(SAYS[example.stem], output), output
 
 

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
@@ -99,10 +100,14 @@ class Begun(NamedTuple):
 
 
 class Interpreters:
-    """The interpreters that are forked, as the tests see them. Threads may ask at the same time."""
+    """The interpreters that are forked, as the tests see them. Threads may ask at the same time.
 
-    def __init__(self, root: Path) -> None:
+    `variables`: of the environment of them all, beside this process's own.
+    """
+
+    def __init__(self, root: Path, **variables: str) -> None:
         self.root = root
+        self.variables = variables
         self.folder = tempfile.TemporaryDirectory()
         self.lock = threading.Lock()
         self.numbers = iter(range(10**9))
@@ -126,13 +131,15 @@ class Interpreters:
 
     def environment(self, switch: str | None) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name not in (SWITCH, "PYTHONWARNINGS")}
-        env["PYTHONPATH"] = str(self.root)
+        env.update(self.variables, PYTHONPATH=str(self.root))
         return env if switch is None else {**env, SWITCH: switch}
 
     def run(
-        self, code: str, argv: tuple[str, ...], env: dict[str, str], folder: Path, timeout: float
+        self, code: str, argv: Sequence[str], env: dict[str, str], folder: Path, timeout: float, **later: str
     ) -> tuple[int, str, str]:
         """(exit code, stdout, stderr) of the code, as `python -c` would run it.
+
+        `later`: variables of its environment that no import looks at, such as a rank's.
 
         Raises:
             TimeoutExpired: it did not end, and was killed.
@@ -141,7 +148,14 @@ class Interpreters:
             address, done = self.begun(code, env, folder)
             out, err = (folder / f"{next(self.numbers)}.{name}" for name in ("out", "err"))
             answer = self.ask(
-                address, code=code, done=done, argv=argv, env=env, cwd=str(folder), out=str(out), err=str(err)
+                address,
+                code=code,
+                done=done,
+                argv=argv,
+                env={**env, **later},
+                cwd=str(folder),
+                out=str(out),
+                err=str(err),
             )
         with answer:
             answer.settimeout(timeout)
