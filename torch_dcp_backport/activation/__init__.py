@@ -1,4 +1,4 @@
-"""Whether and when this process gets the replacements: one decision, made once, reported truthfully.
+"""The decision whether and when this process gets the replacements: made once, reported truthfully.
 
 Knows nothing of tensors. Must never import torch or our replacements where they are not needed.
 """
@@ -58,7 +58,7 @@ def deactivate() -> Status:
 
 
 def current() -> Status:
-    """The state of this process now. Changes nothing."""
+    """Return the state of this process now. Changes nothing."""
     installer = _installer()
     if installer is not None:
         return installer.status()
@@ -66,7 +66,7 @@ def current() -> Status:
 
 
 def _installer() -> Installer | None:
-    """The installer of this process, perhaps of a copy of this package that was deleted from sys.modules."""
+    """Return this process's installer, perhaps of a copy of this package deleted from sys.modules."""
     here = finder.installed()
     return here.installer if here is not None else None
 
@@ -77,7 +77,7 @@ def _pending_or_applied() -> Installer | None:
 
 
 def _enter_gate() -> Installer | None:
-    """A new installer where this process needs the replacements."""
+    """Return a new installer if this process needs the replacements."""
     global _outcome
     decision = gate.decide(gate.read_facts(os.environ))
     if decision.outcome == "pending":

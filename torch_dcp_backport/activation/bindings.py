@@ -51,7 +51,7 @@ class Swap(NamedTuple):
 
 
 def holder_in(module: object, name: str) -> ModuleType | type | None:
-    """The module that has this name, or with a dot the class in it. Runs no code of theirs."""
+    """Return the module that has this name, or with a dot the class in it. Runs no code of theirs."""
     namespace = namespace_of(module)
     if namespace is None:
         return None
@@ -63,7 +63,7 @@ def holder_in(module: object, name: str) -> ModuleType | type | None:
 
 
 def contents(holder: ModuleType | type | None) -> dict[str, object]:
-    """The namespace itself of a module or class; an empty dict for None."""
+    """Return the namespace itself of a module or class; an empty dict for None."""
     if issubclass(type(holder), type):
         return class_namespace(cast(type, holder))
     return namespace_of(holder) or {}
@@ -121,7 +121,7 @@ class Early(NamedTuple):
 
 
 def early_names(swaps: list[Swap]) -> list[Swap]:
-    """The names of other modules that hold an object of the swaps."""
+    """Return the names of other modules that hold an object of the swaps."""
     doomed = {id(thing): (swap, thing) for swap in _moved(swaps) for thing in (swap.held, swap.stock)}
     names = []
     # A module may have two names (__main__ and __mp_main__).
@@ -140,7 +140,7 @@ def early_names(swaps: list[Swap]) -> list[Swap]:
 
 
 def early_places(swaps: list[Swap], owner: str) -> tuple[list[ClassAttribute], list[str]]:
-    """Early bindings outside of modules: attributes of classes, and the places that cannot be rebound."""
+    """Return early bindings outside of modules: attributes of classes, and places that cannot be rebound."""
     ours = {id(swap.stock): swap for swap in _moved(swaps)}
     holders = Holders(Own(swap.stock for swap in ours.values()), owner)
     attributes: list[ClassAttribute] = []
@@ -161,7 +161,7 @@ def _moved(swaps: list[Swap]) -> list[Swap]:
 
 
 def _attributes(holders: Holders, holder: object, swap: Swap) -> list[ClassAttribute]:
-    """The class attributes that this holder of torch's own is, or is the namespace of."""
+    """Return the class attributes by which this holder, a wrapper or a namespace, has torch's own."""
     kind = type(holder)
     if kind is staticmethod or kind is classmethod:
         wrapper = kind(swap.ours)  # type: ignore[call-arg]

@@ -1,6 +1,6 @@
-"""Names that were bound to torch's functions before ours came: find them all, and tell the user.
+"""Names that were bound to torch's functions before ours: find them all, and warn the user.
 
-Must never write: what is found is written with the set that it belongs to.
+Must never write: early bindings are written with the set that they belong to.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def find(swaps: list[Swap], former: list[Swap], owner: str, search: bool) -> Early:
-    """The early bindings of the swaps; beyond modules only with `search`, where one can be older than us.
+    """Return the early bindings of the swaps; beyond modules only with `search`, if some can precede us.
 
-    `former`: what was replaced before torch's module was reloaded.
+    `former`: the swaps from before torch's module was reloaded.
     """
     ours = {swap.name: swap.ours for swap in swaps}
     every = [*(swap._replace(ours=ours[swap.name]) for swap in former if swap.name in ours), *swaps]
@@ -28,7 +28,7 @@ def find(swaps: list[Swap], former: list[Swap], owner: str, search: bool) -> Ear
 
 
 def report(early: Early, owner: str, missed: Collection[str], strict: bool) -> None:
-    """Warn of what was bound before us, outside of torch; Refused where that is an error."""
+    """Warn of names outside of torch that were bound before us; raise Refused if that is an error."""
     rebound, listed = ", ".join(early.reported(owner)), ", ".join(early.listed)
     if not rebound and not listed:
         return

@@ -25,7 +25,7 @@ _own: Finder | None = globals().get("_own")
 class Finder:
     """The finder of the hooks, in sys.meta_path from the first hook on, for good.
 
-    A thread that walks the list would miss a finder if this one were taken out. Without hooks it costs a look
+    A thread that walks the list would miss a finder if this were taken out. Without hooks it costs a look
     into an empty dict for each import.
     """
 
@@ -76,13 +76,13 @@ class Finder:
                 hook(due, due in missed)
 
     def _missed(self) -> list[str]:
-        """Awaited modules that another finder served, to Python directly."""
+        """Return awaited modules that another finder served, to Python directly."""
         return [name for name in self._awaited.copy() if ready(name)]
 
     def _ask_others(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> tuple[ModuleSpec | None, list[str]]:
-        """The spec that sys.meta_path has for this name, and the modules of wrapt that were not asked."""
+        """Return the spec of this name in sys.meta_path, and the modules of wrapt that were not asked."""
         registries = []
         for finder in list(sys.meta_path):
             home = str(type(finder).__module__)
@@ -99,7 +99,7 @@ class Finder:
 
 
 class _Loader:
-    """A loader around the module's own until the module is executed, which never sees this one."""
+    """A loader around the module's own until the module is executed, which never sees it."""
 
     def __init__(self, loader: Any, registries: list[str]) -> None:
         self._loader = loader
@@ -124,7 +124,7 @@ class _Loader:
 
 
 def ready(name: str) -> bool:
-    """Whether a module is loaded and executed to the end. Runs no code of it."""
+    """Return whether a module is loaded and executed to the end. Runs no code of it."""
     module = sys.modules.get(name)
     if module is None:
         return False
@@ -136,7 +136,7 @@ def ready(name: str) -> bool:
 
 
 def installed() -> Finder | None:
-    """The process's finder, made by this copy of the package or by one deleted from sys.modules."""
+    """Return the process's finder, of this copy of the package or of a copy deleted from sys.modules."""
     for finder in sys.meta_path:
         kind = type(finder)
         if (kind.__module__, kind.__qualname__) == (__name__, Finder.__qualname__):

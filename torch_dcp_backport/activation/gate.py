@@ -25,7 +25,7 @@ class Facts(NamedTuple):
     switch: str  # off, auto or strict
     version: str | None  # torch's version; None where it could not be read
     folder: str | None  # where torch lies; None where there is no torch
-    probe: Callable[[], str]  # looks at torch's files; called only where the version does not tell
+    probe: Callable[[], str]  # looks at torch's files; called only where the version is not enough
 
 
 class Decision(NamedTuple):
@@ -56,7 +56,7 @@ def read_facts(environ: Mapping[str, str]) -> Facts:
 
 
 def decide(facts: Facts) -> Decision:
-    """The outcome for these facts, with a reason that a person can act on."""
+    """Return the outcome for these facts, with a reason that a person can act on."""
     if facts.switch == "off":
         return Decision("disabled", f"{VARIABLE}=off", "off")
     fixed_in = _dotted(FIXED_IN)
@@ -104,7 +104,7 @@ _DIGITS = "0123456789"
 
 
 def _parse(text: str) -> tuple[tuple[int, int], bool] | None:
-    """The release, and whether it is a pre-release; None for a text that PEP 440 does not know."""
+    """Return the release, and whether it is a pre-release; None for a text that PEP 440 does not know."""
     public = text.strip().lower().partition("+")[0]
     rest = public.lstrip(_DIGITS + ".")
     numbers = public[: len(public) - len(rest)].rstrip(".").split(".")
@@ -121,7 +121,7 @@ def _dotted(release: tuple[int, int]) -> str:
 
 
 def _torch_folder() -> str | None:
-    """The folder that torch lies in, or would be imported from."""
+    """Return the folder that torch lies in, or would be imported from."""
     if "torch" in sys.modules:
         # A half-initialised torch, or a stub in its place, has no __path__.
         paths = getattr(sys.modules["torch"], "__path__", None)
@@ -154,7 +154,7 @@ def _torch_version(folder: str | None) -> str | None:
 
 
 def _probe(folder: str | None) -> str:
-    """Whether torch's broadcast helper has the parameter that came with the fix (pytorch#142845)."""
+    """Return FIXED if torch's broadcast helper has the fix's parameter (pytorch#142845), else AFFECTED."""
     import ast  # 5 ms, and rarely needed
 
     try:

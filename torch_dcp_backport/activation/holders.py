@@ -42,7 +42,7 @@ def within(module: str, package: str) -> bool:
 
 
 def namespace_of(module: object) -> dict[str, object] | None:
-    """A module's globals without running any code of it: lazy modules import things on a plain getattr."""
+    """Return a module's globals without running code of it: lazy modules import things on a plain getattr."""
     if not issubclass(type(module), types.ModuleType):
         return None
     namespace = object.__getattribute__(module, "__dict__")
@@ -50,7 +50,7 @@ def namespace_of(module: object) -> dict[str, object] | None:
 
 
 def class_namespace(cls: type) -> dict[str, object]:
-    """The dict itself. vars() gives a proxy of it."""
+    """Return the dict itself. vars() gives a proxy of it."""
     (namespace,) = gc.get_referents(_facts["__dict__"].__get__(cls))
     return cast("dict[str, object]", namespace)
 
@@ -78,21 +78,21 @@ class Holders:
         return self._above.get(id(thing), Own())
 
     def names(self, thing: object) -> list[str]:
-        """The places of an object outside torch and the standard library."""
+        """Return the places of an object outside torch and the standard library."""
         return self._names(thing, frozenset())
 
     def is_module(self, holder: object) -> bool:
         return id(holder) in self._modules
 
     def class_of(self, namespace: object) -> type | None:
-        """The class whose namespace this is."""
+        """Return the class that has this namespace."""
         for holder in self.of(namespace):
             if issubclass(type(holder), type) and class_namespace(cast(type, holder)) is namespace:
                 return cast(type, holder)
         return None
 
     def is_quiet(self, dotted: str) -> bool:
-        """Whether a name is torch's or ours."""
+        """Return whether a name is torch's or ours."""
         return dotted.partition(".")[0] in self._quiet
 
     def _climb(self, things: Own) -> Own:
@@ -121,17 +121,17 @@ class Holders:
         return not title(kind).startswith(_IDLE_CLASSES) and not self.is_quiet(title(kind))
 
     def _is_last(self, holder: object) -> bool:
-        """Whether a holder has a name of its own, so that its holders do not matter."""
+        """Return whether a holder has a name of its own, so that its holders do not matter."""
         kind = type(holder)
         if kind is types.FunctionType:
-            return self._is_somebodys(_function_title(holder))
-        return self.is_module(holder) or issubclass(kind, type) or self._is_somebodys(title(kind))
+            return self._is_user_code(_function_title(holder))
+        return self.is_module(holder) or issubclass(kind, type) or self._is_user_code(title(kind))
 
-    def _is_somebodys(self, dotted: str) -> bool:
+    def _is_user_code(self, dotted: str) -> bool:
         return not self.is_quiet(dotted) and dotted.partition(".")[0] not in _STANDARD
 
     def _counts(self, holder: object, thing: object) -> bool:
-        """Whether the holder may use the object: an annotation does not."""
+        """Return whether the holder may use the object: an annotation does not."""
         kind = type(holder)
         if issubclass(kind, type):
             cls = cast(type, holder)
@@ -155,7 +155,7 @@ class Holders:
         return sorted(names, key=lambda name: (len(name), name))
 
     def names_in(self, holder: object, thing: object, seen: frozenset[int] = frozenset()) -> list[str]:
-        """The names of an object's place in this holder."""
+        """Return the names of an object's place in this holder."""
         kind = type(holder)
         if issubclass(kind, type):
             name = title(cast(type, holder))
@@ -182,7 +182,7 @@ def _function_title(function: object) -> str:
 
 
 def _role(function: types.FunctionType, part: object) -> str | None:
-    """The role of a part in its function. Annotations are not asked for: that may run code."""
+    """Return the role of a part in its function. Annotations are not asked for: that may run code."""
     if part is function.__closure__:
         return "closure"
     if part is function.__defaults__ or part is function.__kwdefaults__:

@@ -1,4 +1,4 @@
-"""When to replace: at once where torch's modules are loaded, else as soon as they are. And the way back.
+"""The time to replace: at once if torch's modules are loaded, else as soon as they are. And the way back.
 
 Must never import torch, act on a half-executed module, or run other code than ours while holding a lock.
 """
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 # The set is replaced when checkpoint.state_dict has been imported. Other modules of torch use the helpers
 # without it (dcp.save, dcp.load), and _state_dict_utils is imported from the middle of
 # torch.distributed.fsdp: our replacements, which need fsdp, cannot be imported there. So the helpers get
-# stubs, which import nothing. The first call of one imports checkpoint.state_dict, and with it everything is
-# replaced.
+# stubs, which import nothing. The first call of a stub imports checkpoint.state_dict, and with it
+# everything is replaced.
 
 
 class Installer:
-    """One attempt to replace the table's targets; `pending` until it is `applied`, refused or removed."""
+    """An attempt to replace the table's targets; `pending` until it is `applied`, refused or removed."""
 
     def __init__(self, table: Table, decision: Decision) -> None:
         self.table = table
@@ -48,11 +48,11 @@ class Installer:
         self._former: list[Swap] = []  # replaced before torch's module was reloaded
         self._lock = threading.Lock()  # held for the few writes only
         self._busy = False  # a thread takes a step
-        self._awaited = False  # another one has something new for it
+        self._awaited = False  # another thread has a new step for it
         self._over = False  # removed, or refused: nothing more is tried
 
     def install(self) -> None:
-        """Replace now or hook the import; again does no harm. RuntimeError when strict and refused."""
+        """Replace now or hook the import; again does no harm. Raise RuntimeError if strict and refused."""
         if self.reloaded():
             self._start_again()
         if self._replacement is not None:
@@ -95,8 +95,8 @@ class Installer:
         status = Status(self.outcome, self.reason, decision.switch, decision.torch_version)
         steps = [step.early for step in (*self._stubs.steps, done) if step is not None]
         status = status._replace(
-            late_bindings=tuple(sorted({name for found in steps for name in found.rebound})),
-            out_of_reach=tuple(sorted({name for found in steps for name in found.listed})),
+            late_bindings=tuple(sorted({name for bindings in steps for name in bindings.rebound})),
+            out_of_reach=tuple(sorted({name for bindings in steps for name in bindings.listed})),
         )
         if done is not None and done.reloaded(self.table):
             again = f"{self.table.trigger} was reloaded since, with torch's own functions"
@@ -118,7 +118,7 @@ class Installer:
         return done is not None and done.reloaded(self.table)
 
     def resolve(self, module: str, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that a stub calls."""
+        """Return the function that a stub calls."""
         if not self._over and (self.outcome == "pending" or (self._strict and self.outcome != "applied")):
             try:
                 import_module(self.table.trigger)
@@ -130,9 +130,9 @@ class Installer:
                     raise
                 why = f"{self.table.trigger} cannot be imported: {type(error).__name__}: {error}"
                 self._refuse("unsupported", why, error)
-        # Pending: another thread is at it. Where a helper is to come, ours would import it from the middle of
+        # Pending: another thread is at it. If a helper is expected, ours would import it from the middle of
         # its package.
-        is_early = any(map(self._modules.to_come, self.table.helpers))
+        is_early = any(map(self._modules.is_expected, self.table.helpers))
         if self._over or is_early or self.outcome not in ("applied", "pending"):
             return stock
         return cast("Callable[..., Any]", replace.replacement_of(self.table, module, name))
@@ -147,10 +147,10 @@ class Installer:
         again = True
         while again:
             again = False
-            if not modules.whole(trigger) and self._stubs.possible(self.table, modules):
+            if not modules.is_complete(trigger) and self._stubs.possible(self.table, modules):
                 again = self._attempt(self._put_stubs)
             # The end of a helper module brings us back here.
-            if modules.whole(trigger) and not any(map(modules.under_way, self.table.helpers)):
+            if modules.is_complete(trigger) and not any(map(modules.under_way, self.table.helpers)):
                 again = self._attempt(self._apply) or again
 
     def _start_again(self) -> None:
@@ -163,7 +163,7 @@ class Installer:
                 self.outcome = "pending"
 
     def _attempt(self, step: Callable[[], None]) -> bool:
-        """Take the step, unless it is over; whether another thread has found this one busy."""
+        """Take the step, unless it is over; return whether another thread asked for a step meanwhile."""
         with self._lock:
             if self._busy:
                 self._awaited = True
@@ -197,21 +197,21 @@ class Installer:
         swaps = replace.find(self.table, modules, decision.release, decision.preview)
         swaps = [swap._replace(ours=_stub(swap)) for swap in swaps]
         late = not self._modules.late.isdisjoint(modules)
-        found = self._find_early(swaps, search=True) if late else Early([], [], [])
-        self._write(Replacement(Plan(swaps, []), found), modules)
+        bindings = self._find_early(swaps, search=True) if late else Early([], [], [])
+        self._write(Replacement(Plan(swaps, []), bindings), modules)
 
     def _apply(self) -> None:
         stubs = [swap for step in self._stubs.steps for swap in step.swaps]
         plan = replace.plan(self.table, self.decision.release, self.decision.preview, stubs)
-        found = self._find_early(plan.swaps, search=self.table.trigger in self._modules.late)
-        if self._write(Replacement(plan, found)):
+        bindings = self._find_early(plan.swaps, search=self.table.trigger in self._modules.late)
+        if self._write(Replacement(plan, bindings)):
             self.outcome, self.reason = "applied", self.decision.reason
             _unhook(self.table)
 
     def _find_early(self, swaps: list[Swap], search: bool) -> Early:
-        found = early.find(swaps, self._former, self.table.owner, search)
-        early.report(found, self.table.owner, self._modules.missed, self._strict)
-        return found
+        bindings = early.find(swaps, self._former, self.table.owner, search)
+        early.report(bindings, self.table.owner, self._modules.missed, self._strict)
+        return bindings
 
     def _write(self, replacement: Replacement, stubbed: Collection[str] = ()) -> bool:
         """Write the set, or the stubs of some modules, and return True; do nothing where it is over."""
@@ -246,8 +246,8 @@ class _Stubs:
         self.modules: set[str] = set()  # the helper modules that have them
 
     def possible(self, table: Table, modules: Loaded) -> list[str]:
-        """The loaded helper modules that could have stubs, and have none."""
-        return [name for name in table.helpers if modules.whole(name) and name not in self.modules]
+        """Return the loaded helper modules that could have stubs, and have none."""
+        return [name for name in table.helpers if modules.is_complete(name) and name not in self.modules]
 
     def take_back(self) -> None:
         """Take the stubs back, also from modules that imported them since."""

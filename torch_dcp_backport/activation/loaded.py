@@ -1,6 +1,6 @@
-"""What is known of the modules that are waited for: executed, in the middle of it, or past our hook.
+"""The state of the modules that are waited for: executed, in the middle of it, or past our hook.
 
-Must never import one of them.
+Must never import any of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch_dcp_backport.activation.finder import ready
 
 
 class Loaded:
-    """The modules that one attempt waits for, by name."""
+    """The modules that an attempt waits for, by name."""
 
     def __init__(self) -> None:
         self.late: set[str] = set()  # there before us, open to early bindings
@@ -25,15 +25,15 @@ class Loaded:
             self.missed.add(name)
         self.executed.add(name)
 
-    def whole(self, name: str) -> bool:
+    def is_complete(self, name: str) -> bool:
         return name in sys.modules and (name in self.executed or ready(name))
 
     def under_way(self, name: str) -> bool:
-        """Whether a module is in the middle of its import, or still to come."""
-        return not self.whole(name) if name in sys.modules else self.to_come(name)
+        """Return whether a module is in the middle of its import, or still expected."""
+        return not self.is_complete(name) if name in sys.modules else self.is_expected(name)
 
-    def to_come(self, name: str) -> bool:
-        """Whether a module is not there yet, and its package is in the middle of its import.
+    def is_expected(self, name: str) -> bool:
+        """Return whether a module is not there yet, and its package is in the middle of its import.
 
         Python does not wait for a package that another thread imports: some of its modules are there, others
         are not.

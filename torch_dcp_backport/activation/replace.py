@@ -1,4 +1,4 @@
-"""The replacement itself: check the whole set, write it, undo it.
+"""The replacement itself: check the full set, write it, undo it.
 
 Must never leave a part of the set written, and must never run code of the modules it looks at.
 """
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
 
 
 def plan(table: Table, release: tuple[int, int], preview: bool, stubs: Sequence[Swap] = ()) -> Plan:
-    """The whole set, checked; Refused where one member cannot be replaced. `stubs`: as for `find`."""
+    """Return the full set, checked; raise Refused if a member cannot be replaced. `stubs`: as for `find`."""
     swaps, attributes = [], []
     for swap in find(table, table.modules, release, preview, stubs):
         swap = swap._replace(ours=replacement_of(table, swap.module, swap.name))
@@ -68,7 +68,7 @@ def plan(table: Table, release: tuple[int, int], preview: bool, stubs: Sequence[
 
 
 def replacement_of(table: Table, module: str, name: str) -> object:
-    """Ours for this name in torch's module, None where there is none. Imports the provider."""
+    """Return our object for this name in torch's module, or None. Imports the provider."""
     (target,) = (target for target in table.targets if (target.module, target.name) == (module, name))
     value: object = import_module(target.provider or table.provider)
     for part in name.split("."):
@@ -83,7 +83,7 @@ def find(
     preview: bool,
     stubs: Sequence[Swap] = (),
 ) -> list[Swap]:
-    """The swaps of these modules, without a replacement yet; Refused where a name is not torch's own.
+    """Return these modules' swaps, without a replacement yet; raise Refused if a name is not torch's own.
 
     `stubs`: those that are in place. An object that another tool put over a stub since counts as an object
     over ours: left alone, and reported as overridden. A wrapper around the stub calls ours by then.
@@ -122,7 +122,7 @@ def find(
 
 
 def behind_stub(value: object) -> object:
-    """Torch's own function where this is a stub, of an earlier activation or another copy of us too."""
+    """Return torch's own function behind a stub, of an earlier activation or another copy of us too."""
     stands_for = getattr(value, "__wrapped__", None) if _home(value) == STUBS else None
     return value if stands_for is None else stands_for
 
@@ -145,7 +145,7 @@ def _check(swap: Swap, table: Table) -> None:
 
 
 def _extension(stock: type, ours: type) -> list[ClassAttribute]:
-    """The attributes that make torch's own dataclass the newer one."""
+    """Return the attributes that turn torch's own dataclass into the newer."""
     old, new = class_namespace(stock), class_namespace(ours)
     fields = cast("dict[str, object]", new.get("__dataclass_fields__", {}))
     return [
@@ -156,9 +156,9 @@ def _extension(stock: type, ours: type) -> list[ClassAttribute]:
 
 
 def foreign_layer(value: object, table: Table) -> str | None:
-    """The module that changed this function or class of torch's; None if there is none.
+    """Return the module that changed this function or class of torch's; None if there is none.
 
-    A wrapper's home does not tell: every @torch.no_grad() comes from the same module as torch's own. So the
+    A wrapper's home does not decide: every @torch.no_grad() comes from the same module as torch's own. So the
     layers are counted: torch's definition has one for each of its decorators.
     """
     definition, wrappers = value, []
@@ -175,7 +175,7 @@ def foreign_layer(value: object, table: Table) -> str | None:
 
 
 def _home(layer: object) -> str:
-    """The module whose code a function, class or wrapper is."""
+    """Return the module that has the code of a function, class or wrapper."""
     if type(layer) is FunctionType:  # isinstance would believe a wrapt proxy
         return str(layer.__globals__.get("__name__"))
     if type(layer) is type:
@@ -186,7 +186,7 @@ def _home(layer: object) -> str:
 
 
 def _decorators(definition: object) -> int:
-    """The number of decorators in torch's own source of a function; the largest int without a source."""
+    """Return the number of decorators in torch's source of a function; the largest int without a source."""
     if type(definition) is not FunctionType:
         return 0
     code = definition.__code__
@@ -201,7 +201,7 @@ def _decorators(definition: object) -> int:
 
 
 def call_misfit(stock: object, ours: object, positions: bool = True) -> str | None:
-    """The reason why a call that stock takes would fail with ours; None if there is none."""
+    """Return the reason why a call that stock takes would fail with ours; None if there is none."""
     import inspect  # torch has it loaded by now
 
     if not callable(stock) or not callable(ours):
@@ -232,13 +232,13 @@ def call_misfit(stock: object, ours: object, positions: bool = True) -> str | No
 
 
 class Replacement:
-    """A checked set and the early bindings that go with it: written and undone as one."""
+    """A checked set and the early bindings that go with it: written and undone together."""
 
     def __init__(self, plan: Plan, early: Early) -> None:
         self.swaps = plan.swaps
         self.early = early
         self._attributes = [*plan.attributes, *early.attributes]
-        self._labels: list[tuple[type, str, str]] = []  # our classes, where they say they are from, as what
+        self._labels: list[tuple[type, str, str]] = []  # our classes, with their own module and name
 
     def write(self) -> None:
         try:
@@ -267,7 +267,7 @@ class Replacement:
             _label(*self._labels.pop())
 
     def overridden(self) -> list[str]:
-        """Names that no longer hold what was put there (a reload, another patch)."""
+        """Return names that no longer hold what was put there (a reload, another patch)."""
         lost = []
         for swap in self.swaps:
             now = contents(holder_in(sys.modules.get(swap.module), swap.name))
@@ -276,7 +276,7 @@ class Replacement:
         return lost
 
     def reloaded(self, table: Table) -> bool:
-        """Whether torch's module was executed again, and has torch's own functions again."""
+        """Return whether torch's module was executed again, and has torch's own functions again."""
         module = namespace_of(sys.modules.get(table.trigger)) or {}
         imported = {swap.name for swap in self.swaps if swap.module != table.trigger}
         swaps = [swap for swap in self.swaps if swap.module == table.trigger and swap.name not in imported]

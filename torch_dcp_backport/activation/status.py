@@ -1,4 +1,4 @@
-"""What happened in this process, as data and as text, and the warnings that go with it.
+"""The outcome in this process, as data and as text, and the warnings that go with it.
 
 Only reports; must never change torch, and never claims more than was done.
 """
@@ -42,8 +42,8 @@ class Status(NamedTuple):
     version: str = __version__  # of this package
     replaced: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (module, names)
     records: tuple[str, ...] = ()  # files in patches/, without .md
-    late_bindings: tuple[str, ...] = ()  # what had torch's object and was given ours
-    out_of_reach: tuple[str, ...] = ()  # what had torch's object and still has
+    late_bindings: tuple[str, ...] = ()  # names that had torch's object and were given ours
+    out_of_reach: tuple[str, ...] = ()  # places that had torch's object and still have it
     overridden: tuple[str, ...] = ()  # "module.name" that no longer is what we put there
 
     @property
@@ -55,7 +55,7 @@ class Status(NamedTuple):
         return sha256(repr(facts).encode()).hexdigest()[:12]
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the state as plain data, for JSON."""
         data: dict[str, object] = {name: getattr(self, name) for name in self._fields}
         data["replaced"] = {module: list(names) for module, names in self.replaced}
         for name in ("records", "late_bindings", "out_of_reach", "overridden"):
@@ -98,7 +98,7 @@ class Status(NamedTuple):
 
 
 def _upstream(record: str) -> tuple[str, tuple[str, ...]]:
-    """The subject of a record, and its links."""
+    """Return the subject of a record, and its links."""
     return RECORDS.get(record, (record, ()))
 
 
@@ -108,7 +108,7 @@ def _record(record: str) -> str:
 
 
 def _wrapped(names: tuple[str, ...], width: int = 96) -> list[str]:
-    """Names in lines, indented to the text column."""
+    """Return names in lines, indented to the text column."""
     lines = [""]
     for name in names:
         if lines[-1] and len(lines[-1]) + len(name) + 3 > width:

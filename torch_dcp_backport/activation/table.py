@@ -58,7 +58,7 @@ RECORDS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class Target(NamedTuple):
-    """One name in one of torch's modules; the provider has the replacement under the same name."""
+    """A name in a module of torch; the provider has the replacement under the same name."""
 
     module: str
     name: str  # with a dot a method: "class.method"
@@ -68,7 +68,7 @@ class Target(NamedTuple):
     provider: str = ""  # where it is not the table's
 
     def serves(self, release: tuple[int, int], preview: bool) -> bool:
-        """Whether it is replaced in this torch, if it is there. A preview may lack what its release has."""
+        """Return whether it is replaced in this torch, if it exists. A preview may lack some of its names."""
         return release < self.until or (preview and release == self.until)
 
 

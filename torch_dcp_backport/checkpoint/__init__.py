@@ -1,4 +1,4 @@
-"""Checkpoints of a run that is never lost: steps published whole, the newest good one found again.
+"""Checkpoints of a training run: steps appear complete or not at all, and the newest good step is resumed.
 
 verl's names (`verl.utils.checkpoint`) on `dist_checkpointing`. Knows a trainer's parts; must never train.
 """

@@ -1,6 +1,6 @@
-"""Work beside the training: one job after the other, in a thread of this process.
+"""Background jobs beside the training, in order, in a thread of this process.
 
-No collective runs in it: what failed is kept until it is asked for.
+Jobs must never run a collective: failures are kept until the caller asks for them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Optional
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
-#: Returns why it failed, or ""; what it raises is a failure, too.
+#: Returns why it failed, or ""; an exception counts as a failure, too.
 Job = Callable[[], str]
 
 
 class Background:
-    """Jobs, and why those failed that did."""
+    """A queue of jobs, and the reasons of those that failed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -28,27 +28,27 @@ class Background:
         self._is_running = False
 
     def add(self, job: Job) -> bool:
-        """Do a job after those that were added before; whether it has to wait for one."""
+        """Queue a job behind those added before; return whether it has to wait."""
         with self._lock:
             self._waiting.append(job)
             if self._is_running:
                 return True
             self._is_running = True
         try:
-            # Not a daemon: at the end of the process it is waited for.
+            # Not a daemon: the process waits for it before it ends.
             threading.Thread(target=self._work, name=self.name).start()
         except RuntimeError:
-            # There can be no more threads.
+            # No thread can be started: the caller does the work.
             self._work()
         return False
 
     def wait(self, seconds: Optional[float] = None) -> bool:
-        """Whether none is left, after so many seconds at most."""
+        """Wait until no job is left, for so many seconds at most; return whether none is left."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._is_running, seconds)
 
     def failures(self) -> list[str]:
-        """Why jobs failed, each once."""
+        """Return why jobs failed since the last call."""
         with self._lock:
             failures, self._failures = self._failures, []
         return failures
@@ -64,8 +64,8 @@ class Background:
             try:
                 failure = job()
             except BaseException as error:
-                # Also what is no Exception, such as a cancelled task of a store: a thread that ended here
-                # would be waited for without end.
+                # BaseException includes a cancelled task of a store: if it ended this thread, `wait` would
+                # never return.
                 logger.exception("%s failed", self.name)
                 failure = f"{type(error).__name__}: {error}"
             if failure:

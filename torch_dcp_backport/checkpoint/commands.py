@@ -23,7 +23,7 @@ EXPORT_CODES = "exit codes: 0 fine; 1 damaged, no model, or no room for it; 2 wr
 
 
 def list_steps(argv: list[str], prog: str) -> int:
-    """The command `checkpoint list`."""
+    """Run `checkpoint list`."""
     parser = argparse.ArgumentParser(
         prog=prog, description="List the steps of a run: good, or why not, and where uploaded.", epilog=CODES
     )
@@ -39,7 +39,7 @@ def list_steps(argv: list[str], prog: str) -> int:
 
 
 def prune(argv: list[str], prog: str) -> int:
-    """The command `checkpoint prune`."""
+    """Run `checkpoint prune`."""
     parser = argparse.ArgumentParser(
         prog=prog, description="Remove all but the newest good steps of a run.", epilog=CODES
     )
@@ -60,13 +60,13 @@ def prune(argv: list[str], prog: str) -> int:
 
 
 def inspect(argv: list[str], prog: str) -> int:
-    """The command `checkpoint inspect`: of a step, what its sharded checkpoint holds."""
+    """Run `checkpoint inspect`; of a step, on its sharded checkpoint."""
     parts = [str(Path(part) / SHARDED) if (Path(part) / SHARDED).is_dir() else part for part in argv]
     return inspection.main(["inspect", *parts], prog.rpartition(" ")[0])
 
 
 def verify(argv: list[str], prog: str) -> int:
-    """The command `checkpoint verify`: of a step every file, against its manifest."""
+    """Run `checkpoint verify`; of a step, compare every file with the manifest."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Read all of a step, or of a sharded checkpoint, and say whether it is what was saved.",
@@ -93,7 +93,7 @@ def verify(argv: list[str], prog: str) -> int:
 
 
 def export(argv: list[str], prog: str) -> int:
-    """The command `checkpoint export`."""
+    """Run `checkpoint export`."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Write the model of a checkpoint as a folder that from_pretrained opens.",

@@ -1,4 +1,4 @@
-"""When to save beside every n steps: before a reservation ends, and when the machine is told to stop."""
+"""Saves between the regular ones: before a reservation ends, and on a signal to stop."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 def should_save_ckpt_esi(
     max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0
 ) -> bool:
-    """Whether the next step and a save would not fit before the reservation of these machines ends.
+    """Return whether the reservation of these machines ends before the next step and a save would.
 
     Args are in seconds. False without a reservation, and after its end (verl's says True for ever on
-    SageMaker). By this machine's clock: pass it to `SaveSignals.should_save`, which tells all ranks.
+    SageMaker). By this machine's clock: pass the result to `SaveSignals.should_save`, for all ranks to agree.
     """
     needed = max_steps_duration + save_ckpt_duration + redundant_time
     for name in EXPIRY:
@@ -38,7 +38,7 @@ def should_save_ckpt_esi(
 
 
 class SaveSignals:
-    """Notes SIGTERM and SIGUSR1 until all ranks ask together. A context; former handlers are called too."""
+    """A context that records SIGTERM and SIGUSR1 until all ranks ask; former handlers are called, too."""
 
     def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, process_group: Group = None) -> None:
         self.process_group = process_group
@@ -65,13 +65,13 @@ class SaveSignals:
             former(number, frame)
 
     def should_save(self, expires: bool = False) -> bool:
-        """Whether any rank was told to stop since the last time, or `expires` on any; the same on all.
+        """Return whether any rank got a signal since the last call, or passes `expires`; the same on all.
 
         Collective.
         """
 
-        def decide(told: Mapping[int, bool]) -> Mapping[int, bool]:
-            return dict.fromkeys(told, any(told.values()))
+        def decide(saves_by_rank: Mapping[int, bool]) -> Mapping[int, bool]:
+            return dict.fromkeys(saves_by_rank, any(saves_by_rank.values()))
 
         with begin("cannot agree on a save", "save", self.process_group) as call:
             received, self._received = self._received, False

@@ -1,4 +1,4 @@
-"""A saved model as Hugging Face files. One process, no process group, bounded memory.
+"""Export of a saved model as Hugging Face files: one process, no process group, bounded memory.
 
 Must never build a model.
 """
@@ -52,16 +52,16 @@ def export_checkpoint(
     Every byte is compared with its checksum on the way; until all is on the disk the target is as it was.
 
     Args:
-        folder: what `FSDPCheckpointManager.save_checkpoint` or `save_training_state` wrote; with `trust` also
-            what verl's own manager did.
-        target: where the model goes.
+        folder: a checkpoint of `FSDPCheckpointManager.save_checkpoint` or `save_training_state`; with `trust`
+            also of verl's own manager.
+        target: the folder for the model.
         like: a folder or a configuration of transformers: config.json, a tokenizer's files and the like. None
             takes those of the checkpoint.
         how: dtype, size of files, whether an older model is replaced; None is `Export()`.
-        trust: read the files of verl's own manager, which runs what they say.
+        trust: read the files of verl's own manager, which runs code that is in them.
 
     Raises:
-        CheckpointingException: the checkpoint is damaged or has no model, the target holds one, ...
+        CheckpointingException: the checkpoint is damaged or has no model, the target holds a model, ...
     """
     try:
         with Call(CANNOT_EXPORT, "collect", ()) as call:
@@ -93,7 +93,7 @@ def _export(call: Call, folder: Path, out: Path, asked: Asked) -> Saved:
         return _export_of_verl(call, folder, target, asked.trust)
     checkpoint = opened_alone(folder / SHARDED if (folder / SHARDED).is_dir() else folder)
     tied: Mapping[str, str] = {}
-    # Its bytes are as they were saved; objects in it that are not made here do not matter.
+    # The bytes of the common state are as saved: reading fails only for objects, which do not matter here.
     with contextlib.suppress(CheckpointingException):
         tied = checkpoint.common_state().get(TIED, {})
     stored = {
@@ -104,7 +104,7 @@ def _export(call: Call, folder: Path, out: Path, asked: Asked) -> Saved:
     call.problems += problems_of(checkpoint, stored)
     tensors: dict[str, TensorInfo] = {}
     with call.guard():
-        infos = {key: (TensorInfo(one.shape, one.dtype),) for key, one in stored.items()}
+        infos = {key: (TensorInfo(tensor.shape, tensor.dtype),) for key, tensor in stored.items()}
         tensors = exported(infos, target.how)
     settle(call)
     meter = meter_of(tensors)
@@ -142,7 +142,7 @@ def _export_of_verl(call: Call, folder: Path, target: Target, trust: bool) -> Sa
 
 
 def meter_of(tensors: Mapping[str, TensorInfo]) -> Meter:
-    """Tells how far an export is: bytes of what is written."""
+    """Return the progress meter of an export, in bytes written."""
     meter = Meter("export", settings.progress())
     meter.expect(lambda: sum(map(nbytes_of, tensors.values())))
     return meter
@@ -162,28 +162,28 @@ def faults_of(folder: Path) -> list[str]:
     fault = store.examined(folder, content.step).fault
     if fault:
         return [fault]
-    # Those of the sharded checkpoint are verified record by record when they are read.
+    # The files of the sharded checkpoint are verified record by record when they are read.
     small = {name: entry for name, entry in content.files.items() if not name.endswith(".distcp")}
     return list(manifest.wrong_checksums(folder, dataclasses.replace(content, files=small)))
 
 
 def problems_of(checkpoint: Opened, stored: Mapping[str, Stored]) -> list[Problem]:
-    """What keeps tensors from being read as a whole."""
+    """Return the problems that keep tensors from being read in full."""
     if not stored:
         return [Problem(f"no model: no tensor's key begins with {PREFIX}", str(checkpoint.folder))]
-    places = [(key, chunk.place) for key, one in stored.items() for chunk in one.chunks]
+    places = [(key, chunk.place) for key, tensor in stored.items() for chunk in tensor.chunks]
     problems = list(wrong_files(checkpoint.folder, places, checkpoint.holds))
-    for key, one in stored.items():
-        boxes = [chunk.box for chunk in one.chunks]
-        if not fills(boxes, one.shape):
-            have, numel = covered(boxes), math.prod(one.shape)
+    for key, tensor in stored.items():
+        boxes = [chunk.box for chunk in tensor.chunks]
+        if not fills(boxes, tensor.shape):
+            have, numel = covered(boxes), math.prod(tensor.shape)
             if have != numel:
                 problems.append(Problem("not all of it was saved", key, f"{have} elements", f"{numel}"))
     return problems
 
 
 def reads_of(window: Window, stored: Mapping[str, Stored], write: Memory) -> list[Read]:
-    """What is read for a window of tensors."""
+    """Return the reads that fill a window of tensors."""
     reads = []
     for key, pieces in window.items():
         for piece in pieces:

@@ -1,6 +1,6 @@
-"""Random states, and what a load on another number of ranks makes of them.
+"""Random states of ranks, and their assignment where another number of ranks loads them.
 
-Must never make a random number: what it reads is what the next one comes from.
+Must never draw a random number: that would change the states that it reads.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch_dcp_backport.dist_checkpointing import ShardedObject
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
-#: The key of the random states in a checkpoint, one for each rank.
+#: Key of the random states in a checkpoint; each rank has its own.
 RNG = "rng"
 
 
 def rng_state(kind: str = "cpu") -> dict[str, Any]:
-    """The states of Python's, numpy's (where it is loaded), torch's generators and this rank's device's."""
+    """Return the states of the generators of Python, torch, this rank's device, and numpy if it is loaded."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {"cpu": torch.get_rng_state(), "random": [version, list(words), gauss]}
     numpy = sys.modules.get("numpy")
@@ -38,7 +38,7 @@ def rng_state(kind: str = "cpu") -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any], kind: str = "cpu") -> None:
-    """Set the generators to what `rng_state` returned."""
+    """Set the generators to the states that `rng_state` returned."""
     torch.set_rng_state(state["cpu"])
     version, words, gauss = state["random"]
     random.setstate((version, tuple(words), gauss))
@@ -53,23 +53,23 @@ def set_rng_state(state: Mapping[str, Any], kind: str = "cpu") -> None:
 
 
 def device_rng(kind: str) -> Any:
-    """The module with the generator of an accelerator; None for the CPU."""
+    """Return the module with the generator of an accelerator; None for the CPU."""
     module = compat.device_module(kind) if kind not in ("cpu", "meta") else None
     return module if module is not None and hasattr(module, "get_rng_state") else None
 
 
 def device_type_of(model: nn.Module) -> str:
-    """Where a model's parameters are; the CPU where it has none."""
+    """Return the device type of a model's parameters; the CPU where it has none."""
     return next((parameter.device.type for parameter in model.parameters()), "cpu")
 
 
 def own_object(state: Mapping[str, Any], rank: int, world: int) -> ShardedObject:
-    """The random states of a rank, as one of a grid."""
+    """Return the random states of a rank as its entry in the grid of all ranks."""
     return ShardedObject(RNG, dict(state), (world,), (rank,))
 
 
 def wanted_objects(rank: int, world: int, saved_world: int) -> list[ShardedObject]:
-    """The random states that a rank loads: its own first, then those that no rank would ask for."""
+    """Return the random states that a rank loads: its own first, then its share of the surplus."""
     own = rank % saved_world
     return [
         ShardedObject(RNG, None, (saved_world,), (place,), replica_id=rank // saved_world)

@@ -1,6 +1,6 @@
-"""FSDP1 without a device mesh: its ShardedTensors as DTensors of the same memory.
+"""Views of FSDP1's ShardedTensors as DTensors of the same memory, where it has no device mesh.
 
-What is filled in one is filled in the other. Nothing here is for FSDP2, nor for FSDP1 with a mesh.
+A write into either is a write into both. Must never touch FSDP2, nor FSDP1 with a mesh.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Groups = dict[dist.ProcessGroup, dist.ProcessGroup]
 
 
 def as_dtensors(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A state dict of a model or its optimizers with a DTensor for every ShardedTensor. Not collective.
+    """Return a state dict of a model or its optimizers with DTensors for ShardedTensors. Not collective.
 
     Raises:
-        CheckpointingException: how one is spread over the ranks is not known.
+        CheckpointingException: the spread of a tensor over the ranks is not known.
     """
     replicas: dict[Any, Any] = {}
     for module in FullyShardedDataParallel.fsdp_modules(model):
-        # HYBRID_SHARD: shards over one group, replicas of them over the other.
+        # HYBRID_SHARD: shards over `process_group`, their replicas over `_inter_node_pg`.
         if getattr(module, "_inter_node_pg", None) is not None:
             replicas[module.process_group] = module._inter_node_pg
-    found: dict[str, Any] = _converted(dict(state), Meshes(replicas), "")
-    return found
+    converted: dict[str, Any] = _converted(dict(state), Meshes(replicas), "")
+    return converted
 
 
 class Meshes:
@@ -68,7 +68,7 @@ def _dtensor_of(tensor: Any, meshes: Meshes, path: str) -> torch.Tensor:
     if shards:
         local = shards[0].tensor
     else:
-        # Fewer rows than ranks.
+        # There are fewer rows than ranks, and none is left for this rank: its shard is empty.
         facts = tensor.metadata()
         device = facts.shards_metadata[0].placement.device()
         local = torch.empty((0, *shape[1:]), dtype=facts.tensor_properties.dtype, device=device)
@@ -77,10 +77,10 @@ def _dtensor_of(tensor: Any, meshes: Meshes, path: str) -> torch.Tensor:
     stride = torch.empty(shape, device="meta").stride()
     view = compat.as_dtensor(local, mesh, placements, torch.Size(shape), stride)
     box = layout_of(view).own_box(dist.get_rank())
-    said = [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in shards]
-    if said != ([(box.offset, box.size)] if box.numel else []):
+    parts = [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in shards]
+    if parts != ([(box.offset, box.size)] if box.numel else []):
         raise CheckpointingException(
-            f"{path}: FSDP1 has {said} of {shape} on this rank, not {box} (give it a device_mesh)"
+            f"{path}: FSDP1 has {parts} of {shape} on this rank, not {box} (give it a device_mesh)"
         )
     return view
 

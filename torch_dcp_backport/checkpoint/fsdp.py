@@ -1,4 +1,4 @@
-"""The manager of what `state_dict` knows: a model, plain or by DDP, FSDP, HSDP, TP, and its optimizer."""
+"""The checkpoint manager of a model, plain or by DDP, FSDP, HSDP or TP, and of its optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint import extra, flat, verl
 from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, TIED, WORLD
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
-from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, make_folder, tell_all
+from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, make_folder, run_on_first
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
@@ -41,14 +41,14 @@ from torch_dcp_backport.transfer.groups import Group
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
-#: For verl's tools: which FSDP it was.
+#: For verl's tools: the version of FSDP, and the number of ranks.
 FSDP_CONFIG = "fsdp_config.json"
 
 
 class FSDPCheckpointManager(ShardedManager):
-    """As verl's, in arguments and methods; its checkpoint loads on any number of ranks and any mesh.
+    """A manager with verl's arguments and methods; its checkpoints load on any number of ranks and any mesh.
 
-    Model and optimizer are one sharded checkpoint of `dist_checkpointing`. Scheduler and step are those of
+    Model and optimizer form a sharded checkpoint of `dist_checkpointing`. Scheduler and step are those of
     the first rank; each rank has its own random states.
     """
 
@@ -105,12 +105,12 @@ class FSDPCheckpointManager(ShardedManager):
             save_state_dict(tensors_of(model), target, like=target, how=how, process_group=self.process_group)
 
     def write_configuration(self, folder: Path) -> None:
-        """What `from_pretrained` needs beside weights, of what the model and the tokenizer offer."""
+        """Write the files that `from_pretrained` needs beside weights, as far as model and tokenizer can."""
         config = configuration_of(self.unwrapped)
-        # One that was made up from the configuration is not what the model came with.
+        # Without a pretrained model, transformers derives generation_config from config: it is not saved.
         generation = getattr(self.unwrapped, "generation_config", None)
-        came_with = generation if getattr(config, "name_or_path", "") else None
-        for part in (came_with, config, self.processing_class):
+        pretrained = generation if getattr(config, "name_or_path", "") else None
+        for part in (pretrained, config, self.processing_class):
             save_part = getattr(part, "save_pretrained", None)
             if save_part is not None:
                 save_part(str(folder))
@@ -136,18 +136,18 @@ class FSDPCheckpointManager(ShardedManager):
         common, (state, views) = self.agree_on_load(path, (SAVED, WORLD), prepare)
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
-        is_whole = set(self.checkpoint_load_contents) >= set(common[SAVED])
+        is_full = set(self.checkpoint_load_contents) >= set(common[SAVED])
         frozen = frozen_names(self.model)
 
         def make(checkpoint: Opened) -> ShardedStateDict:
             asked: ShardedStateDict = described(views, self.process_group)
-            if not is_whole or frozen:
-                check_keys(asked, checkpoint.holds.tensors, is_whole, frozen)
+            if not is_full or frozen:
+                check_keys(asked, checkpoint.holds.tensors, is_full, frozen)
             if self.should_load_extra:
                 asked[extra.RNG] = extra.wanted_objects(rank, world, saved_world)
             return asked
 
-        strict = "raise_all" if is_whole and not frozen else "raise_unexpected"
+        strict = "raise_all" if is_full and not frozen else "raise_unexpected"
         loaded = load_made(
             make, path, LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
         )
@@ -157,20 +157,20 @@ class FSDPCheckpointManager(ShardedManager):
                 self.lr_scheduler.load_state_dict(loaded[SCHEDULER])
             if rank == 0:
                 extra.warn_of_other_world(world, saved_world)
-            # Last: what comes before may make random numbers.
+            # Last: the loads before may draw random numbers.
             self.load_rng_state(loaded[extra.RNG][0])
 
     def verl_world(self, folder: Path) -> int:
-        """How many ranks of verl's own manager saved a folder; 0 where ours did."""
+        """Return the number of ranks of verl's own manager that saved a folder; 0 where ours did."""
 
         def look() -> int:
             return 0 if (folder / SHARDED).exists() else verl.saved_world(folder)
 
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
-            return int(tell_all(call, look, "looking who saved it", {"folder": str(folder)}))
+            return int(run_on_first(call, look, "looking who saved it", {"folder": str(folder)}))
 
     def read_verl(self, folder: Path, saved_world: int) -> None:
-        """Load what verl's own manager saved."""
+        """Load a checkpoint of verl's own manager."""
         rank, world = self.place()
         contents = self.checkpoint_load_contents
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
@@ -196,7 +196,7 @@ class FSDPCheckpointManager(ShardedManager):
                 if self.should_load_extra:
                     others = verl.loaded(folder, verl.EXTRA, world, rank)
             common = {"load_contents": ", ".join(contents)}
-            tell_all(call, lambda: None, "reading the files of verl's manager", common)
+            run_on_first(call, lambda: None, "reading the files of verl's manager", common)
         if model:
             verl.fill(model, tensors_of(views[MODEL]), dist.get_rank() if dist.is_initialized() else 0)
             self.restore(halves)
@@ -209,7 +209,7 @@ class FSDPCheckpointManager(ShardedManager):
                 self.load_rng_state(verl.rng_state_of(others["rng"]))
 
     def halves(self, has_model: bool, has_optimizer: bool) -> dict[str, Any]:
-        """The state dicts of the model and of its optimizers, with DTensors."""
+        """Return the state dicts of the model and of its optimizers, with DTensors."""
         if not (has_model or has_optimizer):
             return {}
         state = state_of(self.model, self.optimizers if has_optimizer else ())
@@ -217,7 +217,7 @@ class FSDPCheckpointManager(ShardedManager):
         return {key: part for key, part in state.items() if wanted[key]}
 
     def viewed(self, halves: dict[str, Any]) -> dict[str, Any]:
-        """State dicts whose tensors are plain or DTensors, of the same memory."""
+        """Return the state dicts with plain tensors and DTensors only, of the same memory."""
         return flat.as_dtensors(halves, self.model)
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -247,45 +247,45 @@ class FSDPCheckpointManager(ShardedManager):
 
 
 def fsdp_version(model: nn.Module) -> int:
-    """1 or 2, by the model itself; 0 where it is neither."""
+    """Return the version of FSDP that shards a model, 1 or 2; 0 where neither does."""
     if isinstance(model, FullyShardedDataParallel):
         return 1
     return 2 if isinstance(model, compat.fsdp2().FSDPModule) else 0
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """A model's state dict without what modules add to it of other types (extra state)."""
+    """Return the tensors of a model's state dict, without values of other types (extra state)."""
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def configuration_of(model: nn.Module) -> Any:
-    """A model's configuration, which names its class as transformers' `save_pretrained` would."""
+    """Return a model's configuration, which names its class as transformers' `save_pretrained` would."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "architectures", ()) is not None:
         return config
     config = copy.deepcopy(config)
-    # FSDP2 makes a class of its own, below which the model's is.
+    # FSDP2 derives a class of its own from the model's.
     kinds = (kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
     config.architectures = [next(kinds).__name__]
     return config
 
 
 def frozen_names(model: nn.Module) -> set[str]:
-    """The FQNs of the parameters that are not trained."""
+    """Return the FQNs of the parameters that are not trained."""
     names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     return {fqn for name in names for fqn in get_fqns(model, name)}
 
 
-def check_keys(asked: ShardedStateDict, held: Iterable[str], is_whole: bool, frozen: Collection[str]) -> None:
-    """Refuse keys that only the checkpoint has; of a part of it those of the halves that are loaded.
+def check_keys(asked: ShardedStateDict, held: Iterable[str], is_full: bool, frozen: Collection[str]) -> None:
+    """Refuse keys that only the checkpoint has, in the halves that are loaded.
 
-    An optimizer has no states of a parameter that was trained when it was saved, and is frozen now.
+    Allowed are an optimizer's states of parameters that were trained at the save, and are frozen now.
 
     Raises:
         CheckpointingException: naming them.
     """
     own = set(keys_of(asked))
-    halves = tuple(f"{name}." for name in (MODEL, OPTIMIZER) if is_whole or name in asked)
+    halves = tuple(f"{name}." for name in (MODEL, OPTIMIZER) if is_full or name in asked)
     only_held = {key for key in held if key.startswith(halves) and key not in own}
     states = tuple(f"{OPTIMIZER}.state.{name}." for name in frozen)
     left_out = {key for key in only_held if key.startswith(states)}
@@ -297,7 +297,7 @@ def check_keys(asked: ShardedStateDict, held: Iterable[str], is_whole: bool, fro
 
 
 def keys_of(value: Any) -> list[str]:
-    """The keys of the tensors in a sharded state dict."""
+    """Return the keys of the tensors in a sharded state dict."""
     if isinstance(value, ShardedTensor):
         return [value.key]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,4 +1,4 @@
-"""One save and one resume of a training: the engine's parts, the data loader's, the step folders of a run.
+"""Save and resume of a training: the engine's parts, the data loader's, the step folders of a run.
 
 Names and arguments are those of verl's `CheckpointHandler`. Collective.
 """
@@ -44,19 +44,19 @@ class OrchestrationMode(Enum):
 
 
 class Found(NamedTuple):
-    """What the first rank found in a root."""
+    """The steps of a root, as the first rank sees them."""
 
     #: Good steps, newest first: (step, path).
     good: list[tuple[int, str]]
-    #: Why the others are not: one text each.
+    #: Why the others are not good, a text for each.
     faults: list[str]
     tracked: Optional[int]
-    #: Whether they have manifests: what verl's own manager saved has none.
+    #: Whether they have manifests: those of verl's own manager have none.
     is_ours: bool = True
 
 
 class CheckpointHandler:
-    """Saves steps so that the newest good one is always there, and finds it again."""
+    """Saves steps so that the newest good step is never lost, and resumes from it."""
 
     def __init__(
         self,
@@ -86,22 +86,21 @@ class CheckpointHandler:
             default_local_dir: the root of all steps; every rank sees it.
             max_ckpt_to_keep: how many good steps to keep, by what is on disk; None keeps all.
             default_hdfs_dir: a URL of fsspec, such as s3://bucket/run, or a path: the first rank uploads each
-                step to it in the background, and brings the newest one where `default_local_dir` has no good
-                one.
+                step to it in the background, and brings its newest step where `default_local_dir` has no
+                good step.
             resume_mode: "disable" starts at step 0; "auto" takes the newest good step, or where there is none
                 yet `resume_from_path`; "resume_path" takes `resume_from_path` and no other.
             lora_train_meta: written to lora_train_meta.json, for verl's tools.
             on_data: what to do where the states of data loaders do not fit the ranks of today: "error", or
                 "restart" the data.
             verify: compare every file with its checksum before a step is loaded, and once it is uploaded.
-            trust: take states of data loaders with objects of any class, which runs what the file says; else
+            trust: take states of data loaders with objects of any class, which runs code in the file; else
                 the save refuses them. For the rest see the manager's.
-
-            on_upload: what an upload that failed is at the next save or `finish`: "raise", an error on every
+            on_upload: the outcome of a failed upload at the next save or `finish`: "raise", an error on every
                 rank, or "warn".
 
         Raises:
-            ValueError: an option that is not there, or not there yet.
+            ValueError: an option is unknown, or not supported yet.
         """
         if resume_mode not in MODES:
             raise ValueError(f"resume_mode={resume_mode!r}: expected one of {', '.join(MODES)}")
@@ -143,12 +142,12 @@ class CheckpointHandler:
         """Save a step; with a manager's `async_save`, begin to. Collective.
 
         Returns:
-            Its folder, which is whole; with `async_save` it will be there after `finish`, which the next save
-            begins with.
+            Its folder, which is complete; with `async_save` only after `finish`, with which the next save
+            begins.
 
         Raises:
-            CheckpointingException: the same on every rank; the steps saved before are as they were. Of
-                `async_save` also what the save before failed with; this one was not begun then.
+            CheckpointingException: the same on every rank; the steps saved before are as they were. With
+                `async_save` also the failure of the save before; this save was not begun then.
         """
         root = self.default_local_dir
 
@@ -172,17 +171,17 @@ class CheckpointHandler:
         return root / store.name_of(step)
 
     def finish(self, blocking: bool = True) -> bool:
-        """Publish what is being saved in the background, and upload it; whether nothing is left. Collective.
+        """Publish and upload the save in the background; return whether nothing is left. Collective.
 
-        With `blocking`, what retention took is removed, too.
+        With `blocking`, it also waits until the steps that retention took are removed.
 
         Call it before the process ends, and with `blocking=False` now and then between saves.
 
         Args:
-            blocking: wait for it; else it is published only if every rank has written its part.
+            blocking: wait for the save; else it is published only if every rank has written its part.
 
         Raises:
-            CheckpointingException: it failed; the same on every rank. The steps before are as they were.
+            CheckpointingException: the save failed; the same on every rank. Older steps are as they were.
         """
         is_published = self._saves.finish(blocking)
         if self._remote is not None:
@@ -193,12 +192,12 @@ class CheckpointHandler:
         return is_published
 
     def upload(self, folder: Path) -> None:
-        """Upload a step, if steps are. Runs on the first rank."""
+        """Upload a step, if the handler has a store. Runs on the first rank."""
         if self._remote is not None:
             self._uploads.add(folder, self._remote.below(folder.name).url)
 
     def is_uploaded(self, folder: Path) -> bool:
-        # It may have been to another store.
+        # It may have been uploaded to another store.
         return self._remote is None or store.uploaded_to(folder) == self._remote.below(folder.name).url
 
     def write(self, draft: Path, step: int) -> None:
@@ -215,9 +214,9 @@ class CheckpointHandler:
             files.publish(draft / f"data_{self.data_rank}.pt", state)
 
     def load_checkpoint(self) -> int:
-        """Load what `resume_mode` says, and return its step; 0 where there is nothing to resume. Collective.
+        """Load the step that `resume_mode` selects, and return its number; 0 where there is none. Collective.
 
-        A step that fails on any rank is passed over, with a warning, for the one before it.
+        A step that fails on any rank is skipped, and logged, in favour of the step before it.
 
         Raises:
             CheckpointingException: there are steps and none of them could be loaded, or `resume_from_path`
@@ -225,16 +224,16 @@ class CheckpointHandler:
         """
         self._saves.finish()
         if isinstance(self.engine, BaseCheckpointManager):
-            # A save of its own that failed is no fault of any step.
+            # A failed save of the engine itself is no fault of any step.
             self.engine.finish()
         failures: dict[str, str] = {}
         absent, tried = list[str](), set[int]()
         while True:
-            found, is_first = self.look()
-            left = [(step, path) for step, path in found.good if path not in failures]
+            steps, is_first = self.look()
+            left = [(step, path) for step, path in steps.good if path not in failures]
             for step, path in left:
                 try:
-                    self.load_step(Path(path), found.is_ours)
+                    self.load_step(Path(path), steps.is_ours)
                 except CheckpointingException as error:
                     if self.resume_mode == "resume_path":
                         raise
@@ -242,14 +241,14 @@ class CheckpointHandler:
                     self._distrusted.add(Path(path).absolute())
                     continue
                 if is_first:
-                    tell([*found.faults, *absent, *failures.values()], step, found.tracked)
+                    log_skipped([*steps.faults, *absent, *failures.values()], step, steps.tracked)
                     retention.believe(Path(path))
                     for other, text in failures.items():
                         retention.distrust(Path(other), text)
                     if Path(path).parent == self.default_local_dir and not self.is_uploaded(Path(path)):
                         self.upload(Path(path))
                 return step
-            # Another process may have published since, and retention have taken what was found.
+            # Another process may have published since, and its retention may have removed these steps.
             if not left:
                 brought = self.bring(tried)
                 absent = brought.faults
@@ -257,7 +256,7 @@ class CheckpointHandler:
                     break
                 tried.add(brought.step)
                 failures.pop(str(self.default_local_dir / store.name_of(brought.step)), None)
-        texts = [*found.faults, *absent, *failures.values()]
+        texts = [*steps.faults, *absent, *failures.values()]
         if texts:
             raise CheckpointingException(
                 f"{CANNOT_RESUME}: no step in {self.default_local_dir} is good: {'; '.join(texts)}"
@@ -269,7 +268,7 @@ class CheckpointHandler:
         return 0
 
     def look(self) -> tuple[Found, bool]:
-        """What the first rank found, and whether this is the first. Collective."""
+        """Return the steps that the first rank sees, and whether this rank is the first. Collective."""
         with begin(CANNOT_RESUME, "load", self.process_group) as call:
             common = {
                 "default_local_dir": str(self.default_local_dir),
@@ -278,8 +277,8 @@ class CheckpointHandler:
                 "verify": str(self.verify),
                 "default_hdfs_dir": str(self.default_hdfs_dir),
             }
-            found = Found(*together.tell_all(call, self.found, "looking for steps", common))
-            return found, call.rank == ranks_of(call)[0]
+            steps = Found(*together.run_on_first(call, self.find_steps, "looking for steps", common))
+            return steps, call.rank == ranks_of(call)[0]
 
     def bring(self, tried: set[int]) -> Brought:
         """Bring the newest step of the store that was not tried yet. Collective."""
@@ -291,16 +290,16 @@ class CheckpointHandler:
             return uploads.bring_newest(place, self.default_local_dir, tried)
 
         with begin(CANNOT_RESUME, "load", self.process_group) as call:
-            return Brought(*together.tell_all_in_time(call, make, "bringing a step from the store"))
+            return Brought(*together.run_long_on_first(call, make, "bringing a step from the store"))
 
     def load_step(self, path: Path, is_ours: bool) -> None:
         is_verified = self.verify and is_ours
         together.read_folder(path, self.read, is_verified=is_verified, group=self.process_group)
 
-    def found(self) -> Found:
-        """The steps to try. Runs on the first rank; removes what writers left that are gone."""
+    def find_steps(self) -> Found:
+        """Find the steps to try, and remove what dead writers left. Runs on the first rank."""
         root = self.default_local_dir
-        # What its thread has not removed yet was not left behind.
+        # Folders that the thread of retention has yet to remove are not left behind.
         self._retention.finish(retention.PATIENCE)
         store.clean(root)
         if self.resume_mode == "disable":
@@ -323,7 +322,7 @@ class CheckpointHandler:
     def read(self, folder: Path) -> None:
         states = None
         if has_state(self.train_dataloader):
-            # Before anything is loaded: what is wrong here must not leave a model that is.
+            # Before anything is loaded: an error here must not leave a loaded model.
             states = data_state(folder, self.data_rank, self.data_world, self.on_data, self.trust)
         self.engine.load_checkpoint(str(folder))
         if states is not None:
@@ -349,8 +348,8 @@ class CheckpointHandler:
         return dist.get_world_size(self.process_group) if dist.is_initialized() else 1
 
 
-def tell(failures: Sequence[str], step: int, tracked: Optional[int]) -> None:
-    """Say which steps were passed over, and that other programs would go on from another one."""
+def log_skipped(failures: Sequence[str], step: int, tracked: Optional[int]) -> None:
+    """Log the steps that were skipped, and a tracker by which other programs would take another step."""
     for failure in failures:
         logger.error("%s; going on from step %d", failure, step)
     if tracked is not None and tracked != step:
@@ -358,10 +357,10 @@ def tell(failures: Sequence[str], step: int, tracked: Optional[int]) -> None:
 
 
 def extract_step(path: Folder) -> int:
-    """The step in a path's global_step_N.
+    """Return the step in a path's global_step_N.
 
     Raises:
-        CheckpointingException: there is none.
+        CheckpointingException: the path has none.
     """
     for part in reversed(Path(path).parts):
         match = store.STEP.fullmatch(part)

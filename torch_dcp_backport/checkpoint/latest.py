@@ -1,7 +1,7 @@
-"""The newest step of a root, for trainers that ask for it themselves, as verl's do. One process.
+"""The newest step of a root, for trainers that look for it themselves, as verl's do. One process.
 
-A handler's step has a manifest. Where a trainer's managers make a step in parts (actor, critic), each part
-has one, and the trainer alone knows when all are there: it writes the tracker then.
+A handler's step has a manifest. If a trainer's managers make a step in parts (actor, critic), each part has
+a manifest, and only the trainer knows when all are there: it writes the tracker then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch_dcp_backport.dist_checkpointing.core import Folder
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
-#: What verl's own managers leave in a folder.
+#: Names that verl's own managers write into a folder.
 FOREIGN = ("*_world_size_*_rank_*.pt", "dist_ckpt")
 
 
@@ -34,13 +34,13 @@ class Made(NamedTuple):
 
 
 def find_latest_ckpt_path(path: Optional[Folder], directory_format: str = "global_step_{}") -> Optional[str]:
-    """The newest good step of a root; None where there are none. Not collective.
+    """Return the newest good step of a root; None where there are no steps. Not collective.
 
-    Of steps in parts the one that the tracker names, if all of its parts are good; else the newest with as
-    many good parts as any has.
+    Of steps in parts it is the step that the tracker names, if all of its parts are good; else the newest
+    that has every part that any step has, all of them good.
 
     Raises:
-        CheckpointingException: there are steps, and none is good; verl's returns None, and all starts anew.
+        CheckpointingException: there are steps, and none is good; verl's returns None, and training restarts.
     """
     if path is None:
         return None
@@ -56,12 +56,14 @@ def find_latest_ckpt_path(path: Optional[Folder], directory_format: str = "globa
     made = [made for step in steps for made in [made_of(step.path, step.step, tracked)] if made.parts]
     if not made:
         return None
-    names = {name for one in made for name in one.parts}
-    good = [one for one in made if not one.fault and (one.step == tracked or names == set(one.parts))]
+    names = {name for entry in made for name in entry.parts}
+    good = [
+        entry for entry in made if not entry.fault and (entry.step == tracked or names == set(entry.parts))
+    ]
     if not good:
-        faults = [one.fault or f"{one.path}: no {', '.join(names - set(one.parts))}" for one in made]
+        faults = [entry.fault or f"{entry.path}: no {', '.join(names - set(entry.parts))}" for entry in made]
         raise CheckpointingException(f"no step in {root} is good: {'; '.join(faults)}")
-    chosen = next((one for one in good if one.step == tracked), good[0])
+    chosen = next((entry for entry in good if entry.step == tracked), good[0])
     if chosen.step != tracked:
         logger.warning("going on from step %d; %s says %s", chosen.step, store.TRACKER, tracked)
     return str(chosen.path)
@@ -73,13 +75,13 @@ def made_of(folder: Path, step: int, tracked: Optional[int]) -> Made:
         if (part / manifest.NAME).exists():
             parts[name] = store.examined(part, step).fault
         elif any(next(part.glob(pattern), None) for pattern in FOREIGN):
-            # Nothing else says that it is whole.
+            # Only the tracker says that it is complete.
             parts[name] = "" if step == tracked else "it has no manifest, and the tracker does not name it"
     return Made(step, folder, parts)
 
 
 def parts_in(folder: Path) -> dict[str, Path]:
-    """The folders in a step by name; of a hidden one the name that a load gives back to it."""
+    """Return the folders in a step by name; hidden folders by the name that a load gives back to them."""
     paths = {path: store.HIDDEN.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()}
     lost = {match["name"]: path for path, match in paths.items() if match and match["kind"] == "was"}
     return {**lost, **{path.name: path for path, match in paths.items() if match is None}}

@@ -1,6 +1,6 @@
-"""The names of what a manager's folder has in it."""
+"""Names of folders in a manager's checkpoint, and keys of its common state."""
 
-#: The sharded checkpoint, and what opens a model with transformers.
+#: The sharded checkpoint, and the files with which transformers opens the model.
 SHARDED, HUGGING_FACE = "dist_ckpt", "huggingface"
 #: Common state: scheduler, number of ranks, contents, keys that are another key's tensor.
 SCHEDULER, WORLD, SAVED, TIED = "lr_scheduler", "world", "contents", "tied"

@@ -1,4 +1,4 @@
-"""The states of data loaders in a step: which of them is a rank's, where another number of ranks saved."""
+"""The states of data loaders in a step, and their assignment where another number of ranks loads them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def has_state(loader: Any) -> bool:
 
 
 def data_state(folder: Path, rank: int, world: int, on_data: str, trust: bool) -> Optional[Mapping[str, Any]]:
-    """The state of a rank's data loader; that of all, where another number of ranks saved the same on each.
+    """Return the state of a rank's data loader; of another number of ranks only if all saved the same.
 
     Raises:
-        CheckpointingException: there is none, or which of them is this rank's cannot be said.
+        CheckpointingException: there is none, or none that is known to be this rank's.
     """
     paths = sorted(folder.glob("data_*.pt"))
     reason = f"{folder} has no state of a data loader"

@@ -1,4 +1,4 @@
-"""What checkpoint managers have in common: what is saved and loaded, and where.
+"""The base of checkpoint managers: the contents of saves and loads, and their folders.
 
 Names, arguments and defaults are those of verl's `BaseCheckpointManager`.
 """
@@ -22,12 +22,12 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
 from torch_dcp_backport.transfer.groups import Group
 
 CONTENTS = ("model", "optimizer", "extra")
-#: Safetensors files beside: they are for other programs, and never loaded here.
+#: Safetensors files beside the checkpoint, for other programs; never loaded here.
 HF_MODEL = "hf_model"
 
 
 class BaseCheckpointManager:
-    """Saves and loads the parts of one training; subclasses say how, by `write` and `read`."""
+    """Saves and loads the parts of a training; subclasses define `write` and `read`."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class BaseCheckpointManager:
                 also "hf_model": weights that `from_pretrained` opens. With `async_save=True` a save copies
                 what this rank writes to the host, and writes it in a thread; see `finish`.
             trust: save and load objects of any class in the state of the scheduler and in options of the
-                optimizer, which runs what the file says; else they are refused by the save.
+                optimizer, which runs code in the file; else the save refuses them.
 
         Raises:
-            ValueError: another content.
+            ValueError: an unknown content.
         """
         self.model = model
         self.optimizer = optimizer
@@ -62,7 +62,7 @@ class BaseCheckpointManager:
         self.process_group = process_group
         self.checkpoint_save_contents = contents_of(checkpoint_config, "save_contents", (*CONTENTS, HF_MODEL))
         asked = contents_of(checkpoint_config, "load_contents", (*CONTENTS, HF_MODEL))
-        # verl's configurations name it in both lists.
+        # verl's configurations name hf_model in both lists.
         self.checkpoint_load_contents = tuple(content for content in asked if content != HF_MODEL)
         if asked and not self.checkpoint_load_contents:
             raise ValueError(
@@ -92,15 +92,15 @@ class BaseCheckpointManager:
         global_step: int = 0,
         max_ckpt_to_keep: Optional[int] = None,
     ) -> None:
-        """Save into a folder, which has its name only once it is whole. Collective.
+        """Save into a folder, which gets its name only once it is complete. Collective.
 
         Args:
             local_path: every rank sees it. Below a folder that a handler is writing, it is written in place.
             hdfs_path: a URL of fsspec that the first rank uploads the folder to, in the background; an upload
                 that failed is an error of the next save or of `finish`.
-            global_step: of the training; 0 is that of a global_step_N in the path, if there is one.
-            max_ckpt_to_keep: how many good ones of the same name below other global_step_N folders to keep,
-                by what is on disk; None keeps all.
+            global_step: the step of the training; 0 takes it from a global_step_N in the path, if any.
+            max_ckpt_to_keep: how many good folders of the same name, below other global_step_N folders, to
+                keep, by what is on disk; None keeps all.
 
         Raises:
             CheckpointingException: the same on every rank; older checkpoints are as they were.
@@ -135,7 +135,7 @@ class BaseCheckpointManager:
         self.previous_global_step = global_step
 
     def finish(self, blocking: bool = True) -> bool:
-        """Publish what `async_save` is writing, and upload; as `CheckpointHandler.finish`."""
+        """Publish and upload the save that `async_save` is writing; as `CheckpointHandler.finish`."""
         is_published = self._saves.finish(blocking)
         if self._is_uploading:
             with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
@@ -150,12 +150,12 @@ class BaseCheckpointManager:
         hdfs_path: Optional[str] = None,
         del_local_after_load: bool = False,
     ) -> None:
-        """Load what `save_checkpoint` wrote, on any number of ranks. Collective.
+        """Load a checkpoint of `save_checkpoint`, on any number of ranks. Collective.
 
         Args:
             local_path: the same on every rank; None loads nothing.
-            hdfs_path: where it is brought from, if it is not there, or not whole.
-            del_local_after_load: not offered: the folder may be the only one that is good.
+            hdfs_path: the URL that it is brought from, if it is absent or incomplete.
+            del_local_after_load: not offered: the folder may be the only good checkpoint.
 
         Raises:
             CheckpointingException: the same on every rank.
@@ -172,14 +172,14 @@ class BaseCheckpointManager:
         if path is not None and hdfs_path is not None:
             bring = functools.partial(uploads.bring_if_needed, hdfs_path, path)
             with begin(together.CANNOT_LOAD, "load", self.process_group) as call:
-                together.tell_all_in_time(call, bring, "bringing it from the store")
+                together.run_long_on_first(call, bring, "bringing it from the store")
         if path is not None:
             together.read_folder(path, self.read, is_verified=False, group=self.process_group)
 
     def write(self, folder: Path, step: int) -> None:
         """Write the parts into a folder that may not be there yet. Collective.
 
-        What is to be written in the background goes to `together.write_later`.
+        A part that is to be written in the background goes to `together.write_later`.
         """
         raise NotImplementedError
 
@@ -188,13 +188,13 @@ class BaseCheckpointManager:
         raise NotImplementedError
 
     def ensure_checkpoint_capacity(self, path: Path, keep: Optional[int]) -> None:
-        """Remove what retention does not keep beside a checkpoint. Runs on the first rank."""
+        """Remove the older checkpoints that retention does not keep. Runs on the first rank."""
         shelf = store.shelf_of(path)
         if shelf is not None:
             self._retention.retire(shelf, keep)
 
     def get_rng_state(self) -> dict[str, Any]:
-        """The states of this rank's generators."""
+        """Return the states of this rank's generators."""
         return extra.rng_state(extra.device_type_of(self.model))
 
     def load_rng_state(self, rng_state: dict[str, Any]) -> None:
@@ -203,22 +203,22 @@ class BaseCheckpointManager:
 
 
 def step_in(path: object) -> int:
-    """The step in a path; 0 where it has none, or is no path."""
+    """Return the step in a path; 0 where it has none, or is no path."""
     parts = Path(path).parts if isinstance(path, (str, os.PathLike)) else ()
     matches = (store.STEP.fullmatch(part) for part in reversed(parts) if isinstance(part, str))
     return next((int(match[1]) for match in matches if match is not None), 0)
 
 
 def contents_of(config: Any, name: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """What a config says is to be saved or loaded; `CONTENTS` where it says nothing.
+    """Return the contents that a setting of a config lists; `CONTENTS` where it is not set.
 
     Raises:
-        ValueError: something that no checkpoint has.
+        ValueError: a content that no checkpoint has.
     """
-    found: Optional[Union[str, Iterable[str]]] = setting(config, name)
-    if found is None:
+    listed: Optional[Union[str, Iterable[str]]] = setting(config, name)
+    if listed is None:
         return CONTENTS
-    contents = (found,) if isinstance(found, str) else tuple(found)
+    contents = (listed,) if isinstance(listed, str) else tuple(listed)
     unknown = [content for content in contents if content not in known]
     if unknown:
         raise ValueError(
@@ -228,7 +228,7 @@ def contents_of(config: Any, name: str, known: tuple[str, ...]) -> tuple[str, ..
 
 
 def setting(config: Any, name: str) -> Any:
-    """What a config says; None where it says nothing."""
+    """Return a setting of a config; None where it is not set."""
     if config is None:
         return None
     return config.get(name) if hasattr(config, "get") else getattr(config, name, None)

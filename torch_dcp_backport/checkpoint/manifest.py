@@ -1,4 +1,4 @@
-"""What a whole step folder holds: its step, and the size and checksum of every file. Written last.
+"""The manifest of a step folder: its step, and the size and checksum of every file. Written last.
 
 Reads and writes files of one folder; must never import torch.
 """
@@ -33,9 +33,9 @@ class Manifest:
     world: int
     #: Seconds since 1970, by the clock of the first rank. Only shown, never compared.
     made_at: float
-    #: One more than the highest of the steps that were beside it: the order in which they were published.
+    #: The highest order among the steps beside it, plus 1: steps sort by it as they were published.
     order: int
-    #: Path below the folder, with "/" -> what the file was when it was saved.
+    #: Path below the folder, with "/" -> size and checksum of the file when it was saved.
     files: Mapping[str, Entry]
 
     @property
@@ -48,7 +48,7 @@ class Damaged(Exception):
 
 
 def entry_of(path: Path) -> Entry:
-    """Size and CRC32 of a file, in bounded memory."""
+    """Return size and CRC32 of a file, in bounded memory."""
     nbytes = crc = 0
     buffer = memoryview(bytearray(BLOCK))
     with open(path, "rb", buffering=0) as file:
@@ -65,7 +65,7 @@ def crc_of(blocks: Iterable[bytes]) -> int:
 
 
 def paths_in(folder: Path) -> Iterator[str]:
-    """Every file below a folder but its manifests, with "/" between names."""
+    """Yield the path of every file below a folder but its manifests, with "/" between names."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name != NAME:
@@ -73,7 +73,7 @@ def paths_in(folder: Path) -> Iterator[str]:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest: from then on the folder counts as whole. It is not on disk yet."""
+    """Write the manifest, with which the folder counts as complete. It is not on disk yet."""
     content = {
         "format": FORMAT,
         "step": manifest.step,
@@ -88,7 +88,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a folder.
+    """Return the manifest of a folder.
 
     Raises:
         Damaged: there is none, or it is not what was written.
@@ -102,7 +102,7 @@ def read(folder: Path) -> Manifest:
 
 
 def parsed(data: Optional[bytes]) -> Manifest:
-    """The manifest in a file's content; None is one that is not there.
+    """Return the manifest in a file's content; None stands for an absent file.
 
     Raises:
         Damaged: it is not what was written.
@@ -125,13 +125,13 @@ def parsed(data: Optional[bytes]) -> Manifest:
 
 
 def share_of(manifest: Manifest, share: int, shares: int) -> list[str]:
-    """The names of one of several parts of the files, of about the same size."""
+    """Return the names of the files in a share; all shares are of about the same size."""
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].nbytes, name))
     return by_size[share::shares]
 
 
 def faults(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """What is missing or of another size. Looks at no content."""
+    """Yield the files that are missing or of another size, and why. Reads no content."""
     for name, entry in manifest.files.items():
         try:
             nbytes = (folder / name).stat().st_size
@@ -143,7 +143,7 @@ def faults(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def wrong_checksums(folder: Path, manifest: Manifest, names: Optional[Sequence[str]] = None) -> Iterator[str]:
-    """Which files hold other bytes than when they were saved; of all, where none are named."""
+    """Yield the files that hold other bytes than when they were saved, and why; None checks all."""
     for name in manifest.files if names is None else names:
         try:
             entry = entry_of(folder / name)

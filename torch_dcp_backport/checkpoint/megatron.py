@@ -1,6 +1,6 @@
-"""The manager of models that say themselves how they are cut, by `sharded_state_dict`, as megatron-core's do.
+"""The checkpoint manager of models with a `sharded_state_dict`, such as megatron-core's.
 
-Never imports megatron: what it needs of Megatron's parallel state is handed in, or found loaded.
+Must never import megatron: Megatron's parallel state is handed in, or taken where it is loaded already.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 PARALLEL_STATE, RANDOM = "megatron.core.parallel_state", "megatron.core.tensor_parallel.random"
 TRANSFORMER_CONFIG = "transformer_config.json"
-#: Beside an optimizer's states: what is no tensor of a parameter's shape, such as the number of steps.
+#: Beside an optimizer's states: values that have no parameter's shape, such as the number of steps.
 SCALARS = "scalars"
-#: Common state: how many pipeline stages, TP ranks and replicas there were.
+#: Common state: the numbers of pipeline stages, TP ranks and replicas.
 GRID = "grid"
 
 
 class Place(NamedTuple):
-    """Where a rank is among pipeline stages, TP ranks and replicas."""
+    """A rank's place among pipeline stages, TP ranks and replicas."""
 
     own: tuple[int, ...]
     grid: tuple[int, ...]
@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
 
 class MegatronCheckpointManager(ShardedManager):
-    """As verl's, in arguments and methods; loads at any TP, PP and DP that the model's own parts allow.
+    """A manager with verl's arguments and methods; loads at any TP, PP and DP that the model's parts allow.
 
     Keys in the checkpoint are those of the model's `sharded_state_dict`, as Megatron saves them.
     """
@@ -100,16 +100,16 @@ class MegatronCheckpointManager(ShardedManager):
         Args:
             checkpoint_config: as of `BaseCheckpointManager`. The schedule belongs to the optimizer.
             transformer_config: a dataclass, written to transformer_config.json.
-            model: this rank's chunk, or a list of its chunks; wrappers are looked into.
+            model: this rank's chunk, or a list of its chunks; wrappers are removed.
             hf_config: with `save_pretrained`; needed for "hf_model".
-            param_dtype: what the weights of "hf_model" are cast to; None keeps theirs.
+            param_dtype: the dtype that the weights of "hf_model" are cast to; None keeps theirs.
             optimizer: with `sharded_state_dict(model_state)`, as Megatron's; or torch's own, of the model's
                 parameters.
             use_checkpoint_opt_param_scheduler: whether the schedule is loaded.
             config, model_config, role, arch, share_embeddings_and_output_weights, use_distributed_optimizer,
                 use_dist_checkpointing, bridge, kwargs: of verl's; not needed.
-            parallel_state: with the functions of megatron.core.parallel_state, which it is by default where
-                the program has it loaded and initialised; else every rank is a replica.
+            parallel_state: with the functions of megatron.core.parallel_state, which is the default if the
+                program has it loaded and initialised; else every rank is a replica.
             rng_tracker: with `get_states` and `set_states`; Megatron's own where the program has it loaded.
             trust, process_group: as of `BaseCheckpointManager`.
         """
@@ -184,16 +184,16 @@ class MegatronCheckpointManager(ShardedManager):
                     place.grid,
                     saved_world,
                 )
-            # Last: what comes before may make random numbers.
+            # Last: the loads before may draw random numbers.
             self.load_rng_state(loaded[extra.RNG][0])
 
     def contents_in(self, state: Mapping[str, Any]) -> Sequence[str]:
-        # Another program's has no list, and random states of its own kind.
+        # A checkpoint of another program has no list, and random states of its own kind.
         return state.get(SAVED, ("model", "optimizer"))  # type: ignore[no-any-return]
 
     def generate_state_dict(self, contents: Sequence[str], is_loading: bool = False) -> ShardedStateDict:
-        """What is saved, or filled, of some contents; random states only to be saved. Collective where the
-        model's parts, or the optimizer's, are.
+        """Return the state dict to save or to fill; random states only to save. Collective where the
+        functions of the model's parts, or the optimizer's, are.
         """
         state: dict[str, Any] = {}
         if {"model", "optimizer"} & set(contents):
@@ -216,7 +216,7 @@ class MegatronCheckpointManager(ShardedManager):
         if not hasattr(self.optimizer, "sharded_state_dict"):
             scalars = state.pop(SCALARS)
             for values in state["state"].values():
-                # A parameter that is a number itself has its own ones.
+                # A parameter of a scalar's shape has such states of its own.
                 values.update({name: copied(scalars[name]) for name in scalars if name not in values})
         self.optimizer.load_state_dict(state)
 
@@ -232,16 +232,16 @@ class MegatronCheckpointManager(ShardedManager):
     @property
     def chunks(self) -> list[Any]:
         """The models within their wrappers."""
-        found = []
+        chunks = []
         for chunk in self.model:
             while isinstance(getattr(chunk, "module", None), nn.Module):
                 chunk = chunk.module
-            found.append(chunk)
-        return found
+            chunks.append(chunk)
+        return chunks
 
     @property
     def names(self) -> list[str]:
-        """The keys under which chunks stand, as in Megatron-LM."""
+        """The keys of the chunks' state dicts, as in Megatron-LM."""
         return ["model"] if len(self.model) == 1 else [f"model{number}" for number in range(len(self.model))]
 
     @property
@@ -260,7 +260,7 @@ class MegatronCheckpointManager(ShardedManager):
 
     @property
     def tensor_parallel(self) -> Optional[Parallel]:
-        """For the weights' cuts; None is what megatron-core says."""
+        """This rank's place for the cuts of weights; None leaves it to megatron-core."""
         state = self._parallel_state
         if state is None:
             return None
@@ -272,10 +272,10 @@ class MegatronCheckpointManager(ShardedManager):
         )
 
     def parallel_place(self) -> Place:
-        """This rank's place.
+        """Return this rank's place.
 
         Raises:
-            CheckpointingException: the grid is not of all ranks.
+            CheckpointingException: the grid does not have all ranks.
         """
         state, (rank, world) = self.parallel_state, self.place()
         if state is None:
@@ -293,7 +293,7 @@ class MegatronCheckpointManager(ShardedManager):
 
 
 def sharded_optimizer(optimizer: Any, model: Mapping[str, Any], is_loading: bool) -> ShardedStateDict:
-    """The state of an optimizer, sharded as it says itself, or as its parameters are."""
+    """Return the state of an optimizer, by its own `sharded_state_dict`, or sharded as its parameters are."""
     make = getattr(optimizer, "sharded_state_dict", None)
     if make is not None:
         knows = "is_loading" in inspect.signature(make).parameters
@@ -334,7 +334,7 @@ def plain(value: Any) -> Any:
 
 
 def text_of(config: Any) -> str:
-    """A dataclass as JSON, without what can be called; what JSON has no word for by its own text."""
+    """Return a dataclass as JSON, without callables; values that JSON cannot express as their `str`."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return json.dumps(
         {name: value for name, value in values.items() if not callable(value)}, indent=2, default=str

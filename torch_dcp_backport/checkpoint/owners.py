@@ -1,4 +1,4 @@
-"""Whose process writes a folder, or uploads it, and whether that one still lives; on this machine or another.
+"""Marks of the process that writes or uploads a folder, and whether it still runs, here or elsewhere.
 
 Runs on one rank. Must never import torch.
 """
@@ -16,31 +16,31 @@ from pathlib import Path
 from typing import Optional
 
 OWNER = "owner.json"
-#: Seconds without a change after which what another machine has in hand is taken for abandoned.
+#: Seconds without a change after which a folder of another machine counts as abandoned.
 ABANDONED = 3600.0
-#: How often within them what this process has in hand is made to look changed.
+#: How often within these seconds this process touches its marks.
 TIMES = 6
 _marks: set[Path] = set()
 _lock = threading.Lock()
 
 
 def mark(path: Path) -> None:
-    """Write that this process has a folder in hand, by a file in it."""
+    """Write a mark of this process, a file in the folder that it works on."""
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started_at(os.getpid())}
     path.write_text(json.dumps(owner))
 
 
 def keep_young(path: Path) -> None:
-    """Touch a mark now and then, until it is gone: what changes nothing else for long is not abandoned."""
+    """Touch a mark now and then until it is gone, so that its folder does not look abandoned."""
     with _lock:
         is_first = not _marks
         _marks.add(path)
     if is_first:
         try:
-            # A daemon: nobody waits for it.
+            # A daemon: the process does not wait for it.
             threading.Thread(target=_touch, name="marks of folders in hand", daemon=True).start()
         except RuntimeError:
-            # Without threads it grows old.
+            # No thread can be started: the mark grows old.
             with _lock:
                 _marks.clear()
 
@@ -63,7 +63,7 @@ def _touch() -> None:
 
 
 def is_alive(draft: Path, name: str = OWNER) -> bool:
-    """Whether a draft may still be written: its process of this machine runs, or it changed a while ago."""
+    """Return whether a draft may still be written: its process runs here, or it changed not long ago."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         owner = json.loads((draft / name).read_text())
         if owner["host"] == socket.gethostname():
@@ -82,10 +82,10 @@ def walk_times(folder: Path) -> Iterator[float]:
 
 
 def started_at(pid: int) -> Optional[str]:
-    """When a process of this machine began, in the kernel's ticks: numbers of processes are used again."""
+    """Return the start of a local process, in the kernel's ticks, as process ids are reused; None if dead."""
     with contextlib.suppress(OSError, IndexError):
         state, *facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # Dead, and its parent has not asked.
+        # Z and X: it has ended, and its parent has not collected it.
         return None if state in "ZX" else facts[18]
     with contextlib.suppress(OSError):
         os.kill(pid, 0)

@@ -1,6 +1,6 @@
-"""Steps in a store that fsspec reaches (s3://, gs://, hdfs://, a path, ...): sent, found again, brought back.
+"""Upload, list and download steps in a store that fsspec reaches (s3://, gs://, hdfs://, a path, ...).
 
-One process; no threads, no collectives. What was sent is compared with the manifest, which is sent last.
+One process; must never use threads or collectives. Files are compared with the manifest, which is sent last.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from torch_dcp_backport.transfer.progress import Bar, Meter
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
-#: How often a file is tried, and the seconds before the second time; they double, and vary by a half.
+#: How often a file is tried, and the seconds before the second try; they double, and vary by a half.
 TRIES, WAIT = 5, 1.0
-#: Bytes that are read at once of what is in the store.
+#: Bytes of a file in the store that are read at once.
 BLOCK = 4 * 2**20
-#: Stores with buckets (containers) instead of folders; one that is not there is a wrong name: not made.
+#: Stores with buckets (containers) instead of folders: an absent bucket is a wrong name, and is not made.
 BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "obs", "cos", "tos"})
-#: What services say of one that is not there, and fsspec's stores in the cause of an error; not all do.
+#: Names of the error for an absent bucket, in the cause of an error of fsspec; not all services have them.
 NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 
 Result = TypeVar("Result")
 
 
 class Failed(Exception):
-    """The store did not take, or give, what it was asked for."""
+    """An upload, a download or another request to the store failed."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ class Place:
 
     @property
     def has_buckets(self) -> bool:
-        """Whether the store has buckets, or is a cache or a folder of one that has."""
+        """Return whether the store has buckets, or is a cache or a folder of a store that has."""
         store = self.store
         while hasattr(getattr(store, "fs", None), "protocol"):
             store = store.fs
         return bool(BUCKETS.intersection(protocols_of(store)))
 
     def names(self) -> list[str]:
-        """Of everything in the folder; nothing where it is not there.
+        """Return the names in the folder; none where it is not there.
 
         Raises:
-            Failed: the bucket is not there, as far as the store tells this apart from an empty one.
+            Failed: the bucket is not there, as far as the store distinguishes that from an empty bucket.
         """
         try:
             return [path.rstrip("/").rpartition("/")[2] for path in self.store.ls(self.path, detail=False)]
@@ -74,7 +74,7 @@ class Place:
             return []
 
     def manifest_bytes(self) -> Optional[bytes]:
-        """The manifest of a step; None where there is none.
+        """Return the manifest of a step; None where there is none.
 
         Raises:
             Failed: as `names`.
@@ -86,22 +86,22 @@ class Place:
             return None
 
     def refuse_bucket(self, error: FileNotFoundError) -> None:
-        """Raise Failed where it was the bucket that was not found."""
-        # Not in the error's own words: a path may have any name.
-        said = f"{error.__cause__} {error.__context__}"
-        if self.has_buckets and any(name in said for name in NO_BUCKET):
+        """Raise Failed if it is the bucket that is absent."""
+        # Not in the error's own text, which has the path: a path may have any name.
+        causes = f"{error.__cause__} {error.__context__}"
+        if self.has_buckets and any(name in causes for name in NO_BUCKET):
             raise Failed(f"{self.url}: its bucket is not there: {error}") from error
 
 
 def place_of(url: str) -> Place:
-    """The place that a URL names.
+    """Return the place that a URL names.
 
     Raises:
-        ValueError: there is no such kind of store, or what is needed for it is not installed.
+        ValueError: there is no such kind of store, or a package for it is not installed.
     """
     try:
         core: Any = importlib.import_module("fsspec.core")
-        # What was listed before would hide what others wrote since.
+        # A cached listing would hide files that other processes wrote since.
         filesystem, path = core.url_to_fs(str(url), use_listings_cache=False)
     except (ImportError, ValueError) as error:
         raise ValueError(f"{url} cannot be reached: {error}") from error
@@ -109,12 +109,12 @@ def place_of(url: str) -> Place:
 
 
 def protocols_of(store: Any) -> tuple[str, ...]:
-    """What the URLs of a store begin with."""
+    """Return the protocols with which the URLs of a store begin."""
     return (store.protocol,) if isinstance(store.protocol, str) else tuple(store.protocol)
 
 
 def is_within(place: Place, root: Path) -> bool:
-    """Whether a place is this machine's folder `root`, or in it, or around it."""
+    """Return whether a place is this machine's folder `root`, or in it, or around it."""
     if "file" not in protocols_of(place.store):
         return False
     there, here = Path(os.path.realpath(place.path)), Path(os.path.realpath(root))
@@ -122,10 +122,10 @@ def is_within(place: Place, root: Path) -> bool:
 
 
 def persistently(name: str, attempt: Callable[[], Result]) -> Result:
-    """What `attempt` returns, once it does.
+    """Call `attempt` until it succeeds, and return its result.
 
     Raises:
-        Failed: it did not, as often as is tried. What it raises of this kind is not tried again.
+        Failed: it failed at every try; or it raised Failed itself, which is not tried again.
     """
     for number in range(TRIES):
         try:
@@ -142,15 +142,15 @@ def persistently(name: str, attempt: Callable[[], Result]) -> Result:
 
 
 class Reported:
-    """Tells how far a file is, as fsspec's callbacks are told; each byte once, however often it is sent."""
+    """Reports the progress of a file by callbacks of fsspec; each byte once, however often it is sent."""
 
     def __init__(self, meter: Meter, nbytes: int) -> None:
         self.meter = meter
         self.nbytes = nbytes
-        self.told = self.done = 0
+        self.reported = self.done = 0
 
     def callback(self) -> Any:
-        """For one attempt."""
+        """Return a callback of fsspec for a single attempt."""
         base: Any = importlib.import_module("fsspec.callbacks").Callback
         self.done = 0
         report = self.add
@@ -167,13 +167,13 @@ class Reported:
         self.upto(min(self.done, self.nbytes))
 
     def upto(self, done: int) -> None:
-        if done > self.told:
-            self.told, more = done, done - self.told
+        if done > self.reported:
+            self.reported, more = done, done - self.reported
             self.meter.add(more)
 
 
 def meter_of(operation: str, content: Manifest) -> Meter:
-    """What tells the progress of a folder; a bar of its own, as a save may go on at the same time."""
+    """Return the progress meter of a folder; it has a bar of its own, as a save may run at the same time."""
     callback = settings.progress()
     meter = Meter(operation, Bar() if isinstance(callback, Bar) else callback)
     meter.expect(lambda: content.nbytes)
@@ -181,7 +181,7 @@ def meter_of(operation: str, content: Manifest) -> Meter:
 
 
 def upload(folder: Path, place: Place, is_verified: bool = True) -> bytes:
-    """Send a whole folder; it counts in the store once its manifest is there.
+    """Upload a folder; it counts in the store once its manifest is there.
 
     Args:
         is_verified: read every file back, and compare its checksum; else its size alone.
@@ -190,7 +190,7 @@ def upload(folder: Path, place: Place, is_verified: bool = True) -> bytes:
         The content of the manifest.
 
     Raises:
-        Failed: the folder is not what was saved, or the store did not take it.
+        Failed: the folder is not as it was saved, or the store did not take it.
     """
     try:
         content = manifest.read(folder)
@@ -199,10 +199,10 @@ def upload(folder: Path, place: Place, is_verified: bool = True) -> bytes:
         raise Failed(f"{folder}: {error}") from error
     there = persistently(f"{place.url}/{manifest.NAME}", place.manifest_bytes)
     if there == mark:
-        # A process that ended before it could say so.
+        # Uploaded by a process that ended before it could mark the folder.
         return mark
     if there is not None:
-        # Another step's files are not this one's.
+        # Another save is in the store: it must not count while its files are replaced.
         files.step("remove the manifest from the store")
         target = place.below(manifest.NAME)
         persistently(target.url, lambda: target.store.rm_file(target.path))
@@ -223,13 +223,13 @@ def upload(folder: Path, place: Place, is_verified: bool = True) -> bytes:
 
 @dataclass(frozen=True)
 class Check:
-    """What a file has to be."""
+    """The size and checksum that a file in the store must have."""
 
     entry: Entry
     is_verified: bool
 
     def fault(self, place: Place) -> str:
-        """Why what is in the store is something else; "" where it is not."""
+        """Return how the file in the store differs; "" where it does not."""
         nbytes = place.store.info(place.path)["size"]
         if nbytes != self.entry.nbytes:
             return f"{nbytes} bytes are in the store, and {self.entry.nbytes} were sent"
@@ -246,7 +246,7 @@ def send(source: Path, place: Place, check: Check, report: Reported) -> None:
         try:
             place.store.put_file(str(source), place.path, callback=report.callback())
         except FileNotFoundError:
-            # Stores with folders want them first.
+            # Stores with folders need the folder first.
             if place.has_buckets:
                 raise
             place.store.makedirs(str(PurePosixPath(place.path).parent), exist_ok=True)
@@ -259,10 +259,10 @@ def send(source: Path, place: Place, check: Check, report: Reported) -> None:
 
 
 def steps_at(root: Place) -> list[Step]:
-    """The steps in a store, newest first; `path` is the name alone. Files are not looked at.
+    """Return the steps in a store, newest first; `path` is the name alone. Files are not checked.
 
     Raises:
-        Failed: the store cannot be asked.
+        Failed: the store cannot be listed or read.
     """
     steps = []
     for name in persistently(root.url, root.names):
@@ -280,10 +280,10 @@ def steps_at(root: Place) -> list[Step]:
 
 
 def download(place: Place, final: Path) -> Manifest:
-    """Bring a folder here, compared with its manifest; it has its name once it is whole.
+    """Download a folder, and compare it with its manifest; it gets its name once it is complete.
 
     Raises:
-        Failed: the store has it not, or not whole, or does not give it.
+        Failed: the folder is absent or incomplete in the store, or the store does not give it.
     """
     mark = persistently(place.url, place.manifest_bytes)
     try:

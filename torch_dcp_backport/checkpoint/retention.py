@@ -1,6 +1,6 @@
-"""How many steps stay: what is older than the newest good ones goes out of sight, and is removed in a thread.
+"""Retention of steps: those older than the newest good steps are hidden, then removed in a thread.
 
-Runs on one rank but for `settle`. Must never remove the only good step, nor one that is being uploaded.
+Runs on one rank but for `settle`. Must never remove the only good step, nor a step that is being uploaded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch_dcp_backport.transfer.groups import Group
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
-#: In a step that could not be loaded where an older one could: retention does not count it.
+#: File in a step that could not be loaded where an older step could: retention does not count it.
 NOT_LOADED = "could-not-be-loaded.txt"
 
 
-#: Seconds that a save waits for what the one before takes away.
+#: Seconds that a save waits for the removals of the save before.
 PATIENCE = 10.0
 
 
@@ -36,9 +36,9 @@ class Retention:
         self._background = Background("removal of checkpoints")
 
     def retire(self, shelf: Shelf, keep: Optional[int], distrusted: Collection[Path] = ()) -> None:
-        """Take what is not kept out of sight, once what was taken before is removed; then remove it."""
+        """Hide the steps that are not kept, once those hidden before are removed; then remove them."""
         if not self.finish(PATIENCE):
-            # The other ranks wait for this one, and not for longer than their group's timeout.
+            # The other ranks wait for this rank, and for no longer than their group's timeout.
             logger.warning("steps that are not kept are removed more slowly than others are saved")
         if not keep:
             return
@@ -46,26 +46,26 @@ class Retention:
             try:
                 hidden = hide(step.path)
             except OSError as error:
-                # One that stays is no reason to keep the others.
+                # A step that cannot be hidden is no reason to keep the others.
                 logger.error("%s", still_there(step.path, error))
                 continue
             if hidden is not None:
                 self._background.add(functools.partial(removed_or_logged, hidden))
 
     def finish(self, seconds: float) -> bool:
-        """Whether all is removed that was taken out of sight, after so many seconds at most."""
+        """Wait until all hidden steps are removed, for so many seconds at most; return whether all are."""
         return self._background.wait(seconds)
 
     def settle(self, group: Group) -> None:
-        """Wait until all is removed. Collective: ranks with nothing to remove must not run into a timeout."""
+        """Wait until all is removed. Collective: ranks with nothing to remove must not time out meanwhile."""
         with begin(together.CANNOT_SAVE, "save", group) as call:
-            while not together.tell_all(call, lambda: self.finish(together.PATIENCE), "removing steps"):
+            while not together.run_on_first(call, lambda: self.finish(together.PATIENCE), "removing steps"):
                 pass
 
 
 def retired(steps: list[Step], keep: Optional[int], distrusted: Collection[Path] = ()) -> list[Step]:
-    """What retention removes: all that is older than the newest `keep` good steps, damaged or not, and
-    not being uploaded.
+    """Return the steps that retention removes: all older than the newest `keep` good steps, damaged or not,
+    that are not being uploaded.
 
     Args:
         steps: newest first.
@@ -86,24 +86,24 @@ def is_distrusted(step: Step) -> bool:
 
 
 def distrust(folder: Path, reason: str) -> None:
-    """Remember beyond this process that a step could not be loaded."""
+    """Record, for later processes too, that a step could not be loaded."""
     try:
         (folder / NOT_LOADED).write_text(reason)
     except FileNotFoundError:
-        # Retention has taken it meanwhile.
+        # Retention has removed the step meanwhile.
         return
     except OSError:
         logger.exception("%s: it will be taken for good after a restart", folder)
 
 
 def believe(folder: Path) -> None:
-    """A step was loaded: forget that it could not be."""
+    """Remove the record that a step could not be loaded, once it was."""
     with contextlib.suppress(OSError):
         (folder / NOT_LOADED).unlink()
 
 
 def hide(folder: Path) -> Optional[Path]:
-    """Take a folder out of sight; its hidden name, None where it is being uploaded and stays, or is gone."""
+    """Hide a folder, and return its hidden name; None where it is being uploaded and stays, or is gone."""
     files.step(f"rename {folder.name} away")
     try:
         hidden = store.taken(folder)
@@ -116,16 +116,16 @@ def hide(folder: Path) -> Optional[Path]:
 
 
 def removed(hidden: Path) -> str:
-    """Remove a folder that is out of sight; why it could not be, or ""."""
+    """Remove a hidden folder; return why it could not be removed, or ""."""
     files.step(f"remove {hidden.name}")
     return next(iter(store.discard(hidden)), "")
 
 
 def removed_or_logged(hidden: Path) -> str:
-    """Remove a folder that is out of sight, and log why it could not be."""
+    """Remove a hidden folder, and log why it could not be removed."""
     failure = removed(hidden)
     if failure:
-        # No reason not to save: the next start tries again, and a full disk tells by itself.
+        # No reason to fail the save: the next start tries again, and a full disk is an error by itself.
         logger.error("%s", still_there(hidden, failure))
     return ""
 
@@ -135,7 +135,7 @@ def still_there(folder: Path, reason: object) -> str:
 
 
 def remove(folder: Path) -> str:
-    """Take a folder out of sight, and then away; why it could not be, or ""."""
+    """Hide a folder, and remove it; return why it could not be removed, or ""."""
     try:
         hidden = hide(folder)
     except OSError as error:
@@ -144,9 +144,9 @@ def remove(folder: Path) -> str:
     return failure and f"{hidden}: {failure}"
 
 
-def prune(root: Path, keep: int, told: Callable[[Step], None], is_dry: bool = False) -> list[str]:
-    """Remove what retention would, and say each; why some could not be. What is to stay counts once all
-    its bytes were read.
+def prune(root: Path, keep: int, report: Callable[[Step], None], is_dry: bool = False) -> list[str]:
+    """Remove and report the steps that retention would; return why some could not be removed. A step counts
+    as good once all its bytes were read.
     """
     steps, distrusted, good = store.steps_in(root), set[Path](), 0
     for step in steps:
@@ -158,6 +158,6 @@ def prune(root: Path, keep: int, told: Callable[[Step], None], is_dry: bool = Fa
             good += 1
     failures = []
     for step in retired(steps, keep, distrusted):
-        told(step)
+        report(step)
         failures.append("" if is_dry else remove(step.path))
     return [failure for failure in failures if failure]

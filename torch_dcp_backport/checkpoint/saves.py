@@ -1,6 +1,6 @@
-"""The saves of one manager or handler, one at a time: published at once, or once they are written.
+"""The saves of a manager or handler, one at a time: published at once, or when the background is done.
 
-Collective. Must never lose a save without a word.
+Collective. Must never lose a save silently.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch_dcp_backport.transfer.groups import Group
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
-#: Seconds that a save may wait for the one before without a warning.
+#: Seconds that a save may wait for the save before without a warning.
 SHORT = 1.0
 
 
 class Saves:
-    """At most one save is under way."""
+    """The saves of a manager or handler, of which at most one is under way."""
 
     def __init__(self, process_group: Group = None) -> None:
         self.process_group = process_group
@@ -48,8 +48,8 @@ class Saves:
             The folder.
 
         Raises:
-            CheckpointingException: this save failed, or the one before did, and this one was not begun; the
-                same on every rank. What was saved before is as it was.
+            CheckpointingException: this save failed, or the save before failed and this was not begun; the
+                same on every rank. Older checkpoints are as they were.
         """
         before, began = self._final, time.monotonic()
         self.finish()
@@ -69,10 +69,10 @@ class Saves:
         return begun.final
 
     def finish(self, blocking: bool = True) -> bool:
-        """Publish the save under way once every rank has written its part; whether none is left under way.
+        """Publish the save under way once every rank has written its part; return whether none is left.
 
         Raises:
-            CheckpointingException: it failed; the same on every rank. It is not tried again.
+            CheckpointingException: the save failed; the same on every rank. It is not tried again.
         """
         self._queue.maybe_finalize_async_calls(blocking)
         return not self._queue.get_num_unfinalized_calls()
@@ -93,7 +93,7 @@ class Saves:
 
 
 def write_all(begun: Begun) -> None:
-    """Write what was left to be written. Runs in a thread; what fails is told by `finish_folder`."""
+    """Write the parts that were left for the background, in a thread. `finish_folder` raises failures."""
     for request in begun.requests:
         try:
             if request.async_fn is not None:
@@ -102,7 +102,7 @@ def write_all(begun: Begun) -> None:
             begun.writing.failures.append(error)
 
 
-#: Held here, whatever becomes of their managers.
+#: Held here, as their managers may be gone before.
 _unfinished: set[Saves] = set()
 
 

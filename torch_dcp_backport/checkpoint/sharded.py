@@ -1,4 +1,4 @@
-"""What managers have in common whose parts are one sharded checkpoint of `dist_checkpointing`."""
+"""The base of managers whose parts form one sharded checkpoint of `dist_checkpointing`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_dcp_backport.checkpoint.together import (
     CANNOT_SAVE,
     entries_into,
     make_folder,
-    tell_all,
+    run_on_first,
     write_later,
 )
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, load_common_state_dict
@@ -36,11 +36,11 @@ class ShardedManager(BaseCheckpointManager):
     schedule_in = "extra"
 
     def write_configuration(self, folder: Path) -> None:
-        """What `from_pretrained` needs beside weights. Runs on the first rank."""
+        """Write the files that `from_pretrained` needs beside weights. Runs on the first rank."""
         raise NotImplementedError
 
     def agree_on_save(self, folder: Path, prepare: Callable[[], Prepared]) -> Prepared:
-        """What `prepare` makes on each rank, once the first rank has written the configuration."""
+        """Return this rank's result of `prepare`, once the first rank has written the configuration."""
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
             common = {
                 "async_save": str(self.is_async),
@@ -51,11 +51,11 @@ class ShardedManager(BaseCheckpointManager):
             with guard(call):
                 prepared.append(prepare())
             configure = functools.partial(self.write_configuration, folder / HUGGING_FACE)
-            tell_all(call, configure, "writing the configuration", common)
+            run_on_first(call, configure, "writing the configuration", common)
         return prepared[0]
 
     def save_state(self, make: Callable[[], ShardedStateDict], path: Path, step: int) -> None:
-        """Save what `make` makes, with step and schedule, or begin to."""
+        """Save the state dict of `make`, with step and schedule, or begin to."""
 
         def made() -> ShardedStateDict:
             make_folder(path)
@@ -76,7 +76,7 @@ class ShardedManager(BaseCheckpointManager):
     def agree_on_load(
         self, path: Path, names: Collection[str], prepare: Callable[[], Prepared]
     ) -> tuple[Mapping[str, Any], Prepared]:
-        """Of the common state what is named, once it has what is to be loaded; what `prepare` makes."""
+        """Return named entries of the common state, whose contents are checked, and `prepare`'s result."""
 
         def common() -> Mapping[str, Any]:
             state = load_common_state_dict(path, trust=self.trust)
@@ -88,13 +88,13 @@ class ShardedManager(BaseCheckpointManager):
             with guard(call):
                 prepared.append(prepare())
             same = {"folder": str(path), "load_contents": ", ".join(self.checkpoint_load_contents)}
-            return tell_all(call, common, "reading what was saved", same), prepared[0]
+            return run_on_first(call, common, "reading what was saved", same), prepared[0]
 
     def check_contents(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint that has not what is to be loaded.
+        """Refuse a checkpoint that lacks a content to load.
 
         Raises:
-            CheckpointingException: naming it.
+            CheckpointingException: naming the content.
         """
         wanted = self.checkpoint_load_contents
         contents = self.contents_in(state)
@@ -106,11 +106,11 @@ class ShardedManager(BaseCheckpointManager):
             raise CheckpointingException(f"{path} was saved without a scheduler; this manager has one")
 
     def contents_in(self, state: Mapping[str, Any]) -> Sequence[str]:
-        """What a checkpoint has, by its common state."""
+        """Return the contents of a checkpoint, by its common state."""
         return state.get(SAVED, ())  # type: ignore[no-any-return]
 
     def place(self) -> tuple[int, int]:
-        """This rank in the manager's process group, and how many there are."""
+        """Return this rank in the manager's process group, and the number of ranks."""
         if not dist.is_initialized():
             return 0, 1
         return dist.get_rank(self.process_group), dist.get_world_size(self.process_group)

@@ -1,7 +1,7 @@
-"""The step folders of one run: begun beside their place, published by a rename, found again, removed.
+"""The step folders of a run: written under hidden names, published by a rename, listed, removed.
 
-Runs on one rank. A folder with a step's own name is whole, or was damaged later; what is being written or
-removed has a hidden name. Must never import torch.
+Runs on one rank. A folder with a step's own name is complete, or was damaged later; folders that are being
+written or removed have hidden names. Must never import torch.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ TRACKER = "latest_checkpointed_iteration.txt"
 STEP = re.compile(r"global_step_(\d+)")
 #: A hidden folder: being written (tmp), replaced by the same step (was), being removed (old).
 HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|was|old)-[0-9a-f]{8}")
-#: A draft is made again where others clear up at the same moment.
+#: How often a draft is made, where other processes clean up at the same moment.
 ATTEMPTS = 20
-#: In a step: where it was uploaded to; whose process uploads it now.
+#: Files in a step: the URL that it was uploaded to; the process that uploads it now.
 UPLOADED, UPLOADING = "uploaded.txt", "uploading.json"
-#: Held while a step is taken away, and while one is marked as being uploaded.
+#: Held while a step is hidden, and while a step is marked as being uploaded.
 _taking = threading.Lock()
 
 
 class AnotherWriter(Exception):
-    """The folder of this step came into being while it was written here."""
+    """Another process published the folder of a step while it was written here."""
 
 
 @dataclass(frozen=True)
@@ -57,31 +57,31 @@ class Step:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Sorts steps as they were published: after a step back, a lower one may be newer."""
+        """Key to sort steps as they were published: after a step back, a lower step may be newer."""
         return (self.manifest.order if self.manifest is not None else 0), self.step
 
 
 @dataclass(frozen=True)
 class Shelf:
-    """The places of one run's folders: root/global_step_N, or something below it."""
+    """The places of a run's folders: root/global_step_N, or a path below it."""
 
     root: Path
     below: Path = Path()
 
     def steps(self) -> list[Step]:
-        """Every folder, newest first, by what is on disk alone."""
-        found = []
+        """Return every folder, newest first, by what is on disk alone."""
+        steps = []
         for path in self.root.iterdir() if self.root.is_dir() else ():
             match = STEP.fullmatch(path.name)
             if match is not None and (path / self.below).is_dir():
-                found.append(examined(path / self.below, int(match[1])))
-        return sorted(found, key=lambda step: step.age, reverse=True)
+                steps.append(examined(path / self.below, int(match[1])))
+        return sorted(steps, key=lambda step: step.age, reverse=True)
 
     def next_order(self) -> int:
         return 1 + max((step.age[0] for step in self.steps()), default=0)
 
     def clean(self) -> None:
-        """Remove what writers and removals left that are gone, in the folders of all steps."""
+        """Remove what dead writers and removals left, in the folders of all steps."""
         if not self.below.name:
             clean(self.root)
             return
@@ -91,7 +91,7 @@ class Shelf:
 
 
 def shelf_of(path: Path) -> Optional[Shelf]:
-    """Where a path of a trainer has its place among those of other steps; None without a step in it."""
+    """Return the shelf that holds a trainer's path and those of other steps; None without a step in it."""
     for folder in (path, *path.parents):
         if STEP.fullmatch(folder.name):
             return Shelf(folder.parent, path.relative_to(folder))
@@ -103,12 +103,12 @@ def name_of(step: int) -> str:
 
 
 def steps_in(root: Path) -> list[Step]:
-    """Every step folder of a root, newest first."""
+    """Return every step folder of a root, newest first."""
     return Shelf(root).steps()
 
 
 def examined(path: Path, step: int) -> Step:
-    """A step folder, and what speaks against it: no manifest, another step's, files missing or cut off."""
+    """Return a step folder with its faults: no manifest, another step's, files missing or cut off."""
     try:
         content = manifest.read(path)
     except Damaged as error:
@@ -120,10 +120,10 @@ def examined(path: Path, step: int) -> Step:
 
 
 def checked_step(step: object) -> int:
-    """The number of a step.
+    """Return the number of a step.
 
     Raises:
-        ValueError: it is none that a folder's name could have.
+        ValueError: it is no number that a folder's name could have.
     """
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
@@ -135,14 +135,14 @@ def checked_step(step: object) -> int:
 
 
 def draft_of(final: Path) -> Path:
-    """Make the hidden folder in which a folder is written, once those of dead writers of it are gone."""
+    """Make and return the draft of a folder, a hidden folder; drafts of dead writers are removed before."""
     make_parents(final)
     clean(final.parent, re.compile(re.escape(final.name)))
     for attempt in range(ATTEMPTS):
         draft, nameless = hidden_name(final, "tmp"), hidden_name(final, "old")
         files.step(f"make {draft.name[-12:]}")
         try:
-            # Until it says whose it is, it is one that anybody may remove.
+            # Until it has an owner, its name allows any process to remove it.
             nameless.mkdir()
             owners.mark(nameless / OWNER)
             files.step(f"name {draft.name[-12:]}")
@@ -150,14 +150,14 @@ def draft_of(final: Path) -> Path:
             owners.keep_young(draft / OWNER)
             break
         except FileNotFoundError:
-            # Another process cleared up meanwhile.
+            # Another process cleaned up meanwhile.
             if attempt == ATTEMPTS - 1:
                 raise
     return draft
 
 
 def make_parents(path: Path) -> None:
-    """Make the folders above a path that are not there, and have their names on disk."""
+    """Make the missing folders above a path, and put their names on disk."""
     absent = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     for folder in absent:
@@ -169,28 +169,28 @@ def hidden_name(path: Path, kind: str) -> Path:
 
 
 def identity_of(path: Path) -> Optional[int]:
-    """What tells a folder from another one that takes its name."""
+    """Return a number that differs for another folder under the same name; None where there is none."""
     try:
-        # Of a link the link: it is what makes room.
+        # Of a link, the link itself: that is renamed.
         return path.lstat().st_ino
     except FileNotFoundError:
         return None
 
 
 def publish(draft: Path, final: Path, before: Optional[int], synced: Collection[str] = ()) -> None:
-    """Give a whole folder its name; from then on it is found.
+    """Give a complete draft the folder's name; from then on readers see it.
 
     Args:
         before: `identity_of(final)` when the draft was begun.
         synced: files that are on disk, by their paths below the draft; the others are put there.
 
     Raises:
-        AnotherWriter: the folder that has the name is not the one that had it then.
+        AnotherWriter: another folder has got the name since then.
     """
     now = identity_of(final)
     if now is not None and now != before:
         raise AnotherWriter(f"another writer published {final.name} in {final.parent}")
-    # Retention may have taken it.
+    # Retention may have removed it.
     before = now
     replaced = None
     sync_tree(draft, synced)
@@ -205,7 +205,7 @@ def publish(draft: Path, final: Path, before: Optional[int], synced: Collection[
         if replaced is not None:
             os.rename(replaced, final)
         raise
-    # From here on it is found: what fails must not tell that it is not.
+    # From here on readers see it: an error must not say that the save failed.
     try:
         files.step("sync the root")
         files.sync_folder(final.parent)
@@ -219,14 +219,14 @@ def publish(draft: Path, final: Path, before: Optional[int], synced: Collection[
 
 
 def sync_tree(folder: Path, synced: Collection[str] = ()) -> None:
-    """Have the files below a folder on disk that are not yet, and then the names of all."""
+    """Put the files below a folder on disk, but for those that are, and then the names of all."""
     paths, folders = list[Path](), [folder]
     for path in folder.rglob("*"):
         if path.is_dir():
             folders.append(path)
         elif path.relative_to(folder).as_posix() not in synced:
             paths.append(path)
-    # Disks take several at once in the time of one.
+    # Disks sync several files at once in the time of a single file.
     with ThreadPoolExecutor(8) as pool:
         deque(pool.map(sync_file, paths), 0)
         deque(pool.map(files.sync_folder, folders), 0)
@@ -241,15 +241,15 @@ def sync_file(path: Path) -> None:
 
 
 def write_tracker(root: Path, step: int) -> None:
-    """As verl's and Megatron's: a hint for other programs, which is never believed here.
+    """Write the tracker, as verl and Megatron do: a hint for other programs, which is never believed here.
 
-    They do believe it: it is on disk before it has its name, and a loss of power leaves no empty one.
+    They do believe it: it is on disk before it has its name, and a loss of power leaves no empty file.
     """
     files.publish(root / TRACKER, str(step).encode())
 
 
 def tracked(root: Path) -> Optional[int]:
-    """The step that the tracker names; None where there is none, or no number in it."""
+    """Return the step that the tracker names; None where there is no tracker, or no number in it."""
     try:
         return int((root / TRACKER).read_text())
     except (OSError, ValueError):
@@ -258,7 +258,7 @@ def tracked(root: Path) -> Optional[int]:
 
 @contextlib.contextmanager
 def uploading(folder: Path) -> Iterator[None]:
-    """Mark a step as being uploaded: retention leaves it, in any process."""
+    """Mark a step as being uploaded: retention keeps it, in any process."""
     mark = folder / UPLOADING
     with _taking:
         owners.mark(mark)
@@ -275,21 +275,21 @@ def is_uploading(folder: Path) -> bool:
 
 
 def mark_uploaded(folder: Path, url: str, mark: bytes) -> None:
-    """Say where a step was uploaded to, with the manifest that it had then: a step may be saved again."""
+    """Record the URL that a step was uploaded to, and its manifest then: a step may be saved again."""
     (folder / UPLOADED).write_text(json.dumps({"url": url, "manifest": zlib.crc32(mark)}))
 
 
 def uploaded_to(folder: Path) -> str:
-    """Where a step was uploaded to; "" where it was not."""
+    """Return the URL that a step was uploaded to; "" where it was not."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        said = json.loads((folder / UPLOADED).read_text())
-        if said["manifest"] == zlib.crc32((folder / manifest.NAME).read_bytes()):
-            return str(said["url"])
+        record = json.loads((folder / UPLOADED).read_text())
+        if record["manifest"] == zlib.crc32((folder / manifest.NAME).read_bytes()):
+            return str(record["url"])
     return ""
 
 
 def taken(folder: Path) -> Optional[Path]:
-    """Take a folder out of sight, not one that is being uploaded; its hidden name."""
+    """Hide a folder, and return its hidden name; None where it is being uploaded and stays."""
     hidden = hidden_name(folder, "old")
     with _taking:
         if is_uploading(folder):
@@ -299,21 +299,21 @@ def taken(folder: Path) -> Optional[Path]:
 
 
 def given_up(replaced: Path) -> Path:
-    """The name of a folder that is to be removed and never put back: half of it may be left."""
+    """Rename a replaced folder so that it is never put back, as half of it may be left; return the name."""
     hidden = replaced.with_name(replaced.name.replace(".was-", ".old-"))
     try:
         os.rename(replaced, hidden)
     except OSError:
-        # Another process clears up, too; or it cannot be removed either.
+        # Another process cleans up, too; or the folder cannot be removed either.
         return replaced
     return hidden
 
 
 def discard(folder: Path) -> list[str]:
-    """Remove a folder that nobody will look for, as far as it can be; of a link to one, the link.
+    """Remove a folder that no process will look for, as far as possible; of a link, only the link.
 
     Returns:
-        Why some of it is still there.
+        Why parts of it are still there.
     """
     reasons: list[str] = []
     try:
@@ -328,7 +328,7 @@ def discard(folder: Path) -> list[str]:
             else:
                 shutil.rmtree(part)
         except FileNotFoundError:
-            # Another process clears up, too.
+            # Another process cleans up, too.
             shutil.rmtree(part, ignore_errors=True)
         except OSError as error:
             reasons.append(str(error))
@@ -337,16 +337,16 @@ def discard(folder: Path) -> list[str]:
 
 
 def clean(root: Path, names: re.Pattern[str] = STEP) -> None:
-    """Remove what writers of folders of some names left that are gone; one that lost its name comes back.
+    """Remove what dead writers of folders of some names left, and put back a folder that lost its name.
 
-    What cannot be removed stays, and is logged.
+    Folders that cannot be removed stay; those that cannot be put back are logged.
     """
     hidden = {path: HIDDEN.fullmatch(path.name) for path in root.iterdir()} if root.is_dir() else {}
     left = {path: match for path, match in hidden.items() if match and names.fullmatch(match["name"])}
     alive = {match["name"] for path, match in left.items() if match["kind"] == "tmp" and is_alive(path)}
     for path, match in left.items():
         if match["name"] in alive and match["kind"] != "old":
-            # Being written, or between the two renames of the one that writes.
+            # Being written, or between the two renames of its writer.
             continue
         final = path.with_name(match["name"])
         try:

@@ -1,6 +1,6 @@
-"""What ranks do together with a folder: write it as a whole, or read it; one outcome for all.
+"""Folders that ranks write or read together, with the same outcome on every rank.
 
-Collective. Every rank hears of any rank's failure, and the first rank alone names and removes folders.
+Collective. Every rank hears of any rank's failure; ranks but the first must never name or remove a folder.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from torch_dcp_backport.transfer.progress import Meter
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
-#: One text at every depth: where a rank fails before the others agree on something, they hear of it there.
+#: The same texts at every depth: ranks hear of an early failure of another rank where they next agree.
 CANNOT_SAVE, CANNOT_LOAD = "cannot save the checkpoint", "cannot load the checkpoint"
 CANNOT_UPLOAD = "cannot upload the checkpoint"
 OLDER = "steps saved before are as they were"
-#: Seconds between two meetings of ranks that wait for the first one: less than any group's timeout.
+#: Seconds between two meetings of ranks that wait for the first rank: less than any group's timeout.
 PATIENCE = 2.0
 #: Files that a rank writes, by its number: of dist_checkpointing and torch, data loaders, verl's own manager.
 OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|data_(\d+)\.pt|\w+_rank_(\d+)\.pt")
@@ -52,38 +52,38 @@ class Writing(NamedTuple):
     """A folder that `begin_folder` is making."""
 
     draft: Path
-    #: What is still to be written.
+    #: Parts that are still to be written.
     requests: list[AsyncRequest]
-    #: Files of this rank whose checksums came up while they were written; with what they were on disk then.
+    #: Files of this rank -> checksums computed while they were written, and `state_of` the files then.
     entries: dict[Path, tuple[Entry, tuple[int, ...]]]
-    #: What failed in the background.
+    #: Errors in the background.
     failures: list[Exception]
 
 
-#: In this thread.
+#: The folder that this thread is making.
 _writing: ContextVar[Optional[Writing]] = ContextVar("writing", default=None)
 
 
-def tell_all(call: Call, make: Callable[[], object], doing: str, common: Common = NOTHING) -> Any:
-    """What the first rank makes, on every rank.
+def run_on_first(call: Call, make: Callable[[], object], doing: str, common: Common = NOTHING) -> Any:
+    """Run `make` on the first rank, and return its result on every rank.
 
     Raises:
-        CheckpointingException: it could not, a rank has a problem, or another value of what is common; the
-            same on every rank.
+        CheckpointingException: `make` failed, a rank has a problem, or another value in `common`; the same
+            on every rank.
     """
 
-    def decide(said: Mapping[int, Common]) -> Mapping[int, Any]:
-        findings = differences(said)
+    def decide(common_by_rank: Mapping[int, Common]) -> Mapping[int, Any]:
+        findings = differences(common_by_rank)
         if findings:
             raise Refusal(findings)
         answer = make()
-        return dict.fromkeys(said, answer)
+        return dict.fromkeys(common_by_rank, answer)
 
     return consult(call, common, decide, Topic(doing))
 
 
-def tell_all_in_time(call: Call, make: Callable[[], object], doing: str, common: Common = NOTHING) -> Any:
-    """As `tell_all`, of what may take longer than the group's timeout: ranks meet again until it is made.
+def run_long_on_first(call: Call, make: Callable[[], object], doing: str, common: Common = NOTHING) -> Any:
+    """As `run_on_first`, if `make` may take longer than the group's timeout: ranks meet until it returns.
 
     `make` runs in a thread of the first rank.
     """
@@ -93,25 +93,25 @@ def tell_all_in_time(call: Call, make: Callable[[], object], doing: str, common:
         def look() -> Optional[tuple[object]]:
             if not made:
                 pool = ThreadPoolExecutor(1)
-                # Where another rank is gone this one is not to wait for what nobody needs.
+                # If another rank is gone, this rank must not wait for a result that no rank needs.
                 stack.callback(pool.shutdown, wait=False)
                 made.append(pool.submit(make))
             is_made = made[0] in wait(made, PATIENCE).done
             return (made[0].result(),) if is_made else None
 
         while True:
-            answer = tell_all(call, look, doing, common)
+            answer = run_on_first(call, look, doing, common)
             if answer is not None:
                 return answer[0]
 
 
 class Wanted(NamedTuple):
-    """What a save is asked for."""
+    """The arguments of a save."""
 
-    #: Tells what the folder is to be called; an older folder of this name stays until then.
+    #: Returns the folder's final path; an older folder of this name stays until it is replaced.
     locate: Callable[[], Path]
     step: int
-    #: What else must be the same on every rank.
+    #: Other values that must be the same on every rank.
     common: Common = NOTHING
 
 
@@ -132,11 +132,11 @@ class Begun:
 
 
 def begin_folder(wanted: Wanted, write: Callable[[Path], None], group: Group = None) -> Begun:
-    """Make a folder beside its place, and begin to write it. Collective.
+    """Make the draft of a folder, and begin to write it. Collective.
 
     Args:
-        write: called on every rank with the draft, which is there. What it leaves to be done in the
-            background it gives to `write_later`.
+        write: called on every rank with the draft, which is there. It gives parts that are to be written in
+            the background to `write_later`.
 
     Raises:
         CheckpointingException: the same on every rank; nothing is left.
@@ -145,7 +145,7 @@ def begin_folder(wanted: Wanted, write: Callable[[Path], None], group: Group = N
         before: Optional[int] = None
         final, step, common = Path(), 0, dict[str, str]()
         with guard(call):
-            # The working directory may be another one when the rest is written.
+            # The working directory may change before the rest is written.
             final, step = wanted.locate().absolute(), store.checked_step(wanted.step)
             common = {"folder": str(final), "step": str(step), **wanted.common}
 
@@ -155,7 +155,7 @@ def begin_folder(wanted: Wanted, write: Callable[[Path], None], group: Group = N
             before = store.identity_of(final)
             return str(draft)
 
-        draft = Path(tell_all(call, start, "making a folder", common))
+        draft = Path(run_on_first(call, start, "making a folder", common))
         writing = Writing(draft, [], {}, [])
         token = _writing.set(writing)
         try:
@@ -163,7 +163,7 @@ def begin_folder(wanted: Wanted, write: Callable[[Path], None], group: Group = N
                 with guard(call):
                     write(draft)
                 common = {"saves in the background": str(len(writing.requests))}
-                tell_all(call, lambda: None, "writing", common)
+                run_on_first(call, lambda: None, "writing", common)
         finally:
             _writing.reset(token)
     return Begun(final, step, before, writing)
@@ -178,18 +178,17 @@ def finish_folder(
     """Give a folder its name, once every rank has written its part. Collective.
 
     Args:
-        shelf_of: tells where the folder has its place among others; called on the first rank.
-        then: called on the first rank when the folder has its name, one after the other; what one raises
-            is only logged.
+        shelf_of: returns the shelf that the folder is on; called on the first rank.
+        then: called on the first rank, in order, when the folder has its name; errors are only logged.
 
     Raises:
-        CheckpointingException: the same on every rank; what was there before is as it was.
+        CheckpointingException: the same on every rank; older folders are as they were.
     """
     draft, final = begun.writing.draft, begun.final
     with begin(CANNOT_SAVE, "save", group) as call, discarding(call, draft):
         if begun.requests:
             call.problems += map(problem_from, begun.writing.failures)
-            # Once all have written: a file may be another rank's than the one whose number it has.
+            # Once all have written: a file may be written by another rank than its name says.
             consult(call, None, nothing, Topic("writing in the background"))
             with guard(call):
                 complete(begun.requests)
@@ -206,7 +205,7 @@ def finish_folder(
                 try:
                     follow(final)
                 except Exception:
-                    # On a full disk the tracker fails, and retention makes room.
+                    # On a full disk the tracker fails, and retention, which follows, makes room.
                     logger.exception("%s is saved; what was to follow failed", final)
             return dict.fromkeys(entries, content)
 
@@ -226,7 +225,7 @@ def complete(requests: Iterable[AsyncRequest]) -> None:
 
 @contextlib.contextmanager
 def discarding(call: Call, draft: Path) -> Iterator[None]:
-    """Leave nothing of a draft that will not be published."""
+    """Remove a draft that will not be published."""
     try:
         yield
     except BaseException:
@@ -250,9 +249,9 @@ def make_folder(path: Path) -> None:
 
 
 def write_later(request: AsyncRequest) -> None:
-    """Leave a part of the folder that `begin_folder` makes here to be written in the background.
+    """Add a part of the folder that `begin_folder` is making, to be written in the background.
 
-    What its `async_fn` raises is raised on every rank when the folder is finished.
+    Errors of its `async_fn` are raised on every rank when the folder is finished.
     """
     writing = _writing.get()
     assert writing is not None, "a folder is being written"
@@ -260,7 +259,7 @@ def write_later(request: AsyncRequest) -> None:
 
 
 def entries_into(folder: Path) -> Callable[[Output], None]:
-    """What takes down the checksums of records that are written into a folder of the draft made here."""
+    """Return a callback that notes the checksums of files as they are written into a folder of the draft."""
     writing = _writing.get()
     assert writing is not None, "a folder is being written"
     entries = writing.entries
@@ -274,13 +273,13 @@ def entries_into(folder: Path) -> Callable[[Output], None]:
 
 
 def state_of(path: Path) -> tuple[int, ...]:
-    """What is another one once a file was written anew."""
+    """Return numbers that change when a file is written again."""
     stat = path.stat()
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def is_in_draft(path: object) -> bool:
-    """Whether `begin_folder` is making this folder: what is written into its draft is published with it."""
+    """Return whether a path is in the draft that `begin_folder` is making: it is published with the draft."""
     writing = _writing.get()
     if writing is None or not isinstance(path, (str, os.PathLike)):
         return False
@@ -288,7 +287,7 @@ def is_in_draft(path: object) -> bool:
 
 
 def entries_of(writing: Writing, rank: int) -> dict[str, Entry]:
-    """Sizes and checksums of the files that a rank wrote, of those that have its number. They are on disk."""
+    """Return sizes and checksums of the files with a rank's number in their names, which are then on disk."""
     own = {}
     for name in manifest.paths_in(writing.draft):
         path = writing.draft / name
@@ -303,7 +302,7 @@ def entries_of(writing: Writing, rank: int) -> dict[str, Entry]:
 
 
 def all_entries(draft: Path, known: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
-    """Sizes and checksums of all files, once every rank has said its own: until then some are written."""
+    """Return sizes and checksums of all files, once every rank has listed its own: until then some change."""
     listed = {name: Entry(*entry) for entries in known for name, entry in entries.items()}
     for name in manifest.paths_in(draft):
         if name not in listed and name != owners.OWNER:
@@ -314,11 +313,11 @@ def all_entries(draft: Path, known: Iterable[Mapping[str, Entry]]) -> dict[str, 
 def put_back(
     locate: Callable[[], Optional[Path]], common: Common = NOTHING, group: Group = None
 ) -> Optional[Path]:
-    """Have a folder that lost its name to a writer that is gone where it was; its path. Collective.
+    """Put back a folder that lost its name to a dead writer, and return its path. Collective.
 
     Args:
-        locate: tells its path; None is none. What it raises is raised on all ranks.
-        common: what else must be the same on every rank.
+        locate: returns the path, or None for no folder. Its errors are raised on all ranks.
+        common: other values that must be the same on every rank.
 
     Raises:
         CheckpointingException: the same on every rank.
@@ -337,17 +336,17 @@ def put_back(
     with begin(CANNOT_LOAD, "load", group) as call:
         with guard(call):
             folder = locate()
-        tell_all(call, look, "looking", {"folder": str(folder), **common})
+        run_on_first(call, look, "looking", {"folder": str(folder), **common})
     return folder
 
 
 def read_folder(
     folder: Path, read: Callable[[Path], None], *, is_verified: bool, group: Group = None
 ) -> None:
-    """Read a folder, after its checksums. Collective.
+    """Read a folder; with `is_verified` compare its checksums before. Collective.
 
     Raises:
-        CheckpointingException: a rank could not, or a file is not what was saved; the same on every rank.
+        CheckpointingException: a rank failed, or a file is not as it was saved; the same on every rank.
     """
     with begin(CANNOT_LOAD, "load", group) as call:
         if is_verified:

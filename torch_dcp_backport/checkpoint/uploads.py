@@ -1,6 +1,6 @@
 """Uploads of published folders, one after the other, in a thread of the first rank.
 
-No collective runs in the thread: what failed is kept until the ranks meet again.
+The thread must never run a collective: failures are kept until the ranks meet again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ON_UPLOAD = ("raise", "warn")
 
 
 class Uploads:
-    """What is to be uploaded, and what came of it."""
+    """A queue of uploads, and the reasons of those that failed."""
 
     def __init__(self, is_verified: bool = True, on_upload: str = "raise") -> None:
         if on_upload not in ON_UPLOAD:
@@ -34,26 +34,26 @@ class Uploads:
         self._background = Background("upload of checkpoints")
 
     def add(self, folder: Path, url: str) -> None:
-        """Upload a folder after those that were added before."""
+        """Queue the upload of a folder behind those added before."""
         if self._background.add(functools.partial(self._upload, folder.absolute(), url)):
             logger.warning("%s waits for the upload before", folder)
 
     def wait(self, seconds: float) -> bool:
-        """Whether none is left to be uploaded, after so many seconds at most."""
+        """Wait until no upload is left, for so many seconds at most; return whether none is left."""
         return self._background.wait(seconds)
 
     def raise_failed(self) -> None:
-        """Say once what could not be uploaded.
+        """Raise the failures since the last call, unless they are to be warnings.
 
         Raises:
-            CheckpointingException: naming it.
+            CheckpointingException: naming them.
         """
         failures = self._background.failures()
         if failures and self.on_upload == "raise":
             raise CheckpointingException(f"an upload failed: {'; '.join(failures)}")
 
     def _upload(self, folder: Path, url: str) -> str:
-        """Upload a folder; why it could not be, or ""."""
+        """Upload a folder; return why it failed, or ""."""
         identity, began = store.identity_of(folder), time.monotonic()
         try:
             with store.uploading(folder):
@@ -72,11 +72,11 @@ class Uploads:
 
 
 class Brought(NamedTuple):
-    """What came from a store."""
+    """The outcome of bringing a step from a store."""
 
-    #: None where none could be brought.
+    #: None where no step could be brought.
     step: Optional[int]
-    #: Why others could not be.
+    #: Why other steps could not be brought.
     faults: list[str]
 
 
@@ -84,7 +84,7 @@ def bring_newest(root: Place, local: Path, tried: set[int]) -> Brought:
     """Bring the newest good step of a store that was not tried yet. Runs on the first rank.
 
     Raises:
-        Failed: the store cannot be asked.
+        Failed: the store cannot be listed or read.
     """
     steps = remote.steps_at(root)
     faults = [f"{root.below(str(step.path)).url}: {step.fault}" for step in steps if step.fault]
@@ -103,10 +103,10 @@ def bring_newest(root: Place, local: Path, tried: set[int]) -> Brought:
 
 
 def bring_if_needed(url: str, folder: Path) -> None:
-    """Bring a folder from a store if it is not here, or not whole by its sizes. Runs on the first rank.
+    """Bring a folder from a store if it is absent here, or incomplete by its sizes. Runs on the first rank.
 
     Raises:
-        Failed: the store does not have it, or does not give it.
+        Failed: the store does not have the folder, or does not give it.
     """
     try:
         if not any(manifest.faults(folder, manifest.read(folder))):
@@ -117,10 +117,10 @@ def bring_if_needed(url: str, folder: Path) -> None:
 
 
 def settle(call: Call, uploads: Uploads, is_blocking: bool) -> bool:
-    """Wait until none is left to be uploaded, where asked to; whether none is. Collective.
+    """Wait until no upload is left, if `is_blocking`; return whether none is left. Collective.
 
     Raises:
-        CheckpointingException: one failed; the same on every rank.
+        CheckpointingException: an upload failed; the same on every rank.
     """
 
     def look() -> bool:
@@ -129,6 +129,6 @@ def settle(call: Call, uploads: Uploads, is_blocking: bool) -> bool:
         return is_settled
 
     while True:
-        is_settled = bool(together.tell_all(call, look, "waiting for uploads"))
+        is_settled = bool(together.run_on_first(call, look, "waiting for uploads"))
         if is_settled or not is_blocking:
             return is_settled

@@ -1,6 +1,6 @@
-"""What verl's own FSDP manager wrote: `model_world_size_W_rank_R.pt` and the like, the shards of each rank.
+"""Files of verl's own FSDP manager: `model_world_size_W_rank_R.pt` and the like, the shards of each rank.
 
-These are pickles, which run what they say: read only where the caller trusts them. Must never write.
+These are pickles, which run code: read only where the caller trusts them. Must never write.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNTRUSTED = "has files of verl's own manager, which run what they say: trust=Tru
 
 
 class Shards(NamedTuple):
-    """A tensor, as the files of all ranks have it."""
+    """A tensor, with its parts in the files of all ranks."""
 
     info: TensorInfo
     parts: list[tuple[Box, torch.Tensor]]
@@ -41,7 +41,7 @@ class Shards(NamedTuple):
 
 
 def saved_world(folder: Path) -> int:
-    """The number of ranks that saved a folder of verl's; 0 where it is none.
+    """Return the number of ranks that saved a folder of verl's; 0 for other folders.
 
     Raises:
         CheckpointingException: several saves are in it.
@@ -54,7 +54,7 @@ def saved_world(folder: Path) -> int:
 
 
 def loaded(folder: Path, part: str, world: int, rank: int) -> Any:
-    """One file; its tensors are read when they are used.
+    """Load a file of a rank; its tensors are read when they are used.
 
     Raises:
         CheckpointingException: it is not there, or cannot be read.
@@ -67,10 +67,10 @@ def loaded(folder: Path, part: str, world: int, rank: int) -> Any:
 
 
 def model_of(folder: Path, world: int) -> dict[str, Shards]:
-    """The model that all files together have.
+    """Return the model that all files together have.
 
     Raises:
-        CheckpointingException: a file cannot be read, or a tensor is not whole.
+        CheckpointingException: a file cannot be read, or a tensor is incomplete.
     """
     model: dict[str, Shards] = {}
     for rank in range(world):
@@ -96,7 +96,7 @@ def model_of(folder: Path, world: int) -> dict[str, Shards]:
 
 
 def parts_of(value: Any, rank: int) -> Iterator[tuple[Box, torch.Tensor]]:
-    """What a rank's file has of a tensor, and where that lies in it."""
+    """Yield the parts of a tensor that a rank's file has, each with its box."""
     if hasattr(value, "local_shards"):
         # FSDP1 without a device mesh.
         for shard in value.local_shards():
@@ -108,7 +108,7 @@ def parts_of(value: Any, rank: int) -> Iterator[tuple[Box, torch.Tensor]]:
 
 
 def problems_of(model: Mapping[str, Shards], targets: Mapping[str, torch.Tensor]) -> list[Problem]:
-    """Why a model does not fit what it is to be loaded into."""
+    """Return why a model does not fit the tensors that it is to be loaded into."""
     problems = [Problem("missing in the checkpoint", key) for key in targets if key not in model]
     problems += [Problem("only in the checkpoint", key) for key in model if key not in targets]
     for key, target in targets.items():
@@ -126,12 +126,12 @@ def fill(model: Mapping[str, Shards], targets: Mapping[str, torch.Tensor], rank:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """In the order of their numbers in the optimizer's state dict."""
+    """Return the parameters, in the order of their numbers in the optimizer's state dict."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def problems_of_optimizer(state: Any, optimizer: torch.optim.Optimizer) -> list[Problem]:
-    """Why a state dict, which goes by the parameters' numbers, is not this optimizer's."""
+    """Return why a state dict, which goes by the parameters' numbers, is not this optimizer's."""
     have = [len(group["params"]) for group in state["param_groups"]]
     want = [len(group["params"]) for group in optimizer.param_groups]
     if have != want:
@@ -147,7 +147,7 @@ def problems_of_optimizer(state: Any, optimizer: torch.optim.Optimizer) -> list[
 
 
 def load_optimizer(state: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Load a rank's own state dict, whose shards are of another process's mesh: they go onto today's."""
+    """Load a rank's own state dict; its shards are moved from the mesh of the save to the parameters'."""
     parameters = parameters_of(optimizer)
     states = {
         number: {name: moved(value, parameters[number]) for name, value in values.items()}
@@ -157,7 +157,7 @@ def load_optimizer(state: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def moved(value: Any, like: torch.Tensor) -> Any:
-    """A state of a parameter in memory of its own, and on the parameter's mesh."""
+    """Return a state of a parameter in memory of its own, and on the parameter's mesh."""
     if not isinstance(value, torch.Tensor):
         return value
     local = (compat.local_part(value) if isinstance(value, compat.DTensor) else value).clone()
@@ -167,7 +167,7 @@ def moved(value: Any, like: torch.Tensor) -> Any:
 
 
 def rng_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Random states, as `extra.set_rng_state` takes them."""
+    """Return random states as `extra.set_rng_state` takes them."""
     version, words, gauss = state["random"]
     converted: dict[str, Any] = {"cpu": state["cpu"], "random": [version, list(words), gauss]}
     if "numpy" in state:
@@ -180,7 +180,7 @@ def rng_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_tied(model: dict[str, Shards], config: bytes) -> dict[str, Shards]:
-    """A model without the output layer that is its embedding: verl's files have both."""
+    """Return a model without the output layer that is its embedding: verl's files have both."""
     head, embedding = model.get("lm_head.weight"), model.get("model.embed_tokens.weight")
     if head is None or embedding is None or not json.loads(config).get("tie_word_embeddings"):
         return model

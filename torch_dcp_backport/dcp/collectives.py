@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def all_gather_keys(local_dict: Mapping[Any, Any], group: Optional[dist.ProcessGroup] = None) -> list[Any]:
-    """The keys of all ranks of the group, sorted."""
+    """Return the keys of all ranks of the group, sorted."""
     keys: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(keys, list(local_dict.keys()), group=group)
     return sorted(set(itertools.chain.from_iterable(keys)))
@@ -21,14 +21,14 @@ def all_gather_keys(local_dict: Mapping[Any, Any], group: Optional[dist.ProcessG
 
 class DistWrapper:
     def broadcast_object(self: Any, object: Any) -> Any:
-        """The coordinator's object."""
+        """Return the coordinator's object."""
         held = [object]
         if self.use_dist:
             dist.broadcast_object_list(object_list=held, group=self.group, src=global_coordinator(self))
         return held[0]
 
     def gather_object(self: Any, object: Any) -> Optional[list[Any]]:
-        """Every rank's object on the coordinator, None on other ranks."""
+        """Return every rank's object on the coordinator, None on other ranks."""
         if not self.use_dist:
             return [object]
         held = [None] * dist.get_world_size(self.group) if self.is_coordinator else None
@@ -38,7 +38,7 @@ class DistWrapper:
         return held
 
     def scatter_object(self: Any, object_list: Optional[list[Any]]) -> Any:
-        """This rank's object out of the coordinator's list."""
+        """Return this rank's object out of the coordinator's list."""
         if not self.use_dist:
             assert object_list is not None
             return object_list[0]

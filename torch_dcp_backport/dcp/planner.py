@@ -23,7 +23,7 @@ planners: Any = default_planner  # by attribute: other tools may replace its pri
 def create_default_local_load_plan(
     state_dict: Mapping[str, Any], metadata: Metadata, strict: bool = True
 ) -> LoadPlan:
-    """A request for each part of each value.
+    """Return a request for each part of each value.
 
     Raises:
         RuntimeError: strict, and a key is not in the checkpoint.
@@ -44,7 +44,7 @@ def create_default_local_load_plan(
 
 
 def check_size(key: str, stored: object, value: Any) -> None:
-    """Raise a ValueError, in torch 2.6's words, for a tensor of another global shape than the stored one."""
+    """Raise a ValueError, in torch 2.6's words, for a tensor whose global shape is not the stored shape."""
     size = getattr(value, "size", None)
     if not isinstance(stored, TensorStorageMetadata) or not callable(size) or stored.size == size():
         return
@@ -53,7 +53,7 @@ def check_size(key: str, stored: object, value: Any) -> None:
 
 
 def may_differ(value: Any) -> bool:
-    """Whether Megatron-LM made this tensor and takes another shape.
+    """Return whether Megatron-LM made this tensor and takes another shape.
 
     A padded vocabulary has another size on another number of ranks; Megatron fills the rest with zeros. Its
     planner checks shapes itself. It hides such tensors from torch's check, but not in the releases that were
@@ -68,7 +68,7 @@ def may_differ(value: Any) -> bool:
 
 class EmptyStateDictLoadPlanner:
     def _should_include_key(self: Any, key: str, metadata: Metadata) -> bool:
-        """Whether this key was asked for, or one above it; there is none above a key without a path."""
+        """Return whether this key was asked for, or a key above it; a key without a path has none above."""
         if self.keys is None or key in self.keys:
             return True
         return any(name in self.keys for name in accumulate(path_of(key, metadata), "{}.{}".format))
@@ -93,7 +93,7 @@ class EmptyStateDictLoadPlanner:
 
 
 def path_of(key: str, metadata: Metadata) -> tuple[Any, ...]:
-    """The path of a key's value in the nested state dict; empty where it was not recorded."""
+    """Return the path of a key's value in the nested state dict; empty where it was not recorded."""
     paths = metadata.planner_data
     if not paths or key not in paths:
         return ()
@@ -102,7 +102,7 @@ def path_of(key: str, metadata: Metadata) -> tuple[Any, ...]:
 
 
 def own_class(planner: Any) -> type[Any]:
-    """Torch's class among those of a planner. Its name in the module may stand for another one by now."""
+    """Return torch's class among those of a planner. Its name in the module may stand for another by now."""
     name = EmptyStateDictLoadPlanner.__name__
     return next(
         kind

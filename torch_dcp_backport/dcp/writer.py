@@ -1,6 +1,6 @@
 """`FileSystemWriter.write_data` that fails where one of its threads fails.
 
-Torch's own code writes each file; only the threads around it are ours. Must never leave one of them writing.
+Torch's own code writes each file; only the threads around it are ours. Must never leave a thread writing.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class FileSystemWriter:
         ]
         files = [File(self.fs.concat_path(self.path, name), name, part) for name, part in zip(names, parts)]
 
-        def write(some: Sequence[File]) -> list[list[WriteResult]]:
-            """The results of each file."""
+        def write(batch: Sequence[File]) -> list[list[WriteResult]]:
+            """Return the results of each file."""
             waiting: Queue[File] = Queue()
             written: Queue[list[WriteResult]] = Queue()
-            for file in some:
+            for file in batch:
                 waiting.put(file)
             filesystem._write_files_from_queue(
                 create_stream=self.fs.create_stream,
@@ -55,12 +55,12 @@ class FileSystemWriter:
                 use_fsync=self.sync_files,
                 thread_count=self.thread_count,
             )
-            if written.qsize() != len(some):
+            if written.qsize() != len(batch):
                 # Torch's loop takes a queue.Empty that the storage or the planner raises for its own end.
                 raise RuntimeError(
-                    f"{some[written.qsize()].name} was not written: something raised queue.Empty"
+                    f"{batch[written.qsize()].name} was not written: something raised queue.Empty"
                 )
-            return [written.get() for _ in some]
+            return [written.get() for _ in batch]
 
         results = (
             write(files) if self.thread_count <= 1 else write_in_threads(write, files, self.thread_count)
@@ -73,7 +73,7 @@ class FileSystemWriter:
 def write_in_threads(
     write: Callable[[Sequence[File]], list[list[WriteResult]]], files: Sequence[File], count: int
 ) -> list[list[WriteResult]]:
-    """The results of `write` for each file, written in `count` threads, one of them the caller's.
+    """Return the results of `write` for each file, from `count` threads with the caller's among them.
 
     Raises the first thread's error, or an interrupt of the caller's; by then the others are done with
     the file that they were at. A second interrupt ends that wait.

@@ -32,7 +32,7 @@ PACKAGE = "megatron"
 
 
 def adopted(value: Any) -> Any:
-    """One of ours with the same fields, for an object of Megatron's classes; else the value itself."""
+    """Return our object with the same fields for an object of Megatron's classes; else the value itself."""
     kind: Any = type(value)
     known = _known(kind)
     if known is None:

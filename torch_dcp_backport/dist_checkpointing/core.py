@@ -1,4 +1,4 @@
-"""What makes a folder a checkpoint: `metadata.json`, written last. And the room's one exception.
+"""`metadata.json`, which makes a folder a checkpoint and is written last; and the room's exception.
 
 Must never read a tensor.
 """
@@ -38,12 +38,12 @@ class CheckpointingConfig:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: Folder) -> bool:
-    """Whether a folder holds a whole sharded checkpoint: its marker is there and readable."""
+    """Return whether a folder holds a complete sharded checkpoint: its marker is there and readable."""
     return maybe_load_config(checkpoint_dir) is not None
 
 
 def maybe_load_config(checkpoint_dir: Folder) -> Optional[CheckpointingConfig]:
-    """The marker of a checkpoint; None where there is none.
+    """Return the marker of a checkpoint; None where there is none.
 
     Raises:
         CheckpointingException: it is not JSON of the known form.
@@ -57,7 +57,7 @@ def maybe_load_config(checkpoint_dir: Folder) -> Optional[CheckpointingConfig]:
 
 
 def parse_config(text: bytes, name: str) -> CheckpointingConfig:
-    """The marker from its bytes. Fields of later releases of Megatron are passed over.
+    """Return the marker from its bytes. Fields of later releases of Megatron are passed over.
 
     Raises:
         CheckpointingException: not JSON of the known form.

@@ -44,7 +44,7 @@ def extract_matching_values(
 
 
 def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Path], list[Path], list[tuple[Any, ...]]]:
-    """(paths only in x1, paths only in x2, (path, type, type) of what differs)."""
+    """Return (paths only in x1, paths only in x2, (path, type, type) of values that differ)."""
     if isinstance(x1, dict) and isinstance(x2, dict):
         left = [(*prefix, key) for key in x1 if key not in x2]
         right = [(*prefix, key) for key in x2 if key not in x1]
@@ -86,13 +86,13 @@ def inspect_types(x: Any, prefix: Path = (), indent: int = 4) -> None:
 
 
 def nested_values(x: Nested) -> Iterator[Any]:
-    """The leaves."""
+    """Yield the leaves."""
     for _, _, value in nested_items_iter(x):
         yield value
 
 
 def nested_items_iter(x: Nested) -> Iterator[tuple[Nested, Any, Any]]:
-    """(the container, the key or index in it, the leaf)."""
+    """Yield (the container, the key or index in it, the leaf)."""
     for key, value in x.items() if isinstance(x, dict) else enumerate(x):
         if isinstance(value, (dict, list)):
             yield from nested_items_iter(value)
@@ -101,13 +101,13 @@ def nested_items_iter(x: Nested) -> Iterator[tuple[Nested, Any, Any]]:
 
 
 def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
-    """Replace the values of one dict, in place."""
+    """Replace the values of a dict, in place; dicts in it are values."""
     for key in list(d):
         d[key] = f(d[key])
 
 
 def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
-    """As `dict_map`, with f(key, value)."""
+    """Replace the values of a dict by f(key, value), in place."""
     for key in list(d):
         d[key] = f(key, d[key])
 
@@ -124,7 +124,7 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """The same structure with other leaves."""
+    """Return the same structure with other leaves."""
     if isinstance(x, dict):
         return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
     if isinstance(x, list):
@@ -136,7 +136,7 @@ def merge(x1: Any, x2: Any, key: Path = ()) -> Any:
     """Merge x2 into x1, in place; a list and a dict from index to value go together.
 
     Raises:
-        ValueError: two leaves at one path, lists of different lengths, a dict beside a leaf.
+        ValueError: two leaves at the same path, lists of different lengths, a dict beside a leaf.
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         for name, value in x2.items():

@@ -1,7 +1,7 @@
-"""Who loads which shard of a process group, and the exchange of what was loaded; for programs that do both.
+"""The distribution of shards over the ranks of a process group, and the exchange of loaded shards.
 
 Names, positional order and results are those of megatron.core.dist_checkpointing.exchange_utils. A load with
-`FullyParallelLoadStrategyWrapper` shares its reads by itself, in smaller parts than whole shards.
+`FullyParallelLoadStrategyWrapper` does both by itself, in smaller parts than full shards.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ GATHER_OBJECT, GATHER_ROUNDS, BROADCAST = "gather_object", "gather_rounds", "bro
 
 
 class ShardDistribution(NamedTuple):
-    """Who takes care of which shard. Ranks are numbers within the process group."""
+    """The rank that takes care of each shard. Ranks are numbers within the process group."""
 
-    #: The one rank that saves or loads a shard.
+    #: The only rank that saves or loads a shard.
     main_rank_for_shard: dict[ShardId, int]
     shards_in_this_group: set[ShardId]
     #: Without data; of the first rank that has it.
@@ -57,24 +57,24 @@ class ShardDistribution(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What has to be the same of a shard on both ends."""
+    """The size and dtype of a shard, which have to be the same on both ends."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Said(NamedTuple):
-    """What one rank has loaded, and what it waits for."""
+    """The shards that a rank has loaded, and those that it waits for."""
 
     loaded: dict[ShardId, Shape]
     waiting: dict[ShardId, Shape]
-    #: Shard -> the group's rank that has to have loaded it; the same on every rank, as is the next one.
+    #: Shard -> the group's rank that has to have loaded it; the same on every rank, as is the next field.
     mains: dict[ShardId, int]
     algorithm: str
 
 
 class Way(NamedTuple):
-    """Of one shard; every rank knows all of them, so that messages are cut alike on both ends."""
+    """The way of a shard; every rank knows all ways, so that messages are cut alike on both ends."""
 
     #: Global ranks.
     source: int
@@ -97,8 +97,8 @@ def distribute_shards_to_ranks(
 ) -> dict[T, int]:
     """Give each shard to one of the ranks that have it, so that all get about the same bytes.
 
-    The shards of fewest ranks come first, then the largest: each goes to the rank with the least so far.
-    Equal on all ranks that pass the same.
+    The shards of fewest ranks go first, then the largest: each to the rank with the least so far. The result
+    is equal on all ranks that pass the same.
 
     Raises:
         ValueError: a shard that none of the ranks has.
@@ -143,23 +143,25 @@ def determine_main_replica_uniform_distribution(
                     mine.append(part.without_data())
         ranks = call.ranks
 
-        def decide(said: Mapping[int, list[ShardedTensor]]) -> Mapping[int, list[list[ShardedTensor]]]:
-            everyone = [said[rank] for rank in ranks]
-            findings = list(differing(ranks, everyone))
+        def decide(
+            parts_by_rank: Mapping[int, list[ShardedTensor]],
+        ) -> Mapping[int, list[list[ShardedTensor]]]:
+            all_parts = [parts_by_rank[rank] for rank in ranks]
+            findings = list(differing(ranks, all_parts))
             if findings:
                 raise Refusal(findings)
-            return dict.fromkeys(said, everyone)
+            return dict.fromkeys(parts_by_rank, all_parts)
 
-        everyone = consult(call, mine, decide, Topic("sharing out shards"))
-    return distribution_of(everyone, ignore_groups)
+        all_parts = consult(call, mine, decide, Topic("sharing out shards"))
+    return distribution_of(all_parts, ignore_groups)
 
 
-def distribution_of(everyone: list[list[ShardedTensor]], ignore_groups: bool) -> ShardDistribution:
-    """The distribution of what each rank of a group has."""
+def distribution_of(all_parts: list[list[ShardedTensor]], ignore_groups: bool) -> ShardDistribution:
+    """Return the distribution of the shards that the ranks of a group have."""
     ranks_by_shard: dict[ShardId, list[int]] = {}
     first: dict[ShardId, ShardedTensor] = {}
     here: set[ShardId] = set()
-    for rank, parts in enumerate(everyone):
+    for rank, parts in enumerate(all_parts):
         for part in parts:
             shard = _sharded_tensor_shard_id(part)
             ranks_by_shard.setdefault(shard, []).append(rank)
@@ -169,7 +171,7 @@ def distribution_of(everyone: list[list[ShardedTensor]], ignore_groups: bool) ->
     ranks_by_shard = {shard: ranks for shard, ranks in ranks_by_shard.items() if shard in here}
     sizes = {shard: math.prod(data_shape(part)) * part.dtype.itemsize for shard, part in first.items()}
     return ShardDistribution(
-        distribute_shards_to_ranks(ranks_by_shard, sizes, len(everyone)), here, first, ranks_by_shard
+        distribute_shards_to_ranks(ranks_by_shard, sizes, len(all_parts)), here, first, ranks_by_shard
     )
 
 
@@ -177,10 +179,10 @@ def shape_of(part: ShardedTensor) -> Shape:
     return Shape(data_shape(part), part.dtype)
 
 
-def differing(ranks: tuple[int, ...], everyone: list[list[ShardedTensor]]) -> Iterator[tuple[int, Problem]]:
-    """Shards that are something else on another rank."""
+def differing(ranks: tuple[int, ...], all_parts: list[list[ShardedTensor]]) -> Iterator[tuple[int, Problem]]:
+    """Yield findings of shards that have another shape or dtype on another rank."""
     known: dict[ShardId, tuple[int, Shape]] = {}
-    for rank, parts in zip(ranks, everyone):
+    for rank, parts in zip(ranks, all_parts):
         for part in parts:
             shape = shape_of(part)
             first, other = known.setdefault(_sharded_tensor_shard_id(part), (rank, shape))
@@ -199,7 +201,7 @@ def exchange_loaded_tensors_gather_rounds(
     shard_distribution: Optional[ShardDistribution] = None,
     parallelization_group: Group = None,
 ) -> Loaded:
-    """As `exchange_by_distribution`."""
+    """Exchange shards as `exchange_by_distribution` does."""
     return exchange_by_distribution(
         loaded_tensors, unloaded_shards, shard_distribution, parallelization_group, GATHER_ROUNDS
     )
@@ -211,7 +213,7 @@ def exchange_loaded_tensors_gather_object(
     shard_distribution: Optional[ShardDistribution] = None,
     parallelization_group: Group = None,
 ) -> Loaded:
-    """As `exchange_by_distribution`; no distribution is needed."""
+    """Exchange shards as `exchange_by_distribution` does; no distribution is needed."""
     return exchange_by_distribution(
         loaded_tensors, unloaded_shards, shard_distribution, parallelization_group, GATHER_OBJECT
     )
@@ -223,7 +225,7 @@ def exchange_loaded_tensors_broadcast(
     shard_distribution: Optional[ShardDistribution] = None,
     parallelization_group: Group = None,
 ) -> Loaded:
-    """As `exchange_by_distribution`."""
+    """Exchange shards as `exchange_by_distribution` does."""
     return exchange_by_distribution(
         loaded_tensors, unloaded_shards, shard_distribution, parallelization_group, BROADCAST
     )
@@ -241,11 +243,11 @@ def exchange_by_distribution(
     A shard goes to the ranks that want it, and to no other; in bounded pieces, whatever `exchange_algo` says.
 
     Args:
-        loaded_tensors: what this rank has loaded.
-        unloaded_shards: what it waits for; `data` that is there is written in place, and None becomes a
+        loaded_tensors: the shards that this rank has loaded.
+        unloaded_shards: those that it waits for; `data` that is there is written in place, and None becomes a
             tensor on the CPU.
-        shard_distribution: who has loaded what; what else was loaded stays where it is.
-        exchange_algo: "broadcast", "gather_rounds" or "gather_object"; the last one refuses shards that two
+        shard_distribution: the rank that sends each shard; copies that others loaded stay where they are.
+        exchange_algo: "broadcast", "gather_rounds" or "gather_object"; the last refuses shards that two
             ranks have loaded.
 
     Returns:
@@ -274,36 +276,36 @@ def exchanged(
     algorithm: str,
 ) -> Loaded:
     result: Loaded = {}
-    said = Said({}, {}, {}, algorithm)
+    own = Said({}, {}, {}, algorithm)
     with guard(call):
         if distribution is None and algorithm != GATHER_OBJECT:
             raise CheckpointingException(f"{algorithm} needs a shard_distribution")
         result = {shard: nominal(tensor) for shard, tensor in loaded.items()}
         for shard, tensor in result.items():
             check_memory(spelled(shard), tensor, tuple(tensor.shape), tensor.dtype)
-        said.loaded.update((shard, Shape(tuple(value.shape), value.dtype)) for shard, value in result.items())
+        own.loaded.update((shard, Shape(tuple(value.shape), value.dtype)) for shard, value in result.items())
         for shard, part in waiting.items():
             if shard not in loaded:
-                said.waiting[shard] = shape = shape_of(adopted(part))
+                own.waiting[shard] = shape = shape_of(adopted(part))
                 data = adopted(part).data
                 if data is not None:
                     check_memory(spelled(shard), data, shape.size, shape.dtype, is_written=True)
         if distribution is not None and algorithm != GATHER_OBJECT:
-            said.mains.update(distribution.main_rank_for_shard)
+            own.mains.update(distribution.main_rank_for_shard)
     ranks = meeting.ranks_of(call)
 
-    def decide(everyone: Mapping[int, Said]) -> Mapping[int, Ways]:
-        ways, findings = ways_of(ranks, everyone)
+    def decide(own_by_rank: Mapping[int, Said]) -> Mapping[int, Ways]:
+        ways, findings = ways_of(ranks, own_by_rank)
         if findings:
             raise Refusal(findings)
-        return dict.fromkeys(everyone, ways)
+        return dict.fromkeys(own_by_rank, ways)
 
-    ways: Ways = consult(call, said, decide, Topic("exchanging what was loaded"))
+    ways: Ways = consult(call, own, decide, Topic("exchanging what was loaded"))
     if meeting.is_alone(call):
         return result
     targets: Loaded = {}
     with call.room_for("the tensors that are exchanged"):
-        for shard, shape in said.waiting.items():
+        for shard, shape in own.waiting.items():
             data = adopted(waiting[shard]).data
             targets[shard] = torch.empty(shape.size, dtype=shape.dtype) if data is None else data.detach()
     kinds = {tensor.device.type for tensor in [*result.values(), *targets.values()]}
@@ -321,27 +323,27 @@ def exchanged(
     return {**result, **targets}
 
 
-def ways_of(ranks: tuple[int, ...], everyone: Mapping[int, Said]) -> tuple[Ways, meeting.Findings]:
-    """Who sends each shard to whom, and what is wrong with that."""
+def ways_of(ranks: tuple[int, ...], own_by_rank: Mapping[int, Said]) -> tuple[Ways, meeting.Findings]:
+    """Return the way of each shard, and the findings of ranks whose shards have none."""
     findings: meeting.Findings = []
     loaders: dict[ShardId, list[int]] = {}
     takers: dict[ShardId, list[int]] = {}
-    first = everyone[ranks[0]]
+    first = own_by_rank[ranks[0]]
     for rank in ranks:
-        said = everyone[rank]
-        if (said.mains, said.algorithm) != (first.mains, first.algorithm):
+        own = own_by_rank[rank]
+        if (own.mains, own.algorithm) != (first.mains, first.algorithm):
             what = "another distribution or exchange_algo than on another rank"
-            got, expected = f"{len(said.mains)} shards, {said.algorithm}", f"those of rank {ranks[0]}"
+            got, expected = f"{len(own.mains)} shards, {own.algorithm}", f"those of rank {ranks[0]}"
             findings.append((rank, Problem(what, "", got, expected)))
-        for shard in said.loaded:
+        for shard in own.loaded:
             loaders.setdefault(shard, []).append(rank)
-        for shard in said.waiting:
+        for shard in own.waiting:
             takers.setdefault(shard, []).append(rank)
     ways: Ways = {}
     for shard, waiting in takers.items():
         holders, main = loaders.get(shard, []), first.mains.get(shard)
         if main is not None and 0 <= main < len(ranks):
-            # What others have loaded beside it does not count.
+            # Copies that other ranks have loaded do not count.
             holders = [rank for rank in holders if rank == ranks[main]]
         if not holders:
             expected = "one" if main is None else f"by rank {ranks[main]}" if main < len(ranks) else f"{main}"
@@ -350,12 +352,12 @@ def ways_of(ranks: tuple[int, ...], everyone: Mapping[int, Said]) -> tuple[Ways,
             )
             continue
         source = holders[0]
-        shape = everyone[source].loaded[shard]
+        shape = own_by_rank[source].loaded[shard]
         ways[shard] = Way(source, tuple(waiting), shape)
         for rank in waiting:
-            if everyone[rank].waiting[shard] != shape:
+            if own_by_rank[rank].waiting[shard] != shape:
                 findings.append(
-                    (rank, mismatch(spelled(shard), everyone[rank].waiting[shard], shape, source))
+                    (rank, mismatch(spelled(shard), own_by_rank[rank].waiting[shard], shape, source))
                 )
     if first.algorithm == GATHER_OBJECT:
         findings += [
@@ -369,26 +371,28 @@ def loaded_twice(shard: ShardId, ranks: list[int]) -> Problem:
 
 
 def exchange_loaded_objects_gather_object(loaded_objects: dict[ShardId, Any]) -> dict[ShardId, Any]:
-    """The objects that any rank has loaded, on every rank of the default group. Collective.
+    """Return the objects that any rank has loaded, on every rank of the default group. Collective.
 
     Raises:
-        CheckpointingException: two ranks have loaded one; the same on every rank.
+        CheckpointingException: two ranks have loaded the same object; the same error on every rank.
     """
     with begin(CANNOT_EXCHANGE, "load", None) as call:
 
-        def decide(said: Mapping[int, dict[ShardId, Any]]) -> Mapping[int, dict[ShardId, Any]]:
+        def decide(
+            objects_by_rank: Mapping[int, dict[ShardId, Any]],
+        ) -> Mapping[int, dict[ShardId, Any]]:
             together: dict[ShardId, Any] = {}
             loaders: dict[ShardId, list[int]] = {}
-            for rank in sorted(said):
-                together.update(said[rank])
-                for shard in said[rank]:
+            for rank in sorted(objects_by_rank):
+                together.update(objects_by_rank[rank])
+                for shard in objects_by_rank[rank]:
                     loaders.setdefault(shard, []).append(rank)
             findings = [
                 (ranks[-1], loaded_twice(shard, ranks)) for shard, ranks in loaders.items() if ranks[1:]
             ]
             if findings:
                 raise Refusal(findings)
-            return dict.fromkeys(said, together)
+            return dict.fromkeys(objects_by_rank, together)
 
         own: dict[ShardId, Any] = {}
         with guard(call):

@@ -1,4 +1,4 @@
-"""What the fields of a part may say: whole numbers, and a place within the global tensor."""
+"""Checks of a part's fields: its numbers are integers, and its place is within the global tensor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 
 
 def check_fields(key: object, numbers: Sequence[object], replica_id: object) -> None:
-    """Refuse what would be saved and never be loaded again.
+    """Refuse fields that could be saved, and never be loaded again.
 
     Raises:
-        CheckpointingException: a key that is no text, or a place or shape that are no whole numbers (numpy's
+        CheckpointingException: a key that is no text, or a place or shape whose numbers are no int (numpy's
             are other objects in a file).
     """
     if not isinstance(key, str):
@@ -24,7 +24,7 @@ def check_fields(key: object, numbers: Sequence[object], replica_id: object) -> 
 
 
 def is_off_grid(local_shape: tuple[int, ...], offset: tuple[int, ...]) -> bool:
-    """Whether a box does not begin where a regular grid of such boxes has one."""
+    """Return whether a box begins off the regular grid of such boxes."""
     return any(extent and start % extent for start, extent in zip(offset, local_shape))
 
 
@@ -37,10 +37,9 @@ def is_place(
     prepended: int,
     is_regular: bool,
 ) -> bool:
-    """Whether a box is in the global shape, and on its grid if that is regular.
+    """Return whether a box is in the global shape, and on its grid if that is regular.
 
-    Offset and global shape have as many axes as the local shape and those that are put before it, all of them
-    whole numbers.
+    Offset and global shape have the axes of the local shape behind the prepended axes; all are integers.
     """
     size = (1,) * prepended + local_shape
     if any(start < 0 or start + extent > limit for start, extent, limit in zip(offset, size, global_shape)):

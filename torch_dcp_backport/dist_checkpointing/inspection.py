@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and whether every byte of it is what was saved. One process; no process group.
+"""The contents of a checkpoint, and a check of its every byte. One process; no process group.
 
 Must never write.
 """
@@ -35,7 +35,7 @@ class Entry:
     kind: str
     dtype: str
     shape: Sequence[int]
-    #: Of how many boxes, and in which files.
+    #: The number of its boxes, and the files that they are in.
     records: int
     files: Sequence[str]
     #: On disk.
@@ -43,7 +43,7 @@ class Entry:
 
 
 def contents(checkpoint_dir: Folder) -> list[Entry]:
-    """What a checkpoint holds, by key.
+    """Return the entries of a checkpoint, by key.
 
     Raises:
         CheckpointingException: no checkpoint.
@@ -74,7 +74,7 @@ def opened_alone(checkpoint_dir: Folder) -> Opened:
 
 
 def verify(checkpoint_dir: Folder) -> list[str]:
-    """What is wrong with a checkpoint: every file, every record, every byte. Nothing, where it is whole.
+    """Return the problems of every file, record and byte of a checkpoint; none where it is what was saved.
 
     Reads all of it, in blocks.
     """
@@ -120,7 +120,7 @@ def problems_of(checkpoint: Opened) -> Iterator[str]:
 
 
 def problems_of_digests(checkpoint: Opened) -> Iterator[str]:
-    """What is wrong by the SHA-256 of the files, where a checkpoint has them."""
+    """Yield the problems that the SHA-256 of the files shows, where a checkpoint has them."""
     folder = checkpoint.folder
     if not integrity.is_there(folder):
         return
@@ -135,7 +135,7 @@ def problems_of_digests(checkpoint: Opened) -> Iterator[str]:
 
 
 def chunks_by_file(checkpoint: Opened) -> dict[str, list[tuple[str, Stored, Chunk]]]:
-    """The stored boxes of each file, with their keys."""
+    """Return the stored boxes of each file, with their keys."""
     chunks: dict[str, list[tuple[str, Stored, Chunk]]] = {}
     for key, stored in checkpoint.holds.tensors.items():
         for chunk in stored.chunks:
@@ -146,7 +146,7 @@ def chunks_by_file(checkpoint: Opened) -> dict[str, list[tuple[str, Stored, Chun
 def problem_of_record(
     reader: Reader, source: Source, key: str, stored: Stored, chunk: Chunk
 ) -> Iterator[str]:
-    """What is wrong with a tensor's record, after all of it was read."""
+    """Read all of a tensor's record, and yield its problem if it has one."""
     read = Read(key, chunk, chunk.box, stored.dtype, torch.empty(0), whole(chunk.box.size))
     try:
         if reader.is_ours:
@@ -165,7 +165,7 @@ def problem_of_record(
 
 
 def verify_in_blocks(source: Source, place: Place) -> None:
-    """The entries of a record of torch's that is not row-major."""
+    """Verify the entries of a record of torch's that is not row-major."""
     for entry in foreign.directory(source, place).values():
         foreign.content(source, place, entry)
 
@@ -178,7 +178,7 @@ CODES = "exit codes: 0 fine; 1 no checkpoint, or a damaged one; 2 wrong usage"
 
 
 def main(argv: list[str], prog: str) -> int:
-    """The command `checkpoint`."""
+    """Run the command `checkpoint`; return the exit code."""
     parser = argparse.ArgumentParser(prog=prog, description=HELP, epilog=CODES)
     parser.add_argument("action", choices=("inspect", "verify"))
     parser.add_argument("folder", metavar="DIR")
@@ -200,7 +200,7 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def printable(text: str) -> str:
-    """A text that any terminal takes: keys come from a file, and may have what it cannot show."""
+    """Return a text that any terminal can show: keys are from a file, and may have other characters."""
     encoding = sys.stdout.encoding or "ascii"
     known = text.encode(encoding, "backslashreplace").decode(encoding)
     return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in known)

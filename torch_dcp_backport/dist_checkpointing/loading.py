@@ -1,4 +1,4 @@
-"""One load of one rank: what it wants of a checkpoint, what is wrong with that, and what it got.
+"""A load on one rank: the parts that it wants of a checkpoint, their problems, and the loaded values.
 
 Between the state dict and the engine: knows parts and keys, and leaves bytes to the reader.
 """
@@ -47,7 +47,7 @@ from torch_dcp_backport.transfer.memory import has_slices, layout_text, why_not_
 
 
 class Loading:
-    """One load of this rank: what it wants of a checkpoint, and what it got."""
+    """A load on this rank: the parts that it wants of a checkpoint, and the loaded values."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class Loading:
         self.parts = parts
         self.mode = mode
         self.trust = trust
-        #: The process group whose ranks read together; none where each reads for itself.
+        #: The process group whose ranks read together; empty where each rank reads for itself.
         self.shared_in = shared_in
         self.reader = Reader(checkpoint.folder, self.index.is_ours, call.tally.meter.add)
         self.tensors = [part for part in parts.tensors if part.key in self.index.tensors]
-        #: What each is loaded into; None where it is still to be made.
+        #: The tensor that each is loaded into; None where it is still to be made.
         self.data = [part.data for part in self.tensors]
         #: The part -> the key under which the checkpoint has it.
         self.objects: dict[str, str] = {}
@@ -86,14 +86,14 @@ class Loading:
         self.unfold({part.key for part in flattened if is_other(self.index, row_of(part))})
         self.unexpected = {part.key for part in parts.tensors if part.key not in self.index.tensors}
         self.unexpected |= {part.key for part in parts.objects if part.unique_key not in self.objects}
-        #: By id of the part.
+        #: id of a part -> its value.
         self.loaded: dict[int, Any] = {}
         self.common: Any = {}
-        #: Of which a part is read.
+        #: The number of records of which a part is read.
         self.records = 0
 
     def unfold(self, keys: set[str]) -> None:
-        """Load these keys box by box: where one rank does, all that read together have to."""
+        """Load these keys box by box: where one rank does so, all that read together have to."""
         if keys - self.unfolded:
             self.unfolded |= keys
             self.index = self.checkpoint.holds.unfolded(self.unfolded)
@@ -105,7 +105,7 @@ class Loading:
 
     @functools.cached_property
     def wanted(self) -> list[Wanted]:
-        """Anew where data was made, or keys were unfolded."""
+        """The boxes that this rank loads; made anew where data was made, or keys were unfolded."""
         wanted = []
         rows = (row for row in self.table.tensors if row.key in self.index.tensors)
         for part, data, plain in zip(self.tensors, self.data, rows):
@@ -144,9 +144,9 @@ class Loading:
             with guard(call, "the group that reads together"):
                 together = group_ranks(group)
 
-        def decide(said: Mapping[int, tuple[Table, tuple[int, ...]]]) -> Mapping[int, Any]:
-            tables = {rank: one for rank, (one, _) in said.items()}
-            findings = list(apart({rank: ranks for rank, (_, ranks) in said.items()}))
+        def decide(own_by_rank: Mapping[int, tuple[Table, tuple[int, ...]]]) -> Mapping[int, Any]:
+            tables = {rank: own_table for rank, (own_table, _) in own_by_rank.items()}
+            findings = list(apart({rank: ranks for rank, (_, ranks) in own_by_rank.items()}))
             unfolded = others(self.checkpoint.holds, tables)
             findings += both_ways(self.checkpoint.holds, tables, unfolded)
             findings += findings_of(tables) if is_checked else []
@@ -168,13 +168,13 @@ class Loading:
         return set(missing)
 
     def missing_of(self, tables: Mapping[int, Table]) -> set[str]:
-        """The keys of the checkpoint that no rank asks for; of objects without their places."""
+        """Return the keys of the checkpoint that no rank asks for; those of objects without their places."""
         known = set(self.index.tensors) | {key.partition("/shard_")[0] for key in self.index.objects}
         known.discard(engine.COMMON_STATE.partition("/")[0])
         return known - {key.partition("/shard_")[0] for key in keys_of(tables)}
 
     def read(self) -> StateDict:
-        """Read what is wanted, and hear of every rank's reads; return all of it as one state dict.
+        """Read the wanted parts, and agree on every rank's problems; return all values as one state dict.
 
         Raises:
             CheckpointingException: a record is damaged, a disk or a merge fails, or memory runs out.
@@ -226,12 +226,12 @@ class Loading:
                     shared = read_shared(call, self.reader, self.index, wanted, list(self.objects.values()))
             except Exception as error:
                 if members(group) is not members(self.call.group):
-                    # The other ranks hear of it when all settle, in the group of the load.
+                    # The other ranks get this problem when all settle, in the group of the load.
                     raise RuntimeError(str(error)) from error
-                # Every rank has it, or they are out of step, and messages under way: no other may follow.
-                told = CheckpointingException(str(error))
-                told.is_agreed = True
-                raise told from error
+                # Every rank has it, or ranks are out of step with messages under way: no other may follow.
+                agreed = CheckpointingException(str(error))
+                agreed.is_agreed = True
+                raise agreed from error
             if shared.failure is not None:
                 raise shared.failure
             return shared.objects
@@ -239,7 +239,7 @@ class Loading:
         return {}
 
     def result(self) -> StateDict:
-        """The common state, what was loaded, and what is not saved, as one state dict."""
+        """Return the common state, the loaded values and those that are not saved, as one state dict."""
 
         def value_of(part: Any) -> Any:
             return self.loaded.get(id(part), NOTHING)
@@ -248,7 +248,7 @@ class Loading:
 
 
 def apart(groups: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[int, Problem]]:
-    """Findings of ranks whose group reads together, and another rank of it does not in the same one."""
+    """Yield a finding of each rank whose group reads together, and has a rank that names another group."""
     for rank, ranks in groups.items():
         for other in ranks:
             if groups.get(other) != ranks or rank not in ranks:
@@ -259,7 +259,7 @@ def apart(groups: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[int, Problem]
 
 
 def is_other(index: Index, row: Row) -> bool:
-    """Whether a row and the checkpoint have a tensor in different forms: folded, or other folds of it."""
+    """Return whether a row has a tensor in another form than the checkpoint: folded, or other folds."""
     stored = index.tensors.get(row.key)
     if stored is None or stored.original is row.original is None:
         return False
@@ -268,7 +268,7 @@ def is_other(index: Index, row: Row) -> bool:
 
 
 def others(index: Index, tables: Mapping[int, Table]) -> set[str]:
-    """The keys that any rank wants in another form."""
+    """Return the keys that any rank wants in another form."""
     rows = [row for table in tables.values() for row in table.tensors]
     if not any(row.original for row in rows) and not any(
         stored.original for stored in index.tensors.values()
@@ -278,7 +278,7 @@ def others(index: Index, tables: Mapping[int, Table]) -> set[str]:
 
 
 def both_ways(index: Index, tables: Mapping[int, Table], unfolded: set[str]) -> Iterator[tuple[int, Problem]]:
-    """Findings of ranks that ask for a tensor as it is stored, folded, where others ask for it as it was."""
+    """Yield findings of ranks that want a tensor folded, as it is stored, where others want it unfolded."""
     for rank, table in tables.items() if unfolded else ():
         for row in table.tensors:
             if row.key in unfolded and row.original is None and row.shape == index.tensors[row.key].shape:
@@ -287,7 +287,7 @@ def both_ways(index: Index, tables: Mapping[int, Table], unfolded: set[str]) -> 
 
 
 def unwritable(parts: list[ShardedTensor]) -> list[Problem]:
-    """Tensors into which nothing can be loaded."""
+    """Return the problems of tensors into which nothing can be loaded."""
     problems = []
     for part in parts:
         if part.data is None:
@@ -300,7 +300,7 @@ def unwritable(parts: list[ShardedTensor]) -> list[Problem]:
 
 
 def boxed(part: ShardedTensor, data: torch.Tensor) -> torch.Tensor:
-    """The data of a part in the shape of its box: with the prepended axes."""
+    """Return the data of a part in the shape of its box: with the prepended axes."""
     axes = (None,) * (part.prepend_axis_num if part.flattened_range is None else len(part.global_shape))
     # Of a sparse tensor there is no view; it is refused later, by its key.
     return data.detach()[axes] if axes and has_slices(data) else data.detach()

@@ -1,4 +1,4 @@
-"""Which part of which global tensor, or which of a grid of objects, a rank's value is.
+"""The descriptions of a rank's values: parts of global tensors, and objects in a grid.
 
 Fields and positional order are those of megatron.core.dist_checkpointing.mapping. Reads and writes no file.
 """
@@ -24,13 +24,13 @@ CommonStateDict = dict[str, Any]
 ShardedStateDict = dict[str, Any]
 #: (key, data, replica id, flattened range) -> a sharded state dict.
 FactoryBuildFn = Callable[[str, torch.Tensor, ReplicaId, Optional[slice]], ShardedStateDict]
-#: What was loaded for the built state dict -> the value itself.
+#: The values that were loaded for the built state dict -> the value itself.
 FactoryMergeFn = Callable[[StateDict], torch.Tensor]
 
 
 @dataclass
 class ShardedObject(ShardedBase):
-    """One of a grid of values that are no tensors."""
+    """A value in a grid of values that are no tensors."""
 
     key: str
     data: Any = field(repr=False)
@@ -100,7 +100,7 @@ class ShardedTensorFactory(ShardedBase):
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
     def validate_metadata_integrity(self) -> None:
-        """Nothing to contradict: what is built is validated."""
+        """Do nothing: the parts that are built are validated."""
 
     def without_data(self) -> ShardedTensorFactory:
         return replace(self, data=None)
@@ -117,18 +117,18 @@ class LocalNonpersistentObject:
 
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
-    """Replace factories with what they build, in place."""
+    """Replace factories with the parts that they build, in place."""
     dict_list_map_inplace(
         lambda value: value.build() if isinstance(value, ShardedTensorFactory) else value, sharded_state_dict
     )
 
 
 def apply_factory_merges(x1: Any, x2: Any, key: tuple[Union[str, int], ...] = ()) -> Any:
-    """Merge what was loaded for factories, in place where that is a dict or a list.
+    """Merge the values that were loaded for factories, in place where they are a dict or a list.
 
     Args:
-        x1: what was loaded.
-        x2: the state dict with the factories, or what is left of it without other values.
+        x1: the loaded values.
+        x2: the state dict with the factories, with or without its other values.
         key: the path so far, for errors.
 
     Raises:

@@ -26,7 +26,7 @@ ShardedParameter = Union[ShardedTensor, ShardedTensorFactory]
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -> dict[int, int]:
-    """id of a parameter -> its number in the optimizer's state dict."""
+    """Return id of a parameter -> its number in the optimizer's state dict."""
     numbers: dict[int, int] = {}
     for parameter in optim_params_iter:
         numbers.setdefault(id(parameter), len(numbers))
@@ -36,7 +36,7 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -
 def get_param_id_to_sharded_param_map(
     model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.nn.Parameter]
 ) -> dict[int, ShardedParameter]:
-    """Number of a parameter in the optimizer's state dict -> its part in the model's.
+    """Return number of a parameter in the optimizer's state dict -> its part in the model's.
 
     Parameters are recognised by their `data`, which has to be the parameter itself.
     """
@@ -51,7 +51,7 @@ def get_param_id_to_sharded_param_map(
 def make_sharded_optimizer_tensor(
     model_param: ShardedParameter, optim_param: torch.Tensor, prefix: str
 ) -> ShardedParameter:
-    """A state of an optimizer, sharded as the parameter is, with `{prefix}.{key}` for its key.
+    """Return an optimizer's state, sharded as the parameter is, under the key `{prefix}.{key}`.
 
     Raises:
         CheckpointingException: it has another shape than the parameter.

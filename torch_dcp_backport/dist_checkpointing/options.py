@@ -1,6 +1,6 @@
-"""How a save and a load go, beside what is saved and loaded.
+"""The settings of a save and of a load, beside the state dict.
 
-Passed on as one value by every function between the public ones and the engine.
+Every function between the public functions and the engine passes them on as one value.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ CANNOT_SAVE = "cannot save the checkpoint"
 
 
 class SaveOptions(NamedTuple):
-    """How a save goes."""
+    """The settings of a save."""
 
     is_checked: bool = True
     #: Saved beside the common state.
     content: Mapping[str, Any] = {}
     is_balanced: bool = True
-    #: Whether a common state that a load without `trust` refuses is refused.
+    #: Whether to refuse a common state that a load without `trust` would refuse.
     must_load: bool = False
     process_group: Group = None
-    #: Called with what this rank wrote, by the thread that did.
+    #: Called with this rank's output, by the thread that wrote it.
     written: Callable[[Output], None] = lambda output: None
     #: Whether the SHA-256 of every file is saved, too.
     is_hashed: bool = False
@@ -38,31 +38,31 @@ class SaveOptions(NamedTuple):
     #: Whether ranks' common states are compared; and whether they have to be alike.
     is_compared: bool = False
     strict_common: bool = False
-    #: Makes of a common state what is compared.
+    #: Turns a common state into the state that is compared.
     preprocess: Optional[Callable[[CommonStateDict], StateDict]] = None
 
     def compared(self, common: CommonStateDict) -> Optional[Values]:
-        """What is compared of a common state; nothing where it is not."""
+        """Return the values of a common state that are compared; None where they are not."""
         if self.is_alone or not self.is_compared:
             return None
         state = common if self.preprocess is None else self.preprocess(common)
         return values_of({**state, **self.content})
 
     def begin(self) -> Call:
-        """The call of this save."""
+        """Begin the call of this save."""
         return (
             Call(CANNOT_SAVE, "save", ()) if self.is_alone else begin(CANNOT_SAVE, "save", self.process_group)
         )
 
 
 class LoadOptions(NamedTuple):
-    """How a load goes."""
+    """The settings of a load."""
 
     is_checked: bool = True
     strict: Union[str, StrictHandling] = StrictHandling.ASSUME_OK_UNEXPECTED
     trust: bool = False
     process_group: Group = None
-    #: The process group whose ranks read together; none where each reads for itself.
+    #: The process group whose ranks read together; empty where each rank reads for itself.
     shared_in: tuple[Group, ...] = ()
     #: Whether every file is compared with its SHA-256.
     is_hashed: bool = False

@@ -1,4 +1,4 @@
-"""What the last save or load of this process wrote or read, and how long each part of it took.
+"""The records, bytes and seconds of the last save or load of this process.
 
 Only counts: must never decide anything, and never talk to other ranks.
 """
@@ -21,7 +21,7 @@ logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
 @dataclass(frozen=True)
 class Report:
-    """One save or load, as this rank saw it."""
+    """A save or load, as this rank saw it."""
 
     #: "save" or "load".
     operation: str
@@ -45,7 +45,7 @@ class Report:
 
 
 class Clock:
-    """The seconds for which the caller of one save or load waits, in one call or several."""
+    """The seconds for which the caller of a save or load waits, in one call or several."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -55,7 +55,7 @@ class Clock:
         self._began = time.perf_counter()
 
     def stop(self) -> float:
-        """All seconds so far."""
+        """Return all seconds so far."""
         self.seconds += time.perf_counter() - self._began
         return self.seconds
 
@@ -66,7 +66,7 @@ _waited: contextvars.ContextVar[float] = contextvars.ContextVar("waited", defaul
 
 @contextlib.contextmanager
 def waited(seconds: float) -> Iterator[None]:
-    """Have saves that end in this context know that the caller waited so long for their threads."""
+    """Count so many seconds of waiting for threads into the reports of saves that end in this context."""
     token = _waited.set(seconds)
     try:
         yield
@@ -77,7 +77,7 @@ def waited(seconds: float) -> Iterator[None]:
 def close(
     tally: Tally, records: int, nbytes: int, files: int, blocked: float, behind: Optional[float] = None
 ) -> None:
-    """The call ended well: this is the last report now.
+    """Make a report of a call that ended well: it is the last report now.
 
     Args:
         blocked: seconds of the caller in the calls themselves.
@@ -91,12 +91,12 @@ def close(
 
 
 def close_save(tally: Tally, output: Output, blocked: float, behind: Optional[float] = None) -> None:
-    """As `close`, of what this rank wrote."""
+    """Make the report of a save, as `close` does, from this rank's output."""
     records = [*output.tensors, *output.objects]
     nbytes = sum(entry.length for entry in records)
     close(tally, len(records), nbytes, 1 if records else 0, blocked, behind)
 
 
 def last_report() -> Optional[Report]:
-    """The report of this process's last save or load that ended well; None before the first."""
+    """Return the report of this process's last save or load that ended well; None before the first."""
     return _last

@@ -1,6 +1,6 @@
 """Save and load of sharded state dicts.
 
-Signatures, positional order and what is returned are those of megatron.core.dist_checkpointing.serialization.
+Signatures, positional order and results are those of megatron.core.dist_checkpointing.serialization.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def save(
 ) -> Optional[AsyncRequest]:
     """Save a sharded state dict. Collective.
 
-    Every rank writes one file; what several ranks hold is written once. An older checkpoint in the folder is
-    unmade first, so that a save that fails leaves none.
+    Every rank writes one file; values that several ranks hold are written once. An older checkpoint in the
+    folder is unmade first, so that a save that fails leaves none.
 
     Args:
         sharded_state_dict: nested dicts and lists of ShardedTensors, ShardedObjects and factories; of other
@@ -79,11 +79,11 @@ def save(
         sharded_strategy, common_strategy: there is one format; None, its name, or a strategy for it.
         validate_access_integrity: check that every element has one main replica among the ranks, and warn
             where their common states differ.
-        async_sharded_save: only plan, and copy what this rank writes to the host; return a request for an
-            `AsyncCallsQueue`, which writes in a thread and makes the checkpoint later. What happens to the
-            tensors after this call is not saved.
-        preprocess_common_before_consistancy_check: makes of the common state what is compared between ranks,
-            for values that are each rank's own.
+        async_sharded_save: only plan, and copy this rank's share to the host; return a request for an
+            `AsyncCallsQueue`, which writes in a thread and makes the checkpoint later. Changes of the
+            tensors after this call are not saved.
+        preprocess_common_before_consistancy_check: turns the common state into the state that is compared
+            between ranks, for values that are each rank's own.
         content_metadata: saved with the common state, for `load_content_metadata`.
         balanced: let any rank that holds a replica write it, by bytes; else the main replica's.
         process_group: the ranks that save together; None is the default group.
@@ -119,7 +119,7 @@ def save(
 
 
 def save_made(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions) -> None:
-    """As `save`, of a state dict that is made inside the call: what fails there is heard on every rank."""
+    """Save a state dict that is made inside the call: an error in `make` is raised on every rank."""
     clock = report.Clock()
     with gc_context(), options.begin() as call:
         output = save_together(call, saving_from(call, make, checkpoint_dir, options))
@@ -129,7 +129,7 @@ def save_made(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, opti
 def begin_made(
     make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions
 ) -> AsyncRequest:
-    """As `save_made`, in the background."""
+    """Begin the save of `save_made` in the background."""
     clock = report.Clock()
     with gc_context(), options.begin() as call:
         saving = saving_from(call, make, checkpoint_dir, options)
@@ -140,15 +140,15 @@ def begin_made(
 def saving_from(
     call: Call, make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions
 ) -> Saving:
-    """What this rank brings to a save; nothing after a failure, which is among the call's problems."""
+    """Return this rank's part of a save; empty after a failure, which is among the call's problems."""
     with guard(call):
-        # The working directory may be another one when a save in the background ends.
+        # The working directory may be another when a save in the background ends.
         return saving_of(split(make()), Path(checkpoint_dir).absolute(), options)
     return Saving(Path())
 
 
 def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
-    """What this rank brings to a save.
+    """Return this rank's part of a save.
 
     Raises:
         CheckpointingException: a tensor has no data.
@@ -184,7 +184,7 @@ def load(
     process_group: Group = None,
     verify_integrity: bool = False,
 ) -> Any:
-    """Load what a sharded state dict describes, saved by any number of ranks. Collective.
+    """Load the values that a sharded state dict describes, saved by any number of ranks. Collective.
 
     Args:
         sharded_state_dict: as for `save`; `data` that is there is written in place, cast to its dtype where
@@ -192,9 +192,9 @@ def load(
             count.
         checkpoint_dir: a checkpoint of `save`, of Megatron ("torch_dist"), or of torch's own `dcp.save`.
         sharded_strategy: None, the name of the one format, or a strategy for it. With one from
-            `strategies.fully_parallel` the ranks of its group read together: what several of them want is
-            read by one, and sent to the others.
-        common_strategy: as far as it names the one format.
+            `strategies.fully_parallel` the ranks of its group read together: a part that several of them
+            want is read by one rank, and sent to the others.
+        common_strategy: None, the name of the one format, or a strategy for it.
         validate_access_integrity: check that the ranks together load every element of every tensor.
         strict: what to do about missing and unexpected keys.
         trust: make objects of any class, which runs what the file says.
@@ -202,7 +202,7 @@ def load(
         verify_integrity: compare every file with its SHA-256 before anything is loaded; the ranks share them.
 
     Returns:
-        The common state merged with what was loaded; with `return_*` (it, missing keys, unexpected keys).
+        The common state merged with the loaded values; with `return_*` (it, missing keys, unexpected keys).
 
     Raises:
         CheckpointingException: the same on every rank. It says whether something may have been written: only
@@ -223,8 +223,8 @@ def load(
 def load_made(
     make: Callable[[Opened], ShardedStateDict], checkpoint_dir: Folder, options: LoadOptions
 ) -> Any:
-    """As `load`, of a state dict that is made inside the call: what fails there is heard on every rank."""
-    # What is of use for the load alone is gone when the collector may look at it.
+    """Load into a state dict that is made inside the call: an error in `make` is raised on every rank."""
+    # Objects that only the load needs are gone when the collector may look at them.
     with gc_context():
         return _load_made(make, checkpoint_dir, options)
 
@@ -253,7 +253,7 @@ def _load_made(
 
 
 def load_common_state_dict(checkpoint_dir: Folder, *, trust: bool = False) -> StateDict:
-    """The common state of a checkpoint. Not collective.
+    """Return the common state of a checkpoint. Not collective.
 
     Raises:
         CheckpointingException: no checkpoint, or its common state cannot be read.
@@ -267,7 +267,7 @@ def open_alone(checkpoint_dir: Folder) -> Opened:
 
 
 def load_tensors_metadata(checkpoint_dir: Folder, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
-    """Key -> the whole global tensor of a checkpoint, without data. Not collective.
+    """Return key -> the full global tensor of a checkpoint, without data. Not collective.
 
     Raises:
         CheckpointingException: no checkpoint.
@@ -277,11 +277,11 @@ def load_tensors_metadata(checkpoint_dir: Folder, sharded_strategy: Any = None) 
 
 
 def tensors_in(checkpoint: Opened) -> dict[str, ShardedTensor]:
-    return {key: whole_of(key, stored) for key, stored in checkpoint.holds.tensors.items()}
+    return {key: full_tensor_of(key, stored) for key, stored in checkpoint.holds.tensors.items()}
 
 
-def whole_of(key: str, stored: Stored) -> ShardedTensor:
-    """All of a tensor; of one of flattened ranges as one of them, as Megatron has it."""
+def full_tensor_of(key: str, stored: Stored) -> ShardedTensor:
+    """Describe a full tensor; a tensor of flattened ranges as a single range, as Megatron has it."""
     shape = stored.shape if stored.original is None else stored.original
     run = None if stored.original is None else slice(0, math.prod(shape))
     nothing, single = (0,) * len(shape), (1,) * len(shape)
@@ -291,7 +291,7 @@ def whole_of(key: str, stored: Stored) -> ShardedTensor:
 def load_sharded_metadata(
     checkpoint_dir: Folder, sharded_strategy: Any = None, common_strategy: Any = None
 ) -> dict[str, ShardedBase]:
-    """As `load_tensors_metadata`, and the objects by their unique keys.
+    """Return the tensors of `load_tensors_metadata`, and the objects by their unique keys.
 
     Raises:
         CheckpointingException: no checkpoint.
@@ -306,7 +306,7 @@ def load_sharded_metadata(
 
 
 def load_plain_tensors(checkpoint_dir: Folder, *, process_group: Group = None) -> StateDict:
-    """All tensors of a checkpoint, whole, on every rank; with the common state, as Megatron's returns it.
+    """Return all tensors of a checkpoint, in full, on every rank; with the common state, as Megatron's does.
 
     Raises:
         CheckpointingException: as `load`.
@@ -318,7 +318,7 @@ def load_plain_tensors(checkpoint_dir: Folder, *, process_group: Group = None) -
 def load_content_metadata(
     checkpoint_dir: Optional[Folder] = None, *, preloaded_state_dict: Optional[StateDict] = None
 ) -> Optional[dict[str, Any]]:
-    """What was passed to `save` as `content_metadata`; None where nothing was.
+    """Return the `content_metadata` that was passed to `save`; None where none was.
 
     Raises:
         ValueError: neither a folder nor a state dict.
@@ -333,7 +333,7 @@ def load_content_metadata(
 
 
 def get_default_save_sharded_strategy(backend: str = SHARDED_BACKEND, version: int = 1) -> ShardedStrategy:
-    """The one strategy; `save` does the same without it.
+    """Return the only strategy; `save` does the same without it.
 
     Raises:
         CheckpointingException: another format.
@@ -342,7 +342,7 @@ def get_default_save_sharded_strategy(backend: str = SHARDED_BACKEND, version: i
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: Folder) -> ShardedStrategy:
-    """The one strategy; `load` does the same without it. Not collective.
+    """Return the only strategy; `load` does the same without it. Not collective.
 
     Raises:
         CheckpointingException: the folder holds no checkpoint.
@@ -352,13 +352,13 @@ def get_default_load_sharded_strategy(checkpoint_dir: Folder) -> ShardedStrategy
 
 
 def remove_sharded_tensors(checkpoint_dir: Folder, key_prefix: str) -> None:
-    """Remove the tensors and objects whose keys begin so, and files that nothing else is in. Not collective.
+    """Remove tensors and objects whose keys begin with `key_prefix`, and their files. Not collective.
 
-    Files that hold other records keep their size.
+    Files that hold other records are kept, and keep their size.
 
     Raises:
-        CheckpointingException: no checkpoint of this room, others are not rewritten; files that are not those
-            that were saved, of which new digests would make good ones.
+        CheckpointingException: no checkpoint of this room (others are not rewritten); files that are not
+            what was saved, which new digests would hide.
     """
     checkpoint = open_alone(checkpoint_dir)
     if not checkpoint.holds.is_ours:

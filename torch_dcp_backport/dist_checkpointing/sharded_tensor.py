@@ -18,7 +18,7 @@ from torch_dcp_backport.dist_checkpointing.engine.parts import part_of_this_rank
 from torch_dcp_backport.dist_checkpointing.fields import check_fields, is_off_grid, is_place
 from torch_dcp_backport.transfer.groups import Group
 
-#: A number, or a tuple of them: the copy of all zeros is the main one.
+#: A number, or a tuple of them: the copy with zeros only is the main copy.
 ReplicaId = Union[int, tuple[int, ...]]
 
 
@@ -35,11 +35,11 @@ class ShardedBase(ABC):
 
     @abstractmethod
     def without_data(self) -> ShardedBase:
-        """The same part without its value."""
+        """Return the same part without its value."""
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Whether a copy is the one that counts: 0, or zeros only."""
+    """Return whether a copy is the main copy: its id is 0, or zeros only."""
     if isinstance(replica_id, int):
         return replica_id == 0
     return all(number == 0 for number in replica_id)
@@ -63,7 +63,7 @@ class ShardedTensor(ShardedBase):
     #: With the prepended axes, as are the two below.
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
-    #: Into how many equal parts each axis is cut; None for boxes of any size.
+    #: The number of equal parts that each axis is cut into; None for boxes of any size.
     axis_fragmentations: Optional[tuple[int, ...]]
     replica_id: ReplicaId = 0
     prepend_axis_num: int = 0
@@ -135,13 +135,13 @@ class ShardedTensor(ShardedBase):
         return (1,) * self.prepend_axis_num + tuple(self.local_shape)
 
     def global_slice(self) -> tuple[Union[int, slice], ...]:
-        """The box as an index of the global tensor; prepended axes are numbers."""
+        """Return the box as an index of the global tensor; prepended axes are numbers."""
         count = self.prepend_axis_num
         spans = zip(self.global_offset[count:], self.local_shape)
         return (*self.global_offset[:count], *(slice(start, start + extent) for start, extent in spans))
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """The place of the box in the grid of boxes.
+        """Return the place of the box in the grid of boxes.
 
         Raises:
             CheckpointingException: the grid is irregular.
@@ -152,7 +152,7 @@ class ShardedTensor(ShardedBase):
         )
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
-        """The extents of one part of the grid; the name is Megatron's.
+        """Return the extents of a part of the grid; the name is Megatron's.
 
         Raises:
             CheckpointingException: the grid is irregular, or an axis has no equal parts.
@@ -172,7 +172,7 @@ class ShardedTensor(ShardedBase):
         return tuple(self.axis_fragmentations)
 
     def local_coordinates(self) -> tuple[Any, ...]:
-        """Arrays of numpy, one for each axis of the box: where the elements of the flattened range are in it.
+        """Return numpy arrays, one for each axis of the box: the places of the flattened range's elements.
 
         Raises:
             CheckpointingException: there is no flattened range.
@@ -186,7 +186,7 @@ class ShardedTensor(ShardedBase):
         return tuple(numpy.unravel_index(places, tuple(self.local_shape)))
 
     def global_coordinates(self) -> tuple[Any, ...]:
-        """As `local_coordinates`, in the global tensor; prepended axes have one number."""
+        """Return `local_coordinates` moved to the global tensor; prepended axes have one number."""
         places = (0,) * self.prepend_axis_num + self.local_coordinates()
         return tuple(place + start for place, start in zip(places, self.global_offset))
 
@@ -244,11 +244,11 @@ class ShardedTensor(ShardedBase):
         flattened_range: Optional[slice] = None,
         **kwargs: Any,
     ) -> ShardedTensor:
-        """As `from_rank_offsets`, for a 1-D tensor that has a range of a flattened box.
+        """Describe a 1-D tensor that has a range of a flattened box, by the box's place among equal parts.
 
         Args:
             non_flat_local_shape: of the box.
-            args, kwargs: as there.
+            args, kwargs: as for `from_rank_offsets`.
 
         Raises:
             CheckpointingException: no range, or data that is not it.
@@ -277,7 +277,7 @@ class ShardedTensor(ShardedBase):
         load writes into it.
 
         Args:
-            process_group: those that save or load together; a plain tensor's main copy is the first one's.
+            process_group: the ranks that save or load together; a plain tensor's main copy is on the first.
 
         Raises:
             NotImplementedError: a placement that does not say where elements live (Partial).
@@ -305,13 +305,13 @@ class ShardedTensor(ShardedBase):
             self.data = init_fn(data_shape(self), dtype=self.dtype, device=device)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
-        """This rank's part where every rank `narrow`s its box alike: a list of one; of a run, or of none.
+        """Return this rank's part, where every rank `narrow`s its box alike, in a list; a run may have none.
 
         Args:
             dim, start, length: of the box, as for `torch.narrow`.
 
         Raises:
-            CheckpointingException: boxes that are not of one size along `dim`, or no such part of it; a
+            CheckpointingException: boxes of different sizes along `dim`, or no such part of a box; a
                 flattened range along another axis than the first.
         """
         axis, extent = dim + self.prepend_axis_num, self.local_shape[dim]
@@ -345,7 +345,7 @@ class ShardedTensor(ShardedBase):
 
 
 def data_shape(part: ShardedTensor) -> tuple[int, ...]:
-    """The shape of a part's data: that of the box, or the elements of the flattened range."""
+    """Return the shape of a part's data: that of the box, or the elements of the flattened range."""
     run = part.flattened_range
     return tuple(part.local_shape) if run is None else (run.stop - run.start,)
 
@@ -360,23 +360,23 @@ def check_memory(
     """Refuse a tensor that an exchange cannot read or write: other ranks would wait for it.
 
     Raises:
-        CheckpointingException: it is of another shape or dtype than is said, or has no memory of its own.
+        CheckpointingException: it is of another shape or dtype than expected, or has no memory of its own.
     """
     if tensor.layout is not torch.strided or tensor.is_meta:
         raise CheckpointingException(f"{name}: a tensor without values ({tensor.layout} on {tensor.device})")
     if (tuple(tensor.shape), tensor.dtype) != (size, dtype):
         got = f"{tuple(tensor.shape)} {tensor.dtype}"
         raise CheckpointingException(f"{name}: data of {got}, expected {size} {dtype}")
-    if is_written and any(stride == 0 and many > 1 for stride, many in zip(tensor.stride(), tensor.shape)):
+    if is_written and any(stride == 0 and count > 1 for stride, count in zip(tensor.stride(), tensor.shape)):
         raise CheckpointingException(f"{name}: an expanded tensor cannot be written")
 
 
 def is_float8tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of Transformer Engine's class for float8, told by the name of its class."""
+    """Return whether a tensor is of Transformer Engine's class for float8, by the name of its class."""
     return any(kind.__name__ in ("Float8Tensor", "QuantizedTensor") for kind in type(tensor).__mro__)
 
 
 def nominal(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor of Transformer Engine's in their nominal dtype; others as they are."""
+    """Return a Transformer Engine tensor's values in their nominal dtype; other tensors as they are."""
     dequantize = getattr(tensor, "dequantize", None) if is_float8tensor(tensor) else None
     return tensor if dequantize is None else dequantize()

@@ -1,4 +1,4 @@
-"""State dicts split into what is sharded, what is common and what is not saved; and put together again.
+"""State dicts split into sharded values, common values and those that are not saved; and put together.
 
 Works on copies of the structure: the caller's dicts and lists stay as they are.
 """
@@ -35,7 +35,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
 class Split(NamedTuple):
     """A sharded state dict, taken apart. No part shares a dict or a list with it."""
 
-    #: The whole structure, with factories built.
+    #: The full structure, with factories built.
     built: ShardedStateDict
     tensors: list[ShardedTensor]
     objects: list[ShardedObject]
@@ -48,16 +48,16 @@ class Split(NamedTuple):
 
     @property
     def common(self) -> CommonStateDict:
-        """What is neither sharded nor local, in its structure."""
+        """The values that are neither sharded nor local, in their structure."""
         kept = kept_of(
             self.built,
-            # First the class that most of them have: to ask for an abstract one costs ten times as much.
+            # First the class that most of them have: a check for an abstract class costs ten times as much.
             lambda value: not isinstance(value, (ShardedTensor, ShardedBase, LocalNonpersistentObject)),
         )
         return {} if kept is NOTHING else kept
 
 
-#: Stands for what is not there.
+#: Stands for a value that is not there.
 NOTHING: Any = object()
 
 
@@ -65,7 +65,7 @@ def split(sharded_state_dict: Mapping[Any, Any]) -> Split:
     """Take a sharded state dict apart, and check each of its parts.
 
     Raises:
-        CheckpointingException: a part contradicts itself, or hides where it is not looked for.
+        CheckpointingException: a part contradicts itself, or is hidden in another value.
     """
     if not isinstance(sharded_state_dict, dict):
         raise CheckpointingException(f"expected a dict, got {type(sharded_state_dict).__name__}")
@@ -95,17 +95,17 @@ def split(sharded_state_dict: Mapping[Any, Any]) -> Split:
 
 
 def built_of(value: Any) -> Any:
-    # What a factory of Megatron's builds is Megatron's.
+    # A factory of Megatron's builds parts of Megatron's.
     return structure_of(value.build()) if isinstance(value, ShardedTensorFactory) else value
 
 
 def is_branch(x: Any) -> bool:
-    """Whether something is a part of a structure; a Counter and the like are values, as a tuple is."""
+    """Return whether a value is a branch of a structure; a Counter and the like are leaves, as a tuple is."""
     return type(x) in (dict, list)
 
 
 def structure_of(x: Any) -> Any:
-    """The same structure of plain dicts and lists, with parts of Megatron's as our own.
+    """Return the same structure of plain dicts and lists, with parts of Megatron's as our own.
 
     Subclasses of dict and list (an OrderedDict) become plain where parts are in them, else they are values.
     """
@@ -117,7 +117,7 @@ def structure_of(x: Any) -> Any:
 
 
 def mapped(x: Any, make: Callable[[Any], Any]) -> Any:
-    """A structure with other leaves."""
+    """Return a structure with other leaves."""
     if not is_branch(x):
         return make(x)
     if isinstance(x, dict):
@@ -126,7 +126,7 @@ def mapped(x: Any, make: Callable[[Any], Any]) -> Any:
 
 
 def hidden_in(leaf: Any) -> Optional[Any]:
-    """A part within a leaf, where none is looked for: it would be saved as an object of the common state."""
+    """Return a part that a leaf hides, or None: it would be saved as an object of the common state."""
     left, seen = [leaf], set()
     while left:
         value = left.pop()
@@ -149,7 +149,7 @@ def hidden_in(leaf: Any) -> Optional[Any]:
 
 
 def leaves_of(x: Any, path: Path = ()) -> list[tuple[Path, Any]]:
-    """(path, value) of what is in nested dicts and lists."""
+    """Return (path, value) of every leaf in nested dicts and lists."""
     if is_branch(x):
         items = x.items() if isinstance(x, dict) else enumerate(x)
         return [leaf for key, value in items for leaf in leaves_of(value, (*path, key))]
@@ -157,7 +157,7 @@ def leaves_of(x: Any, path: Path = ()) -> list[tuple[Path, Any]]:
 
 
 def kept_of(x: Any, keeps: Callable[[Any], bool]) -> Any:
-    """The structure with some leaves only; NOTHING where none is left of one that had some.
+    """Return the structure with some leaves only; NOTHING where it had leaves and none is left.
 
     A list of which only a part is left is a dict from place to value.
     """
@@ -171,13 +171,13 @@ def kept_of(x: Any, keeps: Callable[[Any], bool]) -> Any:
 
 
 def assembled(asked: Any, common: Any, loaded: Callable[[Any], Any]) -> Any:
-    """What a load returns: the common values of the checkpoint, and `loaded` of what was asked for.
+    """Return the result of a load: the checkpoint's common values, and `loaded` of the parts asked for.
 
-    A list keeps its places, with NOTHING for what is left out: `closed_up` takes that away.
+    A list keeps its places, with NOTHING for values that are left out: `closed_up` takes that away.
 
     Args:
         asked: a structure; its leaves that are neither sharded nor local do not count.
-        common: that of the checkpoint; NOTHING where there is none.
+        common: the common values of the checkpoint; NOTHING where there are none.
         loaded: a sharded part -> its value; NOTHING where it is left out.
     """
     if is_branch(asked) and isinstance(asked, dict):
@@ -204,7 +204,7 @@ def assembled(asked: Any, common: Any, loaded: Callable[[Any], Any]) -> Any:
 
 
 def closed_up(x: Any) -> Any:
-    """The structure without NOTHING in its lists."""
+    """Return the structure without NOTHING in its lists."""
     if not is_branch(x):
         return x
     if isinstance(x, dict):
@@ -213,13 +213,13 @@ def closed_up(x: Any) -> Any:
 
 
 def factories_of(x: Any) -> Any:
-    """The structure with its factories only; a list keeps its places as a dict."""
+    """Return the structure with its factories only; a list keeps its places as a dict."""
     kept = kept_of(x, lambda value: isinstance(value, ShardedTensorFactory))
     return {} if kept is NOTHING else kept
 
 
 def merged(loaded: StateDict, original: ShardedStateDict) -> StateDict:
-    """What was loaded, with the factories of the state dict applied to what was loaded for each."""
+    """Return the loaded values, with the state dict's factories applied to the values of each."""
 
     def lenient(factory: ShardedTensorFactory) -> ShardedTensorFactory:
         def merge(parts: Any) -> Any:
@@ -236,11 +236,11 @@ def save_preprocess(
     validate_access_integrity: bool = True,
     preprocess_common_before_consistancy_check: Optional[Callable[[CommonStateDict], StateDict]] = None,
 ) -> tuple[ShardedStateDict, CommonStateDict]:
-    """(the sharded parts, the common part) of a state dict, as `save` would write them.
+    """Return (the sharded parts, the common part) of a state dict, as `save` would write them.
 
     Args:
-        validate_access_integrity: check each part by itself in any case; what all ranks have together is
-            checked by `save`.
+        validate_access_integrity: check each part by itself in any case; the parts of all ranks together
+            are checked by `save`.
         preprocess_common_before_consistancy_check: applied to a copy by `save`'s comparison of ranks.
     """
     parts = split(sharded_state_dict)
@@ -251,7 +251,7 @@ def save_preprocess(
 def load_preprocess(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict, ShardedStateDict]:
-    """(the sharded parts with factories built, the values that are not saved, the factories)."""
+    """Return (the sharded parts with factories built, the values that are not saved, the factories)."""
     parts = split(sharded_state_dict)
     sharded, rest = extract_matching_values(parts.built, lambda value: isinstance(value, ShardedBase))
     local, _ = extract_matching_values(rest, lambda value: isinstance(value, LocalNonpersistentObject))
@@ -260,7 +260,7 @@ def load_preprocess(
 
 
 def filter_out_empty_flatten_tensor(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """The state dict without flattened ranges that have no elements; a load and a save need no such step."""
+    """Return the state dict without flattened ranges that have no elements; `load` and `save` take them."""
 
     def is_kept(value: Any) -> bool:
         run = adopted(value).flattened_range if isinstance(adopted(value), ShardedTensor) else None

@@ -3,7 +3,7 @@
     dcp.save(state_dict, storage_writer=CheckedWriter(folder))
     dcp.load(state_dict, storage_reader=CheckedReader(folder))
 
-torch plans, and tells every rank of a failure; what is on disk is as that of `save`.
+torch plans, and raises a failure on every rank; the files are as those of `save`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch_dcp_backport.transfer.layout import whole
 
 
 def is_path(checkpoint_id: Folder) -> bool:
-    """Whether something names a folder of this machine's file systems: no URL."""
+    """Return whether an id names a folder of this machine's file systems: it is no URL."""
     return "://" not in os.fspath(checkpoint_id)
 
 
@@ -46,10 +46,10 @@ def done(value: Any) -> Future[Any]:
 
 
 class CheckedReader(storage.StorageReader):
-    """Reads what any `dcp.save`, Megatron or this room wrote: parts of records alone, verified.
+    """Reads the checkpoints of any `dcp.save`, Megatron or this room: parts of records alone, verified.
 
-    Of files of this package every byte that is read is verified, of torch's those records that are read as a
-    whole. `.metadata` runs no code; nor do objects, unless `trust` is said.
+    In this package's files every byte that is read is verified, in torch's the records that are read in full.
+    `.metadata` runs no code; nor do objects, unless `trust` is set.
     """
 
     def __init__(self, path: Folder, *, trust: bool = False, verify_integrity: bool = False) -> None:
@@ -79,7 +79,7 @@ class CheckedReader(storage.StorageReader):
         return self._opened.holds
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """torch's index, made anew of what was checked.
+        """Return torch's index, made anew from values that were checked.
 
         Raises:
             CheckpointingException: no checkpoint, or a damaged one.
@@ -94,10 +94,10 @@ class CheckedReader(storage.StorageReader):
         pass
 
     def prepare_local_plan(self, plan: planning.LoadPlan) -> planning.LoadPlan:
-        """Nothing; but where that was asked for compare digests: torch tells all ranks before they read.
+        """Compare digests where that was asked for: torch raises an error on all ranks before they read.
 
         Raises:
-            CheckpointingException: a file is not the one that was saved, or there are no digests.
+            CheckpointingException: a file is not what was saved, or there are no digests.
         """
         if self.is_hashed:
             self.verify_digests({self.place_of(item)[0].file for item in plan.items})
@@ -118,7 +118,7 @@ class CheckedReader(storage.StorageReader):
         return plans
 
     def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
-        """Read what the plan asks for, in the order in which it is stored.
+        """Read the plan's items, in the order in which they are stored.
 
         Raises:
             Damaged: a record is not what was saved.
@@ -151,7 +151,7 @@ class CheckedReader(storage.StorageReader):
         return chunk.place, chunk
 
     def chunks_of(self, key: str) -> dict[tuple[int, ...], Chunk]:
-        """The chunks of a tensor by where they begin; of two at one place one has no elements."""
+        """Return a tensor's chunks by their offset; of two at the same offset the chunk that has elements."""
         if key not in self._chunks:
             chunks = sorted(self.holds.tensors[key].chunks, key=lambda chunk: chunk.box.numel)
             self._chunks[key] = {chunk.box.offset: chunk for chunk in chunks}
@@ -177,7 +177,7 @@ class CheckedReader(storage.StorageReader):
         planner.commit_tensor(item, target)
 
     def harmless(self, key: str, data: bytes) -> bytes:
-        """The bytes of the same object, written anew: none of the file is left in them."""
+        """Return the bytes of the same object, written anew: none of the file's bytes are left in them."""
         try:
             return values.dumps(values.loads(data))
         except values.Unloadable as error:
@@ -222,7 +222,7 @@ class CheckedWriter(storage.StorageWriter):
         """Write this rank's records, and have them on disk.
 
         Raises:
-            CheckpointingException: a tensor that has no record here, such as a quantised one.
+            CheckpointingException: a tensor that has no record here, such as a quantised tensor.
             OSError: no room, or a failed write.
         """
         tensors = [item for item in plan.items if item.type != planning.WriteItemType.BYTE_IO]
@@ -237,13 +237,13 @@ class CheckedWriter(storage.StorageWriter):
         return done(list(results_of(output, tensors, objects)))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the folder a checkpoint of what every rank wrote. Runs on the coordinator.
+        """Make the folder a checkpoint of every rank's records. Runs on the coordinator.
 
         Raises:
             Refusal: a rank's file is not in this folder.
             CheckpointingException: a rank has not hashed its file.
         """
-        stored = {one.index: one.storage_data for result in results for one in result}
+        stored = {record.index: record.storage_data for written in results for record in written}
         index = index_of(metadata, {(key.fqn, key.offset): place for key, (place, _) in stored.items()})
         digests = {place.file: digest for place, digest in stored.values()}
         unhashed = sorted(name for name, digest in digests.items() if not digest)
@@ -274,15 +274,15 @@ def results_of(
     output: Output, tensors: Sequence[planning.WriteItem], objects: Sequence[planning.WriteItem]
 ) -> Iterator[WriteResult]:
     for items, written in ((tensors, output.tensors), (objects, output.objects)):
-        for item, one in zip(items, written):
-            yield WriteResult(item.index, one.length, (Place(output.file, *one), output.sha256))
+        for item, record in zip(items, written):
+            yield WriteResult(item.index, record.length, (Place(output.file, *record), output.sha256))
 
 
-def index_of(whole: Metadata, places: dict[tuple[str, Any], Place]) -> Index:
-    """Where every record came to lie, by torch's own account of what was planned."""
+def index_of(planned: Metadata, places: dict[tuple[str, Any], Place]) -> Index:
+    """Return the index of a save: torch's own metadata of the plan, with the places of the records."""
     index = Index()
-    index.planner_data, index.order = whole.planner_data, list(whole.state_dict_metadata)
-    for key, entry in whole.state_dict_metadata.items():
+    index.planner_data, index.order = planned.planner_data, list(planned.state_dict_metadata)
+    for key, entry in planned.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             index.objects[key] = places[key, MetadataIndex(key).offset]
             continue

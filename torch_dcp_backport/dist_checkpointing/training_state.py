@@ -33,7 +33,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 def sharded_state_dict(
     model: nn.Module, optimizers: Optimizers = (), *, process_group: Group = None
 ) -> ShardedStateDict:
-    """What `save` writes and `load` fills of a model and its optimizers. Collective where states are made.
+    """Return a model's and its optimizers' state for `save` and `load`. Collective where states are made.
 
     Every tensor is a ShardedTensor whose key is its path, "model.layers.0.weight" or
     "optimizer.state.layers.0.weight.exp_avg"; its data is the local tensor itself. Learning rates and the
@@ -56,7 +56,7 @@ def save_training_state(
     extra: Optional[Mapping[str, Any]] = None,
     process_group: Group = None,
 ) -> None:
-    """Save a model, its optimizers and what else is to come back with them. Collective.
+    """Save a model, its optimizers and the values of `extra`. Collective.
 
     Args:
         checkpoint_dir: a folder that every rank sees; it has to be there.
@@ -91,13 +91,13 @@ def load_training_state(
     Parameters and states are written in place.
 
     Args:
-        extra: the sharded parts to be loaded beside; common values come back without being asked for.
+        extra: further sharded parts to load; common values are returned in any case.
         strict: what to do about keys that only the model or only the checkpoint has. To load a part of a
             checkpoint, such as a model without its optimizer, pass "raise_unexpected".
         trust: make objects of any class, which runs what the file says.
 
     Returns:
-        Everything beside the model and the optimizers: common values, and what was asked for by `extra`.
+        Everything beside the model and the optimizers: common values, and the parts of `extra`.
 
     Raises:
         CheckpointingException: as `load`.
@@ -119,16 +119,16 @@ def load_training_state(
 
 
 def state_of(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
-    """The two state dicts, with DTensors."""
-    every = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-    if not every:
+    """Return the two state dicts, with DTensors."""
+    all_optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    if not all_optimizers:
         return {MODEL: get_model_state_dict(model)}
-    model_state, optimizer_state = get_state_dict(model, every)
+    model_state, optimizer_state = get_state_dict(model, all_optimizers)
     return {MODEL: model_state, OPTIMIZER: optimizer_state}
 
 
 def described(value: Any, group: Group, path: str = "") -> Any:
-    """The same structure with a ShardedTensor for every tensor."""
+    """Return the same structure with a ShardedTensor for every tensor."""
     if isinstance(value, torch.Tensor):
         return ShardedTensor.from_dtensor(path, value, process_group=group)
     if type(value) in (dict, OrderedDict):
@@ -143,9 +143,9 @@ def joined(path: str, name: object) -> str:
 
 
 def restored_of(asked: Any, loaded: Any) -> Any:
-    """What was loaded, with the tensors that were asked for: they were filled in place.
+    """Return the loaded values, with the tensors that were asked for: they were filled in place.
 
-    What is in the checkpoint alone, such as a value of another release's optimizer, is there too.
+    Values that only the checkpoint has, such as those of another release's optimizer, are there too.
     """
     if isinstance(asked, torch.Tensor):
         return asked

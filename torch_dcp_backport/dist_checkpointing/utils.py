@@ -1,4 +1,4 @@
-"""Prefixes of keys, and parts of sharded state dicts. Changes parts where that is said, and nothing else.
+"""Prefixes of keys, and parts of sharded state dicts. Changes parts where stated, and nothing else.
 
 Names are those of megatron.core.dist_checkpointing.utils.
 """
@@ -26,13 +26,13 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
 Halves = tuple[ShardedStateDict, StateDict]
-#: (key, offset, what else tells it apart): equal for equal parts of different ranks.
+#: (key, offset, ends of its range or shape of its grid): equal for equal parts of different ranks.
 ShardId = tuple[str, tuple[int, ...], Union[None, tuple[int, ...]]]
 _ShardId = ShardId
 
 
 def zip_strict(*args: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """As `zip`, of iterables of one length.
+    """Zip iterables of the same length.
 
     Raises:
         ValueError: their lengths differ.
@@ -45,40 +45,40 @@ def zip_strict(*args: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> ShardId:
-    """(key, offset, ends of the flattened range): names a shard, whichever rank has it."""
+    """Return (key, offset, ends of the flattened range): the name of a shard on every rank that has it."""
     flat = sharded_tensor.flattened_range
     ends = None if flat is None else (flat.start, flat.stop)
     return sharded_tensor.key, tuple(sharded_tensor.global_offset), ends
 
 
 def _sharded_object_id(sharded_object: ShardedObject) -> ShardId:
-    """(key, place, shape of the grid)."""
+    """Return (key, place, shape of the grid)."""
     place, shape = tuple(sharded_object.global_offset), tuple(sharded_object.global_shape)
     return sharded_object.key, place, shape
 
 
 def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> Halves:
-    """(the ShardedTensors, the rest)."""
+    """Return (the ShardedTensors, the rest)."""
     return _extract(sharded_state_dict, ShardedTensor)
 
 
 def extract_sharded_tensors_and_factories(sharded_state_dict: ShardedStateDict) -> Halves:
-    """(the ShardedTensors and factories, the rest)."""
+    """Return (the ShardedTensors and factories, the rest)."""
     return _extract(sharded_state_dict, ShardedTensor, ShardedTensorFactory)
 
 
 def extract_sharded_tensors_or_nonpersistent(sharded_state_dict: ShardedStateDict) -> Halves:
-    """(ShardedTensors, factories and what is not saved; the rest)."""
+    """Return (ShardedTensors, factories and values that are not saved; the rest)."""
     return _extract(sharded_state_dict, ShardedTensor, LocalNonpersistentObject, ShardedTensorFactory)
 
 
 def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> Halves:
-    """(everything sharded, the rest)."""
+    """Return (everything sharded, the rest)."""
     return _extract(sharded_state_dict, ShardedBase)
 
 
 def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> Halves:
-    """(what is not saved, the rest)."""
+    """Return (the values that are not saved, the rest)."""
     return _extract(sharded_state_dict, LocalNonpersistentObject)
 
 
@@ -132,7 +132,7 @@ def _rename(sharded_state_dict: ShardedStateDict, renamed: Callable[[str], str])
 def debug_time(
     name: str, logger: Optional[logging.Logger] = logger, threshold: float = 0.0, level: Optional[int] = None
 ) -> Iterator[None]:
-    """Log the seconds of what is inside, where there are more than `threshold`."""
+    """Log the seconds of the code inside, where it takes `threshold` or more."""
     start = time.perf_counter()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a load does about keys that are missing or unexpected, and what the ranks have together.
+"""Missing and unexpected keys of a load, and the check of all ranks' parts together.
 
 Names are those of megatron.core.dist_checkpointing.validation. An error is raised on every rank, in the same
 words, before anything was touched.
@@ -47,13 +47,13 @@ logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
 
 class StrictHandling(Enum):
-    """What a load does where its keys are not those of the checkpoint.
+    """The ways of a load with keys that are not those of the checkpoint.
 
-    Unexpected keys are asked for on this rank and not in the checkpoint; missing ones are in the checkpoint
+    Unexpected keys are asked for on this rank and not in the checkpoint; missing keys are in the checkpoint
     and asked for on no rank.
     """
 
-    #: An unexpected key is an error; missing ones are not looked for.
+    #: An unexpected key is an error; missing keys are not looked for.
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
     LOG_UNEXPECTED = "log_unexpected"
     LOG_ALL = "log_all"
@@ -65,17 +65,17 @@ class StrictHandling(Enum):
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """Whether the keys are compared with those of the checkpoint."""
+        """Return whether the keys are compared with those of the checkpoint."""
         return val != StrictHandling.ASSUME_OK_UNEXPECTED
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Whether the keys of all ranks are needed."""
+        """Return whether the keys of all ranks are needed."""
         return val in (StrictHandling.LOG_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL)
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """Whether a load returns (state dict, missing keys, unexpected keys)."""
+        """Return whether a load returns (state dict, missing keys, unexpected keys)."""
         return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
 
     @property
@@ -92,7 +92,7 @@ class StrictHandling(Enum):
 
 
 def parse_strict_flag(strict: Union[str, StrictHandling]) -> StrictHandling:
-    """The mode of a name.
+    """Return the mode of a name.
 
     Raises:
         ValueError: no such mode.
@@ -109,10 +109,10 @@ def parse_strict_flag(strict: Union[str, StrictHandling]) -> StrictHandling:
 
 
 def row_of(part: ShardedTensor, is_folded: bool = True) -> Row:
-    """What the others need to know of a tensor's part.
+    """Return the row of a tensor's part, which is all that other ranks need of it.
 
     Args:
-        is_folded: of a flattened range, as a checkpoint has it; else the box that it is a range of.
+        is_folded: a flattened range gets the row that a checkpoint has; else that of its box.
     """
     box, shape, original = Box(tuple(part.global_offset), part.box_size), tuple(part.global_shape), None
     run = part.flattened_range
@@ -125,7 +125,7 @@ def row_of(part: ShardedTensor, is_folded: bool = True) -> Row:
 
 
 def table_of(tensors: Iterable[ShardedTensor], objects: Iterable[ShardedObject]) -> Table:
-    """This rank's rows: what the others need to know of its parts."""
+    """Return this rank's table: the rows of its parts."""
     return Table(
         [row_of(part) for part in tensors],
         [
@@ -136,7 +136,7 @@ def table_of(tensors: Iterable[ShardedTensor], objects: Iterable[ShardedObject])
 
 
 def verify_checkpoint_and_load_strategy(checkpoint_dir: Folder, *_: Any) -> tuple[Any, Any]:
-    """Check that a folder is a checkpoint of the one format that there is; no strategy is needed to read it.
+    """Check that a folder is a checkpoint of the only format; no strategy is needed to read it.
 
     Raises:
         CheckpointingException: it is none.
@@ -157,21 +157,21 @@ def validate_integrity_and_strict_load(
     global_metadata: Optional[Iterable[Iterable[ShardedBase]]] = None,
     ckpt_sharded_metadata: Optional[Mapping[str, ShardedBase]] = None,
 ) -> tuple[ShardedStateDict, set[str], set[str]]:
-    """Compare a sharded state dict with what a checkpoint holds.
+    """Compare a sharded state dict with the parts that a checkpoint holds.
 
     Args:
         local_metadata: the parts of this rank; by default those of the state dict.
         global_metadata: those of each rank.
-        ckpt_sharded_metadata: what the checkpoint holds.
+        ckpt_sharded_metadata: the parts that the checkpoint holds.
 
     Returns:
-        (the state dict without what is unexpected, missing keys, unexpected keys).
+        (the state dict without unexpected parts, missing keys, unexpected keys).
 
     Raises:
         CheckpointingException: as `strict` says, or the ranks together do not cover a tensor.
     """
     mode = parse_strict_flag(strict)
-    everyone = None if global_metadata is None else [list(parts) for parts in global_metadata]
+    all_parts = None if global_metadata is None else [list(parts) for parts in global_metadata]
     missing: set[str] = set()
     unexpected: set[str] = set()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
@@ -181,22 +181,22 @@ def validate_integrity_and_strict_load(
         own = local_metadata if local_metadata is not None else split(sharded_state_dict).parts
         unexpected = {part.key for part in own} - known
         if StrictHandling.requires_global_app_metadata(mode):
-            if everyone is None:
+            if all_parts is None:
                 raise CheckpointingException(f"strict={mode.value} needs the metadata of all ranks")
-            missing = known - {part.key for parts in everyone for part in parts}
+            missing = known - {part.key for parts in all_parts for part in parts}
         sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected)
         maybe_report_missing_and_unexpected_keys(missing, unexpected, mode.raises or mode.logs, mode.raises)
     if validate_access_integrity:
-        if everyone is None:
+        if all_parts is None:
             raise CheckpointingException("validate_access_integrity needs the metadata of all ranks")
-        validate_sharding_integrity(everyone)
+        validate_sharding_integrity(all_parts)
     return sharded_state_dict, missing, unexpected
 
 
 def adjust_non_strict_load(
     sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]
 ) -> ShardedStateDict:
-    """The state dict without parts of these keys."""
+    """Return the state dict without parts of these keys."""
 
     def is_removed(value: Any) -> bool:
         return isinstance(value, ShardedBase) and value.key in sharded_keys_to_remove
@@ -208,11 +208,11 @@ def adjust_non_strict_load(
 def maybe_report_missing_and_unexpected_keys(
     missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True, is_error: bool = True
 ) -> None:
-    """Raise or log what keys are missing or unexpected, where any is and something is to be said.
+    """Raise or log the keys that are missing or unexpected, where there are any.
 
     Args:
-        raise_error: whether to say it.
-        is_error: whether to raise; else it is logged as a warning.
+        raise_error: whether to do either.
+        is_error: whether to raise; else the keys are logged as a warning.
 
     Raises:
         CheckpointingException: with both lists.
@@ -260,15 +260,15 @@ def validate_sharding_integrity(
 def determine_global_metadata(
     sharded_state_dict: ShardedStateDict, process_group: Group = None
 ) -> tuple[list[ShardedBase], list[list[ShardedBase]]]:
-    """(this rank's parts, those of each rank), without their values. Collective."""
+    """Return (this rank's parts, those of each rank), without their values. Collective."""
     local: list[ShardedBase] = []
     with begin("cannot gather what is sharded", "save", process_group) as call:
         with guard(call):
             local = [part.without_data() for part in split(sharded_state_dict).parts]
 
-        def decide(said: Mapping[int, Any]) -> Mapping[int, Any]:
-            everyone = [said[rank] for rank in sorted(said)]
-            return dict.fromkeys(said, everyone)
+        def decide(parts_by_rank: Mapping[int, Any]) -> Mapping[int, Any]:
+            all_parts = [parts_by_rank[rank] for rank in sorted(parts_by_rank)]
+            return dict.fromkeys(parts_by_rank, all_parts)
 
         return local, consult(call, local, decide, Topic("gathering"))
 
@@ -277,7 +277,7 @@ def save_integrity_manifest(checkpoint_dir: Folder) -> None:
     """Save the SHA-256 of every file in a folder, as `save(verify_integrity=True)` does. Not collective.
 
     Raises:
-        OSError: a file cannot be read, or the list not be written.
+        OSError: a file cannot be read, or the list cannot be written.
     """
     integrity.write_all(Path(checkpoint_dir))
 
@@ -286,8 +286,8 @@ def verify_integrity_manifest(checkpoint_dir: Folder, process_group: Group = Non
     """Compare every file of a checkpoint with its SHA-256; the ranks share the files. Collective.
 
     Raises:
-        CheckpointingException: there are no digests, or a file is missing or another one; the same on every
-            rank.
+        CheckpointingException: there are no digests, or a file is missing or not what was saved; the same on
+            every rank.
     """
     with begin("the checkpoint is not the one that was saved", "load", process_group) as call:
         verify_digests(call, Path(checkpoint_dir), ())
@@ -295,10 +295,10 @@ def verify_integrity_manifest(checkpoint_dir: Folder, process_group: Group = Non
 
 
 def verify_digests(call: Call, folder: Path, needed: Iterable[str]) -> None:
-    """Record what is wrong with this rank's part of the files, for the next consultation.
+    """Record the problems of this rank's part of the files, for the next consultation.
 
     Args:
-        needed: files of which something has to be known.
+        needed: files that the list has to name.
 
     Raises:
         CheckpointingException: there are no digests; the same on every rank.

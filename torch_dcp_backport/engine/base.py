@@ -1,4 +1,4 @@
-"""What trainers call of an engine, under the names of verl 0.7; the registry that finds one by name."""
+"""The methods that trainers call on an engine, under verl 0.7's names; the registry of engines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Engine = TypeVar("Engine", bound=type)
 
 
 def default_device() -> str:
-    """The type of this machine's accelerator, or "cpu"."""
+    """Return the type of this machine's accelerator, or "cpu"."""
     return next((kind for kind, count in compat.device_counts().items() if count), "cpu")
 
 
 class BaseEngine:
-    """What does not depend on how a model is trained; subclasses say the rest."""
+    """The parts of an engine that do not depend on its way of training; subclasses add the rest."""
 
     grid: Grid
     #: "train" or "eval" inside of the contexts.
@@ -40,14 +40,14 @@ class BaseEngine:
         return EngineContext(self, "eval", **options)
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> dict[str, Any]:
-        """One step of the optimizer on a batch. Collective."""
+        """Take a step of the optimizer on a batch. Collective."""
         self.optimizer_zero_grad()
         outputs = self.forward_backward_batch(data, loss_function, forward_only=False)
         outputs["metrics"]["grad_norm"] = self.optimizer_step()
         return outputs
 
     def infer_batch(self, data: Any, loss_function: Optional[Callable[..., Any]] = None) -> dict[str, Any]:
-        """The model's outputs for a batch, without gradients. Collective."""
+        """Return the model's outputs for a batch, without gradients. Collective."""
         with torch.no_grad():
             return self.forward_backward_batch(data, loss_function, forward_only=True)
 
@@ -75,12 +75,12 @@ class BaseEngine:
         return self.grid.dp_group
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Whether this rank's outputs count: the first of those that compute the same."""
+        """Return whether this rank's outputs count: it is the first of those that compute the same."""
         return self.grid.tp is None or self.grid.tp.get_local_rank() == 0
 
 
 class EngineContext(contextlib.AbstractContextManager["EngineContext"]):
-    """Brings what is kept on the host to the device, and back."""
+    """A context that brings parameters and states from the host to the device, and back at its end."""
 
     def __init__(self, engine: Any, mode: str, *, disable_auto_offload: bool = False) -> None:
         self.engine = engine
@@ -104,7 +104,7 @@ class EngineContext(contextlib.AbstractContextManager["EngineContext"]):
             self.engine.module.train(self.outer == "train")
 
     def move(self, device: str) -> None:
-        # What the context around this one has on the device stays there.
+        # What the outer context has on the device stays there.
         model = self.engine.is_param_offload_enabled and self.outer is None
         optimizer = self.engine.is_optimizer_offload_enabled and self.mode == "train" != self.outer
         if self.is_moving and (model or optimizer):
@@ -120,7 +120,7 @@ class EngineRegistry:
     def register(
         cls, model_type: str, backend: Union[str, list[str]], device: Union[str, list[str]] = "cuda"
     ) -> Callable[[Engine], Engine]:
-        """A decorator of engine classes; the first of a kind stays."""
+        """Return a decorator that registers an engine class; the first of a kind stays."""
 
         def registered(engine: Engine) -> Engine:
             if not issubclass(engine, BaseEngine):
@@ -134,10 +134,10 @@ class EngineRegistry:
 
     @classmethod
     def get_engine_cls(cls, model_type: str, backend: str, device: Optional[str] = None) -> type[BaseEngine]:
-        """The engine of this machine's device.
+        """Return the engine for this machine's device.
 
         Raises:
-            KeyError: there is none; says which there are.
+            KeyError: no such engine; the text lists those that there are.
         """
         asked = (model_type, backend, device or default_device())
         if asked not in cls._engines:
@@ -146,5 +146,5 @@ class EngineRegistry:
 
     @classmethod
     def new(cls, model_type: str, backend: str, *args: Any, **kwargs: Any) -> BaseEngine:
-        """An engine, made with the arguments behind the first two."""
+        """Make an engine with the arguments behind the first two."""
         return cls.get_engine_cls(model_type, backend)(*args, **kwargs)

@@ -21,7 +21,7 @@ from torch_dcp_backport.transfer.wire import device_for
 TITLE = "cannot run this batch"
 IDS, MASK, LOSS_MASK, RESPONSES = "input_ids", "attention_mask", "loss_mask", "response_mask"
 
-#: First column of a row that is no padding, and the one behind the last.
+#: First column of a row that is no padding, and the column behind the last.
 Span = tuple[int, int]
 
 
@@ -33,9 +33,9 @@ class Limit(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a batch is cut; as many parts on every rank."""
+    """The parts that a batch is cut into; as many on every rank."""
 
-    #: The rows of each micro-batch; none where the rank only keeps the others company.
+    #: The rows of each micro-batch; none where the rank only takes part in the collectives.
     parts: list[list[int]]
     spans: list[Span]
     #: Tokens with a loss on all ranks; of a mask of weights their sum.
@@ -58,11 +58,11 @@ class Micro(NamedTuple):
 
 
 def plan(data: Any, limit: Limit, group: Group = None, *, needs_tokens: bool = True, copies: int = 1) -> Plan:
-    """Cut a batch into as many micro-batches on every rank. Collective.
+    """Cut a batch into the same number of micro-batches on every rank. Collective.
 
     Args:
         needs_tokens: whether a batch without any token of a loss is an error.
-        copies: how many ranks, one after the other, have the same rows (tensor parallelism).
+        copies: the number of consecutive ranks that have the same rows (tensor parallelism).
 
     Raises:
         RuntimeError: a row above the limit, no rows, no tokens, columns that do not fit, other rows than the
@@ -73,17 +73,17 @@ def plan(data: Any, limit: Limit, group: Group = None, *, needs_tokens: bool = T
     try:
         own = plan_alone(data, limit, needs_tokens)
     except Exception as error:
-        # Whatever it is: the other ranks wait here.
+        # Of any kind: the other ranks wait in the collective below.
         known = isinstance(error, (ValueError, KeyError))
         problems.append(Problem(str(error)) if known else problem_of(error))
     digest = digest_of(data) if copies > 1 and not problems else 0
-    said = torch.tensor([len(own.parts), own.tokens, digest, len(problems)], dtype=torch.float64)
-    said = said.to(device_for(group))
-    heard = [torch.empty_like(said) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(heard, said, group=group)
-    rows = torch.stack(heard).tolist()
+    counts = torch.tensor([len(own.parts), own.tokens, digest, len(problems)], dtype=torch.float64)
+    counts = counts.to(device_for(group))
+    gathered = [torch.empty_like(counts) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, counts, group=group)
+    rows = torch.stack(gathered).tolist()
     if any(count for *_, count in rows):
-        # What is wrong travels only where something is.
+        # Problems travel only where a rank has some.
         raise_together(TITLE, share_findings([(dist.get_rank(), problem) for problem in problems], group))
     count, tokens = int(max(row[0] for row in rows)), sum(row[1] for row in rows[::copies])
     ranks = group_ranks(group)
@@ -91,10 +91,10 @@ def plan(data: Any, limit: Limit, group: Group = None, *, needs_tokens: bool = T
     for place, rank in enumerate(ranks):
         first = place - place % copies
         if rows[place] != rows[first]:
-            says = (
+            text = (
                 f"other rows than rank {ranks[first]}, with which it computes each layer (tensor parallelism)"
             )
-            findings.append((rank, Problem(says)))
+            findings.append((rank, Problem(text)))
         elif not count:
             findings.append((rank, Problem("no rows on any rank")))
         elif needs_tokens and not tokens:
@@ -104,11 +104,11 @@ def plan(data: Any, limit: Limit, group: Group = None, *, needs_tokens: bool = T
 
 
 def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
-    """As `plan`, of this rank's rows.
+    """Cut this rank's rows, as `plan` does for all ranks.
 
     Raises:
-        ValueError: a row above the limit, a limit that is none, columns that do not fit.
-        KeyError: a batch without what is needed.
+        ValueError: a row above the limit, an invalid limit, columns that do not fit.
+        KeyError: a batch without a key that is needed.
     """
     wanted = [name for name in ("rows", "tokens") if getattr(limit, name) is not None]
     if len(wanted) != 1 or getattr(limit, wanted[0]) < 1:
@@ -134,13 +134,13 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
 
 
 def digest_of(data: Any) -> int:
-    """What tells one rank's rows from another's."""
+    """Return a checksum of this rank's tokens, by which ranks compare their rows."""
     return zlib.crc32(values_of(data[IDS]).cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
 
-def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two masks, jagged or not, are the same."""
-    return one.is_nested == other.is_nested and torch.equal(values_of(one), values_of(other))
+def same_values(mask: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two masks, jagged or not, are the same."""
+    return mask.is_nested == other.is_nested and torch.equal(values_of(mask), values_of(other))
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_alike(name: str, mask: Any, ids: Any) -> None:
-    """Refuse a mask that does not say something of each id.
+    """Refuse a mask that has no value for some id.
 
     Raises:
         ValueError: another shape, or other rows.
@@ -159,12 +159,14 @@ def check_alike(name: str, mask: Any, ids: Any) -> None:
             got, expected = mask.offsets().diff().tolist(), ids.offsets().diff().tolist()
             raise ValueError(f"{name} has rows of {got} tokens, {IDS} of {expected}")
     elif ids.is_nested or mask.is_nested or mask.shape != ids.shape:
-        shapes = ["jagged" if one.is_nested else f"of shape {tuple(one.shape)}" for one in (mask, ids)]
+        shapes = [
+            "jagged" if tensor.is_nested else f"of shape {tuple(tensor.shape)}" for tensor in (mask, ids)
+        ]
         raise ValueError(f"{name} is {shapes[0]}: expected that of {IDS}, {shapes[1]}")
 
 
 def check_jagged(name: str, tensor: Any) -> None:
-    """Refuse a nested tensor whose values are not its rows, one after the other.
+    """Refuse a nested tensor whose values are not its rows in sequence.
 
     Raises:
         ValueError: it is strided, or narrowed.
@@ -176,7 +178,7 @@ def check_jagged(name: str, tensor: Any) -> None:
 
 
 def spans_of(data: Any) -> list[Span]:
-    """What each row has between the padding on both sides.
+    """Return the columns of each row between the padding on both sides.
 
     Raises:
         ValueError: a mask of another shape, or a row that is padding alone.
@@ -207,7 +209,7 @@ def spans_of(data: Any) -> list[Span]:
 
 
 def by_tokens(spans: Sequence[Span], most: int) -> list[list[int]]:
-    """Rows of like length together; rows x columns of a part are at most `most`.
+    """Group rows of like length; rows x columns of a part are at most `most`.
 
     Raises:
         ValueError: a row that is longer than that.
@@ -229,7 +231,7 @@ def by_tokens(spans: Sequence[Span], most: int) -> list[list[int]]:
 
 
 def spread(parts: Sequence[list[int]], count: int) -> list[list[int]]:
-    """The same rows in `count` parts: the fullest are halved, and where no rows are left parts are empty."""
+    """Return the same rows in `count` parts: the fullest are halved, and parts without rows are empty."""
     spread = [list(part) for part in parts]
     while len(spread) < count:
         fullest = max(range(len(spread)), key=lambda place: len(spread[place]), default=None)
@@ -242,7 +244,7 @@ def spread(parts: Sequence[list[int]], count: int) -> list[list[int]]:
 
 
 def micro_batches(data: Any, plan: Plan) -> Iterator[Micro]:
-    """The micro-batches of a plan, each made when it is its turn."""
+    """Yield the micro-batches of a plan; each is made when it is asked for."""
     for rows in plan.parts:
         spans = [plan.spans[row] for row in rows] or [(0, 1)]
         columns = min(start for start, _ in spans), max(stop for _, stop in spans)
@@ -251,7 +253,7 @@ def micro_batches(data: Any, plan: Plan) -> Iterator[Micro]:
 
 
 def _selected(key: str, value: Any, rows: list[int], columns: Span, plan: Plan) -> Any:
-    """The rows of a value; of a filler one row of zeros."""
+    """Return the rows of a value; for a filler a single row of zeros."""
     count = len(plan.spans)
     if not isinstance(value, torch.Tensor):
         has_rows = isinstance(value, (list, tuple)) and len(value) == count
@@ -269,7 +271,7 @@ def _selected(key: str, value: Any, rows: list[int], columns: Span, plan: Plan) 
 
 
 def model_inputs(data: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
-    """What a language model of transformers takes of a micro-batch: ids, mask and positions, padded."""
+    """Return a micro-batch's inputs for a model of transformers: ids, mask and positions, padded."""
     ids = data[IDS]
     if ids.is_nested:
         rows = ids.unbind()
@@ -286,7 +288,7 @@ def model_inputs(data: Mapping[str, Any], device: torch.device) -> dict[str, tor
 
 
 def like_rows(padded: torch.Tensor, data: Mapping[str, Any]) -> torch.Tensor:
-    """A result per token as the rows of a micro-batch are: padded, or jagged."""
+    """Return a result per token in the form of a micro-batch's rows: padded, or jagged."""
     ids = data[IDS]
     if not ids.is_nested:
         return padded
@@ -297,7 +299,7 @@ def like_rows(padded: torch.Tensor, data: Mapping[str, Any]) -> torch.Tensor:
 
 
 def restored(outputs: Sequence[Mapping[str, torch.Tensor]], plan: Plan) -> dict[str, torch.Tensor]:
-    """The results of all micro-batches, in the order and width of the batch; zeros where padding was cut."""
+    """Return all micro-batches' results, in the order and width of the batch; zeros where padding was cut."""
     results: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(name for output in outputs for name in output):
         rows_of: dict[int, torch.Tensor] = {}

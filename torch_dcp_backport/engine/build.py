@@ -1,6 +1,6 @@
 """A model that is sharded before it has any memory, and filled from files: each rank its own slices.
 
-Knows modules and FSDP2; must never hold a whole model.
+Knows modules and FSDP2; must never hold a full model.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch_dcp_backport.transfer import Call, layout_of
 from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.staging import part_of
 
-#: Fills a whole tensor with first values.
+#: Fills a full tensor with first values.
 Draw = Callable[[torch.Tensor, torch.Generator], None]
-#: Names of block classes, or the classes; None is what the model says of itself.
+#: Names of block classes, or the classes; None takes the model's own.
 Blocks = Union[None, str, type, Collection[Union[str, type]]]
 
 
 class Sharding(NamedTuple):
-    """What FSDP2 is to do."""
+    """The settings of FSDP2."""
 
     reshard_after_forward: bool = True
     #: Of all-gathered parameters, and of gradients on their way; None is the parameters' own.
@@ -43,7 +43,7 @@ class Sharding(NamedTuple):
     offload: bool = False
 
     def arguments(self, grid: Grid) -> dict[str, Any]:
-        """What `fully_shard` takes."""
+        """Return the arguments of `fully_shard`."""
         fsdp2 = compat.fsdp2()
         policy = fsdp2.MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
         asked = {"mesh": grid.data, "reshard_after_forward": self.reshard_after_forward, "mp_policy": policy}
@@ -79,17 +79,17 @@ def parameters_on_meta(dtype: Optional[torch.dtype] = None) -> Iterator[None]:
 
 
 def outline(model: Optional[nn.Module]) -> dict[str, str]:
-    """What must be the same on every rank."""
+    """Return a digest of the parameters, which must be the same on every rank."""
     params = () if model is None else model.named_parameters()
     names = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in params]
     return {"parameters": f"{len(names)} ({zlib.crc32(repr(names).encode()):08x})"}
 
 
 def configuration(asked: Any, dtype: Optional[torch.dtype] = None) -> Any:
-    """transformers' configuration of a `ModelConfig`, with what is to be otherwise.
+    """Return transformers' configuration of a `ModelConfig`, with its overrides.
 
     Args:
-        dtype: what buffers are computed in, as `from_pretrained` does; None is the configuration's own.
+        dtype: for the computation of buffers, as in `from_pretrained`; None is the configuration's own.
 
     Raises:
         FileNotFoundError: no such model here; transformers would look for it on the network.
@@ -108,7 +108,7 @@ def configuration(asked: Any, dtype: Optional[torch.dtype] = None) -> Any:
 
 
 def language_model(asked: Any, dtype: Optional[torch.dtype] = None) -> nn.Module:
-    """transformers' causal language model of a `ModelConfig`; see `parameters_on_meta`, `configuration`."""
+    """Make transformers' causal language model; see `parameters_on_meta`, `configuration`."""
     import transformers
 
     kind: Any = transformers.AutoModelForCausalLM
@@ -119,7 +119,7 @@ def language_model(asked: Any, dtype: Optional[torch.dtype] = None) -> nn.Module
 
 
 def value_model(asked: Any, dtype: Optional[torch.dtype] = None) -> nn.Module:
-    """transformers' model of a `ModelConfig` with one number for each token."""
+    """Make transformers' model of a `ModelConfig` with a single number for each token."""
     import transformers
 
     kind: Any = transformers.AutoModelForTokenClassification
@@ -131,7 +131,7 @@ def value_model(asked: Any, dtype: Optional[torch.dtype] = None) -> nn.Module:
 
 
 def names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
-    """The names of each parameter, several of a tied one."""
+    """Return id of a parameter -> its names, which are several of a tied parameter."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -139,7 +139,7 @@ def names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
 
 
 def units_of(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
-    """The modules that are sharded as units, inner ones first: blocks, and embeddings that nothing else uses.
+    """Return the modules that are sharded as units, inner first: blocks, and embeddings nothing else uses.
 
     Raises:
         ValueError: a block class that does not occur, naming those that do; a tied parameter in two units.
@@ -155,24 +155,26 @@ def units_of(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
     shared = {name for tied in names_by_parameter(model).values() if len(tied) > 1 for name in tied}
     ask: Any = getattr(model, "get_output_embeddings", lambda: None)
     end = ask()
-    found = {}
+    unit_by_path = {}
     for path, module in model.named_modules():
         is_end = isinstance(module, nn.Embedding) or module is end
         is_tied = any(f"{path}.{name}" in shared for name, _ in module.named_parameters())
         if type(module).__name__ in names or (is_end and not is_tied):
-            found[path] = module
+            unit_by_path[path] = module
     for tied in names_by_parameter(model).values():
         # The innermost of nested units.
-        homes = {max((path for path in found if name.startswith(f"{path}.")), default="") for name in tied}
+        homes = {
+            max((path for path in unit_by_path if name.startswith(f"{path}.")), default="") for name in tied
+        }
         if len(homes) > 1:
-            # Torch 2.13 sees it; older ones make a parameter of each name, and train them apart.
+            # Torch 2.13 sees it; older releases make a parameter of each name, and train them apart.
             units = ", ".join(sorted(home or "the rest" for home in homes))
             raise ValueError(f"{', '.join(tied)} are one parameter, but would be in several units: {units}")
-    return list(found.values())[::-1]
+    return list(unit_by_path.values())[::-1]
 
 
 def shard(model: nn.Module, grid: Grid, sharding: Optional[Sharding] = None, blocks: Blocks = None) -> None:
-    """Apply FSDP2, unit by unit and to the whole; the parameters may be on meta.
+    """Apply FSDP2 to each unit, then to the model; the parameters may be on meta.
 
     Raises:
         ValueError: as `units_of`.
@@ -189,7 +191,7 @@ def materialize(model: nn.Module, device: torch.device, *, buffers: Optional[tor
     Tied parameters stay tied: torch makes a new parameter for each name.
 
     Args:
-        buffers: where they go instead: CPUOffloadPolicy brings parameters to the device, but no buffers.
+        buffers: their device instead: CPUOffloadPolicy brings parameters to the device, but no buffers.
     """
     tied = names_by_parameter(model).values()
 
@@ -204,7 +206,7 @@ def materialize(model: nn.Module, device: torch.device, *, buffers: Optional[tor
 
 
 def tie(model: nn.Module, tied: Iterable[Sequence[str]]) -> None:
-    """Make one parameter again of those that have several names."""
+    """Make a single parameter again of those that have several names."""
     for first, *others in tied:
         for name in others:
             path, _, leaf = name.rpartition(".")
@@ -222,9 +224,9 @@ def fill(
     """Fill a model's parameters and buffers from Hugging Face files, each rank its own slices. Collective.
 
     Args:
-        fresh: pattern of names in the files that these need not have -> what draws a whole tensor instead.
-        hf_name: the name in the files of a name in the model.
-        seed: of what is drawn, which is the same on every rank.
+        fresh: pattern of names that the files need not have -> function that draws the full tensor instead.
+        hf_name: maps a name in the model to the name in the files.
+        seed: of the drawn tensors, which are the same on every rank.
 
     Raises:
         RuntimeError: a tensor that the files do not have, another shape, a torn file, ...; on every rank.
@@ -238,7 +240,7 @@ def fill(
             with call.guard():
                 source = source_of(folder)
             held = look(call, source, "auto").tensors
-        # Of a tied parameter the files need one name.
+        # The files need only a single name of a tied parameter.
         for names in names_by_parameter(model).values():
             if any(hf_name(name) in held for name in names):
                 draws = {name: draw for name, draw in draws.items() if name not in names}
@@ -253,23 +255,23 @@ def fill(
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, under all their names, and the buffers that a state dict has.
+    """Return parameters, under all their names, and the buffers that a state dict has.
 
-    FSDP2's are shards, also where a forward pass has left them whole, in the dtype it computes in. Not
+    FSDP2's are shards, also where a forward pass has left them unsharded, in the dtype it computes in. Not
     `state_dict()`, which FSDP2 of torch 2.4 refuses on a mesh of two dimensions.
     """
     compat.reshard(model)
-    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                found[f"{path}.{name}".lstrip(".")] = buffer
-    return found
+                tensors[f"{path}.{name}".lstrip(".")] = buffer
+    return tensors
 
 
 @torch.no_grad()
 def draw_into(tensor: torch.Tensor, draw: Draw, generator: torch.Generator) -> None:
-    """Fill this rank's part of a tensor with its part of what is drawn as a whole."""
+    """Draw a full tensor, and fill this rank's part of the tensor from it."""
     drawn = torch.empty(tensor.shape, dtype=tensor.dtype)
     draw(drawn, generator)
     layout = layout_of(tensor)
@@ -279,7 +281,7 @@ def draw_into(tensor: torch.Tensor, draw: Draw, generator: torch.Generator) -> N
 
 
 def zeros(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Draw nothing."""
+    """Draw zeros."""
     tensor.zero_()
 
 

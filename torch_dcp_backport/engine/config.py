@@ -1,6 +1,6 @@
 """The settings of an engine, under verl's names; verl's own configuration objects are read as well.
 
-Every one is checked before anything is made.
+All are checked before anything is made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ModelConfig:
 
     #: A folder with config.json and safetensors files.
     path: str = ""
-    #: What is to be otherwise in its configuration.
+    #: Settings that replace those of its configuration.
     override_config: Mapping[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     enable_gradient_checkpointing: bool = False
@@ -41,7 +41,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How it is spread, and how batches are cut."""
+    """The arrangement of ranks, the sharding of the model, and the cutting of batches."""
 
     fsdp_size: int = -1
     tp_size: int = 1
@@ -54,17 +54,17 @@ class EngineConfig:
     forward_only: bool = False
     #: Of the parameters themselves.
     model_dtype: str = "fp32"
-    #: param_dtype, reduce_dtype; as in verl bf16 and fp32 where nothing is said.
+    #: param_dtype, reduce_dtype; as in verl bf16 and fp32 where nothing is set.
     mixed_precision: Optional[Mapping[str, Any]] = None
     #: {"transformer_layer_cls_to_wrap": names of classes}
     wrap_policy: Mapping[str, Any] = field(default_factory=dict)
-    #: By tokens; else by rows. What a batch says of itself comes first.
+    #: By tokens; else by rows. A batch's own settings go first.
     use_dynamic_bsz: bool = True
     max_token_len_per_gpu: Optional[int] = None
     micro_batch_size_per_gpu: Optional[int] = None
     infer_max_token_len_per_gpu: Optional[int] = None
     infer_micro_batch_size_per_gpu: Optional[int] = None
-    #: Gradients are reduced after "each" micro-batch, or after the "last": whole ones are kept until then.
+    #: Gradients are reduced after "each" micro-batch, or after the "last": full ones are kept until then.
     gradient_sync: str = "each"
     seed: int = 42
 
@@ -92,22 +92,22 @@ class EngineConfig:
         return Sharding(self.reshard_after_forward, param_dtype, reduce_dtype, self.offload_policy)
 
     def limit(self, data: Any, is_inference: bool) -> Limit:
-        """The size of micro-batches of a batch."""
+        """Return the size of a batch's micro-batches."""
 
-        def said(name: str) -> Any:
+        def setting(name: str) -> Any:
             if name in set(data.keys()):  # a TensorDict iterates over rows
                 return data[name]
             own = getattr(self, f"infer_{name}", None) if is_inference else None
             return getattr(self, name) if own is None else own
 
-        if said("use_dynamic_bsz"):
-            return Limit(tokens=said("max_token_len_per_gpu"))
-        return Limit(rows=said("micro_batch_size_per_gpu"))
+        if setting("use_dynamic_bsz"):
+            return Limit(tokens=setting("max_token_len_per_gpu"))
+        return Limit(rows=setting("micro_batch_size_per_gpu"))
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer, one of torch.optim, and its schedule."""
+    """The optimizer, a class of torch.optim, and its schedule."""
 
     optimizer: str = "AdamW"
     lr: float = 1e-3
@@ -145,7 +145,7 @@ class OptimizerConfig:
 
 
 def dtype_of(name: Union[str, torch.dtype, None]) -> Optional[torch.dtype]:
-    """A dtype of verl's names.
+    """Return the dtype of a verl name.
 
     Raises:
         ValueError: another name.
@@ -158,14 +158,14 @@ def dtype_of(name: Union[str, torch.dtype, None]) -> Optional[torch.dtype]:
 
 
 def spelled(config: Any) -> str:
-    """Settings as text, the same in every process; without paths, which may differ."""
+    """Return settings as text, the same in every process; without paths, which may differ."""
     fields = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
     fields.pop("path", None)
     return ", ".join(f"{name}={_ordered(value)!r}" for name, value in fields.items())
 
 
 def _ordered(value: Any) -> Any:
-    """The order of a set is another one in every process."""
+    """Return a value in a fixed order: a set's order differs between processes."""
     if isinstance(value, Mapping):
         return {key: _ordered(part) for key, part in sorted(value.items(), key=str)}
     return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else value
@@ -175,7 +175,7 @@ Kind = TypeVar("Kind", ModelConfig, EngineConfig, OptimizerConfig)
 
 
 def settings(kind: type[Kind], given: Any) -> Kind:
-    """Settings from an object or a mapping with fields of the same names; None is the defaults.
+    """Return settings from an object or a mapping with fields of the same names; None is the defaults.
 
     Raises:
         ValueError: a mapping with other names, a value that is not offered, ...
@@ -202,6 +202,6 @@ def settings(kind: type[Kind], given: Any) -> Kind:
     for name, is_asked in would_change.items():
         if is_asked:
             raise ValueError(f"{name} is not offered")
-    found = {name: getattr(given, name) for name in names if getattr(given, name, None) is not None}
+    values = {name: getattr(given, name) for name in names if getattr(given, name, None) is not None}
     local = getattr(given, "local_path", None)
-    return kind(**{**found, "path": local} if local and "path" in names else found)
+    return kind(**{**values, "path": local} if local and "path" in names else values)

@@ -1,4 +1,4 @@
-"""Whole tensors out of shards, in buckets: to every rank, or to the one that feeds a rollout.
+"""Whole tensors out of shards, in buckets: to every rank, or to the rank that feeds a rollout.
 
 Must never hold more whole tensors than a bucket.
 """
@@ -33,15 +33,15 @@ def whole_tensors(
     bucket_bytes: int = BUCKET_BYTES,
     group: Group = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of every name; tied names get one tensor, one after the other. Collective.
+    """Yield (name, whole tensor) of every name; tied names get the same tensor in sequence. Collective.
 
-    Every rank runs through it to the end; on those that receive nothing it is empty.
+    Every rank runs through it to the end; on ranks that receive nothing it is empty.
 
     Args:
         tensors: DTensors, or tensors that every rank holds; the same names on every rank.
         to: the global rank that receives; None is every rank.
         dtype: of floating tensors, cast before they travel; None is their own.
-        device: of the whole tensors; None is where the parts are.
+        device: of the whole tensors; None is the device of the parts.
         bucket_bytes: whole tensors that are gathered at once; a larger one is alone.
 
     Raises:
@@ -56,7 +56,7 @@ def whole_tensors(
         nbytes = math.prod(info.shape) * _cast(info.dtype, dtype).itemsize
         if bucket and size + nbytes > most:
             yield from _gathered(parts, bucket, to, dtype, device, group)
-            # The caller's loop holds the last tensor until it gets another: a large one has one beside it.
+            # The caller's loop holds a tensor until it gets the next: beside a large tensor is room for one.
             most = 0 if size > bucket_bytes else bucket_bytes
             bucket, size = [], 0
         bucket.append(names)
@@ -66,9 +66,13 @@ def whole_tensors(
 
 
 def same_objects(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Names of an object that has another name before -> that name; on ranks that hold nothing of it, too."""
+    """Return later name of an object -> its first name; on ranks that hold nothing of it, too."""
     first: dict[int, str] = {}
-    return {name: first[id(one)] for name, one in tensors.items() if first.setdefault(id(one), name) != name}
+    return {
+        name: first[id(tensor)]
+        for name, tensor in tensors.items()
+        if first.setdefault(id(tensor), name) != name
+    }
 
 
 def _gathered(
@@ -88,10 +92,10 @@ def _gathered(
         local, layout = held[name]
         return torch.empty(layout.shape, dtype=local.dtype, device=device or local.device)
 
-    found = gather(held, make, to=to, group=group, staging_bytes=STAGING_BYTES)
+    full_tensors = gather(held, make, to=to, group=group, staging_bytes=STAGING_BYTES)
     held.clear()
     for names in bucket:
-        tensor = found.pop(names[0], None)
+        tensor = full_tensors.pop(names[0], None)
         if tensor is not None:
             for name in names:
                 yield name, tensor

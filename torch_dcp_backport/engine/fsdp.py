@@ -1,6 +1,6 @@
 """The engine: mesh, model, batches, step, moves and export under the names of verl 0.7.
 
-Composes what the other modules offer; each of these serves a loop of one's own as well.
+Composes the functions of the other modules; each of these serves a trainer's own loop as well.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BACKENDS, DEVICES = ["fsdp", "fsdp2"], ["cuda", "npu", "xpu", "hpu", "cpu"]
 
 
 class FSDPEngine(BaseEngine):
-    """A model of transformers under FSDP2, with its optimizer; subclasses say what its outputs are."""
+    """A model of transformers under FSDP2, with its optimizer; subclasses define its outputs."""
 
     #: Makes the model, within `build.parameters_on_meta`.
     make_model = staticmethod(build.language_model)
@@ -92,7 +92,7 @@ class FSDPEngine(BaseEngine):
         own = self.engine_config
         asked = self.optimizer_config = settings(OptimizerConfig, self.optimizer_config)
         self.module = self.build()
-        #: What losses are multiplied with, so that gradients are means.
+        #: Factor of losses, so that gradients are means.
         self.scale = 1.0
         if not own.forward_only:
             self.scale = steps.divisor_of(self.grid, own.sharding) / self.grid.dp_size
@@ -115,7 +115,7 @@ class FSDPEngine(BaseEngine):
             self.to("cpu", model=own.param_offload, optimizer=own.optimizer_offload, grad=own.param_offload)
 
     def build(self) -> Any:
-        """The model, sharded and filled. Collective."""
+        """Make the model, sharded and filled. Collective."""
         own, asked = self.engine_config, self.model_config
         blocks = own.wrap_policy.get("transformer_layer_cls_to_wrap")
         model: Any = None
@@ -129,8 +129,10 @@ class FSDPEngine(BaseEngine):
                     model = lora.adapted(model, asked)
                 build.units_of(model, blocks)
                 tensor_parallel.styles_of(model, self.grid)
-            said = {type(part).__name__: spelled(part) for part in (own, asked, self.optimizer_config)}
-            agree(call, common={**said, **build.outline(model)})
+            settings_by_type = {
+                type(part).__name__: spelled(part) for part in (own, asked, self.optimizer_config)
+            }
+            agree(call, common={**settings_by_type, **build.outline(model)})
         tensor_parallel.parallelize(model, self.grid)
         build.shard(model, self.grid, own.sharding, blocks)
         kind = "cpu" if own.offload_policy else self.device
@@ -175,14 +177,14 @@ class FSDPEngine(BaseEngine):
                 losses.append(loss.item())
                 collect(metrics, output["metrics"])
         if forward_only:
-            # The root is whole until a backward pass: a step before the next one would not be seen.
+            # The root is unsharded until a backward pass: a step before the next pass would not be seen.
             compat.reshard(self.module)
         return {"model_output": batches.restored(outputs, plan), "loss": losses, "metrics": metrics}
 
     def forward_step(
         self, micro: batches.Micro, common: Mapping[str, Any], loss_function: Optional[Callable[..., Any]]
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Loss, and outputs with metrics, of a micro-batch."""
+        """Return loss, and outputs with metrics, of a micro-batch."""
         device = compat.current_device(self.device)
         data = {
             name: value.to(device) if isinstance(value, torch.Tensor) else value
@@ -191,24 +193,24 @@ class FSDPEngine(BaseEngine):
         data.update(common)
         inputs = batches.model_inputs(data, device)
         logits = self.module(**inputs, use_cache=False).logits
-        found = self.prepare_model_outputs(logits, inputs, data)
-        # The other ranks wait for this one's part of the gradients, whatever its loss is of.
-        nothing = torch.stack([value.float().sum() * 0 for value in found.values()]).sum()
+        outputs = self.prepare_model_outputs(logits, inputs, data)
+        # The other ranks wait for this rank's part of the gradients, whatever its loss is of.
+        nothing = torch.stack([value.float().sum() * 0 for value in outputs.values()]).sum()
         if micro.is_filler:
             return nothing, {"model_output": {}, "metrics": {}}
-        found = {name: batches.like_rows(value, data) for name, value in found.items()}
+        outputs = {name: batches.like_rows(value, data) for name, value in outputs.items()}
         loss, metrics = logits.new_zeros(()), {}
         if loss_function is not None:
             group = self.get_data_parallel_group()
-            loss, metrics = loss_function(model_output=found, data=data, dp_group=group)
+            loss, metrics = loss_function(model_output=outputs, data=data, dp_group=group)
             if not loss.requires_grad:
                 loss = loss + nothing
-        return loss, {"model_output": found, "metrics": metrics}
+        return loss, {"model_output": outputs, "metrics": metrics}
 
     def prepare_model_outputs(
         self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor], data: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """What losses see of logits, by row and column."""
+        """Return the outputs that losses read, by row and column."""
         raise NotImplementedError
 
     def optimizer_zero_grad(self) -> None:
@@ -216,9 +218,9 @@ class FSDPEngine(BaseEngine):
             self.optimizer.zero_grad()
 
     def optimizer_step(self) -> float:
-        """Clip and step; the norm before. A step with a gradient that is not finite is skipped, and counted.
+        """Clip and step; return the norm before. A step with a gradient that is not finite is skipped.
 
-        Collective.
+        Such steps are counted. Collective.
         """
         assert self.optimizer is not None, "forward_only"
         done = steps.step(self.optimizer, self.optimizer_config.clip_grad)
@@ -226,7 +228,7 @@ class FSDPEngine(BaseEngine):
         return done.grad_norm
 
     def lr_scheduler_step(self) -> float:
-        """The learning rate after one more step."""
+        """Step the schedule, and return the new learning rate."""
         self.lr_scheduler.step()
         return float(self.lr_scheduler.get_last_lr()[0])
 
@@ -253,13 +255,13 @@ class FSDPEngine(BaseEngine):
         max_ckpt_to_keep: Optional[int] = None,
         **_: Any,
     ) -> None:
-        """As `checkpoint.FSDPCheckpointManager.save_checkpoint`. Collective."""
+        """Save as `checkpoint.FSDPCheckpointManager.save_checkpoint` does. Collective."""
         self.checkpoint_manager.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     def load_checkpoint(
         self, local_path: Any, hdfs_path: Optional[str] = None, del_local_after_load: bool = False, **_: Any
     ) -> None:
-        """As `checkpoint.FSDPCheckpointManager.load_checkpoint`. Collective."""
+        """Load as `checkpoint.FSDPCheckpointManager.load_checkpoint` does. Collective."""
         self.checkpoint_manager.load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
     def get_per_tensor_param(
@@ -271,7 +273,7 @@ class FSDPEngine(BaseEngine):
         dtype: Optional[torch.dtype] = torch.bfloat16,
         **_: Any,
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], Optional[dict[str, Any]]]:
-        """(name, whole tensor) for a rollout, in buckets, and peft's configuration. Collective as it is read.
+        """Return full tensors for a rollout, in buckets, and peft's configuration. Collective as it is read.
 
         Args:
             base_sync_done: with adapters, these alone; else the model's own weights, under the files' names.
@@ -291,13 +293,13 @@ class FSDPEngine(BaseEngine):
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
         """A context: the model without its adapters."""
-        found: contextlib.AbstractContextManager[Any] = self.module.disable_adapter()
-        return found
+        context: contextlib.AbstractContextManager[Any] = self.module.disable_adapter()
+        return context
 
 
-def collect(metrics: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Add a micro-batch's metrics to those before; verl's own kind says how it is begun."""
-    for name, value in found.items():
+def collect(metrics: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Add a micro-batch's metrics to those before; verl's own metrics make their list."""
+    for name, value in new.items():
         if name not in metrics:
             metrics[name] = value.init_list() if hasattr(value, "init_list") else []
         (metrics[name].extend if isinstance(value, list) else metrics[name].append)(value)
@@ -317,10 +319,10 @@ class FSDPEngineWithLMHead(FSDPEngine):
             logits = logits / factor.where(factor > 0, 1.0).view(-1, 1, 1)
         elif temperature != 1.0:
             logits = logits / max(temperature, 1e-8)
-        found = {"log_probs": heads.next_log_probs(logits, inputs[batches.IDS], inputs[batches.MASK])}
+        outputs = {"log_probs": heads.next_log_probs(logits, inputs[batches.IDS], inputs[batches.MASK])}
         if data.get("calculate_entropy", False):
-            found["entropy"] = heads.entropy(logits)
-        return found
+            outputs["entropy"] = heads.entropy(logits)
+        return outputs
 
 
 @EngineRegistry.register("value_model", BACKENDS, DEVICES)

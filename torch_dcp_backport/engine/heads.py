@@ -1,4 +1,4 @@
-"""What a trainer wants of logits: log-probabilities, entropy, values; in chunks, since logits are large.
+"""Log-probabilities, entropy and values from logits; in chunks, since logits are large.
 
 A chunk in float32 is all that is there beside the logits, in the backward pass too.
 """
@@ -16,44 +16,44 @@ CHUNK = 16 * 2**20
 
 
 def log_probs(logits: torch.Tensor, labels: torch.Tensor, *, chunk: int = CHUNK) -> torch.Tensor:
-    """The log-probability of each label, float32, of the labels' shape."""
+    """Return the log-probability of each label, float32, of the labels' shape."""
     return _in_chunks(_log_probs, chunk, logits, labels)
 
 
 def entropy(logits: torch.Tensor, *, chunk: int = CHUNK) -> torch.Tensor:
-    """The entropy of each distribution, float32."""
+    """Return the entropy of each distribution, float32."""
     return _in_chunks(_entropy, chunk, logits)
 
 
 def values(logits: torch.Tensor) -> torch.Tensor:
-    """The number that a value head gives each token, float32."""
+    """Return the number that a value head gives each token, float32."""
     return logits.squeeze(-1).float()
 
 
 def next_log_probs(
     logits: torch.Tensor, ids: torch.Tensor, mask: Optional[torch.Tensor] = None, *, chunk: int = CHUNK
 ) -> torch.Tensor:
-    """At each position the log-probability of the token after it; 0 where there is none, or padding."""
+    """Return each position's log-probability of the token after it; 0 where there is none, or padding."""
     # Of the last column too, of which nothing is kept: a part of the logits would be flattened as a copy.
-    found = log_probs(logits, ids.roll(-1, 1), chunk=chunk)
-    is_said = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
-    # From a token to a token: what padding says of a row's first one depends on how rows are cut.
-    is_said = is_said & is_said.roll(-1, 1)
-    is_said[:, -1:] = False
-    return found.where(is_said, 0.0)
+    result = log_probs(logits, ids.roll(-1, 1), chunk=chunk)
+    is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+    # From a token to a token: a value from padding to a row's first token depends on how rows are cut.
+    is_token = is_token & is_token.roll(-1, 1)
+    is_token[:, -1:] = False
+    return result.where(is_token, 0.0)
 
 
 def sft_loss(
     model_output: Mapping[str, torch.Tensor], data: Mapping[str, Any], dp_group: object = None
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The mean over all tokens of all ranks that `loss_mask` marks; a loss function as verl's are."""
-    found, mask = model_output["log_probs"], data["loss_mask"]
-    # The mask marks tokens, a log-probability stands one before its token; the last of a row is 0.
-    if found.is_nested:
-        found, mask = found.values(), mask.values()
-    weights = mask.roll(-1, -1).to(found)
-    # Not by the product alone: of a word that cannot be (-inf) it is no number.
-    total = (found.where(weights != 0, 0.0) * weights).sum()
+    """Return the mean over tokens that `loss_mask` marks, on all ranks; a loss function as verl's are."""
+    token_log_probs, mask = model_output["log_probs"], data["loss_mask"]
+    # The mask marks tokens, a log-probability stands right before its token; the last of a row is 0.
+    if token_log_probs.is_nested:
+        token_log_probs, mask = token_log_probs.values(), mask.values()
+    weights = mask.roll(-1, -1).to(token_log_probs)
+    # Not by the product alone: 0 times -inf, of a token that cannot occur, is not a number.
+    total = (token_log_probs.where(weights != 0, 0.0) * weights).sum()
     return -total / data["batch_num_tokens"] * data["dp_size"], {}
 
 
@@ -69,8 +69,8 @@ def _in_chunks(function: Callable[..., torch.Tensor], chunk: int, *tensors: torc
             parts.append(checkpoint(function, *pieces, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(function(*pieces))
-    found = torch.cat(parts) if parts else logits.new_zeros(0, dtype=torch.float32)
-    return found.view(logits.shape[:-1])
+    result = torch.cat(parts) if parts else logits.new_zeros(0, dtype=torch.float32)
+    return result.view(logits.shape[:-1])
 
 
 def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -78,6 +78,6 @@ def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    found = logits.float().log_softmax(-1)
-    shares = found.exp()
-    return -(shares * found.where(shares != 0, 0.0)).sum(-1)
+    log_shares = logits.float().log_softmax(-1)
+    shares = log_shares.exp()
+    return -(shares * log_shares.where(shares != 0, 0.0)).sum(-1)

@@ -25,7 +25,7 @@ PREFIX = "base_model.model."
 
 
 def adapted(model: nn.Module, asked: ModelConfig) -> nn.Module:
-    """The model with adapters, which alone are trained. Within `build.parameters_on_meta`.
+    """Return the model with adapters, which alone are trained. Within `build.parameters_on_meta`.
 
     Raises:
         RuntimeError: peft is not installed.
@@ -35,7 +35,7 @@ def adapted(model: nn.Module, asked: ModelConfig) -> nn.Module:
     except ImportError as error:
         raise RuntimeError(f"lora_rank={asked.lora_rank} needs peft: {error}") from error
     config = peft.LoraConfig(
-        # Of a model that generates nothing (a value model) peft's wrapper for them asks in vain.
+        # peft's wrapper for CAUSAL_LM needs a model that generates, which a value model does not.
         task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
         r=asked.lora_rank,
         lora_alpha=asked.lora_alpha,
@@ -53,7 +53,7 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """The name of a weight in the model without adapters."""
+    """Return the name of a weight in the model without adapters."""
     return name[len(PREFIX) :].replace(".base_layer.", ".") if name.startswith(PREFIX) else name
 
 
@@ -62,7 +62,7 @@ def base(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def adapters(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adapters under the names that peft saves."""
+    """Return adapters under the names that peft saves."""
     return {name.replace(".default.", "."): tensor for name, tensor in tensors.items() if is_adapter(name)}
 
 
@@ -78,19 +78,19 @@ def save(model: Any, folder: Union[str, Path]) -> None:
                 raise ValueError(f"a {type(model).__name__} has none")
         settle(call)
         named = adapters(build.tensors_of(model))
-        whole = dict(whole_tensors(named, to=first_rank(call), device=torch.device("cpu")))
+        full_tensors = dict(whole_tensors(named, to=first_rank(call), device=torch.device("cpu")))
         with call.guard(str(folder)):
-            if whole:
+            if full_tensors:
                 model.peft_config["default"].save_pretrained(str(folder))
                 target = Path(folder, "adapter_model.safetensors")
                 draft = target.with_name(f".{target.name}")
-                contiguous = {name: tensor.contiguous() for name, tensor in whole.items()}
+                contiguous = {name: tensor.contiguous() for name, tensor in full_tensors.items()}
                 importlib.import_module("safetensors.torch").save_file(contiguous, draft, {"format": "pt"})
                 os.replace(draft, target)
         settle(call)
 
 
 def config_of(model: Any) -> Optional[dict[str, Any]]:
-    """peft's configuration of the adapters as a dict; None without any."""
+    """Return peft's configuration of the adapters as a dict; None without adapters."""
     configs = getattr(model, "peft_config", None)
     return None if configs is None else dict(configs["default"].to_dict())

@@ -1,4 +1,4 @@
-"""How ranks are arranged: shards, replicas of shards, tensor parallelism.
+"""The arrangement of ranks: shards, replicas of shards, tensor parallelism.
 
 Must never leave ranks that share nothing without saying so: a shard size of 1 is replication.
 """
@@ -35,27 +35,27 @@ class Grid(NamedTuple):
     sizes: Sizes
     #: All dimensions.
     mesh: DeviceMesh
-    #: What `fully_shard` gets: shards, or replicas of shards.
+    #: The mesh for `fully_shard`: shards, or replicas of shards.
     data: DeviceMesh
     tp: Optional[DeviceMesh]
 
     @property
     def dp_size(self) -> int:
-        """How many ranks have data of their own."""
+        """The number of ranks that have data of their own."""
         return self.sizes.replicate * self.sizes.shard
 
     @property
     def dp_group(self) -> Group:
-        """The ranks that have data of their own, with this one; never None, which verl takes for no ranks."""
+        """The ranks with other data, this rank among them; never None, which verl takes for no ranks."""
         return members(None) if self.tp is None else self.data.get_group()
 
 
 def sizes_of(world: int, fsdp_size: int = -1, tp_size: int = 1) -> Sizes:
-    """The extents of the mesh of `world` ranks.
+    """Return the extents of the mesh of `world` ranks.
 
     Args:
-        fsdp_size: ranks that share one copy of the model; -1, or as many as there are and more, is one copy.
-        tp_size: ranks that compute one layer together.
+        fsdp_size: ranks that share a copy of the model; -1, or as many as there are and more: one copy.
+        tp_size: ranks that compute each layer together.
 
     Raises:
         ValueError: sizes that do not divide, or are not offered together.

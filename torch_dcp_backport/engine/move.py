@@ -18,7 +18,7 @@ from torch_dcp_backport import compat
 def move_model(model: nn.Module, device: torch.device) -> None:
     """Move parameters, with their gradients, and buffers.
 
-    Each is there before the next one begins: `to(non_blocking=True)` pins as much memory of the host as the
+    Each is there before the next begins: `to(non_blocking=True)` pins as much memory of the host as the
     model has, and reads what may not have arrived.
 
     Raises:

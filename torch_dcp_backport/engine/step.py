@@ -21,7 +21,7 @@ from torch_dcp_backport.transfer.wire import device_for
 
 
 def divisor_of(grid: Grid, sharding: Optional[Sharding] = None) -> float:
-    """Measure by what FSDP2 divides the sum of the ranks' gradients, on one small parameter. Collective.
+    """Measure by what FSDP2 divides the sum of the ranks' gradients, on a small parameter. Collective.
 
     gloo, up to torch 2.7 at least, takes `reduce_scatter_tensor(AVG)` for a sum: gradients are as many times
     too large as there are shards, which AdamW hides. Scale the loss by `divisor_of(grid) / grid.dp_size` and
@@ -49,13 +49,13 @@ def divisor_of(grid: Grid, sharding: Optional[Sharding] = None) -> float:
 
 
 def local_gradients(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, float]]:
-    """This rank's part of each gradient, and how much of its square counts.
+    """Return this rank's part of each gradient, and the share of its square that counts.
 
     Of n replicas each counts an nth, and not the first alone: a number that is not finite is seen wherever it
     is. A tensor whose mesh is a part of the ranks is taken to be on as many such meshes as there is room for.
     """
     world = dist.get_world_size()
-    found = []
+    parts = []
     for param in params:
         gradient: Any = param.grad
         if gradient is None:
@@ -66,13 +66,13 @@ def local_gradients(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, 
         if layout.mesh is not None:
             holders = math.prod(layout.mesh.shape[dim] for dim in layout.replica_dims)
             holders *= world // len(layout.mesh.ranks)
-        found.append((local, 1 / holders))
-    return found
+        parts.append((local, 1 / holders))
+    return parts
 
 
 @torch.no_grad()
 def grad_norm(params: Iterable[torch.Tensor]) -> float:
-    """The norm of all gradients, the same number on every rank. Collective: one all-reduce of one number.
+    """Return the norm of all gradients, the same on every rank. Collective: an all-reduce of one number.
 
     The gradients may be on different meshes, or on the host, where torch's own helpers give up. Meshes of a
     part of the ranks count as replicas of each other: pipeline stages are not offered.
@@ -98,7 +98,7 @@ def _norm_of(gradients: Sequence[tuple[torch.Tensor, float]]) -> float:
 
 
 class Stepped(NamedTuple):
-    """What a step did."""
+    """The result of a step."""
 
     #: Before they were clipped.
     grad_norm: float
@@ -143,7 +143,7 @@ def schedule(
     least: float = 0.0,
     cycles: float = 0.5,
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """A linear warm-up, and then the optimizer's own rate ("constant") or a cosine down from it ("cosine").
+    """Return a schedule: linear warm-up, then the optimizer's rate ("constant") or a cosine down ("cosine").
 
     Args:
         warmup, total: steps.

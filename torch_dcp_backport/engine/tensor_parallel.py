@@ -1,6 +1,6 @@
 """Tensor parallelism by the plan that a model of transformers brings; applied before FSDP2.
 
-What the plan does not cut is computed on every rank, as a replica: all parameters are on one mesh.
+Modules that the plan does not cut are replicas on every rank: all parameters are on the same mesh.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OF_HEADS = re.compile(r".*[.][qk]_(layer)?norm")
 
 
 def styles_of(model: Any, grid: Grid) -> dict[str, Any]:
-    """Path of a module -> torch's style that cuts it; nothing without tensor parallelism.
+    """Return path of a module -> torch's style that cuts it; empty without tensor parallelism.
 
     Raises:
         ValueError: a model without a plan, with a style that is not offered, or heads that do not divide.
@@ -46,7 +46,7 @@ def styles_of(model: Any, grid: Grid) -> dict[str, Any]:
             if fnmatch.fnmatchcase(f".{path}", f"*.{pattern}"):
                 cut = [path]
                 if hasattr(module, "base_layer"):
-                    # Of an adapter's two matrices one has the dimension that is cut, the other is whole.
+                    # Of an adapter's two matrices only this has the dimension that is cut.
                     inner = "lora_B" if style == "colwise" else "lora_A"
                     cut = [f"{path}.base_layer", *(f"{path}.{inner}.{name}" for name in module.lora_A)]
                 styles.update({name: STYLES[style]() for name in cut})
@@ -65,7 +65,7 @@ def parallelize(model: nn.Module, grid: Grid) -> None:
         if path in styles:
             asked = {name: param.requires_grad for name, param in module.named_parameters()}
             parallel.parallelize_module(module, grid.tp, styles[path])
-            # Some releases (2.6) cut a frozen parameter into ones that are trained.
+            # Some releases (2.6) cut a frozen parameter into parameters that are trained.
             for name, param in module.named_parameters():
                 param.requires_grad_(asked[name])
         elif next(module.parameters(recurse=False), None) is not None:
@@ -78,7 +78,7 @@ def parallelize(model: nn.Module, grid: Grid) -> None:
 def _replicate(module: nn.Module, mesh: Any, is_fed_parts: bool) -> None:
     """Make the module compute with DTensors inside, and plain tensors on both sides.
 
-    Where each rank feeds it a part of its own, what it finds are parts of the parameters' gradients.
+    If each rank feeds it a part of its own, each gets a part of the parameters' gradients.
     """
     for name, param in list(module.named_parameters(recurse=False)):
         local = compat.replicated(param.detach(), mesh)

@@ -1,4 +1,4 @@
-"""HF safetensors and ranks: what files hold, which rank holds which blocks, and the way between them.
+"""HF safetensors and ranks: the tensors of files, the blocks of each rank, and the way between them.
 
 Knows tensors, files and process groups; must never know a model's layers.
 """

@@ -1,7 +1,7 @@
-"""Which ranks hold which rectangles ("blocks") of HF tensors, and this rank's views of its own.
+"""The rectangles ("blocks") of HF tensors that each rank holds, and this rank's views of its own.
 
 Two blocks of a tensor are equal (then they are replicas) or have nothing in common. Knows neither files nor
-models; never moves data.
+models; must never move data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_dcp_backport.transfer.staging import part_of
 
 
 class Part(NamedTuple):
-    """A block that this rank holds, and the memory where it does."""
+    """A block that this rank holds, and its memory."""
 
     #: In the HF tensor's own coordinates.
     box: Box
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """HF tensors that are spread over ranks, as one of them sees it.
+    """HF tensors that are spread over ranks, as this rank sees them.
 
     All but `parts` is the same on every rank.
     """
@@ -42,16 +42,16 @@ class Share:
     spreads: Mapping[str, Boxes]
     #: HF key -> this rank's parts. Two of them may be the same block.
     parts: Mapping[str, Sequence[Part]]
-    #: HF key -> the one dtype that all ranks hold it in: these may pass it on to their replicas.
+    #: HF key -> the dtype that all ranks hold it in: these tensors may be passed on between replicas.
     relayed: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def view(self, key: str, box: Box) -> torch.Tensor:
-        """This rank's memory of a box that lies in one of its blocks."""
+        """Return this rank's memory of a box that lies in a single block of the rank."""
         part = next(part for part in self.parts[key] if intersection(part.box, box) == box)
         return part_of(part.into, part.box, box)
 
     def copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(to, from): blocks that this rank has a second time, and their first."""
+        """Yield (to, from) for each block that this rank holds again: its memory, and that of the first."""
         for parts in self.parts.values():
             first: dict[Box, torch.Tensor] = {}
             for box, into in parts:
@@ -61,12 +61,12 @@ class Share:
 
 
 def spread_of(shape: tuple[int, ...], blocks: Mapping[int, Iterable[Box]]) -> Boxes:
-    """A tensor's blocks by rank, each block once."""
+    """Return a tensor's blocks by rank, each block once."""
     return Boxes(shape, tuple((rank, tuple(dict.fromkeys(boxes))) for rank, boxes in sorted(blocks.items())))
 
 
 def gaps(key: str, spread: Boxes) -> list[Problem]:
-    """What is wrong with the blocks of a tensor: some overlap, or no rank holds an element."""
+    """Return the problems of a tensor's blocks: some overlap, or no rank holds an element."""
     distinct = list(dict.fromkeys(box for _, boxes in spread.by_rank for box in boxes if box.numel))
     for box, other in overlaps(distinct):
         ranks = [[rank for rank, boxes in spread.by_rank if block in boxes] for block in (box, other)]
@@ -78,16 +78,16 @@ def gaps(key: str, spread: Boxes) -> list[Problem]:
     return []
 
 
-#: What moves between two agreements.
+#: HF key -> the pieces that move between two agreements.
 Window = dict[str, list[Piece]]
 
 
 def windows(
     tensors: Mapping[str, TensorInfo], nbytes: int, only: Optional[Mapping[str, Sequence[Box]]] = None
 ) -> Iterator[Window]:
-    """All tensors, or only some boxes, in runs of `nbytes`: large ones are cut, at first along dimension 0.
+    """Yield all tensors, or only some boxes, in windows of `nbytes`: large ones are cut, first along dim 0.
 
-    The pieces of a window lie in a buffer of `nbytes` without touching one another.
+    The pieces of a window do not overlap in a buffer of `nbytes`.
     """
     boxes = {key: (whole(info.shape),) for key, info in tensors.items()} if only is None else only
     keyed = ((key, box, tensors[key].dtype) for key in boxes for box in boxes[key])
@@ -99,7 +99,7 @@ def windows(
 
 
 def clipped(spread: Boxes, pieces: Sequence[Piece]) -> Boxes:
-    """What of a spread lies in some pieces of the tensor."""
+    """Return the part of a spread that lies in some pieces of the tensor."""
     rows = []
     for rank, boxes in spread.by_rank:
         parts = (intersection(box, piece.box) for box in boxes for piece in pieces)
@@ -110,5 +110,5 @@ def clipped(spread: Boxes, pieces: Sequence[Piece]) -> Boxes:
 
 
 def within(pieces: Sequence[Piece], box: Box) -> Piece:
-    """The piece that a box lies in."""
+    """Return the piece that a box lies in."""
     return next(piece for piece in pieces if intersection(piece.box, box) == box)

@@ -1,4 +1,4 @@
-"""The small files that go with weights: config.json, a tokenizer's, and the like. Reads them as a whole."""
+"""The small files beside weights (config.json, a tokenizer's, ...), read in full. Must never read weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = re.compile(r"(?!.*\.index\.json$).*\.(json|txt|model|jinja|tiktoken|py)"
 
 
 def as_config(config: Any) -> dict[str, Any]:
-    """The contents of config.json, from a mapping or from a configuration object of transformers.
+    """Return the contents of config.json, from a mapping or from a configuration object of transformers.
 
     Raises:
         TypeError: neither of them.
@@ -30,7 +30,7 @@ def as_config(config: Any) -> dict[str, Any]:
 
 
 def companions_of(like: Any) -> dict[str, bytes]:
-    """Name -> content of the small files of a model's folder; of a configuration config.json alone.
+    """Return name -> content of the small files of a model's folder; of a configuration config.json alone.
 
     Raises:
         OSError: the folder is not there, or has no config.json.
@@ -51,11 +51,11 @@ def companions_of(like: Any) -> dict[str, bytes]:
 
 
 def with_dtype(text: bytes, dtypes: Iterable[torch.dtype]) -> bytes:
-    """config.json with the dtype that the weights have; as it is where they have several."""
-    config, found = json.loads(text), list(dict.fromkeys(str(dtype).partition(".")[2] for dtype in dtypes))
+    """Return config.json with the dtype that the weights have; unchanged where they have several."""
+    config, saved = json.loads(text), list(dict.fromkeys(str(dtype).partition(".")[2] for dtype in dtypes))
     # transformers called it torch_dtype up to 4.55.
     names = [name for name in ("dtype", "torch_dtype") if config.get(name) is not None]
-    if len(found) != 1 or all([config[name]] == found for name in names):
+    if len(saved) != 1 or all([config[name]] == saved for name in names):
         return text
-    config.update(dict.fromkeys(names, found[0]))
+    config.update(dict.fromkeys(names, saved[0]))
     return json.dumps(config, indent=2).encode()

@@ -1,4 +1,4 @@
-"""Whether two HF tensors that ranks hold have the same values.
+"""Comparison of two HF tensors that ranks or a source hold, bit by bit.
 
 Must never hold more than a piece of each.
 """
@@ -20,26 +20,26 @@ from torch_dcp_backport.transfer.chunks import chunks
 from torch_dcp_backport.transfer.spread import holders_of, intersection
 from torch_dcp_backport.transfer.staging import as_bytes
 
-#: Of a tensor at once.
+#: Bytes of a tensor that are compared at once.
 STEP_BYTES = 2**20
 
 
 @torch.no_grad()
-def differ(call: Call, share: Share, one: str, other: str) -> bool:
-    """Whether two tensors of the same shape and dtype differ in a bit; the same answer on every rank.
+def differ(call: Call, share: Share, first_key: str, second_key: str) -> bool:
+    """Return whether two tensors of the same shape and dtype differ in a bit; the same on every rank.
 
-    Checksums travel, not values: the two may be on ranks that have nothing of each other's.
+    Checksums travel, not values: ranks that hold parts of the first may hold nothing of the second.
 
     Raises:
         RuntimeError: values could not be read on some rank; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
     """
     ranks = call.ranks if call.groups else (call.rank,)
-    firsts, seconds = (holders_of(share.spreads[key], ranks) for key in (one, other))
+    firsts, seconds = (holders_of(share.spreads[key], ranks) for key in (first_key, second_key))
     regions = [common for first in firsts for second in seconds if (common := intersection(first, second))]
     own: dict[tuple[str, Box], bytes] = {}
     hand = Hand(STEP_BYTES)
-    for key, holders in ((one, firsts), (other, seconds)):
+    for key, holders in ((first_key, firsts), (second_key, seconds)):
         mine = [box for box, having in holders.items() if having[0] == call.rank]
         for region in regions:
             if any(intersection(box, region) == region for box in mine):
@@ -48,11 +48,11 @@ def differ(call: Call, share: Share, one: str, other: str) -> bool:
     by_region: dict[tuple[str, Box], bytes] = {}
     for table in agree(call, f"{own}", own).tables:
         by_region.update(table.note)
-    return any(by_region[one, region] != by_region[other, region] for region in regions)
+    return any(by_region[first_key, region] != by_region[second_key, region] for region in regions)
 
 
 def checksum(share: Share, key: str, region: Box, hand: Hand) -> bytes:
-    """Of the bytes of a box that this rank holds, in the dtype of the files."""
+    """Return a checksum of the bytes of a box that this rank holds, in the dtype of the files."""
     sums, products = [], torch.empty(STEP_BYTES // 8, dtype=torch.int64, device="cpu")
     for pieces in chunks([(key, region, share.tensors[key].dtype)], STEP_BYTES):
         sums += [sum_of(hand(share.view(key, piece.box), piece.dtype), products) for piece in pieces]
@@ -60,13 +60,13 @@ def checksum(share: Share, key: str, region: Box, hand: Hand) -> bytes:
 
 
 def sum_of(data: memoryview, products: torch.Tensor) -> bytes:
-    """Of at most `STEP_BYTES` bytes: their CRC32, and their words times odd random factors, modulo 2**64.
+    """Return CRC32 and the sum of words times odd random factors, modulo 2**64, of `STEP_BYTES` at most.
 
-    Faster than a digest; nobody is to be kept from forging it. What few flipped bits leave of one sum as it
-    was (of the second: two words' highest ones) they change in the other.
+    Faster than a digest, but not safe against forgery. A few flipped bits may leave one of the two as it was
+    (the second: the highest bits of two words), and change the other.
 
     Args:
-        products: room for them, which is slow to get anew.
+        products: memory for the products, which is slow to allocate.
     """
     words = torch.frombuffer(data, dtype=torch.uint8)
     if len(data) % 8 or words.data_ptr() % 8:
@@ -80,19 +80,19 @@ def sum_of(data: memoryview, products: torch.Tensor) -> bytes:
 
 @functools.lru_cache(maxsize=1)
 def factors() -> torch.Tensor:
-    """Odd numbers, the same on every rank."""
+    """Return random odd numbers, the same on every rank."""
     noise = bytearray(hashlib.shake_128(b"torch_dcp_backport").digest(STEP_BYTES))
     return torch.frombuffer(noise, dtype=torch.int64).bitwise_or_(1)
 
 
-def equal_in(source: Source, one: str, other: str) -> bool:
-    """Whether two tensors of a source have the same shape, dtype and bits."""
-    if source.tensors[one] != source.tensors[other]:
+def equal_in(source: Source, first_key: str, second_key: str) -> bool:
+    """Return whether two tensors of a source have the same shape, dtype and bits."""
+    if source.tensors[first_key] != source.tensors[second_key]:
         return False
     pairs = (
-        (source.part(one, piece.box), source.part(other, piece.box))
-        for window in windows({one: source.tensors[one]}, STEP_BYTES)
-        for piece in window[one]
+        (source.part(first_key, piece.box), source.part(second_key, piece.box))
+        for window in windows({first_key: source.tensors[first_key]}, STEP_BYTES)
+        for piece in window[first_key]
     )
     # As bytes: NaN is not equal to itself.
     return all(

@@ -1,4 +1,4 @@
-"""What ranks hold, as safetensors files or as a dict of whole tensors on the first rank.
+"""Export of the tensors that ranks hold, to safetensors files or to a dict on the first rank.
 
 Must never hold more than two buffers of the model at once (but for the dict).
 """
@@ -31,7 +31,7 @@ from torch_dcp_backport.transfer.memories import Memory
 from torch_dcp_backport.transfer.plan import Agreement
 from torch_dcp_backport.transfer.staging import part_of
 
-#: Of a tensor in a window: one of two buffers on the first rank.
+#: Bytes of a window, and of each of the buffers on the first rank.
 BUFFER_BYTES = 32 * 2**20
 BUFFERS = 2
 DONE = "the folder may have the new model already"
@@ -40,11 +40,11 @@ HALF = "the folder has the new weights, and may have no config.json"
 
 @dataclass(frozen=True)
 class Export:
-    """How an export is written."""
+    """Options of an export."""
 
-    #: What floating-point parameters are cast to; None keeps their dtypes.
+    #: The dtype that floating-point parameters are cast to; None keeps theirs.
     dtype: Optional[torch.dtype] = None
-    #: Files have at most so many bytes of tensors, unless one tensor has more.
+    #: The most bytes of tensors in a file, unless a single tensor has more.
     file_bytes: int = 5 * 10**9
     #: Whether a model that the folder holds already is replaced.
     overwrite: bool = False
@@ -52,7 +52,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Saved:
-    """What an export wrote; the same on every rank but for `removed`."""
+    """The result of an export; the same on every rank but for `removed`."""
 
     keys: tuple[str, ...]
     #: Bytes of tensors.
@@ -66,7 +66,7 @@ Bring = Callable[[Window, Memory], None]
 
 
 class Target(NamedTuple):
-    """Where an export goes, and how."""
+    """The folder of an export, and its options."""
 
     folder: Path
     how: Export
@@ -97,10 +97,10 @@ class Buffer:
 
 @torch.no_grad()
 def export(call: Call, agreement: Agreement, share: Share, target: Target) -> Saved:
-    """Write what the ranks hold into a folder; as `write_files`.
+    """Write the tensors that ranks hold into a folder; as `write_files`.
 
-    The ranks on the first one's machine that see its files write what they hold themselves; what others hold
-    travels to the first rank.
+    Ranks on the first rank's machine that see its files write their own blocks themselves; blocks of other
+    ranks travel to the first rank.
     """
 
     def bring(window: Window, write: Memory) -> None:
@@ -114,7 +114,7 @@ def export(call: Call, agreement: Agreement, share: Share, target: Target) -> Sa
             if files is not None:
                 place = writers.index(call.rank)
                 with call.guard(str(target.folder)):
-                    # Several wait for the disk at a time.
+                    # Each writer waits for its share of the files, at the same time as the others.
                     files.sync(place, len(writers))
 
     saved = published(call, share.tensors, fill, target)
@@ -126,7 +126,7 @@ def export(call: Call, agreement: Agreement, share: Share, target: Target) -> Sa
 def write_files(call: Call, tensors: Mapping[str, TensorInfo], bring: Bring, target: Target) -> Saved:
     """Write tensors into a folder, from the first rank.
 
-    Disk and network work at the same time: while one buffer is written the next one is filled.
+    Disk and network work at the same time: while a buffer is written, the next is filled.
     """
     return published(call, tensors, lambda draft: _stream(call, tensors, bring, draft), target)
 
@@ -134,18 +134,18 @@ def write_files(call: Call, tensors: Mapping[str, TensorInfo], bring: Bring, tar
 def published(
     call: Call, tensors: Mapping[str, TensorInfo], fill: Callable[[Optional[Draft]], None], target: Target
 ) -> Saved:
-    """Make the files of an export, let all ranks fill them, and put them in their place, or none of them.
+    """Make the files of an export, let all ranks fill them, and publish all of them or none.
 
-    config.json gets the dtype of what is written.
+    config.json gets the dtype of the weights that are written.
 
     Args:
-        fill: called on every rank, with the draft on the first one.
+        fill: called on every rank, with the draft on the first rank.
 
     Raises:
         RuntimeError: the folder holds a model, there is no room, a write failed, ...; on every rank. The
             folder is as it was.
         TransferError: a rank is gone, or the group's timeout is over: the folder is as it was, or has the new
-            model already. Or a rename failed after that of the weights. It says what is so.
+            model already. Or a rename failed after that of the weights. The error says which.
     """
     draft: Optional[Draft] = None
     folder, how, companions = target
@@ -171,7 +171,7 @@ def published(
             with call.guard(str(folder)):
                 draft.switch()
             if not call.problems:
-                # Before the ranks meet: one that is gone must not keep half of an export from its other half.
+                # Before the ranks meet: a rank that is gone must not leave an export half published.
                 with call.guard(str(folder)):
                     removed = draft.finish()
                 late, call.problems[:] = call.problems[:], []
@@ -188,7 +188,7 @@ def _stream(
     draft: Optional[Draft],
     boxes: Optional[Mapping[str, Sequence[Box]]] = None,
 ) -> None:
-    """Bring tensors to the first rank, and write them there; all of them, or some boxes."""
+    """Bring tensors to the first rank, and write them there; all of them, or only `boxes`."""
     if boxes is not None and not boxes:
         return
     free: deque[Buffer] = deque()
@@ -203,7 +203,7 @@ def _stream(
                     if not free:
                         _take_back(free, writing)
             settle(call)
-            # The one that is filled: no other rank has any.
+            # The buffer that is filled next, on the first rank: other ranks have none.
             buffer = free.popleft() if draft is not None else None
             write = functools.partial(buffer.view, window, tensors) if buffer is not None else nowhere
             bring(window, write)
@@ -226,7 +226,7 @@ def nowhere(key: str, box: Box) -> torch.Tensor:
 
 @torch.no_grad()
 def collect(call: Call, agreement: Agreement, share: Share) -> dict[str, torch.Tensor]:
-    """Whole tensors on the host of the first rank; an empty dict on every other one.
+    """Return full tensors on the host of the first rank; an empty dict on every other rank.
 
     Raises:
         RuntimeError: the first rank has no room for them; on every rank.
@@ -252,7 +252,7 @@ def collect(call: Call, agreement: Agreement, share: Share) -> dict[str, torch.T
 
 
 def target_of(call: Call, folder: Union[str, Path], like: Any, how: Optional[Export]) -> Target:
-    """What a save is asked for; small files on the first rank alone. Faults are problems of the call."""
+    """Return the target of a save; small files on the first rank alone. Faults are problems of the call."""
     path, options, companions = Path(), Export(), dict[str, bytes]()
     with call.guard("folder"):
         path = Path(folder)
@@ -265,7 +265,7 @@ def target_of(call: Call, folder: Union[str, Path], like: Any, how: Optional[Exp
 
 
 def checked(how: Optional[Export]) -> Export:
-    """What the caller asks for.
+    """Return the caller's options, or the default ones for None.
 
     Raises:
         TypeError: it is no `Export`, its dtype is none of torch, or the size of files no number.
@@ -286,16 +286,16 @@ def checked(how: Optional[Export]) -> Export:
 
 
 def exported(tensors: Mapping[str, Sequence[TensorInfo]], how: Export) -> dict[str, TensorInfo]:
-    """What an export writes of tensors that holders have in these dtypes.
+    """Return the shapes and dtypes that an export writes, from those that the holders of tensors have.
 
     Raises:
-        ValueError: the holders of one tensor have different dtypes, and none was asked for.
+        ValueError: the holders of a tensor have different dtypes, and the caller asked for none.
     """
-    found = {}
+    written = {}
     for key, infos in tensors.items():
         dtypes = sorted({str(info.dtype) for info in infos})
         if len(dtypes) > 1 and how.dtype is None:
             raise ValueError(f"{key} is held as {' and '.join(dtypes)}: pass a dtype")
         shape, dtype = infos[0]
-        found[key] = TensorInfo(shape, how.dtype if how.dtype is not None and is_plain(dtype) else dtype)
-    return found
+        written[key] = TensorInfo(shape, how.dtype if how.dtype is not None and is_plain(dtype) else dtype)
+    return written

@@ -1,6 +1,6 @@
-"""The files of an export: written beside what is there, and published as a whole or not at all.
+"""The files of an export: written beside the target's files, and published all together or not at all.
 
-One process's work; must never talk to other ranks, and never touch what it did not write or replace.
+Runs on one process; must never talk to other ranks, nor touch files that it did not write or replace.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ WEIGHTS = re.compile(
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
 )
 LOCK = ".lock"
-#: What file systems without locks say (Lustre without `-o flock`, NFS without a lock daemon).
+#: Errors of file systems without locks (Lustre without `-o flock`, NFS without a lock daemon).
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-#: What config.json says of a file or of how a model is run; what is not in both is a default in one of them.
+#: Keys of config.json about a file or a run, not the model; a key that a config lacks is at its default.
 NOT_THE_MODEL = frozenset(("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"))
 
 
 def weights_in(folder: Path) -> list[str]:
-    """The weight files of the model in a folder: what `from_pretrained` would read, or has read before."""
+    """Return the weight files of a model in a folder: those that `from_pretrained` reads, or read before."""
     named: set[str] = set()
     with contextlib.suppress(OSError, ValueError, AttributeError):
         named.update(map(str, json.loads((folder / INDEX).read_bytes()).get("weight_map", {}).values()))
     names = os.listdir(folder) if folder.is_dir() else ()
     named |= {SINGLE, INDEX}
-    found = sorted(name for name in names if name in named or WEIGHTS.fullmatch(name))
-    return [name for name in found if not os.path.isdir(folder / name)]
+    weights = sorted(name for name in names if name in named or WEIGHTS.fullmatch(name))
+    return [name for name in weights if not os.path.isdir(folder / name)]
 
 
 class Room:
-    """A hidden folder that one process at a time works in.
+    """A hidden folder that a single process at a time works in.
 
-    Its lock goes with the process; on a file system that has no locks the first one to make the file has it.
+    Its lock ends with the process; on a file system without locks the first to make the file has it.
     """
 
     def __init__(self, path: Path, target: Path) -> None:
-        """Take it, and clear away what a process that died left behind.
+        """Make and lock the folder, and clear away what a dead process left behind.
 
         Raises:
             BlockingIOError: another process has it, for an export into the target.
-            FileExistsError: a folder of this name that no export made.
+            FileExistsError: no export made the folder of this name.
             OSError: the folder cannot be made or cleared.
         """
         self.path = path
@@ -90,15 +90,15 @@ class Room:
         try:
             self._clear()
         except BaseException:
-            # What is left is cleared away by the next one, if that can.
+            # The next export clears away what is left, if it can.
             self._unlock()
             raise
 
     def leave(self) -> None:
-        """Remove it. Does nothing a second time.
+        """Remove the folder. Does nothing a second time.
 
         Raises:
-            OSError: something in it cannot be removed; it can be taken again.
+            OSError: something in it cannot be removed; the folder can be locked again.
         """
         if self._lock is None:
             return
@@ -127,7 +127,7 @@ class Room:
 
 
 def take(lock: int, is_first: bool) -> None:
-    """Take a lock; on a file system without any, for the process that has made its file.
+    """Take a lock; on a file system without locks it belongs to the process that made its file.
 
     Raises:
         OSError: another process has it, or may have it.
@@ -146,8 +146,8 @@ def busy(target: Path, room: Path) -> BlockingIOError:
 class Draft:
     """An export under way, in a hidden folder: in the target if that is there, else beside it.
 
-    Until `switch` the target is as it was; a process that dies leaves the hidden folder alone, and the next
-    export into the same target clears it away.
+    Until `switch` the target is as it was; a process that dies leaves only the hidden folder, which the next
+    export into the same target clears away.
     """
 
     def __init__(self, target: Path, overwrite: bool, config: bytes = b"") -> None:
@@ -157,7 +157,7 @@ class Draft:
             config: the config.json that the export will have.
 
         Raises:
-            FileExistsError: the target holds a model, or the config.json of another one, and is to stay.
+            FileExistsError: the target holds a model, or the config.json of another model, and must stay.
             BlockingIOError: another export into the same target is under way.
             OSError: the folder cannot be made.
         """
@@ -170,12 +170,12 @@ class Draft:
         beside = target.parent / f".{target.name}.partial"
         self.room = Room(beside if self.is_new else target / ".partial", target)
         try:
-            # What was there before the lock was taken may be another export's work by now.
+            # Before the lock was taken, another export may have changed the target.
             if os.path.lexists(target) == self.is_new:
                 raise busy(target, self.room.path)
             self.stale = replaced(target, overwrite, config)
             if not self.is_new and beside.is_dir():
-                # Left by an export that died when the target was not there; one under way has it locked.
+                # Left by an export that died when there was no target; an export under way has it locked.
                 with contextlib.suppress(OSError):
                     Room(beside, target).leave()
             self.folder = self.room.path / "new"
@@ -184,7 +184,7 @@ class Draft:
             self.room.leave()
             raise
         self.files = Files({}, 0)
-        #: Names of the weight files: the last one is that by which readers find the others.
+        #: Names of the weight files: readers find the others by the last.
         self._weights: list[str] = []
 
     def reserve(self, tensors: Mapping[str, TensorInfo], file_bytes: int) -> None:
@@ -196,7 +196,7 @@ class Draft:
         """
         files = Files(tensors, file_bytes)
         if any(name in self.stale for name in files.names) and len(files.names) > 1:
-            # Names of its own: the old model stays whole until the new index takes its place.
+            # Names of its own: the old model stays complete until the new index takes its place.
             files = Files(tensors, file_bytes, os.urandom(4).hex())
         self.files = files
         files.make(self.folder)
@@ -225,12 +225,12 @@ class Draft:
         sync_folder(self.folder)
 
     def switch(self) -> None:
-        """Put the weights in their place. A new folder appears at once, as a whole.
+        """Put the weights in their place. A new folder appears at once, and complete.
 
-        In one that is there already the last rename is that of the file by which readers find the others: the
-        index, or `model.safetensors`. Where config.json or a file like it changes, config.json is taken away
-        before and comes back in `finish`: without it there is no model, where with it old numbers would be
-        read with new weights.
+        In an older folder the last rename is that of the file by which readers find the others: the index, or
+        `model.safetensors`. If config.json or another small file changes, config.json is taken away before,
+        and `finish` puts it back: without it there is no model, but with it new weights would be read with
+        old numbers.
 
         Raises:
             OSError: the folder was changed meanwhile, ...; it is as it was.
@@ -259,7 +259,7 @@ class Draft:
             raise
 
     def finish(self) -> list[str]:
-        """Put what goes with the weights in its place; the names of older weight files that were removed.
+        """Put the small files in their place; return the names of older weight files that were removed.
 
         Raises:
             OSError: the folder was changed meanwhile, ...; it has the new weights, and maybe no config.json.
@@ -270,7 +270,7 @@ class Draft:
         else:
             sync_folder(self.target)
             removed = [name for name in self.stale if name not in self._weights]
-            # Readers choose between two models in one folder as they like.
+            # With two models in a folder readers may take either: files that lead to the old model go first.
             pointers = [name for name in (SINGLE, INDEX) if name in removed]
             for name in pointers:
                 os.unlink(self.target / name)
@@ -294,7 +294,7 @@ class Draft:
         self.room.leave()
 
     def _changed(self) -> list[str]:
-        """The small files that the target does not have, or has otherwise; config.json last."""
+        """Return all small files, config.json last, if any is not the same in the target; else none."""
         names = sorted(
             set(os.listdir(self.folder)) - set(self._weights), key=lambda name: (name == CONFIG, name)
         )
@@ -302,23 +302,23 @@ class Draft:
 
 
 def located(target: Path) -> Path:
-    """A path from the root: the name itself may be a link, and what is before it is where links lead."""
+    """Return an absolute path whose folders are no links; its last name may be a link."""
     if target.name in ("", ".."):
         return Path(os.path.realpath(target))
     return Path(os.path.realpath(target.parent)) / target.name
 
 
 def replaced(target: Path, overwrite: bool, config: bytes = b"") -> list[str]:
-    """The weight files that an export takes the place of.
+    """Return the weight files that an export replaces.
 
     Raises:
-        FileExistsError: there are some, or the config.json of another model, and they are to stay.
+        FileExistsError: there are some, or the config.json of another model, and they must stay.
     """
     stale = weights_in(target)
     if stale and not overwrite:
         raise FileExistsError(f"{target} holds {stale[0]}; Export(overwrite=True) replaces a model")
     if config and not overwrite and (target / CONFIG).is_file():
-        # A caller may have put the model's own one there before, as transformers writes it.
+        # A caller may have put the model's own config.json there before, as transformers writes it.
         other = other_number((target / CONFIG).read_bytes(), config)
         if other:
             what = f"{target} holds the {CONFIG} of another model"
@@ -327,27 +327,27 @@ def replaced(target: Path, overwrite: bool, config: bytes = b"") -> list[str]:
 
 
 def other_number(there: bytes, config: bytes) -> str:
-    """What two config.json say of the model otherwise; nothing where they are of one."""
+    """Return the differences between two config.json as text; "" where they are of the same model."""
     try:
-        one, other = dict(json.loads(there)), dict(json.loads(config))
-        names = (set(one) & set(other)) - NOT_THE_MODEL
+        present, expected = dict(json.loads(there)), dict(json.loads(config))
+        names = (set(present) & set(expected)) - NOT_THE_MODEL
     except (ValueError, TypeError):
         return "it cannot be read"
     differing = [
-        f"{name} (expected {other[name]!r}, got {one[name]!r})"
+        f"{name} (expected {expected[name]!r}, got {present[name]!r})"
         for name in sorted(names)
-        if one[name] != other[name] and not name.endswith("_token_id")
+        if present[name] != expected[name] and not name.endswith("_token_id")
     ]
     return ", ".join(differing[:3])
 
 
-def same_content(one: Path, other: Path) -> bool:
-    return other.is_file() and one.read_bytes() == other.read_bytes()
+def same_content(path: Path, other: Path) -> bool:
+    return other.is_file() and path.read_bytes() == other.read_bytes()
 
 
 @contextlib.contextmanager
 def discarding(draft: Optional[Draft]) -> Iterator[None]:
-    """Leave nothing of a draft that was not published."""
+    """Remove a draft that was not published."""
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """Parameters from HF tensors: each rank copies its own slices, or the first rank reads for all.
 
-Must never allocate a whole tensor, nor anything that grows with the model.
+Must never allocate a full tensor, nor anything that grows with the model.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch_dcp_backport.transfer.errors import DOUBTFUL, UNCHANGED
 from torch_dcp_backport.transfer.plan import Agreement
 from torch_dcp_backport.transfer.staging import copy_to, part_of
 
-#: What one copy reads of a file: on its way to another device or dtype it may be in memory as a whole.
+#: Bytes of a file that a copy reads: on their way to another device or dtype all may be in memory.
 STEP_BYTES = 16 * 2**20
-#: What moves from the first rank between two agreements. Of files it is mapped, and in no memory.
+#: Bytes that move from the first rank between two agreements. Those of files are mapped, not in memory.
 WINDOW_BYTES = 64 * 2**20
-#: Buffers of that move on any rank: more of them make no load faster that one rank reads.
+#: Bytes of buffers for that move on any rank: where a single rank reads, more make no load faster.
 STAGING_BYTES = 8 * 2**20
 
 
 @torch.no_grad()
 def fill_here(call: Call, source: Source, share: Share) -> int:
-    """Copy this rank's own slices out of a source that every rank sees; bytes read.
+    """Copy this rank's own slices out of a source that every rank sees; return the bytes read.
 
-    No message travels, but the one at the end that tells of failures.
+    Ranks exchange nothing but their failures at the end.
 
     Raises:
         TransferError: a rank could not read; on every rank, after others have written.
@@ -57,13 +57,13 @@ def fill_here(call: Call, source: Source, share: Share) -> int:
 
 
 def _own(share: Share) -> list[tuple[str, Box, torch.Tensor, int]]:
-    """(key, box, memory, bytes in the source) of this rank's blocks, each once, in the source's order."""
-    found = []
+    """Return (key, box, memory, bytes in the source) of this rank's blocks, each once, in source order."""
+    blocks = []
     for key, info in share.tensors.items():
         parts = {part.box: part.into for part in reversed(share.parts.get(key, ()))}
         for box, into in reversed(parts.items()):
-            found.append((key, box, into, box.numel * info.dtype.itemsize))
-    return found
+            blocks.append((key, box, into, box.numel * info.dtype.itemsize))
+    return blocks
 
 
 def _copy_doubles(share: Share) -> None:
@@ -73,7 +73,7 @@ def _copy_doubles(share: Share) -> None:
 
 @torch.no_grad()
 def fill_from_first(call: Call, agreement: Agreement, source: Optional[Source], share: Share) -> int:
-    """Fill every rank's parts from the first rank, which alone has the source; bytes that it read.
+    """Fill every rank's parts from the first rank, which alone has the source; return the bytes it read.
 
     Raises:
         TransferError: a read failed, a rank is gone, or the group's timeout is over.
@@ -101,6 +101,6 @@ def fill_from_first(call: Call, agreement: Agreement, source: Optional[Source], 
 
 
 def _opened(window: Window, opened: Mapping[str, Sequence[torch.Tensor]], key: str, box: Box) -> torch.Tensor:
-    """A box of what is open of a tensor."""
+    """Return a box of a tensor out of its opened pieces."""
     piece = within(window[key], box)
     return part_of(opened[key][window[key].index(piece)], piece.box, box)

@@ -19,14 +19,14 @@ from torch_dcp_backport.transfer import TensorInfo
 
 #: Bytes of the header's length, little-endian.
 LENGTH = 8
-#: The library refuses longer headers.
+#: The safetensors library refuses longer headers.
 MOST_HEADER = 100_000_000
 METADATA = "__metadata__"
 CODES = {dtype: code for code, dtype in compat.STORED_DTYPES.items()}
 
 
 class Entry(NamedTuple):
-    """One tensor of a file, and where its bytes are in it."""
+    """A tensor of a file, and the place of its bytes."""
 
     info: TensorInfo
     start: int
@@ -34,11 +34,11 @@ class Entry(NamedTuple):
 
 
 class FormatError(ValueError):
-    """A file that is no whole safetensors file."""
+    """A file that is no complete safetensors file."""
 
 
 def read_header(path: Union[str, Path]) -> dict[str, Entry]:
-    """The tensors of a file, in the order of their bytes.
+    """Return the tensors of a file, in the order of their bytes.
 
     Raises:
         FormatError: the file is cut short, too long or no safetensors file at all, or has a dtype that this
@@ -46,7 +46,7 @@ def read_header(path: Union[str, Path]) -> dict[str, Entry]:
         OSError: the file cannot be read.
     """
     if not os.path.isfile(path) and os.path.exists(path):
-        # To open a pipe waits for a writer.
+        # Opening a pipe would wait for a writer.
         raise FormatError("not a regular file")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -72,20 +72,20 @@ def read_header(path: Union[str, Path]) -> dict[str, Entry]:
 
 
 def parsed(text: bytes) -> dict[str, Any]:
-    """name -> what the header says of it.
+    """Return name -> entry of the header.
 
     Raises:
         FormatError: no JSON object of objects, or a name twice.
     """
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         if len(set(names)) < len(names):
             raise FormatError(f"a header with {max(names, key=names.count)!r} twice")
         return dict(pairs)
 
     try:
-        header = json.loads(text, object_pairs_hook=once)
+        header = json.loads(text, object_pairs_hook=unique)
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:
@@ -113,9 +113,9 @@ def entry_of(name: str, value: Any, begin: int) -> Entry:
 
 
 def make_header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, Entry]]:
-    """(the first bytes of a file, where its tensors are).
+    """Return (the first bytes of a file, the places of its tensors).
 
-    Tensors lie in the order of the mapping, but for those of larger elements, which come first: so that each
+    Tensors lie in the order of the mapping, but larger elements before smaller ones, so that each tensor
     begins where it can be read without a copy.
 
     Raises:
@@ -147,5 +147,5 @@ def nbytes_of(info: TensorInfo) -> int:
 
 
 def is_plain(dtype: torch.dtype) -> bool:
-    """Whether values of a dtype are weights as they are: quantised ones need scales to mean anything."""
+    """Return whether values of a dtype are weights as they are: quantised values need scales, too."""
     return dtype.is_floating_point and dtype.itemsize > 1

@@ -1,6 +1,6 @@
-"""A window of HF tensors between the first rank and the ranks that hold its blocks.
+"""Moves of windows of HF tensors between the first rank and the ranks that hold their blocks.
 
-Knows shares and the call; must never allocate a whole tensor.
+Knows shares and the call; must never allocate a full tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch_dcp_backport.transfer.spread import Boxes
 
 
 def groups_of(group: Group = None) -> tuple[Group, ...]:
-    """The groups of a call: none in a process that was never one of several."""
+    """Return the groups of a call; none in a process without a process group."""
     return (group,) if dist.is_initialized() else ()
 
 
@@ -31,7 +31,7 @@ def first_rank(call: Call) -> int:
     return call.ranks[0] if call.groups else call.rank
 
 
-#: Name -> value, spelled out, of what must be the same on every rank.
+#: Name -> value as text; all must be the same on every rank.
 Common = Mapping[str, str]
 NOTHING: Common = {}
 
@@ -39,28 +39,28 @@ NOTHING: Common = {}
 def agree(
     call: Call, condition: str = "", note: object = None, device: str = "", common: Common = NOTHING
 ) -> Agreement:
-    """As `Call.agree`, where nothing is wanted of a transfer; alone, too.
+    """As `Call.agree`, for ranks that want nothing of a transfer; also for a process without groups.
 
     Raises:
-        RuntimeError: some rank has problems, or another value of what is common; on every rank.
+        RuntimeError: some rank has problems, or another value in `common`; on every rank.
     """
     if not call.groups:
         call.raise_alone()
         return Agreement([Table({}, (call.rank,), note=note)], 0, device or "cpu")
     terms = Terms(device=device, condition=f"{condition} {common}", note=(common, note))
     agreement = call.agree({}, terms)
-    # Every rank finds the same in the same tables.
-    said = {rank: table.note[0] for table in agreement.tables for rank in table.ranks}
-    raise_together(call.title, differences(said))
+    # Every rank computes the same findings from the same tables.
+    common_by_rank = {rank: table.note[0] for table in agreement.tables for rank in table.ranks}
+    raise_together(call.title, differences(common_by_rank))
     tables = [table._replace(note=table.note[1]) for table in agreement.tables]
     return agreement._replace(tables=tables)
 
 
-def differences(said: Mapping[int, Common]) -> list[Finding]:
-    """A finding of each rank for each value that is not the first rank's."""
-    first, expected = next(iter(said.items()))
+def differences(common_by_rank: Mapping[int, Common]) -> list[Finding]:
+    """Return a finding of each rank for each value that is not the first rank's."""
+    first, expected = next(iter(common_by_rank.items()))
     findings = []
-    for rank, own in said.items():
+    for rank, own in common_by_rank.items():
         for name in {**expected, **own}:
             got, value = own.get(name, "nothing"), expected.get(name, "nothing")
             if got != value:
@@ -70,7 +70,7 @@ def differences(said: Mapping[int, Common]) -> list[Finding]:
 
 
 def publish(call: Call, inventory: Optional[Mapping[Any, object]]) -> dict[Any, Any]:
-    """As `Call.publish`; alone, too."""
+    """As `Call.publish`; also for a process without groups."""
     if call.groups:
         return call.publish(inventory)
     call.raise_alone()
@@ -81,8 +81,8 @@ def settle(call: Call, so_far: str = UNCHANGED, lost: str = "") -> None:
     """Raise the problems that came up on any rank while data moved, on every rank.
 
     Args:
-        so_far: what was written on some rank; the same on every rank.
-        lost: what an error says instead where a rank is gone; nothing is the same.
+        so_far: a text about what was written on some rank; the same on every rank.
+        lost: the text to use instead if a rank is gone; "" uses `so_far`.
 
     Raises:
         RuntimeError: some rank has problems, and nothing was changed.
@@ -96,7 +96,7 @@ def settle(call: Call, so_far: str = UNCHANGED, lost: str = "") -> None:
 def send_window(call: Call, agreement: Agreement, share: Share, window: Window, read: Memory) -> None:
     """Bring a window from the first rank, which reads it, to every rank's parts.
 
-    What replicas hold it sends to one of them: twice as many have it after every turn, each from a neighbour.
+    A replicated block goes to a single holder: after every turn twice as many have it, from a neighbour.
     """
     want = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
     turns = {key: turns_of(want[key], first_rank(call)) for key in window if key in share.relayed}
@@ -111,7 +111,7 @@ def send_window(call: Call, agreement: Agreement, share: Share, window: Window, 
 
 
 def turns_of(want: Boxes, first: int) -> list[tuple[Boxes, Boxes]]:
-    """(who sends, who receives) of every turn; in the first one everything comes from the first rank."""
+    """Return (senders' boxes, receivers' boxes) of every turn; in the first all comes from the first rank."""
     holders: dict[Box, list[int]] = {}
     for rank, boxes in want.by_rank:
         for box in boxes:
@@ -123,7 +123,7 @@ def turns_of(want: Boxes, first: int) -> list[tuple[Boxes, Boxes]]:
             turns[0][1].setdefault(rank, []).append(box)
         step, number = 1 << (len(others) - 1).bit_length() if others else 0, 1
         while step > 1:
-            # Those between two that have it.
+            # The ranks halfway between two that have the block.
             step //= 2
             if number == len(turns):
                 turns.append(({}, {}))
@@ -139,7 +139,7 @@ def _boxes(shape: tuple[int, ...], by_rank: Mapping[int, Sequence[Box]]) -> Boxe
 
 
 def bring_window(call: Call, agreement: Agreement, share: Share, window: Window, write: Memory) -> None:
-    """Bring a window to the first rank, into the memory that it gives; cast before it travels.
+    """Bring a window to the first rank, into the memory of `write`; it is cast before it travels.
 
     Every element comes from the nearest of its holders.
     """
@@ -149,7 +149,7 @@ def bring_window(call: Call, agreement: Agreement, share: Share, window: Window,
 
 
 def at_first(call: Call, share: Share, window: Window, key: str) -> Boxes:
-    """The window's pieces of a tensor, whole on the first rank."""
+    """Return the window's pieces of a tensor as boxes of the first rank."""
     boxes = tuple(piece.box for piece in window[key])
     return Boxes(share.tensors[key].shape, ((first_rank(call), boxes),))
 

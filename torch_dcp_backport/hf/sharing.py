@@ -1,6 +1,6 @@
-"""An export that all ranks write which see its files: each what it holds, straight out of its memory.
+"""An export by all ranks that see its files: each writes its own blocks, straight out of its memory.
 
-Must never write what another rank writes, too, nor hold more than a small copy.
+Must never write a block that another rank writes, nor hold more than a small copy.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch_dcp_backport.transfer.chunks import chunks
 from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.spread import holders_of
 
-#: Of a tensor at once: what a copy takes where the memory is not as the file has it.
+#: Bytes of a tensor at once: the most that a copy takes, where the memory is not as the file has it.
 STEP_BYTES = 4 * 2**20
-#: What a rank writes between two agreements: the group's timeout is not for a whole model.
+#: Bytes that a rank writes between two agreements: the group's timeout is not for a full model.
 TURN_BYTES = 512 * 2**20
-#: Narrow slices travel to the first rank instead: a call for each of so few bytes takes longer than that.
+#: Bytes: slices of shorter runs travel to the first rank instead, as a write for each run takes longer.
 SHORTEST_RUN = 512
 SEAT = ("seat",)
 
@@ -31,7 +31,7 @@ SEAT = ("seat",)
 def sharing(
     call: Call, draft: Optional[Draft], tensors: Mapping[str, TensorInfo], file_bytes: int
 ) -> Iterator[tuple[Optional[Files], tuple[int, ...]]]:
-    """(this rank's files, where it sees those of the first rank; all ranks that do). Collective.
+    """Yield (the first rank's files, None where this rank does not see them; all ranks that do). Collective.
 
     Raises:
         RuntimeError: some rank has problems; on every rank.
@@ -50,13 +50,13 @@ def sharing(
         yield files, tuple(sorted(rank for table in tables if table.note for rank in table.ranks))
     finally:
         if joined is not None:
-            # Some file systems write only now, and say only now that there was no room.
+            # Some file systems write only now, and report only now that there was no room.
             with call.guard():
                 joined.close()
 
 
 class Deal:
-    """Which writer writes which boxes; the same on every rank."""
+    """The boxes that each writer writes; the same on every rank."""
 
     def __init__(self, share: Share, writers: tuple[int, ...]) -> None:
         #: Rank -> (HF key, box), in the order of the tensors.
@@ -74,18 +74,18 @@ class Deal:
                 if box not in far:
                     self._give(key, box, near[box], box.numel * info.dtype.itemsize)
             if far:
-                # Whole rows are fewer writes than what was cut out of them.
+                # Full rows are fewer writes than boxes that were cut out of them.
                 self.rest[key] = list(far) if len(far) < len(every) else [whole(info.shape)]
 
     def _give(self, key: str, box: Box, holders: tuple[int, ...], nbytes: int) -> None:
-        """Let that holder write it which has least to write."""
+        """Assign a box to the holder that has least to write."""
         rank = min(holders, key=self._nbytes.__getitem__)
         self.boxes[rank].append((key, box))
         self._nbytes[rank] += nbytes
 
     @property
     def turns(self) -> int:
-        """How often all ranks meet while they write."""
+        """The number of times that all ranks meet while they write."""
         return max(-(-nbytes // TURN_BYTES) for nbytes in self._nbytes.values())
 
 

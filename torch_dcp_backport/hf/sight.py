@@ -1,4 +1,4 @@
-"""Which ranks see the files, and whether they see the same ones.
+"""The ranks that see the files of a model, and the check that they see the same files.
 
 Decides how a load goes; must never read a tensor.
 """
@@ -17,9 +17,9 @@ CONFIG = ("config.json",)
 
 
 class Sight(NamedTuple):
-    """What is to be loaded; `tensors` and `config` are the same on every rank."""
+    """The model to load; `tensors` and `config` are the same on every rank."""
 
-    #: Where this rank reads; None where the first rank reads for it.
+    #: The source that this rank reads; None where the first rank reads for it.
     source: Optional[Source]
     #: Whether every rank reads for itself.
     is_shared: bool
@@ -28,12 +28,12 @@ class Sight(NamedTuple):
 
 
 def look(call: Call, source: Optional[Source], files: str = "auto") -> Sight:
-    """Find out which ranks see the source, and tell the others what the first one sees.
+    """Find out which ranks see the source, and send to the others what the first rank sees.
 
     Args:
-        source: what this rank sees; None after a failure, which is among the call's problems.
-        files: "shared": every rank has to see it; "rank0": only the first is asked; "auto": every rank that
-            the first one is not alone with it.
+        source: this rank's source; None after a failure, which is among the call's problems.
+        files: "shared": every rank must see it; "rank0": only the first rank looks; "auto": every rank must
+            see it, unless the first is alone with it.
 
     Raises:
         RuntimeError: a file is torn, ranks see different files or ask for different ways, ...; on every rank.

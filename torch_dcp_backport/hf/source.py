@@ -1,6 +1,6 @@
-"""What a folder of safetensors files, or a dict of tensors, holds: described at once, read slice by slice.
+"""Sources of tensors, folders of safetensors files or dicts: described at once, read slice by slice.
 
-One rank's view; must never talk to other ranks, and never read a tensor as a whole.
+One rank's view; must never talk to other ranks, nor read a full tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_dcp_backport.transfer.staging import part_of
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-#: So many places of a file, and so many bytes at each, tell it from another revision of the same model.
+#: The places of a file, and the bytes at each, that distinguish it from another revision of the same model.
 SAMPLES, SAMPLE_BYTES = 16, 64
 
 
@@ -36,27 +36,27 @@ class Source(Protocol):
     tensors: dict[str, TensorInfo]
     #: The model's config.json.
     config: dict[str, Any]
-    #: Why there is nothing here, where this rank does not see the model; else nothing.
+    #: Why this rank does not see the model; "" where it does.
     absent: str
-    #: What is wrong with what is here.
+    #: Problems of the model that this rank sees.
     problems: list[Problem]
 
     def part(self, key: str, box: Box) -> torch.Tensor:
-        """The part of a tensor in a box, as a view where that can be. It is only to be read."""
+        """Return the part of a tensor in a box, as a view where possible. Callers must not write to it."""
 
     def digest(self) -> str:
-        """The same text on every rank that sees the same model."""
+        """Return a text that is the same on every rank that sees the same model."""
 
 
 class Folder:
-    """A folder as `from_pretrained` reads it: config.json, and one safetensors file or several with an index.
+    """A folder as `from_pretrained` reads it: config.json, and a safetensors file or several with an index.
 
     Files are mapped when they are first read. A file that another program cuts short after that ends the
     process (SIGBUS): write a new model into a new folder.
     """
 
     def __init__(self, path: Union[str, Path]) -> None:
-        """Read the index and all headers. Whatever is wrong with them is in `problems`."""
+        """Read the index and all headers. Errors in them go to `problems`."""
         self.path = Path(path)
         self.tensors: dict[str, TensorInfo] = {}
         self.config: dict[str, Any] = {}
@@ -88,7 +88,7 @@ class Folder:
         return part_of(data.view(dtype).view(holds.size), holds, box)
 
     def digest(self) -> str:
-        """Of headers, config and some bytes of each file: another revision has the same shapes."""
+        """Return a digest of headers, config and bytes of each file: another revision has the same shapes."""
         rows = [f"{key} {info} {self._entries[key][0]}" for key, info in self.tensors.items()]
         rows.append(json.dumps(self.config, sort_keys=True))
         digest = hashlib.blake2b("\n".join(rows).encode(), digest_size=16)
@@ -96,12 +96,10 @@ class Folder:
             digest.update(f"{name} {size}".encode())
             with open(self.path / name, "rb") as file:
                 for number in range(SAMPLES):
-                    # The last ones end with the file: a header of the same length has the same first bytes.
+                    # The last sample ends with the file: headers of equal length have the same first bytes.
                     file.seek(max(0, size * (number + 1) // SAMPLES - SAMPLE_BYTES))
                     digest.update(file.read(SAMPLE_BYTES))
         return digest.hexdigest()
-
-    # --- reading headers ---
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
@@ -115,7 +113,7 @@ class Folder:
         return value
 
     def _index(self) -> dict[str, str]:
-        """HF key -> the file that the index has it in; empty without an index, with the file to be read."""
+        """Return HF key -> its file in the index, empty without an index; note the files to be read."""
         has_index, has_single = (self.path / INDEX).is_file(), (self.path / SINGLE).is_file()
         if not has_index:
             if has_single:
@@ -164,7 +162,7 @@ class Folder:
                 self.problems.append(Problem("not in the file that the index says", key, real, name))
 
     def _map(self, name: str) -> torch.Tensor:
-        """A file's bytes. Their pages are the system's cache, which all processes of a machine share."""
+        """Return a file's bytes, in the system's page cache, which all processes of a machine share."""
         if name not in self._mapped:
             self._mapped[name] = torch.from_file(
                 str(self.path / name), shared=False, size=self._files[name], dtype=torch.uint8
@@ -173,7 +171,7 @@ class Folder:
 
 
 def source_of(source: object) -> Source:
-    """What a caller names as one.
+    """Return the source that a caller passes, or that of the folder that it names.
 
     Raises:
         TypeError: neither a folder nor a source.
@@ -186,7 +184,7 @@ def source_of(source: object) -> Source:
 
 
 class Given:
-    """A dict of whole tensors, or of slices of files as safetensors' `get_slice` gives them."""
+    """A dict of full tensors, or of slices of files as safetensors' `get_slice` gives them."""
 
     def __init__(self, tensors: Mapping[str, Any], config: Mapping[str, Any], absent: str = "") -> None:
         self.tensors: dict[str, TensorInfo] = {}
@@ -216,7 +214,7 @@ class Given:
         return part
 
     def digest(self) -> str:
-        """Of keys, shapes and dtypes: the values are the caller's."""
+        """Return a digest of keys, shapes and dtypes: the values are the caller's."""
         return digest_of(f"{key} {info}" for key, info in sorted(self.tensors.items()))
 
 

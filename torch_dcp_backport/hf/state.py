@@ -1,6 +1,6 @@
-"""A state dict of DTensors and whole tensors as Hugging Face files, and filled from them.
+"""State dicts of DTensors and full tensors, saved as Hugging Face files and filled from them.
 
-Collective. Knows where each rank's part of a tensor lies; must never know a model's layers.
+Collective. Knows the place of each rank's part in a tensor; must never know a model's layers.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from torch_dcp_backport.transfer.plan import Agreement
 
 SAVE = "cannot save as Hugging Face weights"
 LOAD = "cannot load Hugging Face weights"
-#: Of all keys, beside what is said of some.
+#: Key of the order of all keys, beside entries about some of them.
 ORDER = ("order",)
 
 
 class Held(NamedTuple):
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor, with the tensor's layout."""
 
     layout: Layout
     local: torch.Tensor
 
     @property
     def info(self) -> TensorInfo:
-        """Of the whole tensor."""
+        """Shape and dtype of the full tensor."""
         return TensorInfo(self.layout.shape, self.local.dtype)
 
 
 class Filled(NamedTuple):
-    """What a load did."""
+    """The result of a load."""
 
     #: Keys whose tensors were filled.
     keys: tuple[str, ...]
     #: Tensors of the files that the state dict does not have.
     left: tuple[str, ...]
-    #: Keys that are the tensor of a filled one under another name -> that key.
+    #: Key that names the tensor of a filled key again -> the filled key.
     tied: Mapping[str, str]
     #: Bytes of tensors that this rank read of the files.
     bytes_read: int
@@ -66,13 +66,13 @@ def save_state_dict(
 ) -> Saved:
     """Write a model's state dict as a folder that `from_pretrained` opens. Collective.
 
-    In bounded memory: the ranks on the first one's machine that see the folder write what they hold, and what
-    others hold travels to the first rank. Until everything is on the disk the folder is as it was.
+    In bounded memory: ranks on the first rank's machine that see the folder write their own parts, and other
+    parts travel to the first rank. Until everything is on the disk the folder is as it was.
 
     Args:
-        state_dict: HF key -> DTensor, or a tensor that every rank holds whole; the same keys on every rank.
+        state_dict: HF key -> DTensor, or a tensor that every rank holds in full; the same keys on every rank.
             A tensor under two names (tied weights) is written once, under the first.
-        folder: where the model goes.
+        folder: the folder for the model.
         like: the folder of a model whose config.json, tokenizer and the like are copied, or a configuration
             of transformers. The first rank's counts.
         how: dtype, size of files, whether an older model is replaced; None is `Export()`.
@@ -91,7 +91,7 @@ def save_state_dict(
         agreement = agree_on_state(call, held, {"how": repr(target.how), "folder": str(target.folder)})
         tensors: dict[str, TensorInfo] = {}
         with call.guard():
-            written = {key: (one.info,) for key, one in held.items() if key not in tied}
+            written = {key: (part.info,) for key, part in held.items() if key not in tied}
             tensors = exported(written, target.how)
         share = share_of(call, held, tensors)
         settle(call)
@@ -107,7 +107,7 @@ def load_state_dict(
 ) -> Filled:
     """Fill the tensors of a model's state dict from Hugging Face files, in place. Collective.
 
-    Where every rank sees the files each reads the slices that it holds, and nothing else.
+    If every rank sees the files, each reads the slices that it holds, and nothing else.
 
     Args:
         state_dict: as of `save_state_dict`; the tensors themselves are written.
@@ -152,7 +152,7 @@ def load_state_dict(
 
 
 def held_of(call: Call, state_dict: Mapping[str, torch.Tensor], is_written: bool = False) -> dict[str, Held]:
-    """This rank's part of every tensor; what is none becomes a problem of the call."""
+    """Return this rank's part of every tensor; a value that is no tensor becomes a problem of the call."""
     held = {}
     with call.guard("state_dict"):
         for key, value in state_dict.items():
@@ -162,10 +162,10 @@ def held_of(call: Call, state_dict: Mapping[str, torch.Tensor], is_written: bool
 
 
 def part_held(key: object, value: object, is_written: bool) -> Held:
-    """This rank's part of a tensor.
+    """Return this rank's part of a tensor.
 
     Raises:
-        TypeError: no tensor, or no text as its key.
+        TypeError: the value is no tensor, or its key no text.
         ValueError: a tensor whose memory cannot be read, or written.
     """
     if not isinstance(key, str):
@@ -183,13 +183,13 @@ def part_held(key: object, value: object, is_written: bool) -> Held:
 
 
 def unchecked(value: torch.Tensor) -> Held:
-    """This rank's part of a tensor, whatever it is."""
+    """Return this rank's part of a tensor, without checks."""
     local = compat.local_part(value) if isinstance(value, compat.DTensor) else value
     return Held(layout_of(value), compat.arrived(local).detach())
 
 
 def tied_names(held: Mapping[str, Held]) -> dict[str, str]:
-    """Keys whose memory on this rank is that of a key before them -> that key."""
+    """Return key -> the first key before it with the same memory on this rank."""
     first: dict[object, str] = {}
     tied = {}
     for key, (layout, local) in held.items():
@@ -203,7 +203,7 @@ def tied_names(held: Mapping[str, Held]) -> dict[str, str]:
 
 
 def names_of(held: Mapping[str, Held], tied: Mapping[str, str]) -> list[list[str]]:
-    """The keys of each tensor, in the order of the state dict."""
+    """Return the keys of each tensor, in the order of the state dict."""
     names: dict[str, list[str]] = {}
     for key in held:
         names.setdefault(tied.get(key, key), []).append(key)
@@ -211,26 +211,26 @@ def names_of(held: Mapping[str, Held], tied: Mapping[str, str]) -> list[list[str
 
 
 def agree_on_names(call: Call, held: Mapping[str, Held]) -> tuple[dict[str, Held], dict[str, str]]:
-    """(the tensors in the first rank's order, its `tied_names`).
+    """Return (the tensors in the first rank's order, its `tied_names`).
 
-    Where each tensor is in a file depends on the order; a state dict that was built from a set has any. Other
-    ties on this rank are a problem of the call.
+    The order decides the place of each tensor in files; a state dict that was built from a set has any order.
+    Other ties on this rank are a problem of the call.
     """
     own = tied_names(held)
-    unknown: dict[str, Optional[str]] = {key: None for key, one in held.items() if not one.local.numel()}
-    found = publish(call, {ORDER: tuple(held), **unknown, **own})
-    held = {key: held[key] for key in dict.fromkeys((*found.pop(ORDER), *held)) if key in held}
+    unknown: dict[str, Optional[str]] = {key: None for key, part in held.items() if not part.local.numel()}
+    agreed = publish(call, {ORDER: tuple(held), **unknown, **own})
+    held = {key: held[key] for key in dict.fromkeys((*agreed.pop(ORDER), *held)) if key in held}
     own = tied_names(held)
-    for key, one in held.items():
-        if not one.local.numel() or found.get(key, "") is None or found.get(key) == own.get(key):
+    for key, part in held.items():
+        if not part.local.numel() or agreed.get(key, "") is None or agreed.get(key) == own.get(key):
             continue
-        mine, first = (f"the memory of {ties[key]}" if key in ties else "its own" for ties in (own, found))
+        mine, first = (f"the memory of {ties[key]}" if key in ties else "its own" for ties in (own, agreed))
         call.problems.append(Problem("tied on some ranks alone", key, mine, f"{first} as on the first rank"))
-    return held, {key: name for key, name in found.items() if name is not None}
+    return held, {key: name for key, name in agreed.items() if name is not None}
 
 
 def other_values(call: Call, source: Source, key: str, first: str) -> list[Problem]:
-    """A problem where the files have different values for one tensor under two names."""
+    """Return a problem where the files have different values under two names of the same tensor."""
     with call.guard(key):
         if not equal_in(source, key, first):
             what = "another value under a second name of the same tensor"
@@ -239,13 +239,13 @@ def other_values(call: Call, source: Source, key: str, first: str) -> list[Probl
 
 
 def agree_on_state(call: Call, held: Mapping[str, Held], options: Mapping[str, str]) -> Agreement:
-    """Compare what the ranks hold.
+    """Compare the tensors that the ranks hold.
 
     Raises:
-        RuntimeError: some rank has problems, or another tensor than the first; on every rank.
+        RuntimeError: some rank has problems, or another tensor than the first rank; on every rank.
     """
-    kinds = {one.local.device.type for one in held.values()}
-    common = {key: spelled(one) for key, one in held.items()}
+    kinds = {part.local.device.type for part in held.values()}
+    common = {key: spelled(part) for key, part in held.items()}
     return agree(call, device=kinds.pop() if len(kinds) == 1 else "", common={**options, **common})
 
 
@@ -256,7 +256,7 @@ def spelled(held: Held) -> str:
 
 
 def share_of(call: Call, held: Mapping[str, Held], tensors: Mapping[str, TensorInfo]) -> Share:
-    """What the ranks hold of tensors, and this rank's memory of it."""
+    """Return the blocks of tensors that the ranks hold, and this rank's memory of its own."""
     ranks = call.ranks if call.groups else (call.rank,)
     spreads = {}
     parts: dict[str, list[Part]] = {}
@@ -272,7 +272,7 @@ def share_of(call: Call, held: Mapping[str, Held], tensors: Mapping[str, TensorI
 
 
 def misfits(key: str, info: TensorInfo, stored: TensorInfo) -> list[Problem]:
-    """What keeps a tensor of the files from being loaded."""
+    """Return the problems that keep a tensor of the files from being loaded."""
     if info.shape != stored.shape:
         return [Problem("wrong shape", key, f"{stored.shape} in the files", f"{info.shape}")]
     if info.dtype != stored.dtype and not (is_plain(info.dtype) and is_plain(stored.dtype)):

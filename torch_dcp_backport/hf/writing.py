@@ -1,6 +1,6 @@
-"""The files of an export as every rank sees them that writes into them: where each tensor is, and its bytes.
+"""The files of an export, for every rank that writes into them: the places of tensors, and their bytes.
 
-Must never publish anything, and never make a file that is there.
+Must never publish anything, nor make a file that is there.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from torch_dcp_backport.transfer.staging import as_bytes, is_dense
 
 #: The same on all processes of a running kernel, in whichever container.
 BOOT = "/proc/sys/kernel/random/boot_id"
-#: What a file system says that cannot reserve room.
+#: Errors of a file system that cannot reserve room.
 CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 
-#: Of Linux's `sync_file_range`: begin, and wait for nothing.
+#: Flag of Linux's `sync_file_range`: begin, and wait for nothing.
 SYNC_FILE_RANGE_WRITE = 2
-#: Bytes in a file; of shorter runs the pages at both ends are too great a part.
+#: Bytes of a run in a file; of shorter runs the pages at both ends are too great a part.
 LONG_RUN = 256 * 2**10
 
 
 def planned(tensors: Mapping[str, TensorInfo], file_bytes: int, tag: str = "") -> dict[str, list[str]]:
-    """File name -> HF keys, in their order: as many as `file_bytes` hold, or one that is larger."""
+    """Return file name -> HF keys, in order: as many as `file_bytes` hold, or a single larger tensor."""
     files: list[list[str]] = []
     room = 0
     for key, info in tensors.items():
@@ -52,10 +52,10 @@ def planned(tensors: Mapping[str, TensorInfo], file_bytes: int, tag: str = "") -
 
 
 class Seat(NamedTuple):
-    """Where files under way are, and by what another process knows that it sees the same."""
+    """The folder of files under way, and the facts by which another process knows that it sees the same."""
 
     folder: str
-    #: Of the names of the files.
+    #: The part of the files' names that belongs to this export.
     tag: str
     boot: str
     device: int
@@ -63,13 +63,13 @@ class Seat(NamedTuple):
 
 
 class Files:
-    """The safetensors files of an export: which has which tensor, and where in it.
+    """The safetensors files of an export, and the place of each tensor in them.
 
-    The same on every rank but for those that this process has open.
+    The same on every rank but for the files that this process has open.
     """
 
     def __init__(self, tensors: Mapping[str, TensorInfo], file_bytes: int, tag: str = "") -> None:
-        """Describe them; none is there yet.
+        """Describe the files; none is made yet.
 
         Raises:
             ValueError: a dtype that safetensors does not have.
@@ -77,7 +77,7 @@ class Files:
         self.tag = tag
         #: File name -> its first bytes, and its size.
         self.headers: dict[str, tuple[bytes, int]] = {}
-        #: HF key -> its file, and where in it.
+        #: HF key -> its file, and its place in the file.
         self.places: dict[str, tuple[str, Entry]] = {}
         for name, keys in planned(tensors, file_bytes, tag).items():
             header, entries = make_header({key: tensors[key] for key in keys})
@@ -103,7 +103,7 @@ class Files:
             write_at(file, header, 0)
 
     def seat(self, folder: Path) -> Optional[Seat]:
-        """What other processes need to write into the files, too; None where they could not be sure."""
+        """Return the seat by which other processes join the files; None where they could not be sure."""
         try:
             boot, stat = Path(BOOT).read_text(), os.stat(folder)
         except OSError:
@@ -111,7 +111,7 @@ class Files:
         return Seat(str(folder), self.tag, boot, stat.st_dev, stat.st_ino)
 
     def join(self, seat: Seat) -> bool:
-        """Open the files that another process has made; whether it is this machine, and the same folder.
+        """Open the files of another process; return whether they are in the same folder on this machine.
 
         On another machine, which may cache parts of the same pages, they are not opened.
         """
@@ -133,7 +133,7 @@ class Files:
         return True
 
     def write(self, key: str, offset: int, data: memoryview) -> None:
-        """Write bytes of a tensor, from the one at `offset` on.
+        """Write bytes of a tensor, from the byte at `offset` on.
 
         Raises:
             OSError: the disk failed.
@@ -143,7 +143,7 @@ class Files:
         start_flushing(self._open[name], entry.start + offset, len(data))
 
     def write_box(self, key: str, box: Box, data: memoryview) -> None:
-        """Write the bytes of a box, which follow one another in `data`.
+        """Write the bytes of a box, which are contiguous in `data`.
 
         Raises:
             OSError: the disk failed.
@@ -167,7 +167,7 @@ class Files:
             os.fsync(self._open[name])
 
     def close(self) -> None:
-        """Close them all. Does nothing a second time.
+        """Close all files. Does nothing a second time.
 
         Raises:
             OSError: something that was written is not in a file; all are closed.
@@ -178,7 +178,7 @@ class Files:
 
 
 def run_of(box: Box, shape: tuple[int, ...]) -> int:
-    """Elements of a box that follow one another in the tensor."""
+    """Return the number of a box's elements that are contiguous in the tensor."""
     run = 1
     for extent, length in zip(reversed(box.size), reversed(shape)):
         run *= extent
@@ -188,13 +188,13 @@ def run_of(box: Box, shape: tuple[int, ...]) -> int:
 
 
 def starts_of(box: Box, shape: tuple[int, ...]) -> Iterator[int]:
-    """The first element in the tensor of each run of a box."""
+    """Yield the position in the tensor of the first element of each run of a box."""
     if not box.numel:
         return
     inner = len(shape)
     while inner and box.size[inner - 1] == shape[inner - 1]:
         inner -= 1
-    # The run has the outermost of the dimensions that are cut last.
+    # The innermost dimension that is cut is part of each run: only those before it make several runs.
     outer = max(inner - 1, 0)
     steps = [1] * len(shape)
     for dim in reversed(range(len(shape) - 1)):
@@ -205,10 +205,10 @@ def starts_of(box: Box, shape: tuple[int, ...]) -> Iterator[int]:
 
 
 class Hand:
-    """The bytes of tensors as a file has them: the memory itself where it has them so, else a small copy."""
+    """Gives the bytes of tensors as a file has them: the memory itself where it is so, else a small copy."""
 
     def __init__(self, nbytes: int) -> None:
-        """`nbytes`: of the largest tensor."""
+        """Remember `nbytes`, the size of the largest tensor."""
         self._nbytes = nbytes
         self._copy: Optional[torch.Tensor] = None
 
@@ -222,13 +222,13 @@ class Hand:
 
 
 def reserve(file: int, size: int) -> None:
-    """Take the room of a whole file now: later a full disk would be an error in the middle.
+    """Take the room of a file now: later a full disk would be an error in the middle.
 
     Raises:
-        OSError: there is not so much room.
+        OSError: there is too little room.
     """
     if not hasattr(os, "posix_fallocate"):
-        # Not every system can.
+        # Not every system can reserve room.
         os.ftruncate(file, size)
         return
     try:
@@ -251,7 +251,7 @@ def start_flushing(file: int, offset: int, nbytes: int) -> None:
     """Let the kernel begin to put a part of a file on the disk: the sync at the end waits for less of it.
 
     A hint, on Linux alone, and of long runs: pages that another rank fills, too, would go to the disk several
-    times. Where the disk fails it is the sync that tells.
+    times. Errors of the disk are left to the sync.
     """
     flush = _sync_file_range()
     if flush is not None and nbytes >= LONG_RUN:
@@ -260,7 +260,7 @@ def start_flushing(file: int, offset: int, nbytes: int) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _sync_file_range() -> Any:
-    found: Any = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
-    if found is not None:
-        found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return found
+    flush: Any = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+    if flush is not None:
+        flush.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return flush

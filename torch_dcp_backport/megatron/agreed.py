@@ -1,4 +1,4 @@
-"""What the ranks agree on before anything moves: who holds what, and everything that does not fit.
+"""The agreement of ranks before anything moves: which rank holds what, and every problem.
 
 Reads values only where two tensors have to be equal.
 """
@@ -34,7 +34,7 @@ HEAD_OF_ITS_OWN = Problem(
 
 
 class Given(NamedTuple):
-    """What the caller says of this rank's modules."""
+    """The caller's description of this rank's modules."""
 
     models: Models
     parallel: Optional[Parallel] = None
@@ -61,7 +61,7 @@ def agree_on_load(call: Call, given: Optional[Given], sight: Sight, value_head: 
     Raises:
         RuntimeError: some rank has problems; on every rank, before anything was written.
     """
-    local, shape, agreement = _tell(call, given, sight.config, {"value_head": bool(value_head)})
+    local, shape, agreement = _describe_to_all(call, given, sight.config, {"value_head": bool(value_head)})
     spreading = Spreading(agreement.tables, shape, head_of(shape, sight.tensors, value_head))
     left: dict[str, str] = {}
     if not spreading.problems:
@@ -89,7 +89,7 @@ def agree_on_save(call: Call, given: Optional[Given], config: Mapping[str, Any],
             a tied head with other values than the embedding; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
     """
-    local, shape, agreement = _tell(call, given, config, dataclasses.asdict(how))
+    local, shape, agreement = _describe_to_all(call, given, config, dataclasses.asdict(how))
     head = head_held(shape, [table.note for table in agreement.tables])
     spreading = Spreading(agreement.tables, shape, head)
     tensors: dict[str, TensorInfo] = {}
@@ -110,10 +110,10 @@ def agree_on_save(call: Call, given: Optional[Given], config: Mapping[str, Any],
     return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), {})
 
 
-def _tell(
+def _describe_to_all(
     call: Call, given: Optional[Given], config: Mapping[str, Any], options: Mapping[str, object]
 ) -> tuple[Local, Shape, Agreement]:
-    """Tell all ranks what this one holds, and what it was asked for, which must be the same everywhere."""
+    """Describe this rank's modules to all ranks; config.json and options must be the same everywhere."""
     shape: Optional[Shape] = None
     local: Optional[Local] = None
     if given is not None:
@@ -133,7 +133,7 @@ def _tell(
 
 
 def share_of(local: Local, spreading: Spreading, tensors: Mapping[str, TensorInfo]) -> Share:
-    """What the ranks hold, and this rank's memory of it."""
+    """Return the blocks that each rank holds of the tensors, and this rank's memory of its own."""
     parts: dict[str, list[Part]] = {}
     for param in local.stand.params:
         holding = spreading.holding(local.stand, param)
@@ -146,8 +146,8 @@ def share_of(local: Local, spreading: Spreading, tensors: Mapping[str, TensorInf
 
 
 def shared_memory(local: Local, spreading: Spreading) -> list[Problem]:
-    """Parameters of this rank that a load would write over one another."""
-    found = []
+    """Return problems for parameters of this rank that lie in the same memory: a load would write both."""
+    problems = []
     spans: list[tuple[str, int, int, str, Optional[Holding]]] = []
     for param in local.stand.params:
         memory = local.memory[param.name]
@@ -155,17 +155,17 @@ def shared_memory(local: Local, spreading: Spreading) -> list[Problem]:
             holding = spreading.holding(local.stand, param)
             spans.append((str(memory.device), *span_of(memory), param.name, holding))
     spans.sort(key=lambda span: span[:3])
-    for (device, _, stop, name, one), (other_device, start, _, other_name, other) in zip(spans, spans[1:]):
+    for (device, _, stop, name, first), (other_device, start, _, other_name, second) in zip(spans, spans[1:]):
         # A tied head may be the embedding itself.
-        if device == other_device and start < stop and one != other:
-            found.append(
+        if device == other_device and start < stop and first != second:
+            problems.append(
                 Problem("the same memory", f"{name} and {other_name}", expected="one tensor", got="two")
             )
-    return found
+    return problems
 
 
 def head_held(shape: Shape, stands: list[Stand]) -> Head:
-    """What a save takes the head for."""
+    """Return the head that the ranks hold, by its rows."""
     rows = {param.shape[:1] for stand in stands for param in stand.params if param.role.cut == "head"}
     if rows == {(1,)} and shape.vocab > 1:
         return Head(VALUE_HEADS[0], True)
@@ -173,6 +173,6 @@ def head_held(shape: Shape, stands: list[Stand]) -> Head:
 
 
 def other_head(source: Optional[Source]) -> list[Problem]:
-    """A problem where the files hold a head of their own, and config.json says that there is none."""
+    """Return a problem where the files hold a head of their own, and config.json says that there is none."""
     assert source is not None, "it is a reader's"
     return [] if equal_in(source, HEAD, EMBED) else [HEAD_OF_ITS_OWN]

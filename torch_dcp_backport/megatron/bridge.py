@@ -30,7 +30,7 @@ SAVE = "cannot save as Hugging Face weights"
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load did on this rank."""
+    """The result of a load on this rank."""
 
     #: HF tensors that this rank's parameters hold parts of.
     keys: tuple[str, ...]
@@ -57,8 +57,8 @@ def load_hf(
 ) -> Loaded:
     """Fill a Megatron model (Qwen2, Qwen2.5, Qwen3, Llama) from Hugging Face files, in place.
 
-    Collective over the default process group; without one, for this process alone. Where every rank sees the
-    files each reads the slices that it holds, and nothing else. An optimizer that keeps its own copy of the
+    Collective over the default process group; without a group, for this process alone. If every rank sees the
+    files, each reads the slices that it holds, and nothing else. An optimizer that keeps its own copy of the
     parameters has to read them again: Megatron's `optimizer.reload_model_params()`.
 
     Args:
@@ -80,7 +80,7 @@ def load_hf(
 
 
 def load(ask: Callable[[], tuple[Source, Given]], value_head: bool, files: str = "auto") -> Loaded:
-    """As `load_hf`; `ask` makes what this rank passes, where all ranks hear of its failure."""
+    """Load as `load_hf` does; `ask` makes this rank's arguments, and all ranks raise its failure."""
     with Call(LOAD, "fill", groups_of()) as call:
         source: Optional[Source] = None
         given: Optional[Given] = None
@@ -98,7 +98,7 @@ def load(ask: Callable[[], tuple[Source, Given]], value_head: bool, files: str =
 
 @torch.no_grad()
 def finished(agreed: Agreed, bytes_read: int) -> Loaded:
-    """Zero the padding, and say what was done."""
+    """Zero the padding, and return the result of the load."""
     local, share = agreed.local, agreed.share
     padded: dict[str, int] = {}
     cast: dict[str, torch.dtype] = {}
@@ -128,13 +128,13 @@ def save_hf(
 ) -> Saved:
     """Write a Megatron model as a folder that `from_pretrained` opens.
 
-    Collective over the default process group. The ranks on the first one's machine that see the folder write
-    what they hold themselves. Until everything is on the disk the folder is as it was.
+    Collective over the default process group. Ranks on the first rank's machine that see the folder write
+    what they hold themselves. The folder is as it was until everything is on the disk.
 
     Args:
         models, parallel, layers: as of `load_hf`.
         folder: where the model goes.
-        like: the folder of the model that this one was made from (config.json, a tokenizer's files and the
+        like: the folder of the model that this model was made from (config.json, a tokenizer's files and the
             like are copied from there), or its configuration. The first rank's counts.
         how: dtype, size of files, whether an older model is replaced; None is `Export()`.
 
@@ -162,7 +162,7 @@ def gather_hf(
     layers: Optional[Layers] = None,
     dtype: Optional[torch.dtype] = None,
 ) -> dict[str, torch.Tensor]:
-    """The whole model as HF tensors on the host of the first rank; an empty dict on every other one.
+    """Return the full model as HF tensors on the first rank's host; an empty dict on every other rank.
 
     Raises:
         RuntimeError: as of `save_hf`, or the first rank has no room; on every rank.
@@ -174,7 +174,7 @@ def gather_hf(
 def gather(
     ask: Callable[[], tuple[dict[str, Any], Given]], dtype: Optional[torch.dtype]
 ) -> dict[str, torch.Tensor]:
-    """As `gather_hf`; `ask` makes what this rank passes, where all ranks hear of its failure."""
+    """Gather as `gather_hf` does; `ask` makes this rank's arguments, and all ranks raise its failure."""
     with Call(SAVE, "collect", groups_of()) as call:
         config: dict[str, Any] = {}
         given: Optional[Given] = None

@@ -28,18 +28,18 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 class Lines:
-    """Says how far it is: on a terminal in one line, else in a line every ten seconds."""
+    """Progress on stderr: a single line that is rewritten on a terminal, else a line every ten seconds."""
 
     def __init__(self) -> None:
-        self.began = self.said = time.monotonic()
+        self.began = self.printed = time.monotonic()
         self.is_terminal = sys.stderr.isatty()
 
     def __call__(self, progress: Progress) -> None:
         now = time.monotonic()
         is_over = progress.done >= progress.total
-        if not is_over and now - self.said < (0.5 if self.is_terminal else 10):
+        if not is_over and now - self.printed < (0.5 if self.is_terminal else 10):
             return
-        self.said = now
+        self.printed = now
         rate = progress.done / max(now - self.began, 1e-3) / 1e6
         share = 100 * progress.done // max(progress.total, 1)
         text = f"{share:3d} % of {progress.total:,} bytes, {rate:,.0f} MB/s"
@@ -49,7 +49,7 @@ class Lines:
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Run it."""
+    """Run the command, and return its exit code."""
     parser = argparse.ArgumentParser(prog=prog, description=HELP, epilog=CODES)
     parser.add_argument("source", metavar="SOURCE", type=Path, help="a model's folder, or a checkpoint's")
     parser.add_argument("target", metavar="TARGET", type=Path)
@@ -88,7 +88,7 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def plan_of(done: Converted) -> list[str]:
-    """What would be written, tensors of one name in several layers as one."""
+    """Return the lines of a dry run; tensors of the same name in several layers share a line."""
     alike: dict[str, list[str]] = {}
     for key in done.tensors:
         alike.setdefault(NUMBER.sub("*", key), []).append(key)

@@ -62,7 +62,7 @@ COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion wrote, or would write."""
+    """The result of a conversion, or of a dry run."""
 
     #: "checkpoint" or "huggingface".
     to: str
@@ -70,7 +70,7 @@ class Converted:
     tensors: Mapping[str, TensorInfo]
     #: File of a target for from_pretrained -> bytes of its tensors.
     files: Mapping[str, int]
-    #: What of the source is not converted -> why.
+    #: Tensor of the source that is not converted -> why.
     left: Mapping[str, str]
 
     @property
@@ -86,24 +86,24 @@ def convert(
     how: Optional[Export] = None,
     dry_run: bool = False,
 ) -> Converted:
-    """Convert Hugging Face files to a sharded checkpoint, or one to Hugging Face files. Not collective.
+    """Convert Hugging Face files to a sharded checkpoint, or a checkpoint to such files. Not collective.
 
     The checkpoint is what `GPTModel.sharded_state_dict()` of megatron-core loads, at any TP, PP and EP.
 
     Args:
         source: a folder with config.json and safetensors, or a sharded checkpoint of a GPTModel, as this
             package or Megatron ("torch_dist") saved it; other things in it (an optimizer) are left alone.
-        target: where the result goes, at once and as a whole.
+        target: the folder for the result, which appears there all at once.
         like: for a checkpoint: the model's folder or configuration; None takes what a conversion left in it.
-        how: whether what the target holds is replaced; of a target for from_pretrained dtype and size of
-            files, too. None is `Export()`.
+        how: whether the target's content is replaced; for from_pretrained also dtype and size of files.
+            None is `Export()`.
         dry_run: only check, and say what would be written.
 
     Raises:
         CheckpointingException: source and config.json do not fit, something is damaged, no room, ...; the
             target is as it was.
     """
-    # Of a link the folder that it leads to.
+    # Renames would replace a link itself, so the target is the folder that it leads to.
     folder, out = Path(source), Path(os.path.realpath(target))
     try:
         to_checkpoint = (folder / CONFIG).is_file()
@@ -118,13 +118,13 @@ def convert(
 
 
 def check_apart(folder: Path, out: Path, is_replaced: bool) -> None:
-    """Refuse a target that takes the source with it, or makes another thing of it.
+    """Refuse a target that would remove the source, or change it.
 
     Args:
-        is_replaced: whether the target is replaced as a whole.
+        is_replaced: whether everything in the target is replaced.
 
     Raises:
-        CheckpointingException: it is so.
+        CheckpointingException: the target is the source, is in it, or has it inside.
     """
     real = Path(os.path.realpath(folder))
     if real == out or (not is_replaced and real in out.parents):
@@ -152,8 +152,8 @@ def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bo
     if head.is_value or not shape.tied:
         rows[OUTPUT] = 1 if head.is_value else shape.vocab
     naming = Naming("", shape.is_mixed)
-    whole = Whole(shape, rows, naming)
-    spreading = whole.spreading(head)
+    model = Whole(shape, rows, naming)
+    spreading = model.spreading(head)
     left: dict[str, str] = {}
     if not spreading.problems:
         check_files(files.tensors, spreading)
@@ -162,9 +162,9 @@ def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bo
             call.problems += other_head(files)
     call.problems += spreading.problems
     settle(call)
-    cuts = list(whole.cuts(spreading))
-    tensors = _stored_infos(call, whole, cuts, files.tensors)
-    # Models with TransformerEngine and without it look for another name.
+    cuts = list(model.cuts(spreading))
+    tensors = _stored_infos(call, model, cuts, files.tensors)
+    # Models with TransformerEngine and without it look for different names: both are written.
     cuts += [
         (slot._replace(key=second_name(slot.key)), cut)
         for slot, cut in cuts
@@ -201,20 +201,20 @@ def _has_value_head(tensors: Mapping[str, TensorInfo], shape: Shape) -> bool:
 
 
 def _stored_infos(
-    call: Call, whole: Whole, cuts: list[tuple[Slot, Cut]], tensors: Mapping[str, TensorInfo]
+    call: Call, model: Whole, cuts: list[tuple[Slot, Cut]], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
-    """Key -> shape and dtype in the checkpoint. Files that have parts of one in two dtypes are a problem."""
-    sizes = {whole.slots[param.name].key: param.shape for param in whole.stand.params}
-    found: dict[str, TensorInfo] = {}
+    """Return key -> shape and dtype in the checkpoint; parts in two dtypes in the files are a problem."""
+    sizes = {model.slots[param.name].key: param.shape for param in model.stand.params}
+    infos: dict[str, TensorInfo] = {}
     first: dict[str, str] = {}
     for slot, cut in cuts:
         dtype = tensors[cut.key].dtype
-        info = found.setdefault(slot.key, TensorInfo(slot.extents + sizes[slot.key], dtype))
+        info = infos.setdefault(slot.key, TensorInfo(slot.extents + sizes[slot.key], dtype))
         other = first.setdefault(slot.key, cut.key)
         if info.dtype != dtype:
             what = f"parts of {slot.key} in two dtypes"
             call.problems.append(Problem(what, cut.key, f"{dtype}", f"{info.dtype} as {other}"))
-    return found
+    return infos
 
 
 def _parts(
@@ -239,7 +239,7 @@ def _objects(shape: Shape, naming: Naming) -> list[ShardedObject]:
 
 
 def _check_target(out: Path, how: Export) -> None:
-    """Refuse what is in the way.
+    """Refuse a target that must not be replaced.
 
     Raises:
         FileExistsError: the target holds something that is to stay, or an older checkpoint is where a
@@ -250,22 +250,22 @@ def _check_target(out: Path, how: Export) -> None:
     if os.path.lexists(out) and not out.is_dir():
         raise FileExistsError("it is there, and no folder")
     if out.is_dir() and os.listdir(out):
-        # Of anything else no conversion is the replacement.
+        # A conversion replaces nothing but a checkpoint.
         opened_alone(out)
     old = room_of(out) / "old"
-    # Both are there between two renames alone: the old one has made room, the new one is not in its place.
+    # Both exist only between two renames: the old checkpoint has made room, the new is not in its place.
     if old.exists() and (old.parent / "new").exists():
         raise FileExistsError(f"{old} is what was here before a conversion that was killed: move it away")
 
 
 def room_of(out: Path) -> Path:
-    """A hidden folder of conversions alone: an export into the target clears its own away."""
+    """Return a hidden folder for conversions alone: an export into the target clears its own away."""
     return out.parent / f".{out.name}.converting"
 
 
 @contextlib.contextmanager
 def _published(out: Path, how: Export) -> Iterator[Path]:
-    """A hidden folder that takes the target's place when everything in it is on the disk."""
+    """Yield a hidden folder that takes the target's place when everything in it is on the disk."""
     out.parent.mkdir(parents=True, exist_ok=True)
     _check_target(out, how)
     room = Room(room_of(out), out)
@@ -276,7 +276,7 @@ def _published(out: Path, how: Export) -> Iterator[Path]:
         _check_target(out, how)
         yield new
         sync_folder(new)
-        # An empty folder makes room by itself; one that is filled meanwhile does not, and is an error.
+        # An empty folder makes room by itself; a folder that is filled meanwhile does not, and is an error.
         is_there = how.overwrite and out.exists()
         if is_there:
             os.rename(out, old)
@@ -313,11 +313,11 @@ def _to_files(
     everything = checkpoint.holds.tensors
     stored = {key: everything[key] for key in model_in(everything, naming)}
     left = dict.fromkeys(sorted(set(everything) - set(stored)), "not the model's, or a second name")
-    infos = {key: TensorInfo(one.shape, one.dtype) for key, one in stored.items()}
+    infos = {key: TensorInfo(entry.shape, entry.dtype) for key, entry in stored.items()}
     sources, tensors = _sources(call, shape, naming, infos, target.how)
     call.problems += problems_of(checkpoint, stored) if stored else []
     with call.guard(str(out)):
-        # Of an export replaced weights are the only thing to be asked for; it looks once more.
+        # An export replaces nothing but weights, and checks that again before it writes.
         replaced(out, target.how.overwrite, target.companions[CONFIG])
     settle(call)
     files = {
@@ -334,7 +334,7 @@ def _to_files(
 def _sources(
     call: Call, shape: Shape, naming: Naming, infos: Mapping[str, TensorInfo], how: Export
 ) -> tuple[dict[str, list[tuple[Slot, Cut]]], dict[str, TensorInfo]]:
-    """(HF key -> where its boxes are, HF key -> what an export writes of it)."""
+    """Return (HF key -> its slots and cuts, HF key -> shape and dtype that an export writes)."""
     output = infos.get(naming.prefix + OUTPUT)
     head = Head(HEAD if output is not None and not shape.tied else None)
     if output is not None and output.shape[:1] == (1,) and shape.vocab > 1:
@@ -343,14 +343,14 @@ def _sources(
     if head.key is not None or not shape.tied:
         rows[OUTPUT] = 1 if head.is_value else _rows(infos, naming.prefix + OUTPUT, shape.vocab)
         head = head if head.key is not None else Head(HEAD)
-    whole = Whole(shape, rows, naming)
-    spreading: Spreading = whole.spreading(head)
+    model = Whole(shape, rows, naming)
+    spreading: Spreading = model.spreading(head)
     call.problems += spreading.problems or spreading.faults()
-    call.problems += misfits_of(whole, infos)
+    call.problems += misfits_of(model, infos)
     sources: dict[str, list[tuple[Slot, Cut]]] = {}
     if call.problems:
         return sources, {}
-    for slot, cut in whole.cuts(spreading):
+    for slot, cut in model.cuts(spreading):
         sources.setdefault(cut.key, []).append((slot, cut))
     held = {
         key: [TensorInfo(spreading.size_of(key), infos[slot.key].dtype) for slot, _ in sources[key]]
@@ -372,7 +372,7 @@ def _reading(
     stored: Mapping[str, Stored],
     sources: Mapping[str, list[tuple[Slot, Cut]]],
 ) -> Any:
-    """What fills a window of HF tensors from the checkpoint."""
+    """Return a function that fills a window of HF tensors from the checkpoint."""
     reader = Reader(checkpoint.folder, checkpoint.holds.is_ours, call.tally.meter.add)
 
     def bring(window: Window, write: Memory) -> None:
@@ -392,7 +392,7 @@ def _reading(
 
 
 def _reads(stored: Stored, slot: Slot, cut: Cut, part: Box, into: Any) -> Iterator[Read]:
-    """What is read for a part of an HF tensor, which lies in one cut."""
+    """Yield the reads for a part of an HF tensor; the part lies within a single cut."""
     start = tuple(at + (here - base) for at, here, base in zip(cut.at.offset, part.offset, cut.box.offset))
     box = slot.box(Box(start, part.size))
     target = into[(None,) * len(slot.lead)]

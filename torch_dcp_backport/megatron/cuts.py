@@ -1,4 +1,4 @@
-"""Which rectangles of HF tensors make up a parameter on one TP rank. Arithmetic alone."""
+"""Cuts: the rectangles of HF tensors that make up a parameter on a TP rank. Arithmetic alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_dcp_backport.transfer.layout import whole
 
 
 class Cut(NamedTuple):
-    """A block of an HF tensor, and where in the parameter it lies."""
+    """A block of an HF tensor, and its place in the parameter."""
 
     key: str
     #: In the HF tensor.
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where in the TP group a parameter is."""
+    """A parameter's place in the TP group."""
 
     #: "verl" or "mcore".
     style: str
@@ -52,11 +52,11 @@ class Place(NamedTuple):
 def holding_of(
     role: Role, keys: Sequence[str], shape: Shape, place: Place, local: tuple[int, ...]
 ) -> Holding:
-    """What a parameter holds.
+    """Return the cuts and the padding that tile a parameter.
 
     Args:
         keys: the HF keys of the role, in its order.
-        local: the parameter's own shape: of the vocabulary it alone tells the padding.
+        local: the parameter's own shape; the padding of a vocabulary follows from it alone.
 
     Raises:
         ValueError: the rows of all TP ranks are fewer than the vocabulary has.
@@ -79,7 +79,7 @@ def holding_of(
 
 
 def value_head(key: str, shape: Shape) -> Holding:
-    """A head of one row, which every TP rank holds whole."""
+    """Return the cut of a value head: a single row, which every TP rank holds in full."""
     size = (1, shape.hidden)
     return Holding(size, (Cut(key, whole(size), whole(size)),))
 
@@ -102,7 +102,7 @@ def _qkv(keys: Sequence[str], shape: Shape, place: Place) -> list[Rows]:
     q, k, v = keys
     rank, size = place.tp_rank, place.tp_size
     if place.style == "verl":
-        # Fewer KV heads than ranks: neighbours hold the same one.
+        # Fewer KV heads than ranks: neighbours hold the same head.
         first, count = rank * groups // size, max(1, groups // size)
         own = heads // size * dim
         return [
@@ -110,7 +110,7 @@ def _qkv(keys: Sequence[str], shape: Shape, place: Place) -> list[Rows]:
             Rows(k, first * dim, count * dim),
             Rows(v, first * dim, count * dim),
         ]
-    # megatron-core: all groups behind one another, each with its query heads, its key and its value, and of
+    # megatron-core: all groups in a row, each with its query heads, its key and its value, and of
     # these rows an equal share for each rank, wherever in a group that ends.
     per_group = heads // groups * dim
     every: list[Rows] = []
@@ -125,7 +125,7 @@ def _qkv(keys: Sequence[str], shape: Shape, place: Place) -> list[Rows]:
 
 
 def _window(every: Iterable[Rows], start: int, count: int) -> Iterable[Rows]:
-    """`count` rows of a stack, from row `start` of it on."""
+    """Yield `count` rows of a stack, from its row `start` on."""
     position = 0
     for key, first, rows in every:
         low, high = max(start, position), min(start + count, position + rows)
@@ -135,7 +135,7 @@ def _window(every: Iterable[Rows], start: int, count: int) -> Iterable[Rows]:
 
 
 def _stacked(rows: Iterable[Rows], rest: tuple[int, ...]) -> Holding:
-    """Rows on top of one another; `rest` is the shape of one."""
+    """Stack rows into a parameter; `rest` is the shape of a row."""
     cuts, height = [], 0
     zeros = (0,) * len(rest)
     for key, start, count in rows:

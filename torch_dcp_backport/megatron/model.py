@@ -1,4 +1,4 @@
-"""What this rank's modules hold: their parameters, by duck type. Megatron is never imported.
+"""The parameters that this rank's modules hold, by duck type. Megatron is never imported.
 
 Must never talk to other ranks, and never write into a parameter.
 """
@@ -21,13 +21,13 @@ from torch_dcp_backport.transfer.memory import has_slices, why_not_writable
 Models = Union[nn.Module, Sequence[nn.Module]]
 #: [chunk] -> numbers of its layers, from 0.
 Layers = Sequence[Sequence[int]]
-#: Of a GroupedMLP's parameters what the dimensions are, once they are viewed.
+#: Parameter of a GroupedMLP -> its dimensions, once it is viewed.
 GROUPED_SHAPES = {"weight1": ("experts", "hidden", "own"), "weight2": ("experts", "own", "hidden")}
 PARALLEL_STATE = "megatron.core.parallel_state"
 
 
 class Parallel(NamedTuple):
-    """Where this rank is in its tensor parallel group, and in those of experts."""
+    """This rank's place in its tensor parallel group, and in the groups of experts."""
 
     tp_rank: int
     tp_size: int
@@ -40,7 +40,7 @@ class Parallel(NamedTuple):
 
     @staticmethod
     def of_megatron() -> Optional[Parallel]:
-        """What megatron-core says, where the program has it loaded and initialised."""
+        """Return the place that megatron-core says; None where it is not loaded and initialised."""
         state = sys.modules.get(PARALLEL_STATE)
         if state is None or not state.model_parallel_is_initialized():
             return None
@@ -57,7 +57,7 @@ class Parallel(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """What cannot be."""
+        """The ranks that cannot exist, in words; empty where all can."""
         pairs = [
             (what, rank, size)
             for what, rank, size in (
@@ -78,18 +78,18 @@ class Parallel(NamedTuple):
 
 
 class Param(NamedTuple):
-    """A parameter, as the other ranks hear of it. Plain data: it travels between ranks."""
+    """A parameter, as other ranks know it. Plain data: it travels between ranks."""
 
     name: str
     role: Role
-    #: Of the whole model, from 0; None outside the layers.
+    #: Its number in the full model, from 0; None outside the layers.
     layer: Optional[int]
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Stand(NamedTuple):
-    """What a rank holds, and where it is. Replicas are ranks with equal ones."""
+    """A rank's parameters, and its place. Replicas are ranks with equal stands."""
 
     place: Place
     params: tuple[Param, ...]
@@ -109,13 +109,13 @@ class Local(NamedTuple):
 
 
 def describe(call: Call, models: Models, parallel: Optional[Parallel], layers: Optional[Layers]) -> Local:
-    """What this rank's chunks hold; whatever is wrong with them becomes a problem of the call.
+    """Describe what this rank's chunks hold; a parameter that does not fit becomes a problem of the call.
 
     Args:
-        layers: for each chunk the numbers of its layers, from 0; None is what the modules say.
+        layers: for each chunk the numbers of its layers, from 0; None takes the modules' own numbers.
 
     Raises:
-        ValueError: no model of a known kind, or no way to tell where this rank is.
+        ValueError: no model of a known kind, or no way to find this rank's place.
     """
     chunks = [unwrapped(model) for model in chunks_of(models)]
     styles = {style.name: style for _, style in chunks}
@@ -151,7 +151,7 @@ def describe(call: Call, models: Models, parallel: Optional[Parallel], layers: O
 
 
 def parameters_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and their names; of a GroupedMLP's two the part of each expert, as `weight1[0]`."""
+    """Yield (name, parameter); of a GroupedMLP's two parameters each expert's part, as `weight1[0]`."""
     for name, param in module.named_parameters():
         path, _, last = name.rpartition(".")
         if last in GROUPED_SHAPES and path.endswith(".mlp.experts") and param.dim() == 2:
@@ -169,7 +169,7 @@ def parameters_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def roles_of(
     module: nn.Module, style: Style, where: Parallel
 ) -> dict[str, Optional[tuple[Role, Optional[int]]]]:
-    """Parameter -> (role, layer within the chunk); an expert's number is that in the whole model."""
+    """Return parameter -> (role, layer within the chunk); an expert has its number in the full model."""
     roles = {name: role_of(style, name) for name, _ in parameters_of(module)}
     #: Layer -> its experts here.
     counts: dict[Optional[int], int] = {}
@@ -185,10 +185,10 @@ def roles_of(
 
 
 def chunks_of(models: Models) -> Sequence[nn.Module]:
-    """A rank's chunks.
+    """Return a rank's chunks.
 
     Raises:
-        TypeError: neither a module nor several.
+        TypeError: neither a module nor a sequence of modules.
     """
     chunks = [models] if isinstance(models, nn.Module) else models
     if not isinstance(chunks, Sequence) or not all(isinstance(chunk, nn.Module) for chunk in chunks):
@@ -203,7 +203,7 @@ def alone(call: Call) -> Parallel:
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Style]:
-    """A chunk without the wrappers around it (Float16Module, DistributedDataParallel), and its kind."""
+    """Return a chunk without its wrappers (Float16Module, DistributedDataParallel), and its kind."""
     inner: Any = model
     while True:
         for style in STYLES.values():
@@ -223,26 +223,26 @@ def layer_list(module: Any, style: Style) -> Optional[Sequence[nn.Module]]:
 
 
 def numbers_of(module: nn.Module, style: Style, given: Optional[Sequence[int]]) -> Sequence[int]:
-    """The number in the whole model of each layer of a chunk, from 0.
+    """Return the number in the full model, from 0, of each layer of a chunk.
 
     Raises:
-        ValueError: the modules do not say, or say something else than `layers=`.
+        ValueError: the modules have no numbers, or other numbers than `layers=`.
     """
-    found = layer_list(module, style) or ()
-    said = [number - 1 for layer in found for number in [getattr(layer, "layer_number", None)] if number]
-    if len(said) == len(found):
-        if given is not None and list(given) != said:
-            raise ValueError(f"layers= says {list(given)}, and the modules' layer_number {said} (from 0)")
-        return said
+    modules = layer_list(module, style) or ()
+    own = [number - 1 for layer in modules for number in [getattr(layer, "layer_number", None)] if number]
+    if len(own) == len(modules):
+        if given is not None and list(given) != own:
+            raise ValueError(f"layers= says {list(given)}, and the modules' layer_number {own} (from 0)")
+        return own
     if given is None:
         raise ValueError("the modules have no layer_number: pass layers=[[...], ...], see megatron.stages")
-    if len(given) != len(found):
-        raise ValueError(f"layers= says {list(given)}, and the chunk has {len(found)} layers")
+    if len(given) != len(modules):
+        raise ValueError(f"layers= says {list(given)}, and the chunk has {len(modules)} layers")
     return given
 
 
 def unfit(param: torch.Tensor) -> str:
-    """Why a parameter cannot be read or written in place; nothing where it can."""
+    """Return why a parameter cannot be read or written in place; an empty string where it can."""
     if param.is_meta:
         return "on the meta device, which holds no values"
     if isinstance(param, compat.DTensor) or not has_slices(param):

@@ -1,4 +1,4 @@
-"""What the parameters of a Megatron model are, by their names: verl's, and megatron-core's in both specs.
+"""The roles of a Megatron model's parameters, by name: verl's, and megatron-core's in both specs.
 
 Tables alone; must never look at a tensor.
 """
@@ -11,20 +11,20 @@ from typing import NamedTuple, Optional
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 #: Where a value head of one row may be in files; the first is what an export writes.
 VALUE_HEADS = ("score.weight", HEAD, "reward_head.weight")
-#: Of the first one, where transformers classifies tokens; a head in Megatron has none.
+#: The first head's bias, where transformers classifies tokens; a head in Megatron has none.
 SCORE_BIAS = "score.bias"
 #: Old files hold them; they are computed.
 COMPUTED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 
 class Role(NamedTuple):
-    """What a parameter holds: the HF tensors that it is made of, and how it is cut among TP ranks."""
+    """The HF tensors that a parameter is made of, and its cut among TP ranks."""
 
     #: "whole", "rows", "columns", "vocab", "qkv" or "head".
     cut: str
     #: HF names; in a layer without the layer's prefix, and of an expert with {} for its number.
     keys: tuple[str, ...]
-    #: The number of the expert: in a module's name among those of its rank, else of the whole model.
+    #: The number of the expert: in a module's name among those of its rank, else in the full model.
     expert: Optional[int] = None
 
 
@@ -32,7 +32,7 @@ LAYERS = "decoder.layers."
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
-#: verl's names are those of HF but for the fused ones.
+#: verl's names are those of HF, except for fused parameters.
 VERL = {
     "input_layernorm.weight": Role("whole", ("input_layernorm.weight",)),
     "self_attn.qkv_proj.weight": Role("qkv", tuple(f"{name}.weight" for name in QKV)),
@@ -48,7 +48,7 @@ VERL = {
     "mlp.down_proj.bias": Role("whole", ("mlp.down_proj.bias",)),
 }
 MCORE = {
-    # The spec of TransformerEngine has the norms in the linear layers behind them, the local one has not.
+    # The spec of TransformerEngine has the norms in the linear layers behind them, the local spec has not.
     "self_attention.linear_qkv.layer_norm_weight": VERL["input_layernorm.weight"],
     "input_layernorm.weight": VERL["input_layernorm.weight"],
     "self_attention.linear_qkv.weight": VERL["self_attn.qkv_proj.weight"],
@@ -77,17 +77,17 @@ EXPERT = {
     "linear_fc1.weight": Role("rows", ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
     "linear_fc2.weight": Role("columns", ("mlp.experts.{}.down_proj.weight",)),
 }
-#: What `model.parameters_of` calls an expert's part of a GroupedMLP's parameter.
+#: An expert's part of a GroupedMLP's parameter, as `model.parameters_of` names it.
 GROUPED = re.compile(r"mlp\.experts\.weight([12])\[(\d+)\]")
 #: Modules of their own, or one module of TransformerEngine with a parameter for each.
 EXPERTS = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)")
 
 
 class Style(NamedTuple):
-    """How a family of modules names and cuts."""
+    """The names of a family of modules, and the roles behind them."""
 
     name: str
-    #: What comes before the number of a layer within its chunk.
+    #: The prefix of a layer's number within its chunk.
     layers: str
     in_layer: dict[str, Role]
     outside: dict[str, Role]
@@ -126,7 +126,7 @@ NUMBER = re.compile(r"(?<=^mlp\.experts\.)\d+")
 
 
 def role_of(style: Style, name: str) -> Optional[tuple[Role, Optional[int]]]:
-    """(role, layer within the chunk or None) of a parameter; None for a name that is not in the tables."""
+    """Return a parameter's (role, layer within the chunk or None); None for a name not in the tables."""
     if not name.startswith(style.layers):
         role = style.outside.get(name)
         return (role, None) if role is not None else None
@@ -141,20 +141,20 @@ def role_of_expert(rest: str) -> Optional[Role]:
     part = GROUPED.fullmatch(rest)
     if part is not None:
         return EXPERT[f"linear_fc{part[1]}.weight"]._replace(expert=int(part[2]))
-    found = EXPERTS.fullmatch(rest)
-    numbers = [number for number in found.group(1, 3) if number] if found is not None else []
+    match = EXPERTS.fullmatch(rest)
+    numbers = [number for number in match.group(1, 3) if number] if match is not None else []
     # A module for each, or a parameter for each.
-    return EXPERT[found.group(2)]._replace(expert=int(numbers[0])) if found and len(numbers) == 1 else None
+    return EXPERT[match.group(2)]._replace(expert=int(numbers[0])) if match and len(numbers) == 1 else None
 
 
 def hf_keys(role: Role, layer: Optional[int]) -> tuple[str, ...]:
-    """The full HF keys of a role; `layer` is the model's, from 0."""
+    """Return the full HF keys of a role; `layer` is the model's, from 0."""
     keys = role.keys if role.expert is None else tuple(key.format(role.expert) for key in role.keys)
     return keys if layer is None else tuple(f"model.layers.{layer}.{key}" for key in keys)
 
 
 def hf_order(key: str) -> tuple[int, int, int, str]:
-    """Where a key stands in an export: embedding, layers, norm, heads."""
+    """Return a key's place in an export, for sorting: embedding, layers, norm, heads."""
     prefix = "model.layers."
     if key.startswith(prefix):
         number, _, rest = key[len(prefix) :].partition(".")
@@ -162,6 +162,6 @@ def hf_order(key: str) -> tuple[int, int, int, str]:
         if expert is None:
             return int(number), ORDER.get(rest, LAST), -1, key
         place = ORDER.get(NUMBER.sub("{}", rest), LAST)
-        # Of an expert everything, then the next.
+        # All of an expert, then the next expert.
         return int(number), LAST + int(expert[0]), place, key
     return (-1, 0, -1, key) if key == EMBED else (2**62, int(key != NORM), -1, key)

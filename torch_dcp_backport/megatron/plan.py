@@ -1,6 +1,6 @@
-"""From what every rank holds to blocks of HF tensors with their holders, and everything that does not fit.
+"""HF tensors over all ranks: their blocks and holders, and the problems of what does not fit.
 
-Every rank computes the same from the same, so that all find the same problems. Reads and writes no values.
+Every rank computes the same from the same, so that all have the same problems. Reads and writes no values.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torch_dcp_backport.transfer.errors import spell
 from torch_dcp_backport.transfer.plan import Table
 from torch_dcp_backport.transfer.spread import Boxes
 
-#: Makes a key of a message: the HF tensor, and the parameter that holds it.
+#: (rank, parameter) of a tensor; messages name them beside its key.
 Holder = tuple[int, Param]
 
 
 class Head(NamedTuple):
-    """What the last stage's head is."""
+    """The head of the last stage."""
 
     #: The HF tensor that it holds; None where it is left as it is.
     key: Optional[str]
@@ -41,7 +41,7 @@ class Head(NamedTuple):
 
 
 class Spreading:
-    """A model's HF tensors on all ranks. What does not fit is in `problems`."""
+    """A model's HF tensors on all ranks. All that does not fit is in `problems`."""
 
     def __init__(self, tables: Iterable[Table], shape: Shape, head: Head) -> None:
         """`tables`: the ranks' stands, as notes of an agreement."""
@@ -50,7 +50,7 @@ class Spreading:
         self.problems: list[Problem] = []
         #: HF key -> rank -> blocks.
         self.blocks: dict[str, dict[int, list[Box]]] = {}
-        #: HF key -> who holds it: the ranks of equal stands, and the parameter.
+        #: HF key -> its holders: the first rank of equal stands, and the parameter.
         self.holders: dict[str, list[Holder]] = {}
         self.stands: list[tuple[tuple[int, ...], Stand]] = [(table.ranks, table.note) for table in tables]
         for size, style, etp in sorted({size_of(stand) for _, stand in self.stands}):
@@ -69,7 +69,7 @@ class Spreading:
                 self.problems += [problem._replace(key=self.named(key)) for problem in gap]
 
     def holding(self, stand: Stand, param: Param) -> Optional[Holding]:
-        """What a parameter holds; None for a head that is left as it is.
+        """Return the cuts of a parameter; None for a head that is left as it is.
 
         Raises:
             ValueError: the rows of all TP ranks are fewer than the vocabulary has.
@@ -113,17 +113,17 @@ class Spreading:
         return (1, self.shape.hidden) if self.head == Head(key, True) else self.shape.hf_shape(key)
 
     def named(self, key: str) -> str:
-        """A key, and one parameter that holds it."""
+        """Return a key with a parameter that holds it, for a message."""
         rank, param = self.holders[key][0]
         return f"{key} (in {param.name} of rank {rank})"
 
     def infos(self, key: str) -> list[TensorInfo]:
-        """A tensor, in each dtype that it is held in."""
+        """Return a tensor's shape with each dtype that it is held in."""
         dtypes = dict.fromkeys(param.dtype for _, param in self.holders[key])
         return [TensorInfo(self.size_of(key), dtype) for dtype in dtypes]
 
     def faults(self) -> list[Problem]:
-        """What a whole model has by its config.json and no rank holds, and what is held beyond that."""
+        """Return problems for what config.json asks for and no rank holds, and what is held beyond that."""
         needed = {EMBED, NORM}
         for layer in range(self.shape.layers):
             for name in self.shape.names_in(layer):
@@ -143,13 +143,13 @@ class Spreading:
 
 
 def size_of(stand: Stand) -> tuple[int, str, int]:
-    """What the numbers of the model have to be multiples of."""
+    """Return the sizes and the style that the numbers of the model have to fit."""
     return stand.place.tp_size, stand.place.style, stand.place.etp_size
 
 
 def stage_faults(stands: Sequence[tuple[tuple[int, ...], Stand]]) -> list[Problem]:
-    """Layers that are twice in a rank, or in two stages."""
-    found = []
+    """Return problems for layers that are twice in a rank, or in two stages."""
+    problems = []
     stages: dict[frozenset[int], tuple[int, ...]] = {}
     for ranks, stand in stands:
         names: dict[tuple[object, Optional[int]], str] = {}
@@ -157,7 +157,7 @@ def stage_faults(stands: Sequence[tuple[tuple[int, ...], Stand]]) -> list[Proble
             key = param.role, param.layer
             if key in names:
                 got = f"{names[key]} and {param.name}"
-                found.append(
+                problems.append(
                     Problem("held twice", f"{hf_keys(*key)[0]} on {spell(ranks)}", got, "one parameter")
                 )
             names[key] = param.name
@@ -169,15 +169,15 @@ def stage_faults(stands: Sequence[tuple[tuple[int, ...], Stand]]) -> list[Proble
             both = sorted(layers & other)
             if both:
                 got = f"{spell(others)} with {sorted(other)}, {spell(ranks)} with {sorted(layers)}"
-                found.append(Problem("in two stages", f"layers {both}", got, "each layer in one stage"))
-    return found
+                problems.append(Problem("in two stages", f"layers {both}", got, "each layer in one stage"))
+    return problems
 
 
 # --- against what the files hold ---
 
 
 def head_of(shape: Shape, tensors: Mapping[str, TensorInfo], is_value: bool) -> Head:
-    """What a load puts into the head."""
+    """Return the head that a load fills."""
     if not is_value:
         return Head(EMBED if shape.tied else HEAD)
     fits = [key for key in VALUE_HEADS if key in tensors and tensors[key].shape == (1, shape.hidden)]
@@ -185,7 +185,7 @@ def head_of(shape: Shape, tensors: Mapping[str, TensorInfo], is_value: bool) -> 
 
 
 def left_alone(tensors: Mapping[str, TensorInfo], plan: Spreading) -> dict[str, str]:
-    """Tensors of the files that no parameter wants, and why that is right; all others become problems."""
+    """Return tensor of the files -> why no parameter needs it; without such a reason it is a problem."""
     left: dict[str, str] = {}
     for key in tensors:
         if key in plan.blocks:
@@ -204,18 +204,18 @@ def left_alone(tensors: Mapping[str, TensorInfo], plan: Spreading) -> dict[str, 
 
 
 def is_other_head(key: str, head: Head) -> bool:
-    """Whether a tensor is of a head that is not loaded; the one that is has other values without its bias."""
+    """Return whether a tensor is of a head that is not loaded; without its bias a loaded head is wrong."""
     return key in VALUE_HEADS or (key == SCORE_BIAS and head.key != VALUE_HEADS[0])
 
 
 def check_files(tensors: Mapping[str, TensorInfo], plan: Spreading) -> None:
-    """Make problems of what the parameters need and the files have not, or have otherwise."""
+    """Add problems for tensors that the files lack, or have in another shape or dtype than needed."""
     needed = sorted(plan.blocks, key=hf_order)
     missing = [key for key in needed if key not in tensors]
     for name, keys in by_layer(missing, tensors).items():
         why = "config.json says tie_word_embeddings=false" if name == HEAD else ""
-        whose = plan.named(keys[0]) if name == keys[0] else f"{name} (such as {plan.named(keys[0])})"
-        plan.problems.append(Problem("not in the files", whose, why))
+        label = plan.named(keys[0]) if name == keys[0] else f"{name} (such as {plan.named(keys[0])})"
+        plan.problems.append(Problem("not in the files", label, why))
     for key in needed:
         info = tensors.get(key)
         if info is None:
@@ -231,17 +231,17 @@ def check_files(tensors: Mapping[str, TensorInfo], plan: Spreading) -> None:
 
 
 def by_layer(keys: Iterable[str], others: Iterable[str]) -> dict[str, list[str]]:
-    """What a message calls keys -> the keys: those of a layer that none of the others is in are one line."""
+    """Return a message's name -> its keys: a layer that none of the others is in has a single name."""
     known = set(map(layer_of, others))
-    found: dict[str, list[str]] = {}
+    keys_by_name: dict[str, list[str]] = {}
     for key in keys:
         layer = layer_of(key)
-        found.setdefault(f"{layer}.*" if layer and layer not in known else key, []).append(key)
-    return found
+        keys_by_name.setdefault(f"{layer}.*" if layer and layer not in known else key, []).append(key)
+    return keys_by_name
 
 
 def summed(names: Iterable[str]) -> list[str]:
-    """What a message calls keys, with those of the same name in several layers as one."""
+    """Return a message's names, with the same name in several layers merged."""
     layers: dict[str, list[str]] = {}
     for name in names:
         layers.setdefault(name[len(layer_of(name)) :], []).append(name)
@@ -252,5 +252,5 @@ def summed(names: Iterable[str]) -> list[str]:
 
 
 def layer_of(key: str) -> str:
-    """`model.layers.7` of a key in a layer; nothing of another one."""
+    """Return `model.layers.7` for a key in a layer; an empty string for any other key."""
     return ".".join(key.split(".")[:3]) if key.startswith("model.layers.") else ""

@@ -23,7 +23,7 @@ class Shape:
     heads: int
     #: Key and value heads; each serves `heads / kv_heads` query heads.
     kv_heads: int
-    #: Of one head; not always `hidden / heads`.
+    #: Of each head; not always `hidden / heads`.
     head_dim: int
     intermediate: int
     vocab: int
@@ -31,9 +31,9 @@ class Shape:
     tied: bool
     #: Whether all four projections of the attention have biases.
     attention_bias: bool
-    #: Whether those of the MLP have.
+    #: Whether the projections of the MLP have them.
     mlp_bias: bool
-    #: Whether those of q, k and v alone have.
+    #: Whether the projections to q, k and v alone have them.
     qkv_bias: bool = False
 
     #: Of every sparse layer; 0 in a dense model.
@@ -50,15 +50,15 @@ class Shape:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether some layers are dense and some sparse."""
+        """Return whether some layers are dense and some sparse."""
         return len({self.is_sparse(layer) for layer in range(self.layers)}) > 1
 
     def names_in(self, layer: int) -> frozenset[str]:
-        """HF names of a layer's tensors, without the layer's prefix; of experts with {} for the number."""
+        """Return HF names of a layer's tensors, without its prefix; of experts with {} for the number."""
         return _names(self, self.is_sparse(layer))
 
     def hf_shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor in the files, by its HF key."""
+        """Return the shape of a tensor in the files, by its HF key."""
         name, _, kind = key.rpartition(".")
         path, _, module = name.rpartition(".")
         width = self.intermediate
@@ -110,7 +110,7 @@ def _has(shape: Shape, is_sparse: bool, name: str) -> bool:
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
-    """The numbers of a config.json.
+    """Return the numbers of a config.json.
 
     Raises:
         ValueError: another kind of model, quantised weights, or numbers that are missing or do not fit.
@@ -157,7 +157,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 
 
 def _experts(config: Mapping[str, Any], number: Callable[..., int], layers: int) -> dict[str, Any]:
-    """What only sparse models have."""
+    """Return the numbers that only sparse models have."""
     if config.get("num_experts") == 0:
         # transformers then makes every layer a dense one, whatever the other numbers are.
         return {}
@@ -173,26 +173,28 @@ def _experts(config: Mapping[str, Any], number: Callable[..., int], layers: int)
 
 
 def misfits(shape: Shape, tp_size: int, style: str, etp_size: int = 1) -> list[Problem]:
-    """Numbers that a TP size, or that of experts, does not divide; `style` is "verl" or "mcore"."""
+    """Return problems for numbers that TP, or the experts' TP, does not divide; style: "verl", "mcore"."""
     sizes = [("num_attention_heads", shape.heads, tp_size)]
     if not shape.experts or shape.dense:
         sizes.append(("intermediate_size", shape.intermediate, tp_size))
     sizes.append(("shared_expert_intermediate_size", shape.shared_intermediate, tp_size))
-    found = [
+    problems = [
         Problem(f"{name} cannot be cut", "", f"{value}", f"a multiple of TP {size}")
         for name, value, size in sizes
         if value % size
     ]
     if shape.expert_intermediate % etp_size:
         expected = f"a multiple of the experts' TP {etp_size}"
-        found.append(
+        problems.append(
             Problem("moe_intermediate_size cannot be cut", "", f"{shape.expert_intermediate}", expected)
         )
     if shape.kv_heads % tp_size and tp_size % shape.kv_heads:
         expected = f"a multiple or a divisor of TP {tp_size}"
-        found.append(Problem("num_key_value_heads cannot be cut", "", f"{shape.kv_heads}", expected))
+        problems.append(Problem("num_key_value_heads cannot be cut", "", f"{shape.kv_heads}", expected))
     rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     if style == "mcore" and rows % tp_size:
         # It deals out the rows of all groups, not the groups.
-        found.append(Problem("linear_qkv cannot be cut", "", f"{rows} rows", f"a multiple of TP {tp_size}"))
-    return found
+        problems.append(
+            Problem("linear_qkv cannot be cut", "", f"{rows} rows", f"a multiple of TP {tp_size}")
+        )
+    return problems

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds, for modules that do not carry their layer's number."""
+"""The layers that each pipeline stage holds, for modules that do not carry their layer's number."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Optional
 def stages(
     layers: int, pp_size: int, chunks: int = 1, *, first: Optional[int] = None, last: Optional[int] = None
 ) -> list[list[list[int]]]:
-    """[stage][chunk] -> layers, numbered from 0, as Megatron deals them out.
+    """Return [stage][chunk] -> layers, numbered from 0, as Megatron deals them out.
 
     Args:
-        layers: of the whole model.
+        layers: of the full model.
         pp_size: pipeline stages.
         chunks: of each stage (virtual pipeline): chunk 0 of all stages comes first, then chunk 1 of all.
         first, last: layers of the first and of the last stage, where they have other numbers than the rest.

@@ -1,7 +1,7 @@
-"""Where Megatron's sharded checkpoint of a GPTModel has the rows of HF tensors. Arithmetic alone.
+"""Slots: where a sharded checkpoint of Megatron's GPTModel has the rows of HF tensors. Arithmetic alone.
 
-Layers of one kind are stacked: `decoder.layers.mlp.linear_fc2.weight` has the layer as its first axis, and
-what experts have the expert as the second. Where layers differ, each has keys with its number.
+Layers of one kind are stacked: `decoder.layers.mlp.linear_fc2.weight` has the layer as its first axis;
+tensors of experts have the expert as the second. If layers differ, each has keys with its number.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch_dcp_backport.transfer import Box, Problem, TensorInfo
 from torch_dcp_backport.transfer.plan import Table
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-#: What other things than the model are saved under, with the model's names in their keys.
+#: Keys of things that are not the model, with the model's names in them.
 OPTIMIZER = re.compile(r"(^|\.)(optimizer|chained_\d+)\.")
 MODEL = ("embedding.", "decoder.", "output_layer.")
-#: The whole model is on one TP rank.
+#: The full model is on a single TP rank.
 ALONE = Place("mcore", 0, 1)
-#: Without TransformerEngine it is called so in the model, and by these names in its checkpoint all the same.
+#: Norms of a model without TransformerEngine; its checkpoint has the fused names all the same.
 INPUT_NORM, MLP_NORM = "input_layernorm.weight", "pre_mlp_layernorm.weight"
 #: A sparse layer's norm is called so by models without TransformerEngine, and by MLP_NORM with it.
 FUSED_NORM = "mlp.linear_fc1.layer_norm_weight"
@@ -36,7 +36,7 @@ FEED_FORWARD = ("linear_fc1", "linear_fc2")
 
 
 class Slot(NamedTuple):
-    """Where a parameter of the whole model is in a checkpoint."""
+    """The place of a full model's parameter in a checkpoint."""
 
     key: str
     #: Its place along the axes in front of its own (layer, expert), and how long they are.
@@ -44,12 +44,12 @@ class Slot(NamedTuple):
     extents: tuple[int, ...] = ()
 
     def box(self, at: Box) -> Box:
-        """A box of the parameter, in the stored tensor."""
+        """Return a box of the parameter as a box of the stored tensor."""
         return Box((*self.lead, *at.offset), (1,) * len(self.lead) + at.size)
 
 
 class Naming(NamedTuple):
-    """How a checkpoint names a model's tensors."""
+    """A checkpoint's names for a model's tensors."""
 
     #: Before every key, such as `module.`.
     prefix: str = ""
@@ -59,7 +59,7 @@ class Naming(NamedTuple):
     norm: str = MLP_NORM
 
     def slot(self, rest: str, shape: Shape, layer: int, expert: Optional[int] = None) -> Slot:
-        """Where something of a layer is."""
+        """Return the slot of a layer's tensor; `rest` is its name in the layer."""
         lead, extents = ((), ()) if expert is None else ((expert,), (shape.experts,))
         if self.is_flat:
             return Slot(f"{self.prefix}{LAYERS}{layer}.{rest}", lead, extents)
@@ -67,12 +67,12 @@ class Naming(NamedTuple):
 
 
 class Whole:
-    """A whole model on one rank, as megatron-core at TP 1 would have it, and where a checkpoint has it."""
+    """A full model on a single rank, as of megatron-core at TP 1, and its places in a checkpoint."""
 
     def __init__(self, shape: Shape, rows: Mapping[str, int], naming: Naming) -> None:
-        """`rows`: those of the embedding and of the head, as far as they are there: they tell the padding."""
+        """`rows`: of the embedding and of the head, padding included; a missing head has no entry."""
         self.shape = shape
-        #: Parameter name -> where it is.
+        #: Parameter name -> its slot.
         self.slots: dict[str, Slot] = {}
         params: list[Param] = []
         for name, role, layer, slot in params_of(shape, naming):
@@ -87,11 +87,11 @@ class Whole:
         self.stand = Stand(ALONE, tuple(params))
 
     def spreading(self, head: Head) -> Spreading:
-        """The model's HF tensors; what does not fit is in its problems."""
+        """Return the model's HF tensors; what does not fit is in their problems."""
         return Spreading([Table({}, (0,), note=self.stand)], self.shape, head)
 
     def cuts(self, spreading: Spreading) -> Iterator[tuple[Slot, Cut]]:
-        """Which box of which stored tensor is which box of which HF tensor."""
+        """Yield (slot, cut): a box of an HF tensor, and the stored tensor that has it."""
         for param in self.stand.params:
             holding = spreading.holding(self.stand, param)
             for cut in holding.cuts if holding is not None else ():
@@ -99,7 +99,7 @@ class Whole:
 
 
 def params_of(shape: Shape, naming: Naming) -> Iterator[tuple[str, Role, Optional[int], Slot]]:
-    """(name, role, layer, slot) of every parameter that a model with these numbers may have."""
+    """Yield (name, role, layer, slot) of every parameter that a model with these numbers may have."""
     for name, role in STYLES["mcore"].outside.items():
         yield name, role, None, Slot(naming.prefix + name)
     for layer in range(shape.layers):
@@ -117,7 +117,7 @@ def params_of(shape: Shape, naming: Naming) -> Iterator[tuple[str, Role, Optiona
 
 
 def states_of(shape: Shape, naming: Naming) -> Iterator[Slot]:
-    """Objects without a content that a load into modules of TransformerEngine asks for."""
+    """Yield slots of empty objects that a load into modules of TransformerEngine asks for."""
     for layer in range(shape.layers):
         modules = [*STATEFUL]
         if not shape.is_sparse(layer):
@@ -126,7 +126,7 @@ def states_of(shape: Shape, naming: Naming) -> Iterator[Slot]:
             modules += [f"mlp.shared_experts.{name}" for name in FEED_FORWARD]
         for module in modules:
             slot = naming.slot(f"{module}._extra_state", shape, layer)
-            # An object has a place among others of its key, if there is but one.
+            # An object needs a place among those of its key, even where it is alone.
             yield slot if slot.lead else slot._replace(lead=(0,), extents=(1,))
         for expert in range(shape.experts if shape.is_sparse(layer) else 0):
             for name in FEED_FORWARD:
@@ -134,7 +134,7 @@ def states_of(shape: Shape, naming: Naming) -> Iterator[Slot]:
 
 
 def naming_of(keys: Iterable[str]) -> Naming:
-    """How a checkpoint names the model that it has."""
+    """Return the naming of the model in a checkpoint."""
     known = [key for key in keys if not OPTIMIZER.search(key)]
     ends = sorted((key for key in known if key.endswith(EMBEDDING)), key=len)
     prefix = ends[0][: -len(EMBEDDING)] if ends else ""
@@ -144,23 +144,23 @@ def naming_of(keys: Iterable[str]) -> Naming:
 
 
 def second_name(key: str) -> str:
-    """The other name of a sparse layer's norm; the key itself of anything else."""
+    """Return the other name of a sparse layer's norm; any other key as it is."""
     return key[: -len(MLP_NORM)] + FUSED_NORM if key.endswith(MLP_NORM) else key
 
 
 def model_in(keys: Collection[str], naming: Naming) -> list[str]:
-    """The keys of a checkpoint's tensors that are the model's."""
+    """Return the keys of a checkpoint's tensors that are the model's."""
     doubles = {second_name(key) for key in keys if key.endswith(MLP_NORM)}
     starts = tuple(naming.prefix + name for name in MODEL)
     return [key for key in keys if key.startswith(starts) and key not in doubles]
 
 
-def misfits_of(whole: Whole, stored: Mapping[str, TensorInfo]) -> list[Problem]:
-    """What a checkpoint has not, or has otherwise than the model's numbers say, or beyond them."""
+def misfits_of(model: Whole, stored: Mapping[str, TensorInfo]) -> list[Problem]:
+    """Return problems for tensors that a checkpoint lacks, has in another shape, or has beyond the model."""
     problems: list[Problem] = []
     used: set[str] = set()
-    for param in whole.stand.params:
-        slot = whole.slots[param.name]
+    for param in model.stand.params:
+        slot = model.slots[param.name]
         if slot.key in used:
             continue
         used.add(slot.key)

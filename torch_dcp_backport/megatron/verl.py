@@ -29,11 +29,11 @@ def load_state_dict_to_megatron_qwen2(
     """Fill verl's Megatron modules from an HF state dict that every rank has, or rank 0 alone.
 
     Args:
-        state_dict: whole tensors, or slices of files; empty or None on a rank that has none.
+        state_dict: full tensors, or slices of files; empty or None on a rank that has none.
         wrapped_models: this rank's chunks.
         config: the HF configuration.
         params_dtype: not used: values are cast to the dtype of the parameter that they go to.
-        is_value_model: whether the head has one row; without one in the dict it stays as it is.
+        is_value_model: whether the head has one row; if the dict has no such head it stays as it is.
         tie_word_embeddings: whether the head is the embedding; the last stage's copy is filled, too.
 
     Raises:
@@ -44,7 +44,7 @@ def load_state_dict_to_megatron_qwen2(
     def ask() -> tuple[Source, Given]:
         if not isinstance(state_dict, (Mapping, type(None))):
             raise TypeError(f"state_dict is a {type(state_dict).__name__}")
-        numbers, given = said(wrapped_models, config, tie_word_embeddings)
+        numbers, given = config_and_chunks(wrapped_models, config, tie_word_embeddings)
         return hf.Given(state_dict or {}, numbers, "" if state_dict else "no state dict"), given
 
     load(ask, is_value_model)
@@ -57,26 +57,26 @@ def merge_megatron_ckpt_qwen2(
     is_value_model: bool = False,
     tie_word_embeddings: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The whole model as an HF state dict on the host of rank 0; an empty dict on every other rank.
+    """Return the full model as an HF state dict on the host of rank 0; an empty dict on every other rank.
 
     Args:
         wrapped_models: this rank's chunks.
         config: the HF configuration.
         dtype: of the dict's tensors.
-        is_value_model: not used: a head of one row is one. It is under `lm_head.weight`, where verl's loader
-            looks for it.
+        is_value_model: not used: a head of one row is a value head. It is under `lm_head.weight`, where
+            verl's loader looks for it.
         tie_word_embeddings: whether the head is the embedding, which is in the dict once.
 
     Raises:
         RuntimeError: the model does not fit its configuration, or rank 0 has no room; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
     """
-    tensors = gather(lambda: said(wrapped_models, config, tie_word_embeddings), dtype)
+    tensors = gather(lambda: config_and_chunks(wrapped_models, config, tie_word_embeddings), dtype)
     return {HEAD if key in VALUE_HEADS else key: value for key, value in tensors.items()}
 
 
-def said(models: Models, config: Any, tie_word_embeddings: bool) -> tuple[dict[str, Any], Given]:
-    """The numbers of the model, and this rank's chunks.
+def config_and_chunks(models: Models, config: Any, tie_word_embeddings: bool) -> tuple[dict[str, Any], Given]:
+    """Return the numbers of the model, and this rank's chunks.
 
     Raises:
         TypeError, ValueError: an argument of another kind, or layers that cannot be dealt out.
@@ -86,7 +86,7 @@ def said(models: Models, config: Any, tie_word_embeddings: bool) -> tuple[dict[s
 
 
 def layers_of_megatron(config: Mapping[str, Any], models: Models) -> Optional[Layers]:
-    """This rank's layers, as verl deals them out; None where nothing here says it."""
+    """Return this rank's layers, as verl deals them out; None where that is not known here."""
     state = sys.modules.get(PARALLEL_STATE)
     count = config.get("num_hidden_layers")
     chunks = len(chunks_of(models))

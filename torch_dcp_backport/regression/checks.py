@@ -1,4 +1,4 @@
-"""What the suite's tests share: one run per way, its evidence, and the assertions on its reports.
+"""The shared parts of the suite's tests: a run per way, its evidence, and the assertions on its reports.
 
 Must not import torch: the ranks do, each with its own first import.
 """
@@ -24,23 +24,23 @@ Reports = list[launch.RankReport]
 
 
 class Runs:
-    """Runs each way at most once; a test asks for the reports of one of its jobs."""
+    """The runs of the ways, each made at most once; a test asks for the reports of a job."""
 
     def __init__(self) -> None:
         self.tested: dict[str, dict[str, str]] = {}  # way -> evidence, for the summary
-        self._found: dict[tuple[str, str], Union[dict[str, Reports], launch.LaunchError]] = {}
+        self._results: dict[tuple[str, str], Union[dict[str, Reports], launch.LaunchError]] = {}
 
     def __call__(self, way: str, job: str, jobs: Sequence[launch.Job] = CPU_JOBS) -> Reports:
         key = (way, jobs[0].backend)
-        if key not in self._found:
+        if key not in self._results:
             try:
-                self._found[key] = launch.run(WAYS[way], jobs)
+                self._results[key] = launch.run(WAYS[way], jobs)
             except launch.LaunchError as error:
-                self._found[key] = error
-        found = self._found[key]
-        if isinstance(found, launch.LaunchError):
-            raise found
-        reports = found[job]
+                self._results[key] = error
+        result = self._results[key]
+        if isinstance(result, launch.LaunchError):
+            raise result
+        reports = result[job]
         assert all(report.evidence for report in reports), explain(reports)
         self.tested[way] = reports[0].evidence
         assert_way(way, reports)
@@ -52,7 +52,7 @@ def explain(reports: Reports) -> str:
 
 
 def assert_way(way: str, reports: Reports) -> None:
-    """The code that ran is the code that the way promises, so that no way passes for another."""
+    """Assert that the code that ran is the code that the way promises: no way may pass for another."""
     for report in reports:
         seen = report.evidence
         if way == "stock":
@@ -70,20 +70,20 @@ def assert_way(way: str, reports: Reports) -> None:
 
 
 def assert_right(reports: Reports) -> None:
-    """Every rank finished and holds exactly its slices of the source."""
+    """Assert that every rank finished and holds exactly its slices of the source."""
     assert [r.ending for r in reports] == ["finished"] * len(reports), explain(reports)
     assert [r.result["wrong"] for r in reports] == [[]] * len(reports), explain(reports)
 
 
 def assert_refused(reports: Reports) -> None:
-    """torch 2.4 cannot load into a model on the meta device."""
+    """Assert that torch 2.4 refused to load into a model on the meta device."""
     assert all("attempted to run this operator with Meta tensors" in r.error for r in reports), explain(
         reports
     )
 
 
 def stock_kind(reports: Reports) -> str:
-    """Which stock torch this is: "fixed", "2.4", or "views", where a shard is a view (2.5 until the fix)."""
+    """Return the kind of stock torch: "fixed", "2.4", or "views": shards are views (2.5 until the fix)."""
     seen = reports[0].evidence
     if seen["fixed"] == "yes":
         return "fixed"

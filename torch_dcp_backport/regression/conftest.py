@@ -1,4 +1,4 @@
-"""What `pytest --pyargs torch_dcp_backport.regression` needs: marker, fixture, a word on what was tested.
+"""Marker, fixture and summary for `pytest --pyargs torch_dcp_backport.regression`.
 
 Must leave every other test of the same pytest run alone.
 """

@@ -1,6 +1,6 @@
-"""Starts groups of rank processes for the suite and for `verify`, and brings back what each rank found.
+"""Groups of rank processes for the suite and for `verify`: their start, and each rank's report.
 
-It must never wait without end (what hangs is killed, its output kept), nor decide what a result means.
+Must never wait without end (what hangs is killed, its output kept), nor decide what a result means.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TORCHS = "torch.distributed.checkpoint.state_dict"
 OURS = "torch_dcp_backport.state_dict"
 SWITCH = "TORCH_DCP_BACKPORT"
 IMPORT_SECONDS = 300.0  # torch without byte code on a slow disk
-GRACE_SECONDS = 20.0  # how long ranks may go on once one of them is dead
+GRACE_SECONDS = 20.0  # how long ranks may go on once another is dead
 TAIL = 4000  # characters of a rank's output that a report keeps
 
 # One process imports and then forks the ranks: torch takes 3 s per process to import, and nothing is shared
@@ -36,7 +36,7 @@ BOOT = (
 
 @dataclass(frozen=True)
 class Way:
-    """One way to reach the state-dict functions."""
+    """A way to reach the state-dict functions."""
 
     name: str
     first: str  # the process's very first import
@@ -51,7 +51,7 @@ DIRECT = Way("direct", first=TORCHS, api=OURS, switch="off")
 
 @dataclass(frozen=True)
 class Job:
-    """One group of ranks that runs one function."""
+    """A group of ranks that runs a function."""
 
     name: str
     target: str  # "module:function", called as function(api module, **arguments), returns what JSON can hold
@@ -64,13 +64,13 @@ class Job:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What became of one rank."""
+    """The end of a rank, its result and its output."""
 
     job: str
     rank: int
     ending: str  # finished | raised | died: ... | killed: ...
     result: dict[str, Any]  # empty unless finished
-    evidence: dict[str, str]  # which code it ran on; empty if it died before it could say
+    evidence: dict[str, str]  # which code it ran on; empty if it died before it could report
     error: str  # "Type: text" if raised
     output: str  # the end of its stdout and stderr
 
@@ -92,7 +92,7 @@ def run(
     done: Callable[[Job, list[RankReport]], None] = lambda job, reports: None,
     waiting: Callable[[Job], None] = lambda job: None,
 ) -> dict[str, list[RankReport]]:
-    """Run the jobs one after another, the way's way; reports by job name, one per rank.
+    """Run the jobs in sequence, in the given way; return reports by job name, one per rank.
 
     Args:
         done: called after each job.
@@ -142,7 +142,7 @@ def _environment(way: Way, extra: dict[str, str]) -> dict[str, str]:
         env[SWITCH] = way.switch
     paths = [os.path.abspath(p) for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
     root = str(Path(__file__).resolve().parents[2])
-    # Installed, it is found anyway; site-packages on PYTHONPATH would hide parts of the standard library.
+    # Unneeded once installed; site-packages on PYTHONPATH would hide parts of the standard library.
     installed = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
     if root not in paths and root not in installed:
         paths.insert(0, root)
@@ -183,9 +183,9 @@ def _collect(
 
 def _report(job: Job, rank: int, ending: str, stem: Path) -> RankReport:
     try:
-        found = json.loads(stem.with_name(stem.name + ".json").read_text())
+        content = json.loads(stem.with_name(stem.name + ".json").read_text())
     except (OSError, ValueError):
-        found = {}
+        content = {}
     try:
         output = stem.with_name(stem.name + ".log").read_text(errors="replace")[-TAIL:]
     except OSError:
@@ -194,9 +194,9 @@ def _report(job: Job, rank: int, ending: str, stem: Path) -> RankReport:
         job=job.name,
         rank=rank,
         ending=ending,
-        result=found.get("result", {}),
-        evidence=found.get("evidence", {}),
-        error=found.get("error", ""),
+        result=content.get("result", {}),
+        evidence=content.get("evidence", {}),
+        error=content.get("error", ""),
         output=output,
     )
 
@@ -207,7 +207,7 @@ def _server_error(way: Way, what: str, folder: Path) -> str:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """The server's whole process group, ranks included."""
+    """End the server's process group, ranks included."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(timeout=5)
     with contextlib.suppress(ProcessLookupError):

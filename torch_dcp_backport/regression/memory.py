@@ -1,4 +1,4 @@
-"""Holds a block of a test to a number of bytes, in whichever rank process it runs.
+"""A limit of bytes for a block of a test, in any rank process.
 
 Must not import torch before it is used, and must never change what the block does.
 """
@@ -17,12 +17,12 @@ SHOWN = 5
 
 @dataclass
 class Figures:
-    """What a block needed, in bytes, known once it is over."""
+    """The bytes that a block needed, known once it is over."""
 
     #: Of storages of tensors that are alive after it and were not before, on all devices.
     kept: int = 0
     #: Of memory above the state before it: resident on the host, allocated by torch on CUDA devices; the
-    #: larger of the two. None where the system does not tell.
+    #: larger of the two. None where the system has no such figure.
     peak: int | None = None
 
 
@@ -38,7 +38,7 @@ def limit(*, keeps: int | None = None, peak: int | None = None) -> Iterator[Figu
 
     Raises:
         AssertionError: the block needed more; names the rank, both figures and the largest tensors.
-        RuntimeError: a peak is asked for where the system does not tell it (no /proc).
+        RuntimeError: a peak is asked for where the system has no such figure (no /proc).
     """
     figures = Figures()
     before = meter.live_storages()
@@ -53,13 +53,13 @@ def limit(*, keeps: int | None = None, peak: int | None = None) -> Iterator[Figu
         figures.peak = max([highest - base, *_cuda_peaks(devices)])
     # By size too: an address may be used again.
     new = {
-        key: found
-        for key, found in meter.live_storages().items()
-        if key not in before or before[key][0] != found[0]
+        key: entry
+        for key, entry in meter.live_storages().items()
+        if key not in before or before[key][0] != entry[0]
     }
     figures.kept = sum(nbytes for nbytes, _ in new.values())
     if keeps is not None and figures.kept > keeps:
-        largest = sorted(((*found, device) for (device, _), found in new.items()), reverse=True)[:SHOWN]
+        largest = sorted(((*entry, device) for (device, _), entry in new.items()), reverse=True)[:SHOWN]
         lines = [
             f"  {_spell(size)} held by a tensor {holder} on {device}" for size, holder, device in largest
         ]

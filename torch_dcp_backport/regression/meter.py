@@ -1,6 +1,6 @@
-"""Reads this process's memory: the kernel's or the accelerator's figures, and what tensors keep alive.
+"""This process's memory: the kernel's or the accelerator's figures, and the bytes that tensors keep alive.
 
-It must never hold on to what it measures and must never guess: where nobody tells it says None.
+Must never hold on to what it measures and must never guess: a figure that is not known is None.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def resident() -> int | None:
 
 
 def peak_resident() -> int | None:
-    """The highest resident memory since the process began, or since `forget_peak`."""
+    """Return the highest resident memory since the process began, or since `forget_peak`."""
     return _status("VmHWM")
 
 
 def private_data() -> int | None:
-    """What RLIMIT_DATA counts: private writable memory, touched or not."""
+    """Return the memory that RLIMIT_DATA counts: private and writable, touched or not."""
     return _status("VmData")
 
 
@@ -81,7 +81,7 @@ def data_limit(room: int) -> Iterator[None]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's own part; any other tensor itself. `to_local` would go through autograd."""
+    """Return a DTensor's own part; any other tensor itself. `to_local` would go through autograd."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
@@ -92,7 +92,7 @@ def own_bytes(tensor: torch.Tensor) -> int:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind the local parts, each storage counted once."""
+    """Return the bytes of the storages behind the local parts, each storage counted once."""
     storages = {}
     for tensor in tensors:
         storage = local(tensor).untyped_storage()
@@ -102,32 +102,32 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def live_storages() -> dict[tuple[str, int], tuple[int, str]]:
-    """(device, address) -> (bytes, a tensor that holds it) of every storage that Python can reach.
+    """Return (device, address) -> (bytes, a tensor that holds it) of every storage that Python reaches.
 
-    A view keeps its whole storage alive, and counts as such. What only C++ holds (autograd's saved tensors, a
-    gradient that nobody read) is not seen.
+    A view keeps its full storage alive, and counts as such. Storages that only C++ holds (autograd's saved
+    tensors, a gradient that no code read) are not seen.
     """
     import torch
 
     plain = torch.Tensor.__torch_dispatch__
     gc.collect()
-    found: dict[tuple[str, int], tuple[int, str]] = {}
-    for one in gc.get_objects():
+    storages: dict[tuple[str, int], tuple[int, str]] = {}
+    for candidate in gc.get_objects():
         # By type: isinstance would wake up lazy modules and proxies. Wrappers such as DTensor hold others.
-        if not issubclass(type(one), torch.Tensor) or type(one).__torch_dispatch__ is not plain:
+        if not issubclass(type(candidate), torch.Tensor) or type(candidate).__torch_dispatch__ is not plain:
             continue
-        # Sparse tensors have no storage of their own, nor has one that is just being freed.
+        # Sparse tensors have no storage of their own, nor has a tensor that is being freed.
         with contextlib.suppress(NotImplementedError, RuntimeError):
-            storage = one.untyped_storage()
+            storage = candidate.untyped_storage()
             if storage.device.type != "meta" and storage.nbytes():
-                holder = f"{tuple(one.shape)} {one.dtype}".replace("torch.", "")
-                found[str(storage.device), storage.data_ptr()] = storage.nbytes(), holder
-    return found
+                holder = f"{tuple(candidate.shape)} {candidate.dtype}".replace("torch.", "")
+                storages[str(storage.device), storage.data_ptr()] = storage.nbytes(), holder
+    return storages
 
 
 @dataclass(frozen=True)
 class Gauge:
-    """Where memory is read; what is not told there is None."""
+    """Functions that read memory; a figure that is not known there is None."""
 
     held: Callable[[], int | None]
     highest: Callable[[], int | None]  # since `forget`
@@ -139,7 +139,7 @@ HOST = Gauge(resident, peak_resident, forget_peak, lambda: None)
 
 
 def gauge(kind: str) -> Gauge:
-    """Of the CPU what the kernel tells, else what this process has allocated on its current device."""
+    """Return the kernel's figures for the CPU, else this process's allocations on its current device."""
     if kind == "cpu":
         return HOST
     from torch_dcp_backport import compat
@@ -165,10 +165,10 @@ def gauge(kind: str) -> Gauge:
 
 @dataclass
 class Watch:
-    """Follows memory while a block runs; all figures are bytes above the block's beginning."""
+    """Memory while a block runs; all figures are bytes above the block's beginning."""
 
     gauge: Gauge = HOST
-    peak: int | None = None  # set by `stop_peak`; None where that is not told
+    peak: int | None = None  # set by `stop_peak`; None where that is not known
     after: int | None = None  # at the block's end
     history: list[tuple[float, int]] = field(default_factory=list)  # (seconds, bytes)
     marks: dict[str, float] = field(default_factory=dict)  # name -> seconds

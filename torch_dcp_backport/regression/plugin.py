@@ -1,4 +1,4 @@
-"""pytest's `dcp_memory`, only for those who ask for it: `pytest -p torch_dcp_backport.regression.plugin`.
+"""pytest's `dcp_memory`, loaded on request alone: `pytest -p torch_dcp_backport.regression.plugin`.
 
     def test_my_load(dcp_memory):
         with dcp_memory(keeps=shard_bytes + 2**20, peak=shard_bytes + 64 * 2**20):
@@ -34,15 +34,15 @@ def dcp_memory() -> Callable[..., contextlib.AbstractContextManager[memory.Figur
 
 
 def limits_of(item: pytest.Item) -> dict[str, int]:
-    """Of all its markers; the closest one's figure counts."""
-    found: dict[str, int] = {}
+    """Return the limits of an item's markers; the closest marker's figure counts."""
+    limits: dict[str, int] = {}
     for marker in item.iter_markers("dcp_memory"):
         if marker.args or not marker.kwargs or marker.kwargs.keys() - {"keeps", "peak"}:
             raise pytest.UsageError(
                 f"{item.nodeid}: dcp_memory takes keeps=bytes and peak=bytes, at least one"
             )
-        found = {**marker.kwargs, **found}
-    return found
+        limits = {**marker.kwargs, **limits}
+    return limits
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
-    """Puts the block around a marked test; pytest's own hook calls it then."""
+    """Put the block around a marked test; pytest's own hook calls it then."""
     limits = limits_of(pyfuncitem)
     if not limits:
         return

@@ -38,7 +38,7 @@ def serve(plan_file: str) -> None:
 
 
 def _run(job: dict[str, Any], api: ModuleType, stem: str, grace: float) -> list[str]:
-    """Fork the job's ranks, wait for them, say how each ended."""
+    """Fork the job's ranks, wait for them, and return the ending of each."""
     running = {}
     for rank in range(job["world"]):
         pid = os.fork()
@@ -76,7 +76,7 @@ def _ending(status: int) -> str:
 
 
 def _rank(job: dict[str, Any], api: ModuleType, rank: int, stem: str) -> None:
-    """One rank's whole life; never returns."""
+    """Run a rank from its start to its end; never return."""
     code = 4
     try:
         with open(f"{stem}.{rank}.log", "wb") as log:
@@ -84,19 +84,19 @@ def _rank(job: dict[str, Any], api: ModuleType, rank: int, stem: str) -> None:
             os.dup2(log.fileno(), 2)
         faulthandler.enable()
         faulthandler.dump_traceback_later(max(job["seconds"] - 2, 1), exit=False)
-        found: dict[str, Any] = {"evidence": evidence(api)}
+        report: dict[str, Any] = {"evidence": evidence(api)}
         answer = Path(f"{stem}.{rank}.json")
-        _write(answer, found)  # already now: a rank that gets killed was somebody's code too
+        _write(answer, report)  # already now: a rank that is killed has evidence too
         try:
             _join(job, rank, stem)
             module, _, function = job["target"].partition(":")
-            found["result"] = getattr(importlib.import_module(module), function)(api, **job["arguments"])
+            report["result"] = getattr(importlib.import_module(module), function)(api, **job["arguments"])
             code = 0
         except BaseException as error:
-            found["error"] = f"{type(error).__name__}: {error}"
+            report["error"] = f"{type(error).__name__}: {error}"
             traceback.print_exc()
             code = 3
-        _write(answer, found)
+        _write(answer, report)
         if code == 0:
             # A peer may still be in its last collective; leaving now would break it. It may also be dead.
             with contextlib.suppress(Exception):
@@ -122,7 +122,7 @@ def _join(job: dict[str, Any], rank: int, stem: str) -> None:
 
 
 def evidence(api: ModuleType) -> dict[str, str]:
-    """Whose code the api's functions are, told by where it lies, which no patching can dress up."""
+    """Return evidence of the code of the api's functions: by its file, which no patching can dress up."""
     files = {
         inspect.unwrap(getattr(api, name)).__code__.co_filename
         for name in ("set_model_state_dict", "set_optimizer_state_dict", "get_optimizer_state_dict")
@@ -151,14 +151,14 @@ def _status() -> dict[str, str]:
 
 
 def _torch_is_fixed() -> str:
-    """By its looks: pre-releases and vendor builds of 2.7 may or may not be. Means nothing once patched."""
+    """Return "yes" or "no" by the code: pre-releases and vendor builds of 2.7 vary. Once patched, void."""
     utilities = importlib.import_module("torch.distributed._state_dict_utils")
     helper = getattr(utilities, "_broadcast_state_dict", None)
     return "yes" if helper is not None and "cpu_offload" in inspect.signature(helper).parameters else "no"
 
 
 def _write(path: Path, content: object) -> None:
-    """Readers look for the name, so it must appear with its content."""
+    """Write a file that appears with its content: readers look for the name."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content))
     part.replace(path)

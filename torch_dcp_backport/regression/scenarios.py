@@ -1,4 +1,4 @@
-"""The table of what the suite loads, and what its ranks run to load it and to look at the result.
+"""The table of the suite's loads, and the functions by which its ranks load and check the result.
 
 The expected values come from a formula, slice by slice, never through the library or torch's state-dict code.
 """
@@ -28,19 +28,19 @@ LEARNING_RATE = 0.125
 STATES = ("exp_avg", "exp_avg_sq")
 #: Of the values. A prime, so that no rows that changed places are equal.
 PERIOD = 65_521
-UNLOADED = 777  # none of them
+UNLOADED = 777  # no tensor has it
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One parameter or buffer of a model."""
+    """A parameter or buffer of a model."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     buffer: bool = False
 
 
-Shapes = tuple[tuple[Leaf, ...], ...]  # the leaves of every block; a block is one FSDP2 unit
+Shapes = tuple[tuple[Leaf, ...], ...]  # the leaves of every block; a block is an FSDP2 unit
 
 DENSE: Shapes = ((Leaf((2048, 2048)),),) * 16  # 256 MiB, no tensor over 1/16 of it
 UNEVEN: Shapes = (
@@ -57,7 +57,7 @@ TINY: Shapes = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """One load: what is loaded, and where from the model starts."""
+    """A load: the state that is loaded, and the state of the model before."""
 
     name: str
     optimizer: bool = False  # AdamW's state; else the model's
@@ -85,7 +85,7 @@ class Loaded:
 
 
 def value(key: str, leaf: Leaf, device: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-    """The tensor that belongs under `key`, or these rows of it: exact in every dtype used here."""
+    """Return the tensor that belongs under `key`, or these rows of it: exact in every dtype used here."""
     width = 1
     for size in leaf.shape[1:]:
         width *= size
@@ -120,7 +120,7 @@ def leaves(shapes: Shapes) -> Iterator[tuple[str, Leaf]]:
 
 
 def shard_bytes(shapes: Shapes, rank: int, world: int, *, padded: bool, buffers: bool) -> int:
-    """What a rank's parts need; with FSDP2's padding, its shards of one tensor are as large as rank 0's."""
+    """Return the bytes of a rank's parts; with FSDP2's padding, its shards are as large as rank 0's."""
     total = 0
     for _, leaf in leaves(shapes):
         size = getattr(torch, leaf.dtype).itemsize
@@ -151,7 +151,7 @@ def build(shapes: Shapes, device: str) -> nn.Module:
 
 
 def shard(model: nn.Module, units: Iterable[nn.Module], device: str) -> nn.Module:
-    """FSDP2 on every unit and on the whole, over all ranks."""
+    """Apply FSDP2 to every unit and to the model, over all ranks."""
     place = importlib.import_module("torch.distributed.fsdp")
     if not hasattr(place, "fully_shard"):  # torch 2.4 and 2.5
         place = importlib.import_module("torch.distributed._composable.fsdp")
@@ -169,11 +169,11 @@ def fill(model: nn.Module) -> None:
 
 
 def prepare(api: ModuleType, scenario: Scenario, shapes: Shapes, device: str) -> Loaded:
-    """Everything up to the call that is looked at; rank 0 gets the full state to load."""
+    """Prepare everything up to the call that is checked; rank 0 gets the full state to load."""
     model = build(shapes, "meta" if scenario.meta else device)
     shard(model, model.get_submodule("blocks").children(), device)
     if not scenario.meta:
-        # Not before: of the whole model, each rank would write to four times as much.
+        # Not before: each rank would write to the full model, four times as much.
         fill(model)
     mine = dist.get_rank() == 0
     weights = {key: value(key, leaf, "cpu") for key, leaf in leaves(shapes)} if mine else {}
@@ -199,7 +199,7 @@ def prepare(api: ModuleType, scenario: Scenario, shapes: Shapes, device: str) ->
 
 
 def call(api: ModuleType, loaded: Loaded) -> None:
-    """The call that the package is about."""
+    """Make the call that the package is about."""
     options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     if loaded.optimizer is None:
         api.set_model_state_dict(loaded.model, loaded.source, options=options)
@@ -213,23 +213,23 @@ def warm_up(api: ModuleType, scenario: Scenario, device: str) -> None:
 
 
 def parts(loaded: Loaded) -> dict[str, torch.Tensor]:
-    """Every local part that the load was to fill, by name."""
+    """Return every local part that the load was to fill, by name."""
     parameters = dict(loaded.model.named_parameters())
     if loaded.optimizer is None:
         return {
             key: meter.local(t.detach()) for key, t in (*parameters.items(), *loaded.model.named_buffers())
         }
-    found = {}
+    local_parts = {}
     for key, parameter in parameters.items():
         state: Mapping[str, torch.Tensor] = loaded.optimizer.state[parameter]
-        found.update({f"{key}.{name}": meter.local(tensor) for name, tensor in state.items()})
-    return found
+        local_parts.update({f"{key}.{name}": meter.local(tensor) for name, tensor in state.items()})
+    return local_parts
 
 
 def wrong_values(loaded: Loaded, shapes: Shapes) -> list[str]:
-    """The names of the parts that are not, bit for bit, this rank's slice of the source."""
+    """Return the names of the parts that are not, bit for bit, this rank's slice of the source."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    found = parts(loaded)
+    local_parts = parts(loaded)
     expected: dict[str, tuple[Leaf, str]] = {}
     wrong = []
     for key, leaf in leaves(shapes):
@@ -237,17 +237,17 @@ def wrong_values(loaded: Loaded, shapes: Shapes) -> list[str]:
             expected[key] = (leaf, key)
         elif not leaf.buffer:
             expected.update({f"{key}.{state}": (leaf, key) for state in STATES})
-            step = found.pop(f"{key}.step", None)
+            step = local_parts.pop(f"{key}.step", None)
             if step is None or step.item() != STEP:
                 wrong.append(f"{key}.step")
     for name, (leaf, _) in expected.items():
-        part = found.pop(name, None)
+        part = local_parts.pop(name, None)
         rows = None if leaf.buffer else rows_of(leaf.shape[0], rank, world)
         if part is None or not _same(part, value(name, leaf, part.device.type, rows)):
             wrong.append(name)
     if loaded.optimizer is not None and loaded.optimizer.param_groups[0]["lr"] != LEARNING_RATE:
         wrong.append("param_groups.0.lr")
-    return wrong + sorted(found)  # what is left was never asked for
+    return wrong + sorted(local_parts)  # what is left was never asked for
 
 
 def _same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -262,7 +262,7 @@ def room_of(what: Scenario) -> tuple[int, int]:
 
 
 def load_within_limit(api: ModuleType, scenario: str) -> dict[str, Any]:
-    """Load the dense model with room for this rank's shard and a margin, far below the whole."""
+    """Load the dense model with room for this rank's shard and a margin, far below the full model."""
     what = SCENARIOS[scenario]
     warm_up(api, what, "cpu")
     loaded = prepare(api, what, DENSE, "cpu")
@@ -278,7 +278,7 @@ def load_within_limit(api: ModuleType, scenario: str) -> dict[str, Any]:
 
 
 def _limit_holds(room: int) -> bool:
-    """Some kernels take the limit and do not keep it."""
+    """Return whether the limit holds: some kernels take it and do not keep it."""
     try:
         torch.empty(room + SLACK, dtype=torch.uint8)
     except RuntimeError:
@@ -294,21 +294,21 @@ def load_and_look(api: ModuleType, scenario: str) -> dict[str, Any]:
     call(api, loaded)
     loaded.source.clear()
     gc.collect()
-    found = parts(loaded)
-    limits = limits_of(loaded, found)
-    held = {key: part.untyped_storage().nbytes() for key, part in found.items()}
+    local_parts = parts(loaded)
+    limits = limits_of(loaded, local_parts)
+    held = {key: part.untyped_storage().nbytes() for key, part in local_parts.items()}
     return {
-        "oversized": {key: [held[key], limits[key]] for key in found if held[key] > limits[key]},
-        "held": meter.storage_bytes(found.values()),
+        "oversized": {key: [held[key], limits[key]] for key in local_parts if held[key] > limits[key]},
+        "held": meter.storage_bytes(local_parts.values()),
         "limit": sum(limits.values()),
-        "parts": len(found),
+        "parts": len(local_parts),
         "wrong": wrong_values(loaded, UNEVEN),
     }
 
 
-def limits_of(loaded: Loaded, found: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def limits_of(loaded: Loaded, local_parts: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """The most that each part's storage may have: its own bytes; for a parameter, FSDP2's padded shard."""
-    limits = {key: meter.own_bytes(part) for key, part in found.items()}
+    limits = {key: meter.own_bytes(part) for key, part in local_parts.items()}
     if loaded.optimizer is None:
         for key, leaf in leaves(UNEVEN):
             limits[key] = shard_bytes(((leaf,),), 0, dist.get_world_size(), padded=True, buffers=True)

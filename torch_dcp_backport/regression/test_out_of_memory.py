@@ -54,7 +54,7 @@ def within_limit(runs: Runs, way: str, scenario: str) -> Reports:
 
 
 def assert_died(reports: Reports) -> None:
-    """At least one rank by torch's allocator; the others by that, or by the loss of a peer."""
+    """Assert a death by torch's allocator on some rank; on the others by that, or by the loss of a peer."""
     starved = [r for r in reports if ALLOCATOR in r.error]
     others = [r for r in reports if r not in starved]
     assert starved, explain(reports)

@@ -1,4 +1,4 @@
-"""Which rank writes which box: every one once, and every rank about as many bytes.
+"""The assignment of boxes to ranks that write them: each box once, each rank about as many bytes.
 
 Pure functions of what all ranks have. Must never see a value.
 """
@@ -26,7 +26,7 @@ class Item(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one rank writes."""
+    """The boxes and objects that a rank writes."""
 
     tensors: list[Item]
     #: Numbers of rows of its table.
@@ -44,7 +44,7 @@ def _share_of(rows: list[Any], objects: list[int]) -> Share:
 
 
 def shares_of(tables: Mapping[int, Table], cells: Cells, balanced: bool = True) -> dict[int, Share]:
-    """What each rank writes.
+    """Return the share of each rank.
 
     Args:
         balanced: let any rank that holds a box write it, or a part of it; else its main replica.
@@ -88,7 +88,7 @@ def shares_of(tables: Mapping[int, Table], cells: Cells, balanced: bool = True) 
 
 
 def cut(box: Box, parts: int) -> list[Box]:
-    """A box in about so many pieces along its outermost axis, where a cut costs no shorter runs."""
+    """Cut a box into about so many pieces along its outermost axis, where a cut costs no shorter runs."""
     dim = next((dim for dim, extent in enumerate(box.size) if extent > 1), None)
     if parts <= 1 or dim is None:
         return [box]

@@ -30,7 +30,7 @@ COPYING = Topic("copying", "an older checkpoint in the folder is gone")
 
 
 class Background:
-    """One rank's part of a save under way."""
+    """A rank's part of a save under way."""
 
     def __init__(self, planned: Planned, call: Call, group: Group, clock: report.Clock) -> None:
         """`call`: in which it was planned. `clock`: of the caller's seconds."""
@@ -49,7 +49,7 @@ class Background:
         self._error: Optional[Exception] = None
 
     def write(self) -> None:
-        """Write this rank's files. Raises nothing: what fails is told in `commit`."""
+        """Write this rank's files. Raises nothing: `commit` raises its error."""
         self._writer = threading.get_ident()
         try:
             with Phase(self.seconds, WRITING):
@@ -61,7 +61,7 @@ class Background:
             self.planned.works.clear()
 
     def commit(self) -> None:
-        """Make a checkpoint of what the ranks wrote. Collective.
+        """Make a checkpoint of the ranks' records. Collective.
 
         Raises:
             CheckpointingException: a rank could not write, or is gone; the same on every rank.
@@ -85,7 +85,7 @@ class Background:
 
 
 def begin_save(call: Call, saving: Saving, group: Group, clock: report.Clock) -> Background:
-    """Plan, and copy this rank's own share; what the caller does to its tensors afterwards is not saved.
+    """Plan, and copy this rank's own share; the caller's later changes of its tensors are not saved.
 
     Raises:
         CheckpointingException: some rank has problems; the same on every rank.

@@ -1,6 +1,6 @@
-"""Which save of this process has the files of a folder: two of them write the same names.
+"""Claims of this process's saves to the files of a folder: two saves write the same names.
 
-Knows no ranks: what is refused here is a problem of this rank, which all ranks hear.
+Knows no ranks: a refusal here is a problem of this rank, which all ranks get.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Optional
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 
 _LOCK = threading.Lock()
-#: Folder -> the last save that was planned for it; one that nobody can commit any more is not there.
+#: Folder -> the last save that was planned for it, unless it can no longer be committed.
 _holders: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
 
 
@@ -28,10 +28,10 @@ class Claim:
         self._before: Optional[Claim] = None
 
     def take(self) -> None:
-        """Take the folder from a save that has written nothing yet, such as a request that nobody runs.
+        """Take the folder from a save that has written nothing yet, such as a request that never runs.
 
         Raises:
-            CheckpointingException: the one before has.
+            CheckpointingException: the save before has written.
         """
         with _LOCK:
             before = _holders.get(self.folder)
@@ -56,7 +56,7 @@ class Claim:
 
     @property
     def is_held(self) -> bool:
-        """Whether no other save has taken the folder since."""
+        """Return whether no other save has taken the folder since."""
         return _holders.get(self.folder) is self
 
     def begin(self) -> None:

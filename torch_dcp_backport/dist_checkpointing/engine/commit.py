@@ -1,6 +1,6 @@
-"""The order in which a checkpoint comes into being: the old marker away first, the new one last.
+"""The steps that make a checkpoint, in order: the old marker is removed first, the new marker is last.
 
-Runs on the first rank alone. Between any two steps the folder is no checkpoint, or a whole one.
+Runs on the first rank alone. Between any two steps the folder is no checkpoint, or a complete one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECORDS = re.compile(r"__\d+_\d+\.distcp")
 #: Files without records.
 SMALL = (CONFIG_FNAME, metadata.NAME, COMMON)
 MARKER = config_bytes(CheckpointingConfig(SHARDED_BACKEND))
-#: Seconds for which other ranks' files may stay unseen: network file systems remember what was not there.
+#: Seconds for which other ranks' files may stay unseen: network file systems cache that a name was not there.
 PATIENCE = 5.0
 
 
@@ -58,7 +58,7 @@ def unmark(folder: Path) -> None:
 def publish(
     folder: Path, index: Index, common: bytes, outputs: Mapping[int, Output], is_hashed: bool = False
 ) -> None:
-    """As `publish_described`, with the `.metadata` of an index."""
+    """Write the small files as `publish_described` does, with the `.metadata` of an index."""
     index.is_ours, index.common = True, (len(common), zlib.crc32(common))
     publish_described(folder, metadata.to_bytes(index), common, outputs, is_hashed)
 
@@ -66,11 +66,11 @@ def publish(
 def publish_described(
     folder: Path, described: bytes, common: bytes, outputs: Mapping[int, Output], is_hashed: bool = False
 ) -> None:
-    """Write the small files; from the last one on the folder is a checkpoint.
+    """Write the small files; from the last on the folder is a checkpoint.
 
     Args:
         described: the content of `.metadata`.
-        is_hashed: list the SHA-256 of every file, too; the ranks have told those of theirs.
+        is_hashed: list the SHA-256 of every file, too; `outputs` has those of the ranks' files.
 
     Raises:
         Refusal: a rank's file is not in this folder.
@@ -116,7 +116,7 @@ def forget(folder: Path, index: Index, is_forgotten: Callable[[str], bool]) -> N
     kept.order = [key for key in index.order if not is_forgotten(key)]
     kept.planner_data = {key: path for key, path in paths_of(index).items() if not is_forgotten(key)}
     is_hashed = integrity.is_there(folder)
-    # Without a list the checkpoint is whole; with an old one it is not.
+    # A checkpoint without a list of digests is valid; with an old list it is not.
     files.remove([folder / integrity.NAME])
     files.publish(folder / metadata.NAME, metadata.to_bytes(kept))
     files.sync_folder(folder)
@@ -126,12 +126,12 @@ def forget(folder: Path, index: Index, is_forgotten: Callable[[str], bool]) -> N
 
 
 def paths_of(index: Index) -> Mapping[str, Any]:
-    """Key -> its path in the state dict that torch saved; nothing where torch did not."""
+    """Return key -> its path in the state dict that torch saved; empty where torch did not."""
     return index.planner_data if isinstance(index.planner_data, dict) else {}
 
 
 def unseen(path: Path, nbytes: int, end: float) -> str:
-    """What is wrong at the end of patience with a file that a rank wrote; "" where it has all its bytes."""
+    """Return the problem that a file of a rank still has at `end`; "" once it has all its bytes."""
     while nbytes:
         try:
             size = path.stat().st_size

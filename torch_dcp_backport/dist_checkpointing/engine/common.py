@@ -1,6 +1,6 @@
-"""The common state of the ranks, compared: that of the first one is saved.
+"""The comparison of the ranks' common states: that of the first rank is saved.
 
-Alike, they cost each rank a digest; else every value goes to the first rank, which says where they differ.
+Equal states cost each rank a digest; else every value goes to the first rank, which lists the differences.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch_dcp_backport.transfer import Problem
 
 #: Of a value with more bytes only a digest is sent.
 LARGE = 64 * 1024
-#: As many are told of each rank.
+#: So many differences are listed of each rank.
 MOST = 8
-#: Path -> the value as bytes; none of one that cannot be pickled.
+#: Path -> the value as bytes; empty where it cannot be pickled.
 Values = dict[tuple[str, ...], bytes]
 
 
@@ -41,7 +41,7 @@ class Numbers(NamedTuple):
 
 
 def values_of(common: object) -> Values:
-    """The values of nested dicts, lists and namespaces."""
+    """Return the values of nested dicts, lists and namespaces, by path."""
     return {path: _packed(value) for path, value in _leaves(common, ())}
 
 
@@ -49,11 +49,11 @@ def digest_of(values: Values) -> bytes:
     return hashlib.blake2b(pickle.dumps(sorted(values.items())), digest_size=16).digest()
 
 
-def findings_of(said: Mapping[int, Values]) -> Findings:
-    """What differs from the first rank's."""
-    first, expected = next(iter(said.items()))
+def findings_of(values_by_rank: Mapping[int, Values]) -> Findings:
+    """Return findings of the values that differ from the first rank's."""
+    first, expected = next(iter(values_by_rank.items()))
     findings: Findings = []
-    for rank, values in said.items():
+    for rank, values in values_by_rank.items():
         paths = [path for path in sorted({*expected, *values}) if not _is_same(path, expected, values)]
         for path in paths[:MOST]:
             texts = f"{_text(values, path)}", f"{_text(expected, path)} as rank {first}"
@@ -82,7 +82,7 @@ def _packed(value: Any) -> bytes:
             flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
             value = Numbers(value.dtype, tuple(value.shape), bytes(flat.numpy()))
         data = pickle.dumps(value)
-    except Exception:  # the first rank, which has to save it, says so itself
+    except Exception:  # the first rank, which has to save it, reports it
         return b""
     return data if len(data) <= LARGE else hashlib.blake2b(data, digest_size=16).digest()
 
@@ -95,8 +95,8 @@ def _is_same(path: tuple[str, ...], expected: Values, values: Values) -> bool:
         return True
     # Equal values need not have equal bytes.
     with contextlib.suppress(Exception):
-        one, two = pickle.loads(first), pickle.loads(other)
-        return type(one) is type(two) and bool(one == two)
+        left, right = pickle.loads(first), pickle.loads(other)
+        return type(left) is type(right) and bool(left == right)
     return False
 
 

@@ -1,4 +1,4 @@
-"""How much of a tensor boxes cover together: what is in several of them counts once.
+"""The cover of a tensor by boxes together: an element that is in several of them counts once.
 
 Pure arithmetic. Must not look at every pair of boxes: there may be a hundred thousand of them.
 """
@@ -13,7 +13,7 @@ from torch_dcp_backport.transfer.spread import overlaps
 
 
 def fills(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether different boxes are a grid that covers a shape: no two overlap and nothing is left out.
+    """Return whether different boxes are a grid that covers a shape: no two overlap, nothing is left out.
 
     False where that takes more than a look at each box along each axis.
     """
@@ -32,12 +32,12 @@ def fills(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
 
 
 def covered(boxes: Iterable[Box]) -> int:
-    """Elements that are in any of some boxes."""
+    """Return the number of elements that are in any of some boxes."""
     return sum(group[0].numel if len(group) == 1 else _swept(group) for group in clusters(boxes))
 
 
 def overlapping(boxes: Iterable[Box]) -> Optional[tuple[Box, Box]]:
-    """Two different boxes with elements in common; None where there are none."""
+    """Return two different boxes with elements in common; None where there are none."""
     for group in clusters(boxes):
         pairs = overlaps(group) if len(group) > 1 else []
         if pairs:
@@ -46,7 +46,7 @@ def overlapping(boxes: Iterable[Box]) -> Optional[tuple[Box, Box]]:
 
 
 def clusters(boxes: Iterable[Box]) -> Iterator[list[Box]]:
-    """The different boxes that have elements, in groups that no cut between boxes divides.
+    """Yield the different boxes that have elements, in groups that no cut between boxes divides.
 
     Shards, and shards of shards, are all alone: the rest is looked at box by box.
     """
@@ -60,7 +60,7 @@ def clusters(boxes: Iterable[Box]) -> Iterator[list[Box]]:
 
 
 def divided(group: Sequence[Box]) -> list[list[Box]]:
-    """Groups that are apart along the axis that makes most of them; none where no axis has a cut."""
+    """Return groups that are apart along the axis that makes most of them; none where no axis has a cut."""
     best: list[list[Box]] = []
     for axis in range(len(group[0].size)):
         groups: list[list[Box]] = []
@@ -76,7 +76,7 @@ def divided(group: Sequence[Box]) -> list[list[Box]]:
 
 
 def _swept(group: Sequence[Box]) -> int:
-    """Slab by slab along the first axis, from one end of a box to the next: what is covered of the others."""
+    """Sum the cover of the other axes over slabs, cut where a box begins or ends along the first axis."""
     waiting = sorted(group, key=lambda box: box.offset[0], reverse=True)
     places = sorted({place for box in group for place in (box.offset[0], box.offset[0] + box.size[0])})
     active: list[Box] = []

@@ -13,13 +13,13 @@ ONE = 1 << 31
 
 
 def combined(first: int, second: int, nbytes: int) -> int:
-    """The CRC32 of two runs of bytes one behind the other; the second one has `nbytes`."""
+    """Return the CRC32 of two runs of bytes in sequence, of which the second has `nbytes`."""
     return _product(_shift(nbytes), first) ^ second
 
 
 @functools.lru_cache(maxsize=1024)
 def _shift(nbytes: int) -> int:
-    """x to the power of the bits in so many bytes."""
+    """Return x to the power of the bits in so many bytes."""
     result, square = ONE, ONE >> 8
     while nbytes:
         if nbytes & 1:

@@ -1,4 +1,4 @@
-"""Files and folders that are on disk when a call returns, and reads that are whole or an error.
+"""Files and folders that are on disk when a call returns, and reads that are complete or an error.
 
 Every step that a crash can fall between goes through `step`, where tests make it fall.
 """
@@ -25,7 +25,7 @@ class Damaged(Exception):
 
 
 def create(path: Path) -> int:
-    """Open a file of our own for writing, empty; never what a link in its place leads to.
+    """Open a file of our own for writing, empty; never the target of a link in its place.
 
     Raises:
         OSError: a link is there (ELOOP), or it cannot be made.
@@ -34,7 +34,7 @@ def create(path: Path) -> int:
 
 
 def write_all(fd: int, data: Union[bytes, bytearray, memoryview], offset: int) -> None:
-    """Write all of the bytes: one call may write less."""
+    """Write all of the bytes: a single call may write less."""
     view = memoryview(data)
     while view.nbytes:
         done = os.pwrite(fd, view, offset)
@@ -42,13 +42,13 @@ def write_all(fd: int, data: Union[bytes, bytearray, memoryview], offset: int) -
 
 
 class Source:
-    """A file that is read from, and how many bytes were."""
+    """A file that is read from, and the count of bytes that were read."""
 
     def __init__(self, fd: int, name: str) -> None:
         self.fd = fd
         self.name = name
         self.nbytes = 0
-        #: What was read ahead, and from where on.
+        #: Bytes that were read ahead, and their offset.
         self._ahead, self._ahead_at = bytearray(), 0
 
     def end(self) -> int:
@@ -68,7 +68,7 @@ class Source:
             target, offset = target[done:], offset + done
 
     def bytes_at(self, offset: int, length: int) -> bytearray:
-        """Some bytes, for which no memory is taken where the file does not have them.
+        """Return some bytes; no memory is taken for them where the file does not have them.
 
         Raises:
             Damaged: the file ends before.
@@ -83,7 +83,7 @@ class Source:
         return data
 
     def read_ahead(self, offset: int, length: int) -> None:
-        """Have `bytes_at` ask for these bytes no more; nothing where the file does not have them all."""
+        """Read bytes that `bytes_at` will return; do nothing where the file does not have them all."""
         if length and offset + length <= self.end():
             self._ahead, self._ahead_at = self.bytes_at(offset, length), offset
 
@@ -132,7 +132,7 @@ def reserve(fd: int, length: int) -> None:
                 raise
 
 
-#: What file systems without such a call say; the write itself tells then.
+#: The errors of file systems without such a call; a lack of room fails the write itself then.
 UNSUPPORTED = frozenset((errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP))
 
 
@@ -149,7 +149,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def publish(path: Path, data: bytes) -> None:
-    """Give a small file all of its content at once: readers see the old one, or the whole new one."""
+    """Give a small file all of its content at once: readers see the old content, or all of the new."""
     draft = path.with_name(f"{path.name}.new")
     step(f"write {path.name}")
     # Of a save that was killed; or a link.

@@ -14,7 +14,7 @@ from torch_dcp_backport.transfer import Box
 
 
 class Run(NamedTuple):
-    """A box whose elements follow each other in a flattened one."""
+    """A box whose elements follow each other in a flattened box."""
 
     box: Box
     #: The place of its first element.
@@ -22,7 +22,7 @@ class Run(NamedTuple):
 
 
 def runs(box: Box, start: int, stop: int, base: int = 0) -> Iterator[Run]:
-    """The fewest boxes that have the elements `start` to `stop` of a box, in order.
+    """Yield the fewest boxes that have the elements `start` to `stop` of a box, in order.
 
     At most two for each axis but the first, and one more.
 
@@ -44,29 +44,29 @@ def runs(box: Box, start: int, stop: int, base: int = 0) -> Iterator[Run]:
     if start % row:
         yield from runs(box.tail(dim, first).head(dim, 1), start % row, row, base + first * row)
         first += 1
-    whole = stop // row
-    if whole > first:
-        yield Run(box.tail(dim, first).head(dim, whole - first), base + first * row)
+    full_end = stop // row
+    if full_end > first:
+        yield Run(box.tail(dim, first).head(dim, full_end - first), base + first * row)
     if stop % row:
-        yield from runs(box.tail(dim, whole).head(dim, 1), 0, stop % row, base + whole * row)
+        yield from runs(box.tail(dim, full_end).head(dim, 1), 0, stop % row, base + full_end * row)
 
 
 def folded_shape(grid: tuple[int, ...], numel: int) -> tuple[int, ...]:
-    """The shape in which a checkpoint has a tensor of so many boxes of so many elements."""
+    """Return the shape in which a checkpoint has a tensor of so many boxes of so many elements."""
     return (*grid, numel)
 
 
 def folded(cell: tuple[int, ...], start: int, stop: int) -> Box:
-    """The box of a folded tensor that a run of one of its boxes is."""
+    """Return the box of a folded tensor that holds a run of one cell."""
     return Box((*cell, start), (*(1 for _ in cell), stop - start))
 
 
 def unfolded(part: Box, grid: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Run]:
-    """The boxes of a tensor that a box of the folded one is; places count from the start of the part.
+    """Yield the boxes of a tensor that a box of the folded tensor holds; places count from the part's start.
 
     Args:
-        part: one along every axis but the last.
-        grid: into how many equal boxes each axis of the tensor is cut.
+        part: a box with an extent of 1 along every axis but the last.
+        grid: the number of equal boxes that each axis of the tensor is cut into.
         shape: of the tensor.
     """
     size = tuple(extent // parts for extent, parts in zip(shape, grid))

@@ -17,7 +17,7 @@ from torch_dcp_backport.dist_checkpointing.engine.metadata import Place
 from torch_dcp_backport.dist_checkpointing.engine.records import ELSEWHERE, strides_of
 from torch_dcp_backport.dist_checkpointing.engine.unpickle import Described, Refused, TensorReader
 
-#: What is read of the end of a record; a directory of torch's has less than 1 KiB.
+#: Bytes that are read of the end of a record; a directory of torch's has less than 1 KiB.
 END = 4096
 
 
@@ -26,12 +26,12 @@ class Listed(NamedTuple):
 
     nbytes: int
     crc: int
-    #: Where its header begins in the record.
+    #: The offset of its header in the record.
     at: int
 
 
 class Located(NamedTuple):
-    """Where the values of a record are."""
+    """The place of a record's values."""
 
     dtype: torch.dtype
     #: In the file.
@@ -41,8 +41,8 @@ class Located(NamedTuple):
 
 
 def locate(source: Source, place: Place, size: tuple[int, ...]) -> Optional[Located]:
-    """Where the values of a tensor's record are; None where they do not lie row-major, dense and
-    as they are in it.
+    """Return the place of the values in a tensor's record; None where they do not lie row-major, dense and
+    unchanged in it.
 
     Args:
         size: the shape that the checkpoint's metadata gives the record.
@@ -79,7 +79,7 @@ def locate(source: Source, place: Place, size: tuple[int, ...]) -> Optional[Loca
 
 
 def directory(source: Source, place: Place) -> dict[str, Listed]:
-    """The entries of the zip that a record is.
+    """Return the entries of the zip that a record is.
 
     Raises:
         Damaged: it is none.
@@ -122,7 +122,7 @@ def _directory(source: Source, place: Place) -> dict[str, Listed]:
 
 
 def _large_sizes(extra: bytes, length: int, packed: int, start: int) -> tuple[int, int, int]:
-    """The sizes and the place from the extra field, where they have no room in the entry."""
+    """Return the sizes and the place, from the extra field where they have no room in the entry."""
     values = [length, packed, start]
     cursor = 0
     while cursor + 4 <= len(extra):
@@ -138,7 +138,7 @@ def _large_sizes(extra: bytes, length: int, packed: int, start: int) -> tuple[in
 
 
 def start_of(source: Source, place: Place, entry: Listed) -> int:
-    """Where the content of an entry begins in the record."""
+    """Return the offset of an entry's content in the record."""
     header = source.bytes_at(place.offset + entry.at, 30)
     if header[:4] != b"PK\3\4":
         raise Damaged(f"{place.file}: no entry at byte {place.offset + entry.at}")
@@ -150,7 +150,7 @@ def start_of(source: Source, place: Place, entry: Listed) -> int:
 
 
 def content(source: Source, place: Place, entry: Listed) -> bytes:
-    """A small entry, verified.
+    """Return the content of a small entry, verified.
 
     Raises:
         Damaged: its checksum is wrong.

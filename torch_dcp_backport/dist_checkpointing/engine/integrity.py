@@ -1,6 +1,6 @@
 """`integrity.json`: the SHA-256 of every file of a checkpoint, in Megatron's form (from its release 0.17 on).
 
-A checksum tells damage; these tell a file that is another one, too. Reads and hashes; knows no ranks.
+A checksum shows damage; these show a file that was replaced, too. Reads and hashes; knows no ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Digests = dict[str, str]
 
 
 class Unknown(Exception):
-    """There is no list of digests, or none that can be read here."""
+    """There is no list of digests, or it cannot be read here."""
 
 
 def digest_of(path: Path) -> str:
-    """The SHA-256 of a file.
+    """Return the SHA-256 of a file.
 
     Raises:
         OSError: it cannot be read.
@@ -51,7 +51,7 @@ def to_bytes(digests: Mapping[str, str]) -> bytes:
 
 
 def read(folder: Path) -> Digests:
-    """The digests of a checkpoint's files.
+    """Return the digests of a checkpoint's files.
 
     Raises:
         Unknown: there are none, or not in a form that is known here.
@@ -75,23 +75,23 @@ def read(folder: Path) -> Digests:
 
 
 def problem_of(folder: Path, name: str, expected: str) -> list[Problem]:
-    """What is wrong with one listed file."""
+    """Return the problem of a listed file, if it has one."""
     try:
-        found = digest_of(folder / name)
+        actual = digest_of(folder / name)
     except OSError as error:
         return [Problem("a file cannot be read", name, str(error.strerror))]
     what = "a file is not the one that was saved (wrong SHA-256)"
-    return [] if found == expected else [Problem(what, name, found, expected)]
+    return [] if actual == expected else [Problem(what, name, actual, expected)]
 
 
 def unlisted(digests: Mapping[str, str], needed: Iterable[str]) -> list[Problem]:
-    """Files of a checkpoint that the list says nothing of."""
+    """Return the problems of a checkpoint's files that are not in the list."""
     names = sorted({*needed, metadata.NAME, CONFIG_FNAME} - {*digests})
     return [Problem(f"{NAME} does not list a file", name) for name in names]
 
 
 def write_all(folder: Path) -> None:
-    """List the digests of all files that are in a folder, but for those of its folders."""
+    """Save the digests of all files that are in a folder, but for those of its folders."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != NAME)
     files.publish(folder / NAME, to_bytes({name: digest_of(folder / name) for name in names}))
     files.sync_folder(folder)

@@ -1,4 +1,4 @@
-"""One sharded load: the index from the first rank, the plan of every rank, agreement, and the reads.
+"""A sharded load: the index from the first rank, the plan of every rank, agreement, and the reads.
 
 Collective up to the reads and after them. No tensor is written before every rank knows that all can be read.
 """
@@ -33,13 +33,13 @@ from torch_dcp_backport.transfer import Box, Call, Problem
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
-#: What Megatron from 0.19 on writes in place of common.pt.
+#: The object that Megatron from 0.19 on writes in place of common.pt.
 COMMON_STATE = "common_state/shard_0_1"
 MARKER_VERSION = 1
 
 
 class Opened(NamedTuple):
-    """What a checkpoint holds."""
+    """A checkpoint that was opened: its folder, index and common state."""
 
     folder: Path
     holds: Index
@@ -47,7 +47,7 @@ class Opened(NamedTuple):
     common: Optional[bytes]
 
     def common_state(self, trust: bool = False) -> Any:
-        """The common state; of Megatron from 0.19 on, from its record.
+        """Return the common state; that of Megatron from 0.19 on, from its record.
 
         Raises:
             CheckpointingException: it cannot be read.
@@ -68,7 +68,7 @@ class Opened(NamedTuple):
 
 
 def small_files(folder: Path) -> dict[str, bytes]:
-    """The small files of a checkpoint that are there.
+    """Return the small files of a checkpoint that are there.
 
     Raises:
         CheckpointingException: the folder holds none.
@@ -87,7 +87,7 @@ def small_files(folder: Path) -> dict[str, bytes]:
 
 
 def opened(folder: Path, content: Mapping[str, bytes]) -> Opened:
-    """A checkpoint from the bytes of its small files.
+    """Open a checkpoint from the bytes of its small files.
 
     Raises:
         CheckpointingException: it is damaged, incomplete, or of a format that is not read here.
@@ -125,16 +125,16 @@ def opened(folder: Path, content: Mapping[str, bytes]) -> Opened:
 
 
 def open_together(call: Call, folder: Path) -> Opened:
-    """The same checkpoint on every rank; only the first one reads the small files.
+    """Open the same checkpoint on every rank; only the first rank reads the small files.
 
     Raises:
-        CheckpointingException: there is none, or not a whole one; the same on every rank.
+        CheckpointingException: there is none, or it is incomplete; the same on every rank.
     """
     mine: list[Opened] = []
 
     def checked_files() -> dict[str, bytes]:
         content = small_files(folder)
-        # Here, so that what is wrong with them is said by one rank.
+        # Here, so that only one rank reports their problems.
         mine.append(opened(folder, content))
         return content
 
@@ -146,7 +146,7 @@ def open_together(call: Call, folder: Path) -> Opened:
 
 
 class Wanted(NamedTuple):
-    """A box of a tensor, and what it is loaded into."""
+    """A box of a tensor, and the tensor that it is loaded into."""
 
     row: Row
     box: Box
@@ -158,14 +158,14 @@ class Wanted(NamedTuple):
 
 
 def wanted_of(index: Index, row: Row, data: Optional[torch.Tensor], allow_shape_mismatch: bool) -> Wanted:
-    """A box of a tensor that the checkpoint has; of another number of axes it has no parts."""
+    """Return a wanted box of a tensor in the checkpoint; it has no parts where the axes differ."""
     stored, box = index.tensors[row.key], row.box
     parts = list(stored.parts_of(box)) if len(stored.shape) == len(row.shape) else []
     return Wanted(row, box, data, allow_shape_mismatch, parts)
 
 
 def problems_of(index: Index, wanted: Sequence[Wanted]) -> Iterator[Problem]:
-    """What is asked for and cannot be loaded as it is asked for."""
+    """Yield the problems of boxes that cannot be loaded as they are asked for."""
     for row, box, data, allow_shape_mismatch, parts in wanted:
         stored = index.tensors[row.key]
         if stored.shape != row.shape and not (allow_shape_mismatch and len(stored.shape) == len(row.shape)):
@@ -187,25 +187,25 @@ def problems_of(index: Index, wanted: Sequence[Wanted]) -> Iterator[Problem]:
 
 @functools.cache
 def keeps_values(stored: torch.dtype, asked: torch.dtype) -> bool:
-    """Whether one dtype has the values of another, but for the rounding to a floating point number."""
+    """Return whether a dtype has the values of another, but for the rounding to a floating point number."""
     if stored == asked:
         return True
     try:
         return torch.can_cast(stored, asked) and (stored == torch.bool or _has_range(stored, asked))
-    except (TypeError, NotImplementedError):  # torch says no range of some dtypes, such as int4
+    except (TypeError, NotImplementedError):  # torch has no range of some dtypes, such as int4
         return False
 
 
 def _has_range(stored: torch.dtype, asked: torch.dtype) -> bool:
     if asked.is_floating_point or asked.is_complex:
-        # Those of one byte differ in what they have of infinity and zero.
+        # Dtypes of one byte differ in what they have of infinity and zero.
         return asked.itemsize > 1
     first, second = torch.iinfo(stored), torch.iinfo(asked)
     return second.min <= first.min and first.max <= second.max
 
 
 def overlap(box: Box, shape: tuple[int, ...]) -> int:
-    """Elements of a box within a shape."""
+    """Return the number of a box's elements within a shape."""
     count = 1
     for start, extent, limit in zip(box.offset, box.size, shape):
         count *= max(min(start + extent, limit) - start, 0)
@@ -213,7 +213,7 @@ def overlap(box: Box, shape: tuple[int, ...]) -> int:
 
 
 def reads_of(index: Index, wanted: Iterable[Wanted]) -> Iterator[Read]:
-    """What is read of the checkpoint's records for the tensors that are there."""
+    """Yield the reads of the checkpoint's records into the wanted tensors."""
     for row, box, data, _, parts in wanted:
         dtype = index.tensors[row.key].dtype
         for chunk, part in parts:
@@ -222,16 +222,16 @@ def reads_of(index: Index, wanted: Iterable[Wanted]) -> Iterator[Read]:
 
 
 def places_of(index: Index, wanted: Iterable[Wanted], objects: Iterable[str]) -> Iterator[tuple[str, Place]]:
-    """The records that are read."""
-    for one in wanted:
-        for chunk, _ in one.parts:
-            yield one.row.key, chunk.place
+    """Yield (key, place) of the records that are read."""
+    for entry in wanted:
+        for chunk, _ in entry.parts:
+            yield entry.row.key, chunk.place
     for key in objects:
         yield key, index.objects[key]
 
 
 def stored_object(index: Index, unique_key: str) -> Optional[str]:
-    """The key under which the checkpoint has an object; plain torch saves it without a place in a grid."""
+    """Return the checkpoint's key for an object; plain torch saves it without a place in a grid."""
     if unique_key in index.objects:
         return unique_key
     key, _, place = unique_key.partition("/")
@@ -244,7 +244,7 @@ def stored_object(index: Index, unique_key: str) -> Optional[str]:
 
 
 def load_object(data: bytes, key: str, trust: bool) -> Any:
-    """An object's value, of the bytes of its record.
+    """Return an object's value, from the bytes of its record.
 
     Raises:
         Damaged: they are not what was saved.

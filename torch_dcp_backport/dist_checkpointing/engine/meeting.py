@@ -1,4 +1,4 @@
-"""How the ranks of a call decide together: each says what it has, the first one decides, all hear the same.
+"""Decisions of a call's ranks: each sends its data, the first rank decides, and each gets an answer.
 
 A rank's problems, those that the first rank finds, and ranks that are gone: one error, on every rank.
 """
@@ -19,25 +19,25 @@ from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.rounds import answer, ask
 from torch_dcp_backport.transfer.wire import MOST, absent
 
-#: Bytes that a message has around what is said in it.
+#: Bytes that a message has around its content.
 SPARE = 4096
-#: (global rank, what it has a problem with)
+#: (global rank, its problem)
 Findings = list[tuple[int, Problem]]
 
 
 class Topic(NamedTuple):
     """The matter of a consultation."""
 
-    #: What is under way: a phase of the report, and words of errors.
+    #: The step under way: a phase of the report, and words of errors.
     doing: str
-    #: What an error says of what was written.
+    #: An error's words on the state of the files or tensors.
     so_far: str = UNCHANGED
-    #: The same, where the first rank is gone before it told what it had done; by default as above.
+    #: The same, where the first rank is gone before it answered; by default as above.
     unheard: str = ""
 
 
 class Refusal(Exception):
-    """The first rank decided that it cannot be: the findings go to every rank."""
+    """The first rank refuses to go on: the findings go to every rank."""
 
     def __init__(self, findings: Findings) -> None:
         super().__init__(compose("refused", findings))
@@ -45,14 +45,14 @@ class Refusal(Exception):
 
 
 def begin(title: str, operation: str, group: Group) -> Call:
-    """A call over a process group; of this process alone where there is none."""
+    """Begin a call over a process group; of this process alone where there is none."""
     if group is None and not dist.is_initialized():
         return Call(title, operation, ())
     return Call(title, operation, (group,))
 
 
 def problem_from(error: Exception, key: str = "") -> Problem:
-    """What an error of one rank says to the others; our own says it already."""
+    """Return an error of this rank as a problem for the others; our own errors have its text already."""
     return Problem(str(error), key) if isinstance(error, CheckpointingException) else problem_of(error, key)
 
 
@@ -61,7 +61,7 @@ def guard(call: Call, key: str = "") -> Iterator[None]:
     """Turn an exception into a problem of this rank: the others wait in the next consultation.
 
     Raises:
-        CheckpointingException: one that every rank has already.
+        CheckpointingException: every rank has it already.
     """
     try:
         yield
@@ -91,13 +91,13 @@ def consult(
     decide: Callable[[Mapping[int, Any]], Mapping[int, Any]],
     topic: Topic,
 ) -> Any:
-    """Bring every rank's `own` to the first one, and its decision back to each.
+    """Bring every rank's `own` to the first rank, and its decision back to each.
 
     Args:
-        own: what this rank has to say; it is pickled.
-        decide: called on the first rank, where no rank has a problem, with what each rank said by global
-            rank; returns the answer for each. Refuses with `Refusal`; what else it raises is the first
-            rank's problem.
+        own: this rank's data; it is pickled.
+        decide: called on the first rank, where no rank has a problem, with global rank -> its `own`;
+            returns the answer for each. Refuses with `Refusal`; any other error is the first rank's
+            problem.
 
     Returns:
         This rank's answer.
@@ -122,8 +122,8 @@ def consult(
 
 def _exchanged(call: Call, message: bytes, decide: Callable[..., Any], topic: Topic) -> bytes:
     try:
-        heard = ask(message, call.group)
-        replies = None if heard is None else _decision(call, *heard, decide, topic.doing)
+        received = ask(message, call.group)
+        replies = None if received is None else _decision(call, *received, decide, topic.doing)
         return answer(replies, call.group)
     except RuntimeError as error:
         first, late = call.ranks[0], absent(call.group)
@@ -136,21 +136,21 @@ def _exchanged(call: Call, message: bytes, decide: Callable[..., Any], topic: To
 def _decision(
     call: Call, messages: Mapping[int, bytes], gone: Sequence[int], decide: Callable[..., Any], doing: str
 ) -> dict[int, bytes]:
-    """The first rank's answers: to everyone the findings, or to each its own."""
-    said = {rank: pickle.loads(message) for rank, message in messages.items()}
+    """Return the first rank's answers: the findings for every rank, or for each rank its own answer."""
+    unpacked = {rank: pickle.loads(message) for rank, message in messages.items()}
     findings: Findings = [(rank, Problem(f"the rank is gone, or too late, while {doing}")) for rank in gone]
-    findings += [(rank, Problem(*problem)) for rank in sorted(said) for problem in said[rank][1]]
+    findings += [(rank, Problem(*problem)) for rank in sorted(unpacked) for problem in unpacked[rank][1]]
     if not findings:
-        # An answer to another question would be taken for this one's.
+        # An answer to another question would be taken for the answer to this question.
         findings = [
             (rank, Problem("the rank is somewhere else in its calls", "", other, doing))
-            for rank, (other, _, _) in sorted(said.items())
+            for rank, (other, _, _) in sorted(unpacked.items())
             if other != doing
         ]
     answers: dict[int, bytes] = {}
     if not findings:
         try:
-            decided = decide({rank: pickle.loads(said[rank][2]) for rank in sorted(said)})
+            decided = decide({rank: pickle.loads(unpacked[rank][2]) for rank in sorted(unpacked)})
             # Ranks often have the same answer.
             known = {id(value): _packed(value) for value in (*decided.values(), None)}
             answers = {rank: known[id(decided.get(rank))] for rank in messages}
@@ -165,7 +165,7 @@ def _decision(
 
 
 def _packed(value: object) -> bytes:
-    """A value as bytes, of which a message has room beside its own few.
+    """Return a value as bytes that fit into a message.
 
     Raises:
         CheckpointingException: there are too many.
@@ -177,14 +177,14 @@ def _packed(value: object) -> bytes:
 
 
 def announce(call: Call, make: Callable[[], object], doing: str) -> Any:
-    """What the first rank makes, on every rank.
+    """Return, on every rank, the value that the first rank makes.
 
     Raises:
         CheckpointingException: it cannot be made, or a rank has a problem or is gone; the same on every rank.
     """
 
-    def decide(said: Mapping[int, Any]) -> Mapping[int, Any]:
-        return dict.fromkeys(said, make())
+    def decide(ranks: Mapping[int, Any]) -> Mapping[int, Any]:
+        return dict.fromkeys(ranks, make())
 
     return consult(call, None, decide, Topic(doing))
 

@@ -35,9 +35,9 @@ from torch_dcp_backport.transfer import Box
 from torch_dcp_backport.transfer.spread import intersection
 
 NAME = ".metadata"
-#: The attribute of torch's `Metadata` with what only we know.
+#: The attribute of torch's `Metadata` with our own data.
 OURS = "torch_dcp_backport"
-#: Of what stands in it; a higher one is of a later release.
+#: The format of that data; a higher number is of a later release.
 FORMAT = 1
 #: No file and no tensor has more bytes; beyond it sums of sizes do not fit into a file offset.
 LARGEST = 2**62
@@ -53,12 +53,12 @@ Form = tuple[torch.dtype, tuple[int, ...], list[tuple[Box, int]]]
 
 
 class Place(NamedTuple):
-    """Where a record lies."""
+    """The place of a record."""
 
     file: str
     offset: int
     length: int
-    #: Of a tensor's values, or of all bytes of another record; None where nobody counted it.
+    #: Of a tensor's values, or of all bytes of another record; None where it was not computed.
     crc: Optional[int] = None
 
 
@@ -73,7 +73,7 @@ class Chunk(NamedTuple):
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Of the record."""
+        """The shape of the record."""
         return self.box.size if self.record is None else self.record
 
 
@@ -103,7 +103,7 @@ class Stored:
             self._longest = max(chunk.box.size[axis] for chunk in self.chunks)
 
     def parts_of(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
-        """The chunks that have elements of a box, each with the part that it has."""
+        """Yield the chunks that have elements of a box, each with the part that it has."""
         chunks = self.chunks
         if len(chunks) > 8:
             start, stop = box.offset[self._axis], box.offset[self._axis] + box.size[self._axis]
@@ -111,7 +111,7 @@ class Stored:
             chunks = chunks[first : bisect_left(self._starts, stop)]
         for chunk in chunks:
             if chunk.box == box:
-                # Nobody else is needed: most loads are of the boxes that were saved.
+                # No other chunk is needed: most loads are of the boxes that were saved.
                 yield chunk, chunk.box
                 return
         for chunk in chunks:
@@ -120,7 +120,7 @@ class Stored:
                 yield chunk, part
 
     def unfolded(self) -> Stored:
-        """The same records as boxes of the tensor that was folded; itself where none was."""
+        """Return the same records as boxes of the tensor before it was folded; itself where it was not."""
         if self.original is None:
             return self
         chunks = [
@@ -134,7 +134,7 @@ class Stored:
 
     @staticmethod
     def _cells_of(box: Box) -> Iterator[tuple[Box, int]]:
-        """The parts of a folded box that are in one cell each, with the places of their first elements."""
+        """Yield the parts of a folded box that are in one cell each, with the places where they begin."""
         extent = box.size[-1]
         for number, cell in enumerate(itertools.product(*map(range, box.size[:-1]))):
             places = tuple(map(sum, zip(cell, box.offset)))
@@ -142,7 +142,7 @@ class Stored:
 
 
 class Index:
-    """What a checkpoint holds, and where."""
+    """The tensors and objects of a checkpoint, and their places."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Stored] = {}
@@ -158,21 +158,21 @@ class Index:
         self.common: Optional[tuple[int, int]] = None
 
     def places(self) -> Iterator[tuple[str, Place]]:
-        """(key, place) of every record."""
+        """Yield (key, place) of every record."""
         for key, stored in self.tensors.items():
             for chunk in stored.chunks:
                 yield key, chunk.place
         yield from self.objects.items()
 
     def unfolded(self, keys: Iterable[str]) -> Index:
-        """The same checkpoint, with some tensors as they were before they were folded."""
+        """Return the same checkpoint, with some tensors as they were before they were folded."""
         index = copy.copy(self)
         index.tensors = {**self.tensors, **{key: self.tensors[key].unfolded() for key in keys}}
         return index
 
     @functools.cached_property
     def ends(self) -> dict[str, int]:
-        """File -> where its last record ends."""
+        """File -> the end of its last record."""
         ends: dict[str, int] = {}
         for _, (file, offset, length, _) in self.places():
             if offset + length > ends.get(file, -1):
@@ -188,16 +188,16 @@ class Template:
         #: Of the records, in the order of their checksums.
         self.places: list[Place] = []
         with gc_context():
-            whole = self._whole_of(index)
+            torch_metadata = self._torch_metadata_of(index)
             count = len(self.places)
             common = None if index.common is None else UNKNOWN
-            setattr(whole, OURS, {"format": FORMAT, "crc32": HOLE * 4 * count, "common": common})
-            self._data = pickle.dumps(whole)
-        # The last of what is pickled: nothing behind them is alike.
+            setattr(torch_metadata, OURS, {"format": FORMAT, "crc32": HOLE * 4 * count, "common": common})
+            self._data = pickle.dumps(torch_metadata)
+        # They are pickled last: no bytes behind them are alike.
         self._sums_at = self._data.rindex(HOLE * 4 * count)
         self._common_at = [self._data.rindex(LONG + eight(number)) + len(LONG) for number in common or ()]
 
-    def _whole_of(self, index: Index) -> Any:
+    def _torch_metadata_of(self, index: Index) -> Any:
         entries: dict[str, Any] = {}
         places: dict[Any, Any] = {}
         # Layers have the same boxes, and are alike: each kind is made and pickled once.
@@ -225,18 +225,18 @@ class Template:
             self.places.append(place)
         entries = {key: entries[key] for key in index.order or entries}
         # Planner data of None breaks torch's own dcp_to_torch_save.
-        whole: Any = metadata.Metadata(entries, planner_data=index.planner_data or {}, storage_data=places)
-        whole.storage_meta = metadata.StorageMeta()
+        result: Any = metadata.Metadata(entries, planner_data=index.planner_data or {}, storage_data=places)
+        result.storage_meta = metadata.StorageMeta()
         # Megatron up to 0.15 looks there for the shapes of flattened tensors.
-        whole.mcore_data = {
+        result.mcore_data = {
             key: {ORIGINAL: torch.Size(stored.original)}
             for key, stored in index.tensors.items()
             if stored.original is not None
         }
-        return whole
+        return result
 
     def filled(self, sums: array[int], common: Optional[tuple[int, int]]) -> bytes:
-        """The content.
+        """Return the content.
 
         Args:
             sums: the checksum of every record, in the order of `places`.
@@ -254,7 +254,7 @@ def eight(number: int) -> bytes:
 
 
 def to_bytes(index: Index) -> bytes:
-    """The content of `.metadata`."""
+    """Return the content of `.metadata`."""
     template = Template(index)
     return template.filled(array("I", (place.crc or 0 for place in template.places)), index.common)
 
@@ -264,7 +264,7 @@ def info_of(place: Place) -> Any:
 
 
 def from_bytes(data: bytes) -> Index:
-    """The index in the content of a `.metadata`.
+    """Return the index in the content of a `.metadata`.
 
     Raises:
         Refused: it is damaged, names classes that it has no use for, or is of a later format.
@@ -278,37 +278,37 @@ def from_bytes(data: bytes) -> Index:
 
 
 def _from_bytes(data: bytes) -> Index:
-    whole, length = Reader(data, METADATA, FOREIGN).read()
-    trailer, ours = data[length:], getattr(whole, OURS, None)
+    torch_metadata, length = Reader(data, METADATA, FOREIGN).read()
+    trailer, ours = data[length:], getattr(torch_metadata, OURS, None)
     expected = TRAILER + zlib.crc32(data[:length]).to_bytes(4, "big")
     if (trailer or ours is not None) and trailer != expected:
         raise Refused("its checksum is wrong")
     try:
-        return _index_of(whole, ours)
+        return _index_of(torch_metadata, ours)
     except Refused:
         raise
     except Exception as error:  # an attribute that is not there, a value of another type
         raise Refused(f"it is not torch's metadata: {type(error).__name__}: {error}") from error
 
 
-def _index_of(whole: Any, ours: Any) -> Index:
+def _index_of(torch_metadata: Any, ours: Any) -> Index:
     index = Index()
-    index.planner_data = getattr(whole, "planner_data", None)
-    index.order = list(whole.state_dict_metadata)
-    sums: Sequence[Optional[int]] = [None] * len(whole.storage_data)
+    index.planner_data = getattr(torch_metadata, "planner_data", None)
+    index.order = list(torch_metadata.state_dict_metadata)
+    sums: Sequence[Optional[int]] = [None] * len(torch_metadata.storage_data)
     if ours is not None:
         if ours["format"] > FORMAT:
             raise Refused(f"it has format {ours['format']} of a later release; this one knows {FORMAT}")
         sums = bytes_to_words(ours["crc32"])
         index.is_ours, index.common = True, ours["common"]
-    if len(sums) != len(whole.storage_data):
+    if len(sums) != len(torch_metadata.storage_data):
         raise Refused("it has not as many checksums as records")
     places: dict[tuple[str, Optional[tuple[int, ...]]], Place] = {}
     # Many records have the same offsets in their tensors, and lie in a few files.
     cached = functools.lru_cache(maxsize=None)
     numbers, name_of = cached(_numbers), cached(file_name)
-    for (where, info), crc in zip(whole.storage_data.items(), sums):
-        # Where it has none, it is the default of torch's class.
+    for (where, info), crc in zip(torch_metadata.storage_data.items(), sums):
+        # An offset that the file does not set is the default of torch's class.
         begin = getattr(where, "offset", None)
         offset = None if begin is None else numbers(begin)
         if getattr(info, "transform_descriptors", None):
@@ -317,10 +317,10 @@ def _index_of(whole: Any, ours: Any) -> Index:
         if not (type(at) is type(length) is int and at >= 0 and 0 <= length <= LARGEST - at):
             raise Refused(f"not a place: {at}, {length}")
         places[_text(where.fqn), offset] = Place(name_of(info.relative_path), at, length, crc)
-    #: id of an entry -> what it says: many tensors have the same one.
+    #: id of an entry -> its form: many tensors have the same entry.
     forms: dict[int, Form] = {}
-    known = getattr(whole, "mcore_data", None)
-    for key, entry in whole.state_dict_metadata.items():
+    known = getattr(torch_metadata, "mcore_data", None)
+    for key, entry in torch_metadata.state_dict_metadata.items():
         if isinstance(entry, TensorEntry):
             form = forms.get(id(entry)) or _form_of(key, entry)
             forms[id(entry)] = form
@@ -357,7 +357,7 @@ def _stored_of(key: str, form: Form, places: dict[Any, Place]) -> Stored:
 
 
 def _original_of(key: str, stored: Stored, facts: Any) -> Optional[tuple[int, ...]]:
-    """The shape of a tensor that is stored folded, as Megatron says it."""
+    """Return the shape of a tensor that is stored folded, as Megatron has it; None for other tensors."""
     if not isinstance(facts, dict) or facts.get(ORIGINAL) is None:
         return None
     shape, grid = _numbers(facts[ORIGINAL]), stored.shape[:-1]
@@ -388,7 +388,7 @@ def _text(value: Any) -> str:
 
 
 def file_name(value: Any) -> str:
-    """A path within the checkpoint's folder.
+    """Return a path within the checkpoint's folder.
 
     Raises:
         Refused: it is none.

@@ -99,7 +99,7 @@ def reconstruct(kind: Any, shape: Any, typecode: Any) -> Array:
 
 
 def value_of(part: Any) -> Any:
-    """What a stand-in stands for; anything else as it is."""
+    """Return the value that a stand-in stands for; anything else as it is."""
     if type(part) is Name or (type(part) in (Array, Dtype) and part.value is None):
         raise ValueError("a numpy array or dtype without values")
     if any(part is stand_in for stand_in in stand_ins()):
@@ -108,7 +108,7 @@ def value_of(part: Any) -> Any:
 
 
 def named(kind: Any, module: str, name: str) -> Any:
-    """A stand-in under the name that files have."""
+    """Give a stand-in the name that files have, and return it."""
     kind.__module__, kind.__name__, kind.__qualname__ = module, name, name
     return kind
 

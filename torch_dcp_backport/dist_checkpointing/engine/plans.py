@@ -1,6 +1,6 @@
-"""Plans of earlier saves: who writes what, and where it comes to lie. Kept as bytes, and never with a value.
+"""Plans of earlier saves: each rank's share, and its place. Kept as bytes, and never with a value.
 
-A plan is used again where every rank's table is what it was, which a digest tells at every save.
+A plan is used again where every rank's table is what it was, by a digest at every save.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Ranks = tuple[int, ...]
 
 
 class Lines(NamedTuple):
-    """Where a rank's records lie: file, offsets and lengths."""
+    """The place of a rank's records: file, offsets and lengths."""
 
     file: str
     offsets: array[int]
@@ -34,7 +34,7 @@ class Lines(NamedTuple):
 
 
 class Description:
-    """What the first rank needs to write `.metadata` of a plan, once and again."""
+    """The data from which the first rank writes `.metadata` of a plan, once and again."""
 
     def __init__(self, tables: Mapping[int, Table], shares: Mapping[int, Share]) -> None:
         #: Until they were used; then as bytes, for a million objects would be looked at by every garbage
@@ -49,7 +49,7 @@ class Description:
         self._places: dict[int, array[int]] = {}
 
     def to_bytes(self, outputs: Mapping[int, Output], common: tuple[int, int]) -> bytes:
-        """The content of `.metadata` for what the ranks have written by this plan."""
+        """Return the content of `.metadata` for the records that the ranks have written by this plan."""
         with self._lock:
             return self._to_bytes(outputs, common)
 
@@ -88,7 +88,7 @@ def lines_of(output: Output) -> Lines:
 def index_of(
     tables: Mapping[int, Table], shares: Mapping[int, Share], outputs: Mapping[int, Output]
 ) -> Index:
-    """Where every box of every tensor came to lie."""
+    """Return the index of a save: the place of every box of every tensor, and of the objects."""
     index = Index()
     chunks: dict[str, list[Chunk]] = {}
     for table in tables.values():
@@ -111,9 +111,9 @@ class Plan(NamedTuple):
 
     #: The same on every rank that has this plan, and of no other.
     number: bytes
-    #: What this rank writes.
+    #: This rank's share, pickled.
     share: bytes
-    #: Of the first rank, as is the next one: each rank's digest.
+    #: Of the first rank, as is the next field: each rank's digest.
     digests: Mapping[int, bytes]
     description: Optional[Description]
 
@@ -123,9 +123,9 @@ _kept: OrderedDict[tuple[Ranks, bytes], Plan] = OrderedDict()
 
 
 def digest_of(table: Table, rank: int, *options: bool) -> bytes:
-    """The same bytes for the same rows of the same rank under the same options.
+    """Return the same bytes for the same rows of the same rank under the same options.
 
-    Of the same rank: a process can be another one in a process group that is made anew, and its kept share
+    Of the same rank: a process can be another rank in a process group that is made anew, and its kept share
     is that of the rank it was.
     """
     return hashlib.blake2b(pickle.dumps((table, rank, options)), digest_size=32).digest()

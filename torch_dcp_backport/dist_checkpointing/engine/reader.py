@@ -45,7 +45,7 @@ class Read(NamedTuple):
 
     @property
     def base(self) -> int:
-        """Where the chunk begins in the values of its record, in bytes."""
+        """The offset of the chunk in the values of its record, in bytes."""
         return self.chunk.start * self.dtype.itemsize
 
 
@@ -101,7 +101,7 @@ class Verified(Values):
 
 
 class Held(Values):
-    """Values that were read whole, and verified."""
+    """Values that were read in full, and verified."""
 
     def __init__(self, source: Source, at: int, data: memoryview) -> None:
         super().__init__(source, at, data.nbytes, None)
@@ -112,7 +112,7 @@ class Held(Values):
 
 
 def wrong_files(folder: Path, needed: Iterable[tuple[str, Place]], index: Index) -> Iterator[Problem]:
-    """Files that are needed and not there, or end before one of their records; each with a key of its."""
+    """Yield problems of needed files that are not there, or end before a record; each with a key in it."""
     keys: dict[str, str] = {}
     for key, place in needed:
         keys.setdefault(place.file, key)
@@ -121,7 +121,7 @@ def wrong_files(folder: Path, needed: Iterable[tuple[str, Place]], index: Index)
         try:
             size = os.stat(folder / name).st_size
             if size >= end:
-                # Who may see a file need not be allowed to read it.
+                # The right to see a file is not the right to read it.
                 os.close(os.open(folder / name, os.O_RDONLY))
         except OSError as error:
             yield Problem(f"{name} cannot be read", key, str(error))
@@ -131,7 +131,7 @@ def wrong_files(folder: Path, needed: Iterable[tuple[str, Place]], index: Index)
 
 
 def neighbours(reads: Iterable[Read]) -> Iterator[tuple[int, int, list[Read]]]:
-    """(start, stop, reads): little records that lie side by side from start to stop, as far as BLOCK.
+    """Yield (start, stop, reads): little records that lie side by side from start to stop, as far as BLOCK.
 
     A large record is among them, and its bytes are not.
     """
@@ -151,7 +151,7 @@ def neighbours(reads: Iterable[Read]) -> Iterator[tuple[int, int, list[Read]]]:
 
 
 class Reader:
-    """Reads what is wanted of a checkpoint's records."""
+    """Reads the wanted parts of a checkpoint's records."""
 
     def __init__(self, folder: Path, is_ours: bool, moved: Callable[[int], None] = lambda _: None) -> None:
         """`moved` is called with the bytes of values that were read since the last time."""
@@ -178,7 +178,7 @@ class Reader:
         """Read parts of tensors, in the order in which they are stored.
 
         Raises:
-            Damaged: a record is not what was saved; what it belongs to may be overwritten in part.
+            Damaged: a record is not what was saved; its tensor may be overwritten in part.
         """
         by_file: dict[str, list[Read]] = {}
         for read in reads:
@@ -202,7 +202,7 @@ class Reader:
         self.moved(read.part.numel * read.dtype.itemsize)
 
     def own_values(self, source: Source, read: Read) -> Values:
-        """The values of a record of ours. Everything around them is what has to stand there, to the bit."""
+        """Return the values of a record of ours, once every bit around them is as it has to be."""
         place, form = read.chunk.place, form_of(read.dtype, read.chunk.size)
         crc, at = place.crc or 0, place.offset + form.at
         if form.length != place.length:
@@ -226,7 +226,7 @@ class Reader:
         return Verified(source, at, form.nbytes, crc, form.grain, bytes_to_words(table))
 
     def foreign_values(self, source: Source, read: Read) -> Optional[Values]:
-        """The values of a record of torch or Megatron; None where only torch can read them."""
+        """Return the values of a record of torch or Megatron; None where only torch can read them."""
         located = foreign.locate(source, read.chunk.place, read.chunk.size)
         if located is None:
             return None
@@ -235,7 +235,7 @@ class Reader:
         values = Values(source, located.at, located.nbytes, located.crc)
         if located.nbytes > LITTLE:
             return values
-        # Of what was read ahead, where it was.
+        # From the bytes that were read ahead, where they were.
         data = memoryview(source.bytes_at(located.at, located.nbytes))
         values.check(0, data)
         return Held(source, located.at, data)
@@ -281,7 +281,7 @@ class Reader:
             part_of(read.target, read.holds, piece.box).copy_(source)
 
     def read_by_torch(self, source: Source, read: Read) -> None:
-        """Read a record whose values do not lie row-major and dense: whole, as torch does."""
+        """Read a record whose values do not lie row-major and dense: in full, as torch does."""
         place = read.chunk.place
         data = source.bytes_at(place.offset, place.length)
         verify_entries(data, source.name)
@@ -298,7 +298,7 @@ class Reader:
         part_of(read.target, read.holds, read.part).copy_(part_of(value, chunk.box, read.part))
 
     def read_object(self, place: Place) -> bytes:
-        """The bytes of a record that is no tensor, verified.
+        """Return the bytes of a record that is no tensor, verified.
 
         Raises:
             Damaged: a checksum is wrong.
@@ -319,7 +319,7 @@ def verify_object(data: bytearray, place: Place) -> None:
     """Compare the bytes of a record that is no tensor with its checksums.
 
     Raises:
-        Damaged: one is wrong.
+        Damaged: a checksum is wrong.
     """
     if place.crc is None:
         verify_entries(data, place.file)

@@ -1,7 +1,7 @@
-"""One tensor in a file, as `torch.load` reads it: a zip of stored entries whose bytes are known in advance.
+"""A tensor in a file, as `torch.load` reads it: a zip of stored entries whose bytes are known in advance.
 
 Everything but the values and their checksums follows from dtype and shape. The writer therefore knows every
-offset before it writes, and the reader compares what it reads with what has to stand there.
+offset before it writes, and the reader compares the bytes that it reads with those that have to be there.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SMALL = 16 * 1024
 #: Bytes of values between two checksums, where the table stays below LONGEST.
 GRAIN = 4096
 LONGEST = 2**20
-#: In place of a number that is said elsewhere, with eight bytes; and from where on numbers are.
+#: Stands for a number that is elsewhere, with eight bytes; and the least number that is.
 ELSEWHERE = 0xFFFFFFFF
 LIMIT32 = ELSEWHERE
-#: Where an entry's checksum stands in its header, and in the directory.
+#: The offset of an entry's checksum in its header, and in the directory.
 CRC_IN_HEADER, CRC_IN_LISTING = 14, 16
-#: 1980-01-01, the first day that a zip can say.
+#: 1980-01-01, the first day of the zip format.
 DATE = 0x21
-#: A zip's extra field that only takes room; the id is the one that torch uses.
+#: A zip's extra field that only takes room; torch uses the same id.
 PADDING = 0x4246
 
 TYPED = {
@@ -49,12 +49,12 @@ TYPED = {
 
 
 class Entry(NamedTuple):
-    """One entry of a zip."""
+    """An entry of a zip."""
 
     name: str
     nbytes: int
     crc: int
-    #: Where its header begins in the record.
+    #: The offset of its header in the record.
     at: int
     #: Bytes of padding in its header, at least 4, or none.
     padding: int = 0
@@ -64,7 +64,7 @@ class Entry(NamedTuple):
         return self.nbytes >= LIMIT32
 
     def sizes(self) -> bytes:
-        """The extra field with the sizes that have no room in the header."""
+        """Return the extra field with the sizes that have no room in the header."""
         return struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.is_large else b""
 
     def header(self) -> bytes:
@@ -74,7 +74,7 @@ class Entry(NamedTuple):
         return b"PK\3\4" + self._common(len(extra)) + self.name.encode() + extra
 
     def listing(self) -> bytes:
-        """The entry in the directory at the end of the zip."""
+        """Return the entry as it is in the directory at the end of the zip."""
         extra, at = self.sizes(), self.at
         if at >= LIMIT32:
             extra, at = self._with_place(), ELSEWHERE
@@ -95,7 +95,7 @@ class Entry(NamedTuple):
 
 
 class Form:
-    """Where everything stands in the record of a contiguous tensor of one dtype and shape."""
+    """The layout of the record of a contiguous tensor, by its dtype and shape."""
 
     def __init__(self, dtype: torch.dtype, size: tuple[int, ...]) -> None:
         self.nbytes = math.prod(size) * dtype.itemsize
@@ -114,7 +114,7 @@ class Form:
         #: The values, from the start of the record; four bytes are the least that padding takes.
         self._values = bare._replace(padding=padding + ALIGNMENT if 0 < padding < 4 else padding)
         self.at = len(self._front) + len(self._values.header())
-        #: Bytes of values between two checksums; nothing where the record is verified as a whole.
+        #: Bytes of values between two checksums; 0 where the record has no table, and is verified at once.
         self.grain = 0
         if self.nbytes > SMALL:
             self.grain = GRAIN
@@ -129,21 +129,21 @@ class Form:
 
     @functools.cached_property
     def _little(self) -> tuple[bytes, bytes, bytes, bytes]:
-        """What stands around the two checksums of a record without a table: these are all that differs."""
+        """The bytes around the two checksums of a record without a table: only the checksums differ."""
         head, tail = self.head(0), self._tail(0, b"")
         at, behind = len(self._front) + CRC_IN_HEADER, tail.index(self._values.listing()) + CRC_IN_LISTING
         return head[:at], head[at + 4 :], tail[:behind], tail[behind + 4 :]
 
     def head(self, crc: int) -> bytes:
-        """What stands before the values."""
+        """Return the bytes before the values."""
         return self._front + self._values._replace(crc=crc).header()
 
     def tail(self, crc: int, table: bytes) -> bytes:
-        """What stands behind the values: the table of checksums, and the zip's directory."""
+        """Return the bytes behind the values: the table of checksums, and the zip's directory."""
         return self._tail(crc, table) if self.grain else self.ends(crc)[1]
 
     def ends(self, crc: int) -> tuple[bytes, bytes]:
-        """(head, tail) of a record without a table: of a hundred thousand of them, from one template."""
+        """Return (head, tail) of a record without a table: a hundred thousand of them share a template."""
         before, middle, behind, end = self._little
         word = crc.to_bytes(4, "little")
         return b"".join((before, word, middle)), b"".join((behind, word, end))
@@ -160,7 +160,7 @@ class Form:
         return b"".join((*parts, listing, ending(len(entries), len(listing), at)))
 
     def table_in(self, tail: bytes) -> bytes:
-        """The table of checksums within a tail."""
+        """Return the table of checksums within a tail."""
         if not self.grain:
             return b""
         at = len(Entry(f"archive/.data/crc32-{self.grain}", 0, 0, 0).header())
@@ -168,12 +168,12 @@ class Form:
 
 
 def ending(count: int, nbytes: int, at: int) -> bytes:
-    """The end of a zip whose directory has `count` entries in `nbytes` bytes from `at` on."""
-    large, said = b"", at
+    """Return the end of a zip whose directory has `count` entries in `nbytes` bytes from `at` on."""
+    large, at_in_32_bits = b"", at
     if at >= LIMIT32:
         end = struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, nbytes, at)
-        large, said = b"PK\6\6" + end + b"PK\6\7" + struct.pack("<IQI", 0, at + nbytes, 1), ELSEWHERE
-    return large + b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, count, count, nbytes, said, 0)
+        large, at_in_32_bits = b"PK\6\6" + end + b"PK\6\7" + struct.pack("<IQI", 0, at + nbytes, 1), ELSEWHERE
+    return large + b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, count, count, nbytes, at_in_32_bits, 0)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -212,14 +212,14 @@ class _Describer(pickle.Pickler):
 
 
 def description(dtype: torch.dtype, size: tuple[int, ...]) -> bytes:
-    """The pickle of a contiguous tensor, as torch.load reads it."""
+    """Return the pickle of a contiguous tensor, as torch.load reads it."""
     file = io.BytesIO()
     _Describer(file, protocol=2).dump(_Tensor(dtype, size))
     return file.getvalue()
 
 
 def strides_of(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides, in elements."""
+    """Return row-major strides, in elements."""
     strides, step = [], 1
     for extent in reversed(size):
         strides.append(step)
@@ -256,7 +256,7 @@ class RunningSum:
 
 
 def words_to_bytes(words: array[int]) -> bytes:
-    """Checksums, little-endian on every machine."""
+    """Return checksums as bytes, little-endian on every machine."""
     if sys.byteorder == "big":
         words = array("I", words)
         words.byteswap()

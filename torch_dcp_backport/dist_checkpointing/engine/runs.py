@@ -13,12 +13,12 @@ from torch_dcp_backport.transfer import Box
 
 #: Bytes of the largest piece that is read at once into a buffer.
 LARGEST = 4 * 2**20
-#: What lies between two runs is read along up to so many bytes: another request costs more than these.
+#: Up to so many bytes between two runs are read along: another request would cost more.
 GAP = 16 * 1024
 
 
 class Piece(NamedTuple):
-    """A part of a box, and where its bytes begin and end in the stored tensor, with what lies between."""
+    """A part of a box, and the range of its bytes in the stored tensor, with those that lie between."""
 
     box: Box
     start: int
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 def extent_of(stored: Box, part: Box, itemsize: int) -> tuple[int, int]:
-    """The first byte of a part and the one behind its last, within the stored box that contains it."""
+    """Return a part's first byte and the byte behind its last, within the stored box that contains it."""
     if part is stored:
         return 0, part.numel * itemsize
     first = last = 0
@@ -37,10 +37,10 @@ def extent_of(stored: Box, part: Box, itemsize: int) -> tuple[int, int]:
 
 
 def pieces(stored: Box, part: Box, itemsize: int, largest: int = LARGEST, gap: int = GAP) -> Iterator[Piece]:
-    """Cut a part into pieces that are read with one request each.
+    """Yield pieces of a part that are read with one request each.
 
-    A piece spans at most `largest` bytes (or has one element), and its rows are at most `gap` bytes apart. Of
-    the pieces every byte of the part is in one.
+    A piece spans at most `largest` bytes (or has one element), and its rows are at most `gap` bytes apart.
+    Every byte of the part is in one piece.
     """
     if not part.numel:
         return

@@ -1,4 +1,4 @@
-"""One sharded save: rows to the first rank, shares back, files, and the commit.
+"""A sharded save: rows to the first rank, shares back, files, and the commit.
 
 Collective; the caller's tensors are only read.
 """
@@ -49,7 +49,7 @@ COMMITTING = Topic(
 
 
 class Saving(NamedTuple):
-    """What one rank brings to a save."""
+    """A rank's part of a save."""
 
     folder: Path
     table: Table = Table([])
@@ -58,7 +58,7 @@ class Saving(NamedTuple):
     objects: Sequence[Any] = ()
     #: Of the first rank.
     common: Any = None
-    #: Whether the tables as a whole are checked.
+    #: Whether the tables of all ranks are checked together.
     is_checked: bool = True
     #: Whether any holder of a box may write it.
     is_balanced: bool = True
@@ -66,16 +66,16 @@ class Saving(NamedTuple):
     must_load: bool = False
     #: Whether the SHA-256 of every file is saved, too.
     is_hashed: bool = False
-    #: Called with what this rank wrote, by the thread that did.
+    #: Called with this rank's output, by the thread that wrote it.
     written: Callable[[Output], None] = lambda output: None
-    #: What is compared of the common state; nothing where it is not.
+    #: The values of the common state that are compared; None where they are not.
     compared: Optional[common.Values] = None
-    #: Whether ranks may not have another common state than the first one.
+    #: Whether ranks may not have another common state than the first rank.
     strict_common: bool = False
 
 
 def problems_of(saving: Saving) -> list[Problem]:
-    """What this rank knows to be wrong before any rank has done anything."""
+    """Return the problems that this rank knows before any rank has done anything."""
     problems = []
     if not saving.folder.is_dir():
         problems.append(Problem("no such folder (make it first)", str(saving.folder)))
@@ -101,7 +101,7 @@ class Planned(NamedTuple):
     works: list[Work]
     #: This rank's objects, as they are written.
     objects: list[bytes]
-    #: Of the first rank, as is the next one.
+    #: Of the first rank, as is the next field.
     common: bytes
     plan: plans.Plan
     path: Path
@@ -109,12 +109,12 @@ class Planned(NamedTuple):
     is_hashed: bool
 
     def nothing(self) -> Output:
-        """What a rank that wrote nothing says of it."""
+        """Return the output of a rank that wrote nothing."""
         return Output(self.path.name, 0, [], [])
 
     @property
     def nbytes(self) -> int:
-        """Of tensors."""
+        """The bytes of this rank's tensors."""
         return sum(work.form.nbytes for work in self.works)
 
     def write(self, moved: Callable[[int], None]) -> Output:
@@ -126,17 +126,17 @@ class Planned(NamedTuple):
         return output
 
     def discard(self) -> None:
-        """Remove what `write` left, where it will never be a part of a checkpoint."""
+        """Remove the file of `write`, where it will never be a part of a checkpoint."""
         with contextlib.suppress(OSError):
             if self.claim.is_held:
                 files.remove([self.path])
 
 
 def save(call: Call, saving: Saving) -> Output:
-    """Save what the ranks bring together.
+    """Save the parts of all ranks.
 
     Returns:
-        What this rank wrote.
+        This rank's output.
 
     Raises:
         CheckpointingException: the same on every rank. Until the first rank has removed the old marker
@@ -152,9 +152,9 @@ def save(call: Call, saving: Saving) -> Output:
 
 
 def plan_together(call: Call, saving: Saving) -> Planned:
-    """Agree on who writes what, and make the folder no checkpoint.
+    """Agree on each rank's share, and make the folder no checkpoint.
 
-    A problem of this rank that came up after that is in the call, for the next agreement.
+    A problem of this rank that came up after that is in the call, for the next consultation.
 
     Raises:
         CheckpointingException: the same on every rank.
@@ -198,7 +198,7 @@ def plan_together(call: Call, saving: Saving) -> Planned:
 
 
 def planned_share(call: Call, saving: Saving) -> tuple[Share, plans.Plan]:
-    """What this rank writes; as the last time, where every rank has what it had.
+    """Return this rank's share, and the plan; both are the last ones where every rank has what it had.
 
     Raises:
         CheckpointingException: the ranks together have problems; the same on every rank.
@@ -209,26 +209,26 @@ def planned_share(call: Call, saving: Saving) -> tuple[Share, plans.Plan]:
         digest = plans.digest_of(saving.table, call.rank, saving.is_checked, saving.is_balanced)
         known = plans.find(ranks, digest)
 
-    def compare(said: Mapping[int, tuple[bytes, bytes, bytes]]) -> Mapping[int, tuple[bool, bool]]:
-        digests = {rank: own for rank, (own, _, _) in said.items()}
-        numbers = {number for _, number, _ in said.values()}
+    def compare(own_by_rank: Mapping[int, tuple[bytes, bytes, bytes]]) -> Mapping[int, tuple[bool, bool]]:
+        digests = {rank: own for rank, (own, _, _) in own_by_rank.items()}
+        numbers = {number for _, number, _ in own_by_rank.values()}
         is_known = known is not None and known.digests == digests and numbers == {known.number}
-        is_alike = not compared or {state for _, _, state in said.values()} == {compared}
-        return dict.fromkeys(said, (is_known, is_alike))
+        is_alike = not compared or {state for _, _, state in own_by_rank.values()} == {compared}
+        return dict.fromkeys(own_by_rank, (is_known, is_alike))
 
     own = digest, known.number if known else b"", compared
     is_known, is_alike = consult(call, own, compare, COMPARING)
     if not is_alike:
-        consult(call, saving.compared or {}, functools.partial(tell_differences, saving), COMMON)
+        consult(call, saving.compared or {}, functools.partial(warn_of_differences, saving), COMMON)
     if is_known:
         assert known is not None, "every rank has it"
         return pickle.loads(known.share), known
     decided: list[plans.Description] = []
     digests: dict[int, bytes] = {}
 
-    def plan(said: Mapping[int, tuple[Table, bytes]]) -> Mapping[int, tuple[Share, bytes]]:
-        tables = {rank: table for rank, (table, _) in said.items()}
-        digests.update((rank, own) for rank, (_, own) in said.items())
+    def plan(own_by_rank: Mapping[int, tuple[Table, bytes]]) -> Mapping[int, tuple[Share, bytes]]:
+        tables = {rank: table for rank, (table, _) in own_by_rank.items()}
+        digests.update((rank, own) for rank, (_, own) in own_by_rank.items())
         findings = findings_of(tables) if saving.is_checked else unwritable(tables)
         shares = {} if findings else shares_of(tables, cells_of(tables), saving.is_balanced)
         findings = findings or clashes(tables, shares)
@@ -244,13 +244,13 @@ def planned_share(call: Call, saving: Saving) -> tuple[Share, plans.Plan]:
     return share, made
 
 
-def tell_differences(saving: Saving, said: Mapping[int, common.Values]) -> Mapping[int, Any]:
-    """Warn of common values that are others on another rank.
+def warn_of_differences(saving: Saving, values_by_rank: Mapping[int, common.Values]) -> Mapping[int, Any]:
+    """Warn of common values that differ between ranks.
 
     Raises:
-        Refusal: there are such, and there may be none.
+        Refusal: they differ, and may not.
     """
-    findings = common.findings_of(said)
+    findings = common.findings_of(values_by_rank)
     if findings and saving.strict_common:
         raise Refusal(findings)
     for rank, problem in findings:
@@ -261,7 +261,7 @@ def tell_differences(saving: Saving, said: Mapping[int, common.Values]) -> Mappi
 
 
 def commit_together(call: Call, planned: Planned, output: Output) -> Output:
-    """Make a checkpoint of what every rank has written; this rank's output.
+    """Make a checkpoint of every rank's records; return this rank's output.
 
     Raises:
         CheckpointingException: some rank has problems; the same on every rank. There is no checkpoint then.
@@ -287,7 +287,7 @@ def commit_together(call: Call, planned: Planned, output: Output) -> Output:
 
 
 def check_trust(state: bytes, must_load: bool) -> None:
-    """Say at the save what a load would refuse.
+    """Report at the save that a load would refuse the common state.
 
     Raises:
         CheckpointingException: it has to load.
@@ -301,16 +301,16 @@ def check_trust(state: bytes, must_load: bool) -> None:
 
 def work_of(saving: Saving, item: Item) -> Work:
     data, row = saving.data[item.number], saving.table.tensors[item.number]
-    # A piece as large as what this rank has is that.
+    # A piece of the size of this rank's data is all of the data.
     holds = item.box if item.box.size == row.size else row.box
     if 0 in item.box.size:
-        # A tensor without elements is written whole, whatever part of nothing this rank has.
+        # A tensor without elements is written in full, whatever part this rank has.
         data, holds = data.new_empty(item.box.size), item.box
     return Work(data, holds, item.box)
 
 
 def clashes(tables: Mapping[int, Table], shares: Mapping[int, Share]) -> Findings:
-    """Records that the index could not tell apart: it knows them by where they begin."""
+    """Return findings of records that the index could not tell apart: it knows them by their offset."""
     findings: Findings = []
     known: dict[tuple[str, tuple[int, ...]], tuple[int, Box]] = {}
     for rank, share in shares.items():

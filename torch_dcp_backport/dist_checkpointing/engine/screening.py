@@ -52,7 +52,7 @@ class Thing:
         if self.named and type(state) is not dict:
             raise Refused(f"attributes of {self.named} are set by a {type(state).__name__}")
 
-    #: What it is called where only its own attributes may be set.
+    #: Its name in errors, where only its own attributes may be set.
     named = ""
 
 
@@ -90,7 +90,7 @@ class Fraction(Thing):
 
 
 BUILTINS = ("builtins", "__builtin__")
-#: What is looked at; of everything else that torch takes, a `Thing` stands for it.
+#: Classes that are looked at; a `Thing` stands for everything else that torch takes.
 KINDS: dict[tuple[str, str], type[Any]] = {
     ("argparse", "Namespace"): Namespace,
     ("collections", "Counter"): Collection,

@@ -1,4 +1,4 @@
-"""Reads that ranks share: what several of them want is read by one, which sends it to the others.
+"""Reads that ranks share: one rank reads a part that several want, and sends it to the others.
 
 Collective over these ranks. Holds two windows of bytes beside the tensors that are loaded.
 """
@@ -32,29 +32,29 @@ from torch_dcp_backport.transfer.staging import part_of
 WINDOW = 16 * 2**20
 #: A portion has at most about so many bytes.
 PORTION = 4 * 2**20
-#: Where a portion begins in a window: at a multiple of every itemsize.
+#: A portion begins in a window at a multiple of this, and so of every itemsize.
 ALIGNED = 16
 SHARING = Topic("sharing out what is read")
 
-#: The boxes of each key that a rank wants; equal ones are equal objects once they were told.
+#: The boxes of each key that a rank wants; equal wants are the same object once they were exchanged.
 Wants = tuple[tuple[str, tuple[Box, ...]], ...]
 
 
 class Shared(NamedTuple):
-    """What came of a shared read."""
+    """The result of a shared read."""
 
     #: Key -> the bytes of its record, verified.
     objects: dict[str, bytes]
-    #: What failed in this rank's reads: other ranks have got all of it by then.
+    #: The error of this rank's reads: other ranks have got all that was read by then.
     failure: Optional[Exception]
 
 
 class Objects(NamedTuple):
-    """Who reads which object's record, and who wants it; the same on every rank."""
+    """The ranks that read and want the records of objects; the same on every rank."""
 
     #: Key -> global ranks, the reader first.
     ranks: dict[str, list[int]]
-    #: Of those that this rank wants.
+    #: Key -> memory for the record, of those that this rank wants.
     buffers: dict[str, torch.Tensor]
 
 
@@ -65,40 +65,40 @@ class Portion(NamedTuple):
     chunk: Chunk
     box: Box
     reader: int
-    #: What each rank wants of it.
+    #: The boxes that each rank wants of it.
     parts: tuple[tuple[int, Box], ...]
 
 
 class Shares(NamedTuple):
-    """Who reads what; the same on every rank."""
+    """The parts that each rank reads; the same on every rank."""
 
     portions: list[Portion]
-    #: What a rank alone wants.
+    #: Rank -> the parts that it alone wants.
     alone: dict[int, list[tuple[str, Chunk, Box]]]
 
 
 def read_shared(
     call: Call, reader: Reader, index: Index, wanted: Sequence[Wanted], objects: Sequence[str]
 ) -> Shared:
-    """Read what this rank wants, and let the others have what they want of it.
+    """Read the parts that this rank wants, sharing the reads with the other ranks.
 
     Args:
         wanted, objects: tensors and objects that are in the checkpoint; of this rank.
 
     Raises:
-        CheckpointingException, RuntimeError: a rank is gone, or has no memory. What else is raised leaves the
+        CheckpointingException, RuntimeError: a rank is gone, or has no memory. Any other error leaves the
             ranks out of step, too.
     """
     held, doubles = disjoint(wanted)
-    own = tuple((key, tuple(one.row.box for one in many)) for key, many in held.items())
+    own = tuple((key, tuple(entry.row.box for entry in entries)) for key, entries in held.items())
 
-    def tell(said: Mapping[int, tuple[Wants, Sequence[str]]]) -> Mapping[int, Any]:
+    def decide(own_by_rank: Mapping[int, tuple[Wants, Sequence[str]]]) -> Mapping[int, Any]:
         known: dict[Wants, Wants] = {}
         # Replicas want the same: it is sent once.
-        wants = {rank: known.setdefault(one, one) for rank, (one, _) in said.items()}
-        return dict.fromkeys(said, (wants, {rank: keys for rank, (_, keys) in said.items()}))
+        wants = {rank: known.setdefault(boxes, boxes) for rank, (boxes, _) in own_by_rank.items()}
+        return dict.fromkeys(own_by_rank, (wants, {rank: keys for rank, (_, keys) in own_by_rank.items()}))
 
-    wants, keys = consult(call, (own, tuple(dict.fromkeys(objects))), tell, SHARING)
+    wants, keys = consult(call, (own, tuple(dict.fromkeys(objects))), decide, SHARING)
     shares, records = shared_out(index, wants), Objects(readers_of(index, keys), {})
     windows = list(windows_of(index, shares.portions))
     buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -107,7 +107,7 @@ def read_shared(
         buffer = compat.host_buffer(most)
         for key in keys[call.rank]:
             records.buffers[key] = torch.zeros(index.objects[key].length, dtype=torch.uint8, device="cpu")
-    kinds = {one.data.device.type for one in wanted if one.data is not None}
+    kinds = {entry.data.device.type for entry in wanted if entry.data is not None}
     agreement = call.agree({}, Terms(device=kinds.pop() if len(kinds) == 1 else ""))
     failure: Optional[Exception] = None
 
@@ -116,7 +116,7 @@ def read_shared(
         try:
             reader.read(reads)
         except Exception as error:
-            # The other ranks wait for what was read; they hear of this when all was sent.
+            # The other ranks wait for what was read; they get this error when all was sent.
             failure = failure or error
 
     attempt([*reads_of(index, doubles), *reads_alone(index, held, shares.alone[call.rank])])
@@ -126,12 +126,12 @@ def read_shared(
         source, target = functools.partial(_filled, filled), functools.partial(_wanted, held)
         send(call, agreement, index, window, Memories(source, target, DOUBTFUL))
         reader.moved(sum(nbytes_received(index, portion, call.rank) for portion in window))
-    found = read_objects(call, agreement, reader, index, records)
-    return Shared(found.objects, failure or found.failure)
+    result = read_objects(call, agreement, reader, index, records)
+    return Shared(result.objects, failure or result.failure)
 
 
 def readers_of(index: Index, keys: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
-    """Key -> the ranks that want an object, of which the first one reads it: each about as many bytes."""
+    """Return key -> the ranks that want an object; the first reads it, each rank about as many bytes."""
     ranks: dict[str, list[int]] = {}
     for rank in sorted(keys):
         for key in keys[rank]:
@@ -144,7 +144,7 @@ def readers_of(index: Index, keys: Mapping[int, Sequence[str]]) -> dict[str, lis
 
 
 def read_objects(call: Call, agreement: Agreement, reader: Reader, index: Index, objects: Objects) -> Shared:
-    """Read each object's record once, and send it to all that want it; they compare its checksum, too."""
+    """Read each object's record once, and send it to all ranks that want it; each compares its checksum."""
     routes: dict[Key, Route] = {}
     failure: Optional[Exception] = None
     for key, (first, *others) in objects.ranks.items():
@@ -166,30 +166,30 @@ def read_objects(call: Call, agreement: Agreement, reader: Reader, index: Index,
 
     if routes:
         move(call, agreement, routes, Memories(memory_of, memory_of, DOUBTFUL))
-    found = {}
+    contents = {}
     for key, buffer in objects.buffers.items():
         data = bytearray(bytes_of(buffer))
         try:
             verify_object(data, index.objects[key])
         except Damaged as error:
             failure = failure or Damaged(f"{key}: {error}")
-        found[key] = bytes(data)
-    return Shared(found, failure)
+        contents[key] = bytes(data)
+    return Shared(contents, failure)
 
 
 def disjoint(wanted: Sequence[Wanted]) -> tuple[dict[str, list[Wanted]], list[Wanted]]:
-    """What a rank wants by key, and what has elements in common with that: a tensor under two names."""
+    """Return the wanted boxes by key, and those that overlap them: of a tensor under two names."""
     held: dict[str, list[Wanted]] = {}
     doubles: list[Wanted] = []
-    for one in wanted:
-        others = held.setdefault(one.row.key, [])
-        has_some = any(intersection(other.row.box, one.row.box) for other in others)
-        (doubles if has_some else others).append(one)
+    for entry in wanted:
+        others = held.setdefault(entry.row.key, [])
+        has_some = any(intersection(other.row.box, entry.row.box) for other in others)
+        (doubles if has_some else others).append(entry)
     return held, doubles
 
 
 def shared_out(index: Index, wants: Mapping[int, Wants]) -> Shares:
-    """Who reads what: each byte that several ranks want by one of them, and each rank about as many bytes."""
+    """Return the parts for each rank: one rank reads what several want, and each about as many bytes."""
     alone: dict[int, list[tuple[str, Chunk, Box]]] = {rank: [] for rank in wants}
     load = dict.fromkeys(wants, 0)
     shared: list[tuple[str, Chunk, Box, list[tuple[int, Box]]]] = []
@@ -216,7 +216,7 @@ def shared_out(index: Index, wants: Mapping[int, Wants]) -> Shares:
 
 
 def parts_in(box: Box, parts: Sequence[tuple[int, Box]]) -> list[tuple[int, Box]]:
-    """What ranks want of a box."""
+    """Return the parts of a box that ranks want."""
     inside = ((rank, intersection(part, box)) for rank, part in parts)
     return [(rank, part) for rank, part in inside if part is not None]
 
@@ -224,23 +224,23 @@ def parts_in(box: Box, parts: Sequence[tuple[int, Box]]) -> list[tuple[int, Box]
 def parts_by_chunk(
     index: Index, wants: Mapping[int, Wants]
 ) -> Iterator[tuple[str, Chunk, list[tuple[int, Box]]]]:
-    """(key, chunk, what each rank wants of it), in an order that is the same on every rank."""
+    """Yield (key, chunk, the parts that ranks want of it), in an order that is the same on every rank."""
     boxes: dict[str, dict[Box, list[int]]] = {}
     for rank, rows in wants.items():
         for key, listed in rows:
             for box in listed:
                 boxes.setdefault(key, {}).setdefault(box, []).append(rank)
     for key, by_box in boxes.items():
-        found: dict[Box, tuple[Chunk, list[tuple[int, Box]]]] = {}
+        parts_by_box: dict[Box, tuple[Chunk, list[tuple[int, Box]]]] = {}
         for box, ranks in by_box.items():
             for chunk, part in index.tensors[key].parts_of(box):
-                found.setdefault(chunk.box, (chunk, []))[1].extend((rank, part) for rank in ranks)
-        for chunk, parts in found.values():
+                parts_by_box.setdefault(chunk.box, (chunk, []))[1].extend((rank, part) for rank in ranks)
+        for chunk, parts in parts_by_box.values():
             yield key, chunk, parts
 
 
 def slabs(chunk: Box, parts: Sequence[tuple[int, Box]]) -> Iterator[list[tuple[int, Box]]]:
-    """Parts of a chunk, cut along its outermost axis: those of a slab begin and end together there."""
+    """Yield parts of a chunk, cut along its outermost axis: those of a slab begin and end together there."""
     dim = next((dim for dim, extent in enumerate(chunk.size) if extent > 1), None)
     if dim is None or len({part for _, part in parts}) == 1:
         yield list(parts)
@@ -261,7 +261,7 @@ def ends_of(box: Box) -> tuple[int, ...]:
 
 
 def bounds(boxes: Iterator[Box]) -> Box:
-    """The smallest box around some."""
+    """Return the smallest box around some."""
     listed = list(boxes)
     offset = tuple(map(min, zip(*(box.offset for box in listed))))
     ends = tuple(map(max, zip(*map(ends_of, listed))))
@@ -269,7 +269,7 @@ def bounds(boxes: Iterator[Box]) -> Box:
 
 
 def nbytes_of(index: Index, portion: Portion) -> int:
-    """What a portion takes of a window."""
+    """Return the bytes that a portion takes of a window."""
     nbytes = portion.box.numel * index.tensors[portion.key].dtype.itemsize
     return -(-nbytes // ALIGNED) * ALIGNED
 
@@ -282,7 +282,7 @@ def nbytes_received(index: Index, portion: Portion, rank: int) -> int:
 
 
 def windows_of(index: Index, portions: Sequence[Portion]) -> Iterator[list[Portion]]:
-    """Portions that are read and sent together: no rank reads more than a window, or one portion."""
+    """Yield portions that are read and sent together: no rank reads more than a window, or one portion."""
     window: list[Portion] = []
     used: dict[int, int] = {}
     for portion in portions:
@@ -305,7 +305,7 @@ Filled = dict[str, list[Read]]
 
 
 def views_of(index: Index, window: Sequence[Portion], rank: int, buffer: torch.Tensor) -> Filled:
-    """What this rank reads of a window, and where in its buffer."""
+    """Return this rank's reads of a window, by key, into parts of its buffer."""
     filled: Filled = {}
     start = 0
     for portion in window:
@@ -343,19 +343,19 @@ def reads_alone(
     index: Index, held: Mapping[str, Sequence[Wanted]], alone: Sequence[tuple[str, Chunk, Box]]
 ) -> Iterator[Read]:
     for key, chunk, part in alone:
-        one = next(one for one in held[key] if intersection(one.row.box, part) == part)
-        assert one.data is not None, "it was made"
-        yield Read(key, chunk, part, index.tensors[key].dtype, one.data, one.row.box)
+        entry = next(entry for entry in held[key] if intersection(entry.row.box, part) == part)
+        assert entry.data is not None, "it was made"
+        yield Read(key, chunk, part, index.tensors[key].dtype, entry.data, entry.row.box)
 
 
 def _wanted(held: Mapping[str, Sequence[Wanted]], key: str, box: Box) -> torch.Tensor:
-    """The memory into which a box is loaded."""
-    one = next(one for one in held[key] if intersection(one.row.box, box) == box)
-    assert one.data is not None, "it was made"
-    return part_of(one.data, one.row.box, box)
+    """Return the memory into which a box is loaded."""
+    entry = next(entry for entry in held[key] if intersection(entry.row.box, box) == box)
+    assert entry.data is not None, "it was made"
+    return part_of(entry.data, entry.row.box, box)
 
 
 def _filled(filled: Filled, key: str, box: Box) -> torch.Tensor:
-    """A box of what this rank has read for others."""
+    """Return the memory of a box that this rank has read for others."""
     read = next(read for read in filled[key] if intersection(read.part, box) == box)
     return part_of(read.target, read.part, box)

@@ -1,4 +1,4 @@
-"""What the ranks have of a sharded state dict, as rows; and what is wrong with them as a whole.
+"""The ranks' parts of a sharded state dict, as rows; and the findings of all rows together.
 
 Pure functions of all ranks' rows. Must never see a value.
 """
@@ -19,7 +19,7 @@ from torch_dcp_backport.transfer.layout import whole
 
 
 class Row(NamedTuple):
-    """One box of a global tensor on one rank."""
+    """A box of a global tensor on one rank."""
 
     key: str
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     is_main: bool = True
     #: The lowest rank of the mesh, of a DTensor's box.
     mesh: Optional[int] = None
-    #: The global shape of the tensor, where the one above is that of the folded one (see `flat`).
+    #: The global shape of the tensor, where `shape` is that of the folded tensor (see `flat`).
     original: Optional[tuple[int, ...]] = None
 
     @property
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 class ObjectRow(NamedTuple):
-    """One of a grid of objects on one rank."""
+    """An object of a grid on one rank."""
 
     key: str
     #: With the place in the grid.
@@ -49,7 +49,7 @@ class ObjectRow(NamedTuple):
 
 
 class Table(NamedTuple):
-    """One rank's rows."""
+    """A rank's rows."""
 
     tensors: Sequence[Row]
     objects: Sequence[ObjectRow] = ()
@@ -68,7 +68,7 @@ def _table_of(keys: list[str], numbers: array[int], forms: list[Any], objects: l
 
 
 class Held(NamedTuple):
-    """One row, and whose it is."""
+    """A row, and the rank that has it."""
 
     rank: int
     #: The number of the row in that rank's table.
@@ -76,12 +76,12 @@ class Held(NamedTuple):
     row: Row
 
 
-#: key -> box -> the rows with this box that have elements, the main one first.
+#: key -> box -> the rows with this box that have elements, the main row first.
 Cells = dict[str, dict[Box, list[Held]]]
 
 
 def cells_of(tables: Mapping[int, Table]) -> Cells:
-    """The distinct boxes of every tensor, each with its holders."""
+    """Return the distinct boxes of every tensor, each with its holders."""
     cells: Cells = {}
     for rank, table in tables.items():
         for number, row in enumerate(table.tensors):
@@ -97,7 +97,7 @@ def cells_of(tables: Mapping[int, Table]) -> Cells:
 
 
 def without_twins(holders: list[Held]) -> list[Held]:
-    """The same holders, of which those on other meshes than the first one are no main replicas.
+    """Return the same holders, of which those on other meshes than the first are no main replicas.
 
     A DTensor that is not parallelised along all dimensions of the job's mesh, such as a norm's weight beside
     tensor parallelism, is on several meshes that know nothing of each other, and is one tensor.
@@ -113,7 +113,7 @@ def without_twins(holders: list[Held]) -> list[Held]:
 
 
 def findings_of(tables: Mapping[int, Table]) -> Findings:
-    """What is wrong with the tables as a whole: every element has to have one main copy."""
+    """Return the findings of all tables together: every element has to have one main copy."""
     few = examples(tables)
     if not _findings_of_all(few):
         return []
@@ -121,9 +121,9 @@ def findings_of(tables: Mapping[int, Table]) -> Findings:
 
 
 def examples(tables: Mapping[int, Table]) -> dict[int, Table]:
-    """The rows of one tensor of each kind: layers are alike, and what is wrong with one is so with all."""
+    """Return the rows of one tensor of each kind: layers are alike, and a problem of one is that of all."""
     kinds: dict[Any, int] = {}
-    # By key, from row to row: the number of what was seen of it so far.
+    # Key -> the number of the kind that its rows so far make.
     seen: dict[str, int] = {}
     for rank, table in tables.items():
         for row in table.tensors:
@@ -148,7 +148,7 @@ def _findings_of_all(tables: Mapping[int, Table]) -> Findings:
 
 
 def unwritable(tables: Mapping[int, Table]) -> Findings:
-    """What no checkpoint can hold, whoever checks the rest."""
+    """Return findings of rows that no checkpoint can hold, also where nothing else is checked."""
     return disagreements(tables) or [
         (rank, Problem("a box outside the global tensor", row.key, spelled(row.box), f"shape {row.shape}"))
         for rank, table in tables.items()
@@ -164,7 +164,7 @@ def is_outside(row: Row) -> bool:
 
 
 def disagreements(tables: Mapping[int, Table]) -> Findings:
-    """Tensors that have another dtype or global shape on another rank."""
+    """Return findings of tensors that have another dtype or global shape on another rank."""
     findings: Findings = []
     known: dict[str, tuple[int, Row]] = {}
     for rank, table in tables.items():
@@ -239,13 +239,13 @@ def _findings_of_objects(tables: Mapping[int, Table]) -> Findings:
 
 
 def spelled(box: Box) -> str:
-    """[0:4, 8:16], as in an index."""
+    """Return a box as an index: [0:4, 8:16]."""
     spans = (f"{start}:{start + extent}" for start, extent in zip(box.offset, box.size))
     return f"[{', '.join(spans)}]"
 
 
 def keys_of(tables: Mapping[int, Table]) -> Iterator[str]:
-    """The keys that some rank has, tensors' and objects'."""
+    """Yield the keys that some rank has, tensors' and objects'."""
     for table in tables.values():
         for row in table.tensors:
             yield row.key

@@ -1,4 +1,4 @@
-"""Reads pickles of others and runs none of their code: of named classes plain stand-ins are made.
+"""Reads pickles of other programs and runs none of their code: named classes become plain stand-ins.
 
 `pickle.load`, with which torch and Megatron read `.metadata`, calls whatever the file names.
 """
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch_dcp_backport.dist_checkpointing.engine.records import TYPED
 
 T = TypeVar("T")
-#: Tuples in each other; hashing one takes as many frames of C, which nothing counts.
+#: Tuples in each other; hashing the outermost takes as many frames of C, which nothing counts.
 DEEPEST = 10_000
 TUPLES = (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
 #: Bytes of stack for each of them, twice what they take.
@@ -28,11 +28,11 @@ MARKED = (pickletools.markobject, pickletools.stackslice)
 
 
 class Refused(Exception):
-    """A pickle names what is not allowed, or is none."""
+    """A pickle names something that is not allowed, or is no pickle."""
 
 
 def tuples_in(pickled: bytes) -> int:
-    """No fewer than the tuples of a pickle: a byte is not always an opcode."""
+    """Return the number of a pickle's tuples, or more: a byte is not always an opcode."""
     return sum(map(pickled.count, TUPLES))
 
 
@@ -51,7 +51,7 @@ def check_tuples(pickled: bytes) -> None:
 
 
 def depth_of_tuples(pickled: bytes) -> int:
-    """The most tuples that are in each other, or more: of other values' parts the deepest counts."""
+    """Return the depth of tuples in each other, or more: of other values' parts the deepest counts."""
     stack: list[Any] = []
     memo: dict[Any, int] = {}
     deepest = 0
@@ -78,10 +78,10 @@ def depth_of_tuples(pickled: bytes) -> int:
 
 
 def with_stack_for(pickled: bytes, work: Callable[[], T]) -> T:
-    """What `work` returns, or raises, though all tuples of the pickle were in each other.
+    """Run `work` with stack enough for a pickle with all its tuples in each other, and return its result.
 
-    To look for them costs more than to read the pickle of a large checkpoint, and is done where so much
-    address space is not to be had.
+    To measure their depth costs more than to read the pickle of a large checkpoint, and is only done where
+    so much address space cannot be had.
 
     Raises:
         Refused: they are too deep in each other.
@@ -116,7 +116,7 @@ def with_stack_for(pickled: bytes, work: Callable[[], T]) -> T:
 class StandIn:
     """An object of a class that is not made (of torch, Megatron, pathlib), with its attributes.
 
-    A pickle can set attributes of whatever it can name (BUILD), classes too: every reader has classes of its
+    A pickle can set attributes of all that it can name (BUILD), classes too: every reader has classes of its
     own, and their attributes end with it.
     """
 
@@ -128,11 +128,11 @@ class StandIn:
 
 
 class TensorEntry(StandIn):
-    """Of torch's `TensorStorageMetadata`."""
+    """The stand-in of torch's `TensorStorageMetadata`."""
 
 
 class Properties(StandIn):
-    """Of torch's `TensorProperties`, whose state is a tuple that begins with the dtype."""
+    """The stand-in of torch's `TensorProperties`; its state is a tuple that begins with the dtype."""
 
     dtype: Any
 
@@ -141,13 +141,13 @@ class Properties(StandIn):
 
 
 class Maker:
-    """A function that a pickle may call: it has no attributes, and each time it is named is a new one."""
+    """A function that a pickle may call: it has no attributes, and is made anew each time it is named."""
 
     __slots__ = ()
 
 
 class Bytes(Maker):
-    """`bytearray`, which of a number makes so many zeros."""
+    """The stand-in of `bytearray`, which would make any number of zeros."""
 
     __slots__ = ()
 
@@ -210,10 +210,10 @@ class Reader(pickle.Unpickler):
         return self._own[module, name]
 
     def read(self) -> tuple[Any, int]:
-        """(the object, bytes that its pickle takes).
+        """Return (the object, bytes that its pickle takes).
 
         Raises:
-            Refused: not a pickle, or one that names what is not allowed.
+            Refused: it is no pickle, or names something that is not allowed.
         """
         try:
             return self.load(), self._file.tell()
@@ -232,7 +232,7 @@ class Described(NamedTuple):
     offset: int
     #: The name of its storage.
     storage: str
-    #: What else makes its values of those in the storage: that it is conjugated, or negated.
+    #: Its further differences from the values in the storage: that it is conjugated, or negated.
     flags: object
 
 
@@ -270,7 +270,7 @@ class RebuiltParameter(Maker):
         return value
 
 
-#: What the pickle of a tensor's record names.
+#: The names in the pickle of a tensor's record.
 TENSORS: Mapping[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): RebuiltV2,
     ("torch._utils", "_rebuild_tensor_v3"): RebuiltV3,
@@ -284,7 +284,7 @@ STORAGES["UntypedStorage"] = torch.uint8
 
 
 class TensorReader(Reader):
-    """Reads a `Described`."""
+    """An unpickler that returns a tensor as `Described`."""
 
     def __init__(self, data: bytes) -> None:
         if tuples_in(data) > DEEPEST:

@@ -27,7 +27,7 @@ class Unloadable(Exception):
 
 @functools.lru_cache(maxsize=1)
 def safe_classes() -> tuple[Any, ...]:
-    """Harmless classes of the values in checkpoints, beyond tensors and Python's own."""
+    """Return harmless classes of the values in checkpoints, beyond tensors and Python's own."""
     kinds: list[Any] = [
         argparse.Namespace,
         OrderedDict,
@@ -50,7 +50,7 @@ def safe_classes() -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=1)
 def _numpys() -> Any:
-    """The stand-ins of numpy's values; None where there is no numpy."""
+    """Return the stand-ins of numpy's values; None where there is no numpy."""
     try:
         return importlib.import_module("torch_dcp_backport.dist_checkpointing.engine.numpys")
     except ImportError:
@@ -58,7 +58,7 @@ def _numpys() -> Any:
 
 
 def without_stand_ins(value: Any) -> Any:
-    """A value that was just loaded, with numpy's own in it; what can be changed is changed in place."""
+    """Return a loaded value with numpy's values for their stand-ins; containers are changed in place."""
     numpys = _numpys()
     return value if numpys is None else _in_place(value, numpys.value_of, {})
 
@@ -68,10 +68,10 @@ WITH_ATTRIBUTES = (argparse.Namespace, OrderedDict, Counter, torch.Tensor, torch
 
 
 def _in_place(value: Any, replace: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
-    """The same structure with other leaves.
+    """Return the same structure with other leaves.
 
     Args:
-        known: id of a value -> it, and what it became; what is there twice stays one.
+        known: id of a value -> it, and its replacement; a value that is there twice gets the same one.
     """
 
     def of(part: Any) -> Any:
@@ -113,12 +113,12 @@ def dumps(value: object) -> bytes:
 
 
 def without_the_rest(value: Any, known: Optional[dict[int, Any]] = None) -> Any:
-    """The same value, with copies of tensors that are a part of their memory: all of that would be saved.
+    """Return a value with copies of tensors that are a part of their memory: all of that would be saved.
 
-    What has none such in it is the caller's own object; other classes than those below are not looked into.
+    A value without such tensors is the caller's own; other classes than those below are not looked into.
 
     Args:
-        known: id of a value -> what it became; what is there twice stays one.
+        known: id of a value -> its replacement; a value that is there twice gets the same one.
     """
     known = {} if known is None else known
     if id(value) in known:
@@ -140,20 +140,20 @@ def without_the_rest(value: Any, known: Optional[dict[int, Any]] = None) -> Any:
 
 
 def is_torchscript(data: bytes) -> bool:
-    """Whether `torch.load` takes these bytes for a TorchScript program.
+    """Return whether `torch.load` takes these bytes for a TorchScript program.
 
     Up to torch 2.5 it runs one, with `weights_only=True` too (CVE-2025-32434).
     """
     file = io.BytesIO(data)
     if not data.startswith(b"PK"):
         return False
-    # As torch.load looks: another reader of zip files could find other names in a crafted one.
+    # As torch.load looks: another reader of zip files could find other names in a crafted file.
     reader: Any = torch._C.PyTorchFileReader(file)
     return "constants.pkl" in reader.get_all_records()
 
 
 def why_not_loadable(data: bytes) -> str:
-    """Why a load without `trust` would refuse what a save is about to write; "" where it would not."""
+    """Return why a load without `trust` would refuse the bytes of a save; "" where it would not."""
     try:
         loads(data)
     except Unloadable as error:
@@ -162,7 +162,7 @@ def why_not_loadable(data: bytes) -> str:
 
 
 def loads(data: bytes, trust: bool = False) -> Any:
-    """The value in `data`; tensors on the CPU.
+    """Return the value in `data`; tensors on the CPU.
 
     Args:
         trust: make objects of any class, which runs what the file says.
@@ -197,7 +197,7 @@ def loads(data: bytes, trust: bool = False) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """What torch says that is no advice."""
+    """Return the text of torch's error without its advice."""
     lines = str(error).strip().splitlines()
-    said = [line for line in lines if not line.startswith(("Check the documentation", "Please"))]
-    return said[-1] if said else type(error).__name__
+    kept = [line for line in lines if not line.startswith(("Check the documentation", "Please"))]
+    return kept[-1] if kept else type(error).__name__

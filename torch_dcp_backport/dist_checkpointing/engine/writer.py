@@ -35,7 +35,7 @@ SHARED = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 )
-#: That an array has up to numpy 1.26.
+#: The most axes of an array up to numpy 1.26.
 MOST_AXES = 32
 
 
@@ -43,7 +43,7 @@ class Work(NamedTuple):
     """A box to be written, and the tensor that holds it."""
 
     data: torch.Tensor
-    #: What `data` holds.
+    #: The box that `data` holds.
     holds: Box
     box: Box
 
@@ -57,7 +57,7 @@ class Work(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Where a record came to lie."""
+    """The place of a written record, and its checksum."""
 
     offset: int
     length: int
@@ -65,7 +65,7 @@ class Written(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What one rank wrote."""
+    """The file and the records that a rank wrote."""
 
     file: str
     nbytes: int
@@ -94,11 +94,11 @@ def write(
     moved: Callable[[int], None],
     is_hashed: bool = False,
 ) -> Output:
-    """Write records one after the other into a new file, and have it on disk.
+    """Write records in sequence into a new file, and have it on disk.
 
     Args:
         moved: called with the bytes of values that were written since the last time.
-        is_hashed: tell the file's SHA-256; it is read again for that.
+        is_hashed: return the file's SHA-256, too; the file is read again for that.
 
     Raises:
         OSError: no room, known before the first byte where the file system can tell, or a failed write.
@@ -139,7 +139,7 @@ def write(
 
 
 class Sink:
-    """A file that is written from its start on; what is little waits until it is worth a call."""
+    """A file that is written from its start on; little data waits until it is worth a call."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -159,19 +159,19 @@ class Sink:
             self.flush()
 
     def put_large(self, data: memoryview) -> None:
-        """As `put`, at once; its checksum is counted by `fill`."""
+        """Write data at once, not as `put`; its checksum is counted by `fill`."""
         self.flush()
         files.write_all(self.fd, data, self._flushed)
         self._flushed += data.nbytes
 
     def skip(self, nbytes: int) -> int:
-        """Leave room that `fill` will fill; returns where."""
+        """Leave room that `fill` will fill, and return its offset."""
         self.flush()
         self._flushed += nbytes
         return self._flushed - nbytes
 
     def fill(self, data: bytes, at: int, behind: int) -> None:
-        """Fill the room, with `behind` as the checksum of what was put behind it."""
+        """Fill the room, with `behind` as the checksum of the data that was put behind it."""
         files.write_all(self.fd, data, at)
         self.crc = combined(zlib.crc32(data, self.crc), behind, self.end - at - len(data))
 
@@ -199,7 +199,7 @@ def write_tensor(
         sink.put(b"".join((form.head(total.crc), data, form.tail(total.crc, total.table))))
         moved(form.nbytes)
     else:
-        # The head has the checksum of what comes behind it.
+        # The head has the checksum of the values behind it.
         at = sink.skip(form.at)
         for part in blocks:
             total.add(part)
@@ -211,7 +211,7 @@ def write_tensor(
 
 
 def why_not_readable(tensor: torch.Tensor) -> str:
-    """The reason why a tensor has no values that could be saved; "" where it has them."""
+    """Return why a tensor has no values that could be saved; "" where it has them."""
     if tensor.is_meta:
         return "on the meta device"
     if not has_slices(tensor):
@@ -220,12 +220,12 @@ def why_not_readable(tensor: torch.Tensor) -> str:
 
 
 def is_flat(part: torch.Tensor) -> bool:
-    """Whether a tensor lies in host memory as it lies in a file."""
+    """Return whether a tensor lies in host memory as it lies in a file."""
     return part.is_cpu and is_dense(part)
 
 
 def flat_blocks(part: torch.Tensor) -> Iterator[memoryview]:
-    """The values of a tensor that lies as in a file, in blocks that are multiples of every grain."""
+    """Return the values of a tensor that lies as in a file, in blocks that are multiples of every grain."""
     data = bytes_of(part)
     if len(data) <= BLOCK:
         return iter((data,))
@@ -233,13 +233,13 @@ def flat_blocks(part: torch.Tensor) -> Iterator[memoryview]:
 
 
 def blocks_of(work: Work, block: torch.Tensor) -> Iterator[memoryview]:
-    """The values in row-major order, in blocks that are multiples of every grain, but for the last."""
-    everything, grain = whole(work.box.size), work.form.grain or 1
+    """Yield the values in row-major order, in blocks that are multiples of every grain, but for the last."""
+    full_box, grain = whole(work.box.size), work.form.grain or 1
     filled = 0
-    for piece in pieces(everything, everything, work.data.dtype.itemsize, BLOCK // 2, 0):
+    for piece in pieces(full_box, full_box, work.data.dtype.itemsize, BLOCK // 2, 0):
         size = piece.stop - piece.start
         if filled + size > BLOCK:
-            # What is behind the last whole grain goes to the front of the next block.
+            # The bytes behind the last full grain go to the front of the next block.
             left = filled % grain
             yield bytes_of(block[: filled - left])
             block[:left].copy_(block[filled - left : filled].clone())
@@ -256,7 +256,7 @@ def shifted(box: Box, by: Box) -> Box:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host that requires no gradient.
+    """Return the memory of a contiguous tensor on the host that requires no gradient.
 
     Raises:
         RuntimeError: it was freed.

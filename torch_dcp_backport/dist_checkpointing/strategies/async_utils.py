@@ -1,4 +1,4 @@
-"""Saves in the background: what `save(async_sharded_save=True)` returns, and the queue that runs it.
+"""Saves in the background: the request that `save(async_sharded_save=True)` returns, and its queue.
 
 Names and fields are those of `megatron.core.dist_checkpointing.strategies.async_utils`.
 """
@@ -29,7 +29,7 @@ class AsyncRequest(NamedTuple):
     #: Writes this rank's files; not collective, and raises nothing.
     async_fn: Optional[Callable[..., None]]
     async_fn_args: tuple[Any, ...]
-    #: Called in this order once every rank has written. The first one makes the checkpoint; collective.
+    #: Called in this order once every rank has written. The first makes the checkpoint; collective.
     finalize_fns: list[Callable[[], None]]
     async_fn_kwargs: Mapping[str, Any] = MappingProxyType({})
     #: Nothing is left to do in it here.
@@ -38,7 +38,7 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], None]) -> None:
-        """Add what is to be called after the checkpoint is whole, on every rank.
+        """Add a function to be called, on every rank, after the checkpoint is complete.
 
         Raises:
             RuntimeError: the request is under way.
@@ -55,7 +55,7 @@ class AsyncRequest(NamedTuple):
             finalize()
 
     def freeze(self) -> AsyncRequest:
-        """The same request, to which nothing can be added."""
+        """Return the same request, to which nothing can be added."""
         return self._replace(is_frozen=True)
 
 
@@ -73,10 +73,10 @@ class AsyncCallsQueue:
         self._scheduled = 0
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Start a request, and return its number. Waits for the one before, and finalizes it. Collective.
+        """Start a request, and return its number. Waits for the last request, and finalizes it. Collective.
 
         Raises:
-            CheckpointingException: the one before failed; the same on every rank. This one was not started.
+            CheckpointingException: the last request failed; the same on every rank. This one was not started.
         """
         if self._request is not None:
             began = time.monotonic()
@@ -87,14 +87,14 @@ class AsyncCallsQueue:
         if request.preload_fn is not None:
             request.preload_fn()
         if request.async_fn is not None:
-            # Not a daemon: at the end of the process it is waited for, though nobody will finalize it.
+            # Not a daemon: the process waits for it at its end, though it is not finalized then.
             self._thread = threading.Thread(
                 target=request.async_fn, args=request.async_fn_args, kwargs=dict(request.async_fn_kwargs)
             )
             try:
                 self._thread.start()
             except RuntimeError as error:
-                # The other ranks go on; so must this one.
+                # The other ranks go on; so must this rank.
                 logger.warning("no thread can be started (%s): the files are written now", error)
                 self._thread = None
                 request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
@@ -106,7 +106,7 @@ class AsyncCallsQueue:
 
         Args:
             blocking: wait for it.
-            no_dist: makes no difference: whether all ranks have written is asked in any case.
+            no_dist: makes no difference: all ranks are asked in any case.
 
         Returns:
             The number of the request, if it was finalized.
@@ -141,7 +141,7 @@ class AsyncCallsQueue:
         return [request.call_idx]
 
     def get_num_unfinalized_calls(self) -> int:
-        """1 while a request is under way, or has not been finalized; else 0."""
+        """Return 1 while a request is under way, or has not been finalized; else 0."""
         return int(self._request is not None)
 
     def close(self) -> None:

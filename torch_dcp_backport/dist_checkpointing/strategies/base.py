@@ -1,4 +1,4 @@
-"""The one format as a strategy: programs that choose a strategy and pass it on go on doing so.
+"""The one format as a strategy, for programs that choose a strategy and pass it on.
 
 Names are those of `megatron.core.dist_checkpointing.strategies`.
 """
@@ -20,7 +20,7 @@ from torch_dcp_backport.transfer.groups import Group
 
 @dataclass(frozen=True)
 class ShardedStrategy:
-    """How sharded tensors are saved, and loaded: the only way that there is."""
+    """The only way in which sharded tensors are saved, and loaded."""
 
     backend: str = SHARDED_BACKEND
     version: int = 1
@@ -32,10 +32,10 @@ class ShardedStrategy:
 
 
 def refuse_strategies(*strategies: Any) -> None:
-    """Refuse strategies for another format than the one that Megatron names torch_dist; by duck type.
+    """Refuse strategies for another format than Megatron's torch_dist; by duck type.
 
     Raises:
-        CheckpointingException: naming the other one.
+        CheckpointingException: naming the other format.
     """
     for strategy in strategies:
         while hasattr(strategy, "base_strategy"):
@@ -46,7 +46,7 @@ def refuse_strategies(*strategies: Any) -> None:
 
 
 def sharing_groups(strategy: Any) -> tuple[Group, ...]:
-    """The process group whose ranks a strategy lets read together; none without such a strategy."""
+    """Return the process group whose ranks a strategy lets read together; empty without such a strategy."""
     if not hasattr(strategy, "parallelization_group") or not dist.is_initialized():
         return ()
     return (strategy.parallelization_group,)

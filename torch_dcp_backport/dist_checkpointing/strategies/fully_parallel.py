@@ -1,6 +1,6 @@
 """Strategies by which ranks share work: Megatron's names.
 
-A save shares it out in any case; a load does with one of these.
+A save shares it out in any case; a load does with a strategy of these.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FullyParallelSaveStrategyWrapper:
 
 @dataclass(frozen=True)
 class FullyParallelLoadStrategyWrapper:
-    """A load in which the ranks of a group read together: what several want is read once, and sent.
+    """A load in which the ranks of a group read together: a part that several want is read once, and sent.
 
     For files far away (a network's file system). With files in the memory of this machine each rank is as
     fast by itself.
@@ -46,7 +46,7 @@ class FullyParallelLoadStrategyWrapper:
     parallelization_group: Group = None
     #: Makes no difference: nothing is cached.
     do_cache_distribution: bool = False
-    #: Makes no difference: there is one.
+    #: Makes no difference: there is only one.
     exchange_algo: str = "broadcast"
 
     base_strategy = property(lambda self: self.strategy)

@@ -9,7 +9,7 @@ from torch_dcp_backport.dist_checkpointing.strategies.base import ShardedStrateg
 
 
 class TorchDistSaveShardedStrategy(ShardedStrategy):
-    """As Megatron's in arguments; how it saves are the arguments of `save`."""
+    """A strategy with Megatron's arguments; the arguments of `save` set how a save goes."""
 
     def __init__(self, backend: str = SHARDED_BACKEND, version: int = 1, *options: Any, **more: Any) -> None:
         """`options`, `more`: threads, caches and hints of Megatron's; they make no difference."""
@@ -17,7 +17,7 @@ class TorchDistSaveShardedStrategy(ShardedStrategy):
 
 
 class TorchDistLoadShardedStrategy(ShardedStrategy):
-    """As Megatron's."""
+    """A strategy with Megatron's arguments."""
 
     def __init__(self, *options: Any, **more: Any) -> None:
         """`options`, `more`: caches of Megatron's; they make no difference."""

@@ -38,7 +38,7 @@ SIZES = {
 
 
 def build(size: str, device: str, *, library: bool) -> nn.Module:
-    """The model, its embeddings tied; on a device its values are arbitrary."""
+    """Make the model, its embeddings tied; on a device its values are arbitrary."""
     model = (_from_library if library else _built_in)(SIZES[size])
     if device != "meta":
         model = model.to_empty(device=device)
@@ -78,7 +78,7 @@ def _from_library(size: Size) -> nn.Module:
 
 
 def _built_in(size: Size) -> nn.Module:
-    """Parameters of the same names and shapes, in the same tree, without a forward."""
+    """Make parameters of the same names and shapes, in the same tree, without a forward."""
     head = size.hidden // size.heads
     kv = size.kv_heads * head
 
@@ -123,7 +123,7 @@ def _built_in(size: Size) -> nn.Module:
 
 
 def _tree(children: dict[str, nn.Module]) -> nn.Module:
-    """FSDP2 refuses torch's own containers."""
+    """Make a container of modules: FSDP2 refuses torch's own."""
     module = nn.Module()
     for name, child in children.items():
         module.add_module(name, child)
@@ -131,7 +131,7 @@ def _tree(children: dict[str, nn.Module]) -> nn.Module:
 
 
 def write_checkpoint(size: str, folder: str, *, library: bool) -> dict[str, int]:
-    """Random weights in files of a few hundred MB with an index, the tied weight stored once."""
+    """Write random weights in files of a few hundred MB with an index, the tied weight stored once."""
     model = build(size, "cpu", library=library)
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
@@ -188,7 +188,7 @@ class Checkpoint:
         return full[first:last].clone()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All of it in memory of our own (not mapped files), with the tied weight under both its names."""
+        """Return all of it in memory of our own (not mapped files), the tied weight under both its names."""
         state = {}
         for file in sorted(set(self.files.values())):
             if file.endswith(".safetensors"):

@@ -60,7 +60,7 @@ def choose(seen: Seen, world: int, device: Optional[str] = None, backend: Option
 
 
 def _check_backend(seen: Seen, backend: str) -> None:
-    """One name, or one per device type as in cpu:gloo,cuda:nccl."""
+    """Refuse all but a known name, or a name per device type as in cpu:gloo,cuda:nccl."""
     pairs = _pairs(backend)
     if "," in backend and any(not kind for kind, _ in pairs):
         raise CannotRun(
@@ -75,7 +75,7 @@ def _check_backend(seen: Seen, backend: str) -> None:
 
 
 def _pairs(backend: str) -> list[tuple[str, str]]:
-    """(device type or nothing, name) of each part."""
+    """Return (device type or an empty string, name) of each part."""
     parts = [part.rpartition(":") for part in backend.split(",")]
     return [(kind, name) for kind, _, name in parts]
 
@@ -93,7 +93,7 @@ def _check(seen: Seen, world: int, device: str) -> None:
 
 
 def _best(seen: Seen, world: int, backend: Optional[str]) -> tuple[str, str]:
-    """The first accelerator with a device for each rank that the backend serves, else the CPU; the reason."""
+    """Return the first accelerator that the backend serves with a device per rank, else "cpu"; the reason."""
     against = []
     for kind, count in seen.devices.items():
         if count == 0:
@@ -109,7 +109,7 @@ def _best(seen: Seen, world: int, backend: Optional[str]) -> tuple[str, str]:
 
 
 def _backend(seen: Seen, device: str, asked: Optional[str]) -> Optional[str]:
-    """The backend for a device type; None where the one asked for, or torch's own, does not serve it."""
+    """Return the backend for a device type; None where the asked backend, or torch's own, cannot serve it."""
     if asked is None:
         own = seen.defaults.get(device)
         return own if own in seen.backends else None

@@ -1,4 +1,4 @@
-"""A picture of memory over time, one side beside the other, one line per rank.
+"""A picture of memory over time, both sides in a row, with a line per rank.
 
 Imported only where a picture is wanted and matplotlib is there; draws every sample and smooths nothing.
 """
@@ -74,7 +74,7 @@ def _panel(axes: Any, case: Case, side: Side) -> None:
 
 
 def _legend(grid: Any) -> tuple[list[Any], list[str]]:
-    """Each label once, the models' first."""
+    """Return handles and labels: each label once, the models' first."""
     entries: dict[str, Any] = {}
     for axes in grid.flat:
         for handle, label in zip(*axes.get_legend_handles_labels()):

@@ -12,7 +12,7 @@ from typing import TextIO
 
 
 class Steps:
-    """The steps of one run, counted and timed."""
+    """The steps of a run, counted and timed."""
 
     def __init__(self, total: int, stream: TextIO) -> None:
         self._total = total
@@ -43,7 +43,7 @@ class Steps:
             print(line, file=self._stream, flush=True)
 
     def _show(self, line: str) -> None:
-        """Show a line in place of the last one. No escape sequences: not every terminal has them."""
+        """Show a line in place of the last. No escape sequences: not every terminal has them."""
         line = line[: shutil.get_terminal_size().columns - 1]
         if line == self._shown:
             return

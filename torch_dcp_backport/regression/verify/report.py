@@ -26,7 +26,7 @@ CALL = "full_state_dict=True, broadcast_from_rank0=True"
 
 @dataclass(frozen=True)
 class Case:
-    """One call that is measured."""
+    """A call that is measured."""
 
     name: str
     title: str
@@ -44,7 +44,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Side:
-    """One side of the comparison."""
+    """A side of the comparison."""
 
     label: str
     cases: Mapping[str, Sequence[RankReport]]  # by case name
@@ -56,7 +56,7 @@ class Side:
 
 
 def failures(side: Side) -> list[str]:
-    """The faults of the fixed side, one line each."""
+    """Return the faults of the fixed side, one line each."""
     return [
         f"{case.name}, rank {report.rank}: {text}"
         for case in CASES
@@ -81,7 +81,7 @@ def _faults(report: RankReport) -> list[str]:
 
 
 def measured(sides: Sequence[Side]) -> bool:
-    """Whether every rank that finished knows its peak."""
+    """Return whether every rank that finished knows its peak."""
     reports = [report for side in sides for reports in side.cases.values() for report in reports]
     return all(report.result["peak"] is not None for report in reports if report.ending == "finished")
 
@@ -117,12 +117,12 @@ def _sizes(case: Case, sides: Sequence[Side]) -> list[str]:
 
 def _untied(case: Case, side: Side) -> list[str]:
     ranks = [str(r.rank) for r in side.cases[case.name] if r.result.get("tied") is False]
-    said = f"  {side.label}: the tied embedding became two parameters (rank {', '.join(ranks)})"
-    return [said] if ranks else []
+    line = f"  {side.label}: the tied embedding became two parameters (rank {', '.join(ranks)})"
+    return [line] if ranks else []
 
 
 def _block(label: str, reports: Sequence[RankReport]) -> list[str]:
-    """One side of one case: its label, the heads of its columns, a line per rank."""
+    """Return the lines of a case's side: its label, the heads of its columns, a line per rank."""
     rows = [_cells(report) for report in reports]
     widths = [
         max(len(row[i]) for row in (COLUMNS, *(r for r in rows if len(r) > 1))) for i in range(len(COLUMNS))
@@ -156,8 +156,8 @@ def _ending(report: RankReport) -> str:
     return f"{report.ending} {report.error}".strip().splitlines()[0]
 
 
-def _memory(held: int | None, whole: int) -> tuple[str, str]:
-    return ("unknown", "") if held is None else (_mib(held), f"{held / whole:+.2f}x")
+def _memory(held: int | None, full: int) -> tuple[str, str]:
+    return ("unknown", "") if held is None else (_mib(held), f"{held / full:+.2f}x")
 
 
 def _mib(size: float) -> str:

@@ -46,8 +46,8 @@ def load_model(
     model = _sharded(size, library, device, meta)
     checkpoint = models.Checkpoint(folder)
     source = checkpoint.state_dict() if dist.get_rank() == 0 else {}
-    # Before the load: stock torch makes two parameters of the tied one.
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    # Before the load: stock torch makes two parameters of a tied one.
+    model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     shard = sum(_padded_bytes(parameter) for parameter in model.parameters())
     loaded = scenarios.Loaded(model, None, source)
     cost = _measure(api, loaded, device, new=shard if meta else 0)
@@ -59,7 +59,7 @@ def load_model(
     return {
         **cost,
         "margin": PEAK_MARGINS[size],
-        "whole": whole,
+        "whole": model_bytes,
         "shard": shard,
         "storages": meter.storage_bytes(p.detach() for p in model.parameters()),
         "tied": model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight"),
@@ -133,7 +133,7 @@ def _sharded(size: str, library: bool, device: str, meta: bool) -> nn.Module:
 
 
 def _padded_bytes(parameter: torch.Tensor) -> int:
-    """The bytes of a rank's shard: FSDP2 gives every rank as many rows as rank 0."""
+    """Return the bytes of a rank's shard: FSDP2 gives every rank as many rows as rank 0."""
     first, last = scenarios.rows_of(parameter.shape[0], 0, dist.get_world_size())
     return (last - first) * (parameter.numel() // parameter.shape[0]) * parameter.element_size()
 
@@ -148,7 +148,7 @@ def _from_file(checkpoint: models.Checkpoint, key: str, tensor: torch.Tensor) ->
 
 
 def _same_state(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """A counter of steps may be on the host with an accelerator's optimizer too."""
+    """Return whether states are equal; a counter of steps may be on the host beside an accelerator."""
     return (got.device == wanted.device or wanted.dim() == 0) and _same_bits(got.cpu(), wanted.cpu())
 
 
@@ -161,9 +161,9 @@ def _same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _stepped(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW after one step on random gradients; FSDP2 cannot run a backward on a CPU before torch 2.7.
+    """Return AdamW after a step on random gradients; FSDP2 cannot run a backward on a CPU before torch 2.7.
 
-    They come from the CPU: not every accelerator has a torch.Generator.
+    Gradients are drawn on the CPU: not every accelerator has a torch.Generator.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
     generator = torch.Generator().manual_seed(models.SEED + dist.get_rank())
