@@ -14,6 +14,7 @@ on PYTHONPATH, never installed into them.
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import fcntl
 import hashlib
@@ -126,9 +127,14 @@ KILLS = (
     # What is done offline, in one process, too.
     *_files("megatron", ("convert", "megatron_bad_input")),
 )
-# Files and plans of sharded checkpoints: nothing in them is torch's but the bytes of a tensor.
-WRITTEN = _files("dist_checkpointing", ("counters", "disk", "plans", "sharing"))
-STORED = (*WRITTEN, *_files("dist_checkpointing", ("commit", "damage")))
+# Files, plans and folders of checkpoints: nothing in them is torch's but the bytes of a tensor.
+WRITTEN = (
+    *_files("dist_checkpointing", ("counters", "disk", "plans", "sharing")),
+    *_files("checkpoint", ("latest", "power_loss", "retention", "store", "uploads")),
+)
+STORED = (*WRITTEN, *_files("dist_checkpointing", ("background", "commit", "damage", "integrity")))
+# Of the engine, beside a training that is that of one process.
+KEPT = _files("engine", ("engine_bad_input", "engine_contexts", "engine_keeps"))
 # The package's stand-in for torch, without torch; and what tests stand on.
 HOOKS = _files("unit", ("importer", "pool"))
 # By file: pytest does not ignore a folder that it is told to look into.
@@ -145,15 +151,15 @@ BETWEEN = (
     "tests/dist_checkpointing",
     "tests/hf",
     "tests/megatron",
-    *_files("engine", ("batches", "engine_bad_input", "engine_contexts")),
-    *_files("engine", ("engine_keeps", "engine_parts", "engine_transformers")),
+    *KEPT,
+    *_files("engine", ("batches", "engine_parts", "engine_transformers")),
     *SAME_EVERYWHERE,
     *_files("ranks", ENGINE),
 )
 LEAVES_OUT = {
-    "2.4": (*SAME_EVERYWHERE, *TOGETHER, *KILLS, *STORED, *HOOKS),
-    "2.5": (*BETWEEN, *REGRESSION),
-    "2.7": (*BETWEEN, *REGRESSION, *_files("imports", EFFECTS)),
+    "2.4": (*SAME_EVERYWHERE, *TOGETHER, *KILLS, *STORED, *KEPT, *HOOKS),
+    "2.5": (*BETWEEN, *REGRESSION, *_files("engine", ("engine_trains",))),
+    "2.7": (*BETWEEN, *REGRESSION, *_files("imports", (*EFFECTS, "dcp_orders"))),
     "2.6": _files("ranks", ("faults",)),
     "current": (
         *_files(
@@ -283,6 +289,9 @@ def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
     """
     # A switch of the caller's would decide what is tested.
     os.environ.pop("TORCH_DCP_BACKPORT", None)
+    # As for the environments: hundreds of processes would compile the checkout anew. It may be read-only.
+    compileall.compile_dir(str(ROOT / "torch_dcp_backport"), quiet=2)
+    compileall.compile_dir(str(ROOT / "tests"), quiet=2)
     left_out = {} if extra or whole else LEAVES_OUT
     if whole:
         os.environ[WHOLE] = "1"

@@ -26,19 +26,18 @@ if __name__ == "__main__":
         (FIX + "import client\n", 0, ["line 1: import torch_dcp_backport", "change       nothing"]),
         ("import client\n" + FIX, 1, ["client.load, by line 1: import client",
             "move `import torch_dcp_backport` above line 1"]),
-        ("import sys\nimport client\n", 1, ["is not imported by this program",
-            "client.load, by line 2: import client",
-            "put `import torch_dcp_backport` above line 2, or start it with "
+        ("import sys\nsys.path.insert(0, 'lib')\nimport inside\ntry:\n    import parrot\n"
+         "except ImportError:\n    import client\nKEPT = []\nimport kept\n", 1,
+            ["is not imported by this program", "inside.load, by line 3: import inside",
+            "client.load, by line 7: import client", "list in kept.KEPT, by line 9: import kept",
+            "failed       line 5: import parrot: ModuleNotFoundError: No module named 'parrot'",
+            "put `import torch_dcp_backport` above line 3, or start it with "
             "python -m torch_dcp_backport run train.py"]),
         (CLIENT, 1, ["__main__.load, by line 1: from torch.distributed.checkpoint.state_dict import"]),
-        ("import torch\n", 1, ["put `import torch_dcp_backport` first in the program"]),
-        ("try:\n    import parrot\nexcept ImportError:\n    import client\n", 1, ["by line 4: import client",
-            "failed       line 2: import parrot: ModuleNotFoundError: No module named 'parrot'"]),
-        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import client\n", 1, ["put `import"]),
-        ("import sys\nsys.path.insert(0, 'lib')\nimport inside\n", 1, ["inside.load, by line 3"]),
-        ("import torch.multiprocessing as mp\ndef f():\n    mp.spawn(f)\n", 1, ["line 3: spawn starts",
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import client\n"
+         "import torch.multiprocessing as mp\ndef f():\n    mp.spawn(f)\n", 1,
+            ["put `import torch_dcp_backport` first in the program", "line 6: spawn starts",
             "their function's module, or in sitecustomize.py"]),
-        ("KEPT = []\nimport kept\n", 1, ["list in kept.KEPT, by line 2: import kept"]),
     ],
 )  # fmt: skip
 @pytest.mark.skipif(not AFFECTED, reason="nothing is replaced here")
