@@ -21,7 +21,7 @@ from torch_dcp_backport import transfer
 from torch_dcp_backport.compat import Replicate, Shard
 from torch_dcp_backport.state_dict.source import Source
 from torch_dcp_backport.transfer import Box, Held, Layout, Mesh, Target, TensorInfo, Want, groups
-from torch_dcp_backport.transfer.scatter import Offer
+from torch_dcp_backport.transfer.scatter import PLAN_BYTES, Offer
 
 SHAPES = {"a": (7, 5), "b": (64, 3), "one": (1,), "scalar": (), "none": (0, 4), "deep": (3, 5, 2, 4)}
 DTYPES = {
@@ -179,7 +179,7 @@ def reports(api: Any, count: int, budgets: list[int]) -> Any:
 
 
 def test_the_report_counts_bytes_and_rounds(ranks):
-    budget = 7 * 16 * 1024
+    budget = 7 * 16 * 1024 + 64 * PLAN_BYTES
     for rank, (loaded, saved) in enumerate(ranks(reports, 64, [budget])):
         total, shard = 64 * 16 * 1024, 16 * 16 * 1024
         assert (loaded.operation, saved.operation) == ("scatter", "gather")
@@ -188,9 +188,10 @@ def test_the_report_counts_bytes_and_rounds(ranks):
         assert loaded.bytes_sent == (total - shard if rank == 0 else 0)
         assert saved.bytes_sent == (0 if rank == 0 else shard)
         assert saved.bytes_received == (total - shard if rank == 0 else 0)
-        # A rank's shard goes in portions of a seventh of the budget: rank 0 has six under way.
-        assert loaded.rounds == saved.rounds == 16
-        assert loaded.chunks == saved.chunks == (48 if rank == 0 else 16)
+        # A rank's shard goes in portions of a seventh of the budget: rank 0 has six under way. A load leaves
+        # room for its plan.
+        assert (loaded.rounds, saved.rounds) == (16, 9)
+        assert (loaded.chunks, saved.chunks) == ((48, 27) if rank == 0 else (16, 9))
         assert 0 < loaded.staging_bytes <= budget
         assert loaded.staging_budget == saved.staging_budget == budget
         assert {"inventory", "agree", "move"} <= set(loaded.seconds)
@@ -199,7 +200,7 @@ def test_the_report_counts_bytes_and_rounds(ranks):
 
 def test_rounds_grow_with_bytes_and_not_with_tensors(ranks):
     for count in (8, 64, 512):
-        for loaded, saved in ranks(reports, count, [7 * 2**20]):
+        for loaded, saved in ranks(reports, count, [7 * 2**20 + count * PLAN_BYTES]):
             assert loaded.rounds == saved.rounds == max(1, count * 4 // 1024)
 
 

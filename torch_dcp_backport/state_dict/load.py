@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 
 from torch_dcp_backport.state_dict.destination import Destination, in_place, local_of
 from torch_dcp_backport.state_dict.source import Carried, Key, Unusable
@@ -25,6 +26,7 @@ class Plan:
     def __init__(self, problems: list[Problem]) -> None:
         """`problems`: the call's, of this rank; the plan adds to them."""
         self.problems = problems
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.destinations: dict[Key, Destination] = {}
         #: The stages that `Load.apply` asks for, in its order: each moves when loading code is about to look.
         self.stages: Sequence[str] = ()
@@ -64,7 +66,7 @@ class Plan:
     ) -> None:
         """Have `live` receive its part of the checkpoint's tensor, as `destination.in_place` says."""
         destination = in_place(live, owner, view)
-        problem = misfit(key, local_of(live if view is None else view), destination.layout)
+        problem = misfit(key, local_of(live if view is None else view), destination.layout, self.rank)
         if problem:
             self.problems.append(problem)
         self.destinations[key] = destination

@@ -92,12 +92,21 @@ class Delivery:
         if self.rank != self.source:
             # Other keys go past this rank.
             keys = [key for key in keys if key in self.own_wants]
+        # Where all want the same, the way of a tensor is that of its layout; thousands of tensors have a few.
+        known: dict[Optional[int], list[Key]] = {}
         for key in keys:
             tables = [table for table in self.agreement.tables if key in table.wants]
+            layout = id(tables[0].wants[key].layout) if tables and self.agreement.is_common else None
+            if layout in known:
+                known[layout].append(key)
+                continue
             if self.is_wanted_whole_by_all(key, tables):
-                common.append(key)
+                way = common
             else:
-                ways.setdefault(self.relay_of(key, tables), []).append(key)
+                way = ways.setdefault(self.relay_of(key, tables), [])
+            way.append(key)
+            if layout is not None:
+                known[layout] = way
         return Window(common, dict(sorted(ways.items(), key=lambda item: Relay.order(item[0]))))
 
     def is_wanted_whole_by_all(self, key: Key, tables: list[Table]) -> bool:

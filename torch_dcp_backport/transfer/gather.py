@@ -203,7 +203,7 @@ class Gather(Engine):
 
 def agree_on_all(held: Mapping[Key, Held], call: Call, staging_bytes: Optional[int]) -> Agreement:
     """Budget and device, where all ranks hold the same keys, dtypes and layouts."""
-    misfits = [misfit(key, tensor, layout) for key, (tensor, layout) in held.items()]
+    misfits = [misfit(key, tensor, layout, call.rank) for key, (tensor, layout) in held.items()]
     call.problems += [problem for problem in misfits if problem]
     wants = {key: Want(layout, tensor.dtype) for key, (tensor, layout) in held.items()}
     device = common_device(tensor.device.type for tensor, _ in held.values())

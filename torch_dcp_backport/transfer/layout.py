@@ -113,7 +113,7 @@ class Layout:
     def __reduce__(self) -> tuple[Any, ...]:
         return layout_at, (self.shape, self.mesh, self.placements)
 
-    @property
+    @functools.cached_property
     def is_sharded(self) -> bool:
         return any(placement is not None for placement in self.placements)
 

@@ -194,12 +194,12 @@ def unpacked(data: bytes) -> Table:
     return Table({key: wants[number] for key, number in rows}, (), relays, note)
 
 
-def misfit(key: Key, local: torch.Tensor, layout: Layout) -> Optional[Problem]:
-    """The problem of a local tensor that has not the shape of this rank's box.
+def misfit(key: Key, local: torch.Tensor, layout: Layout, rank: int) -> Optional[Problem]:
+    """The problem of a local tensor that has not the shape of its (global) rank's box.
 
     A layout of torch's that is understood otherwise here must be an error, never a wrong slice.
     """
-    box = layout.box(dist.get_rank() if dist.is_initialized() else 0)
+    box = layout.box(rank)
     if box is None or tuple(local.shape) == box.size or local.numel() == box.numel == 0:
         return None
     what = "the local tensor is not the shard that its placements say"

@@ -87,7 +87,8 @@ def reshard(
                     have[key] = end_of(tensor, call)
                     want[key] = wanted_end(tensor, destinations[key], call)
                     routes[key] = route_of(tensor, have[key], want[key])
-            call.problems += misfits(have) + misfits(want) + problems_of(routes, call) + overlaps(have, want)
+            call.problems += misfits(have, call.rank) + misfits(want, call.rank)
+            call.problems += problems_of(routes, call) + overlaps(have, want)
         rows: list[str] = []
         with call.guard():
             dtypes = (f" of {tensor.dtype}" for tensor in sources.values())
@@ -167,8 +168,10 @@ def route_of(tensor: torch.Tensor, have: End, want: End) -> Route:
     return Route(have.layout, want.layout, wanted if shrinks else tensor.dtype)
 
 
-def misfits(ends: Mapping[Hashable, End]) -> list[Problem]:
-    problems = [misfit(key, end.local, end.layout) for key, end in ends.items() if end.local is not None]
+def misfits(ends: Mapping[Hashable, End], rank: int) -> list[Problem]:
+    problems = [
+        misfit(key, end.local, end.layout, rank) for key, end in ends.items() if end.local is not None
+    ]
     return [problem for problem in problems if problem]
 
 

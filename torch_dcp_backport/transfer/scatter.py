@@ -32,6 +32,10 @@ from torch_dcp_backport.transfer.layout import Box, Mesh
 from torch_dcp_backport.transfer.plan import Agreement
 from torch_dcp_backport.transfer.wire import post
 
+#: Of the Python objects that say where a tensor goes, on a rank: with thousands of small tensors as much as
+#: the buffers. The staging budget is for both.
+PLAN_BYTES = 1536
+
 RelayGroups = Mapping[Mesh, Sequence[dist.ProcessGroup]]
 
 
@@ -135,7 +139,12 @@ class Scatter(Engine):
         """(buffers of own chunks, bytes of such a buffer, bytes of one of the two for common chunks)."""
         own, common = self.delivery.largest
         count = self.slots if self.is_source else 2
-        return count, min(own, capacity_of(budget, self.slots)), min(common, capacity_of(budget, 2))
+        return count, min(own, self.capacity(budget, self.slots)), min(common, self.capacity(budget, 2))
+
+    def capacity(self, budget: int, buffers: int) -> int:
+        """Bytes of one of so many buffers, beside the plans of all tensors; the same on every rank."""
+        plans = min(PLAN_BYTES * len(self.delivery.tensors), budget // 2)
+        return capacity_of(budget - plans, buffers)
 
     def move(self, budget: int) -> None:
         self.tally.meter.expect(self.delivery.expected)
@@ -159,14 +168,14 @@ class Scatter(Engine):
         count, size, common_size = self.sizes(budget)
         if window.common:
             self.ring = self.staging.ring(2, common_size)
-            for pieces in chunks(self.delivery.boxes_for_all(window.common), capacity_of(budget, 2)):
+            for pieces in chunks(self.delivery.boxes_for_all(window.common), self.capacity(budget, 2)):
                 self.broadcast(pieces)
                 self.tally.rounds += 1
             self.ring.drain()
         last = next(reversed(window.ways), None)
         for relay, keys in window.ways.items():
             self.ring = self.staging.ring(count, size)
-            self.move_along(relay, keys, own, capacity_of(budget, self.slots))
+            self.move_along(relay, keys, own, self.capacity(budget, self.slots))
             if relay is last:
                 # The last chunks are still under way.
                 self.copy_own(own)

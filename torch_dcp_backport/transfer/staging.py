@@ -5,6 +5,7 @@ Knows nothing of ranks.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -32,18 +33,30 @@ class Views:
         if typed is None:
             # A buffer is as long as its last piece, rounded up: a multiple of every element's size.
             typed = self.typed[dtype] = self.buffer.view(dtype)
-        start, numel = piece.start // dtype.itemsize, piece.nbytes // dtype.itemsize
-        return typed.narrow(0, start, numel).view(piece.box.size)
+        start, size = typed.storage_offset() + piece.start // dtype.itemsize, piece.box.size
+        # In one step: narrow() and view() cost as much as the copy of a small piece.
+        return typed.as_strided(size, row_major(size), start)
+
+
+@functools.lru_cache(maxsize=4096)
+def row_major(size: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a dense tensor of this size."""
+    strides, step = [], 1
+    for extent in reversed(size):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
 
 
 def part_of(tensor: torch.Tensor, holds: Box, box: Box) -> torch.Tensor:
     """The part of `tensor` (which holds the box `holds`) that belongs to `box`.
 
-    Cut with narrow(): an index of slices costs as much as the copy of a small piece.
+    Cut by rows, else with narrow(): an index of several slices costs as much as the copy of a small piece.
     """
     for dim, extent in enumerate(box.size):
         if extent != holds.size[dim]:
-            tensor = tensor.narrow(dim, box.offset[dim] - holds.offset[dim], extent)
+            start = box.offset[dim] - holds.offset[dim]
+            tensor = tensor.narrow(dim, start, extent) if dim else tensor[start : start + extent]
     return tensor
 
 

@@ -1,4 +1,4 @@
-"""Which part of a tensor this rank has: of a DTensor on any mesh, or of a plain tensor.
+"""This rank's part of a tensor: of a DTensor on any mesh, or of a plain tensor.
 
 Reads layouts only; moves nothing.
 """
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 def part_of_this_rank(key: str, tensor: torch.Tensor, group: Group = None) -> Part:
-    """This rank's part. A plain tensor is the same on every rank of the group.
+    """Return this rank's part. A plain tensor is the same on every rank of the group.
 
     Raises:
         NotImplementedError: a placement that does not say where elements live (Partial).
@@ -37,7 +37,7 @@ def part_of_this_rank(key: str, tensor: torch.Tensor, group: Group = None) -> Pa
     """
     layout, rank = layout_of(tensor), dist.get_rank() if dist.is_initialized() else 0
     local = compat.arrived(compat.local_part(tensor)) if isinstance(tensor, compat.DTensor) else tensor
-    problem = misfit(key, local, layout)
+    problem = misfit(key, local, layout, rank)
     if problem is not None:
         raise CheckpointingException(str(problem))
     local, box = local.detach(), layout.own_box(rank)
@@ -48,7 +48,7 @@ def part_of_this_rank(key: str, tensor: torch.Tensor, group: Group = None) -> Pa
 
 
 def replica_of(layout: Layout, rank: int, group: Group = None) -> Union[int, tuple[int, ...]]:
-    """The number of a rank's copy: where it stands in the group, or along the mesh dimensions of replicas."""
+    """Return the number of this copy: its place in the group, or along the mesh dimensions of replicas."""
     if layout.mesh is None:
         return group_ranks(group).index(rank) if dist.is_initialized() else 0
     coordinate = layout.mesh.coordinates.get(rank)

@@ -59,7 +59,11 @@ class Outline:
     def overlapping(self) -> set[int]:
         """The ids of tensors that share memory with others: load_state_dict()'s order decides what stays."""
         values = {id(entry.value): entry.value for entry in self.entries if torch.is_tensor(entry.value)}
-        return overlapping(value for value in values.values() if is_sliceable(value) and not is_meta(value))
+        return overlapping(
+            value
+            for value in values.values()
+            if is_sliceable(value) and not (self.assigns and is_meta(value))
+        )
 
     @functools.cached_property
     def assigns(self) -> bool:

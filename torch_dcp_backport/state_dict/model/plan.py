@@ -245,7 +245,7 @@ def plan_tied(plan: ModelPlan, entries: list[Entry], present: list[Entry]) -> No
         plan_direct(plan, entry, entries)
     for entry in present[:-1]:
         plan.destinations.pop(entry.fqn, None)
-    if not is_meta(present[-1].value):
+    if not (plan.outline.assigns and is_meta(present[-1].value)):
         plan.forgive(entry for entry in entries if entry not in present)
 
 

@@ -113,7 +113,7 @@ class OptimPlan(Plan):
             return
         if like not in self.layouts:
             layout = layout_of(like)
-            self.layouts[like] = layout, misfit(path, local, layout)
+            self.layouts[like] = layout, misfit(path, local, layout, self.rank)
         layout, problem = self.layouts[like]
         if problem:
             self.problems.append(problem._replace(key=spell_key(path)))
