@@ -143,14 +143,12 @@ def determine_main_replica_uniform_distribution(
                     mine.append(part.without_data())
         ranks = call.ranks
 
-        def decide(
-            parts_by_rank: Mapping[int, list[ShardedTensor]],
-        ) -> Mapping[int, list[list[ShardedTensor]]]:
-            all_parts = [parts_by_rank[rank] for rank in ranks]
+        def decide(parts: Mapping[int, list[ShardedTensor]]) -> Mapping[int, list[list[ShardedTensor]]]:
+            all_parts = [parts[rank] for rank in ranks]
             findings = list(differing(ranks, all_parts))
             if findings:
                 raise Refusal(findings)
-            return dict.fromkeys(parts_by_rank, all_parts)
+            return dict.fromkeys(parts, all_parts)
 
         all_parts = consult(call, mine, decide, Topic("sharing out shards"))
     return distribution_of(all_parts, ignore_groups)

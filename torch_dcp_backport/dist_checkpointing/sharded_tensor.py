@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Optional, Union
+from typing import Any, NoReturn, Optional, Union
 
 import torch
 
@@ -88,17 +88,17 @@ class ShardedTensor(ShardedBase):
         numbers = (*self.local_shape, *self.global_shape, *self.global_offset, self.prepend_axis_num)
         check_fields(self.key, numbers, self.replica_id)
         if "/shard_" in self.key:
-            self._refuse("the key of an object's place", self.key, 'no "/shard_"')
-        self._validate_range()
+            refuse(self.key, "the key of an object's place", self.key, 'no "/shard_"')
+        check_range(self)
         data = self.data
         if data is not None and data.dtype != self.dtype:
-            self._refuse("another dtype than its data's", self.dtype, data.dtype)
+            refuse(self.key, "another dtype than its data's", self.dtype, data.dtype)
         if data is not None and data.shape != data_shape(self):
-            self._refuse("another local shape than its data's", data_shape(self), tuple(data.shape))
+            refuse(self.key, "another local shape than its data's", data_shape(self), tuple(data.shape))
         axes = len(self.local_shape) + self.prepend_axis_num
         if not len(self.global_shape) == len(self.global_offset) == axes:
             got = f"{self.global_shape} with offset {self.global_offset}"
-            self._refuse("wrong number of axes in the global shape or offset", got, f"{axes} axes")
+            refuse(self.key, "wrong number of axes in the global shape or offset", got, f"{axes} axes")
         local, offset, limits = tuple(self.local_shape), tuple(self.global_offset), tuple(self.global_shape)
         if is_place(local, offset, limits, self.prepend_axis_num, self.has_regular_grid):
             return
@@ -106,28 +106,10 @@ class ShardedTensor(ShardedBase):
             is_outside = start < 0 or start + extent > limit
             if is_outside and not (self.allow_shape_mismatch or 0 in local):
                 got = f"offset {self.global_offset}, shape {self.box_size}"
-                self._refuse("a box outside the global tensor", got, self.global_shape)
+                refuse(self.key, "a box outside the global tensor", got, self.global_shape)
         if self.axis_fragmentations is not None and is_off_grid(local, offset[self.prepend_axis_num :]):
             what = "an offset that is no multiple of the local shape (irregular grids pass "
-            self._refuse(what + "axis_fragmentations=None)", self.global_offset, local)
-
-    def _validate_range(self) -> None:
-        run, parts = self.flattened_range, self.axis_fragmentations
-        if run is None:
-            return
-        limit = math.prod(self.local_shape)
-        numbers = (run.start, run.stop)
-        if run.step is not None or not all(type(number) is int for number in numbers):
-            self._refuse("not a flattened range", run, "slice(start, stop)")
-        if not 0 <= run.start <= run.stop <= limit:
-            self._refuse("a flattened range outside the local shape", run, f"0 to {limit}")
-        grid = tuple(cut * extent for cut, extent in zip(parts or (), self.box_size))
-        if parts is None or grid != tuple(self.global_shape):
-            what = "a flattened range without a regular grid of equal boxes"
-            self._refuse(what, f"{parts} of {self.box_size}", f"{tuple(self.global_shape)} together")
-
-    def _refuse(self, what: str, got: object, expected: object) -> None:
-        raise CheckpointingException(f"{what}: {self.key} (expected {expected}, got {got})")
+            refuse(self.key, what + "axis_fragmentations=None)", self.global_offset, local)
 
     @property
     def box_size(self) -> tuple[int, ...]:
@@ -146,7 +128,7 @@ class ShardedTensor(ShardedBase):
         Raises:
             CheckpointingException: the grid is irregular.
         """
-        self._grid()
+        grid_of(self)
         return tuple(
             start // extent if extent else 0 for start, extent in zip(self.global_offset, self.box_size)
         )
@@ -157,19 +139,13 @@ class ShardedTensor(ShardedBase):
         Raises:
             CheckpointingException: the grid is irregular, or an axis has no equal parts.
         """
-        grid = self._grid()
+        grid = grid_of(self)
         if (
             any(extent % parts for extent, parts in zip(self.global_shape, grid))
             and not self.allow_shape_mismatch
         ):
-            self._refuse("an axis that has no equal parts", self.global_shape, f"multiples of {grid}")
+            refuse(self.key, "an axis that has no equal parts", self.global_shape, f"multiples of {grid}")
         return tuple(extent // parts for extent, parts in zip(self.global_shape, grid))
-
-    def _grid(self) -> tuple[int, ...]:
-        if self.axis_fragmentations is None:
-            self._refuse("an irregular grid has no numbers of chunks", None, "axis_fragmentations")
-        assert self.axis_fragmentations is not None, "it was refused"
-        return tuple(self.axis_fragmentations)
 
     def local_coordinates(self) -> tuple[Any, ...]:
         """Return numpy arrays, one for each axis of the box: the places of the flattened range's elements.
@@ -180,8 +156,7 @@ class ShardedTensor(ShardedBase):
         import numpy
 
         if self.flattened_range is None:
-            self._refuse("no flattened range", None, "slice(start, stop)")
-        assert self.flattened_range is not None, "it was refused"
+            refuse(self.key, "no flattened range", None, "slice(start, stop)")
         places = numpy.arange(self.flattened_range.start, self.flattened_range.stop)
         return tuple(numpy.unravel_index(places, tuple(self.local_shape)))
 
@@ -317,13 +292,12 @@ class ShardedTensor(ShardedBase):
         axis, extent = dim + self.prepend_axis_num, self.local_shape[dim]
         total, offset = self.global_shape[axis], self.global_offset[axis]
         if not extent or total % extent or offset % extent:
-            self._refuse(
-                "boxes that are not of one size cannot be narrowed alike", total, f"multiples of {extent}"
-            )
+            what = "boxes that are not of one size cannot be narrowed alike"
+            refuse(self.key, what, total, f"multiples of {extent}")
         if not 0 <= start <= start + length <= extent:
-            self._refuse("no such part of a box", f"{start} to {start + length}", f"0 to {extent}")
+            refuse(self.key, "no such part of a box", f"{start} to {start + length}", f"0 to {extent}")
         if self.flattened_range is not None and dim:
-            self._refuse("a flattened range can be narrowed along the first axis alone", dim, 0)
+            refuse(self.key, "a flattened range can be narrowed along the first axis alone", dim, 0)
         made = replace(
             self,
             data=None,
@@ -342,6 +316,34 @@ class ShardedTensor(ShardedBase):
         made.data = None if self.data is None else self.data[first - begin : last - begin]
         made.flattened_range = slice(first - start * row, last - start * row)
         return [made]
+
+
+def refuse(key: str, what: str, got: object, expected: object) -> NoReturn:
+    raise CheckpointingException(f"{what}: {key} (expected {expected}, got {got})")
+
+
+def check_range(part: ShardedTensor) -> None:
+    """Refuse a flattened range that is none of the local shape, or of an irregular grid."""
+    run, parts = part.flattened_range, part.axis_fragmentations
+    if run is None:
+        return
+    limit = math.prod(part.local_shape)
+    numbers = (run.start, run.stop)
+    if run.step is not None or not all(type(number) is int for number in numbers):
+        refuse(part.key, "not a flattened range", run, "slice(start, stop)")
+    if not 0 <= run.start <= run.stop <= limit:
+        refuse(part.key, "a flattened range outside the local shape", run, f"0 to {limit}")
+    grid = tuple(cut * extent for cut, extent in zip(parts or (), part.box_size))
+    if parts is None or grid != tuple(part.global_shape):
+        what = "a flattened range without a regular grid of equal boxes"
+        refuse(part.key, what, f"{parts} of {part.box_size}", f"{tuple(part.global_shape)} together")
+
+
+def grid_of(part: ShardedTensor) -> tuple[int, ...]:
+    """The numbers of boxes along the axes of a regular grid; another is refused."""
+    if part.axis_fragmentations is None:
+        refuse(part.key, "an irregular grid has no numbers of chunks", None, "axis_fragmentations")
+    return tuple(part.axis_fragmentations)
 
 
 def data_shape(part: ShardedTensor) -> tuple[int, ...]:

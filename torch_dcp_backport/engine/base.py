@@ -25,6 +25,8 @@ class BaseEngine:
     """The parts of an engine that do not depend on its way of training; subclasses add the rest."""
 
     grid: Grid
+    #: None where nothing is trained, or before it is made.
+    optimizer: Optional[torch.optim.Optimizer] = None
     #: "train" or "eval" inside of the contexts.
     mode: Optional[str] = None
     #: Whether the contexts bring them to the device, and back to the host.
@@ -57,7 +59,8 @@ class BaseEngine:
         raise NotImplementedError
 
     def optimizer_zero_grad(self) -> None:
-        raise NotImplementedError
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
 
     def optimizer_step(self) -> float:
         raise NotImplementedError

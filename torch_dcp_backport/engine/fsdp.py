@@ -73,7 +73,6 @@ class FSDPEngine(BaseEngine):
         #: Steps that were not taken, since a gradient was not finite.
         self.skipped_steps = 0
         self.module: Any = None
-        self.optimizer: Optional[torch.optim.Optimizer] = None
         self.lr_scheduler: Any = None
         self.checkpoint_manager: Any = None
         if dist.is_initialized():
@@ -212,10 +211,6 @@ class FSDPEngine(BaseEngine):
     ) -> dict[str, torch.Tensor]:
         """Return the outputs that losses read, by row and column."""
         raise NotImplementedError
-
-    def optimizer_zero_grad(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
 
     def optimizer_step(self) -> float:
         """Clip and step; return the norm before. A step with a gradient that is not finite is skipped.
