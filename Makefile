@@ -87,9 +87,9 @@ clients-2.6:
 	OMP_NUM_THREADS=1 $(LANES) test clients -- tests/clients --ignore=tests/clients/test_ray.py --timeout 900
 	$(LANES) test clients -- tests/engine/test_engine_lora.py
 
-# LESS: pytest's arguments; CI leaves accelerate to torch 2.6, since its FSDP2 refuses older ones.
+# LEAVE_OUT: pytest's arguments; CI leaves accelerate to torch 2.6, since its FSDP2 refuses older ones.
 clients-2.5:
-	OMP_NUM_THREADS=1 $(LANES) test clients-2.5 -- tests/clients --ignore=tests/clients/test_ray.py --timeout 900 $(LESS)
+	OMP_NUM_THREADS=1 $(LANES) test clients-2.5 -- tests/clients --ignore=tests/clients/test_ray.py --timeout 900 $(LEAVE_OUT)
 
 # verl 0.7's worker and losses on our engine, beside one process; its SFT trainer with our checkpoint handler.
 clients-0.7:
