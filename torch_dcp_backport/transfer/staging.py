@@ -25,6 +25,7 @@ class Views:
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
+        self.nbytes = buffer.numel()
         self.typed: dict[torch.dtype, torch.Tensor] = {}
 
     def __call__(self, piece: Piece) -> torch.Tensor:
@@ -33,6 +34,9 @@ class Views:
         if typed is None:
             # A buffer is as long as its last piece, rounded up: a multiple of every element's size.
             typed = self.typed[dtype] = self.buffer.view(dtype)
+        if piece.start + piece.nbytes > self.nbytes:
+            # The bytes behind this buffer are another one's.
+            raise RuntimeError(f"{piece.nbytes} bytes at {piece.start} in a buffer of {self.nbytes}")
         start, size = typed.storage_offset() + piece.start // dtype.itemsize, piece.box.size
         # In one step: narrow() and view() cost as much as the copy of a small piece.
         return typed.as_strided(size, row_major(size), start)
@@ -51,12 +55,12 @@ def row_major(size: tuple[int, ...]) -> tuple[int, ...]:
 def part_of(tensor: torch.Tensor, holds: Box, box: Box) -> torch.Tensor:
     """The part of `tensor` (which holds the box `holds`) that belongs to `box`.
 
-    Cut by rows, else with narrow(): an index of several slices costs as much as the copy of a small piece.
+    Cut with narrow(): an index of slices costs as much as the copy of a small piece, is cut short where it
+    reaches beyond the tensor, and may be a subclass's own.
     """
     for dim, extent in enumerate(box.size):
         if extent != holds.size[dim]:
-            start = box.offset[dim] - holds.offset[dim]
-            tensor = tensor.narrow(dim, start, extent) if dim else tensor[start : start + extent]
+            tensor = tensor.narrow(dim, box.offset[dim] - holds.offset[dim], extent)
     return tensor
 
 
