@@ -50,8 +50,11 @@ def test_a_stage_that_cannot_relay_gets_everything_from_the_source() -> None:
 
 
 def test_a_tensor_of_two_stages_is_sent_by_the_source() -> None:
-    tied = [{"tied": wants_of(number)[f"{number}.a"]} for number in (0, 1)]
-    both = [table._replace(wants={**table.wants, **more}) for table, more in zip(stages(), tied)]
+    # In the very layout of the stage's others, whose way it does not take.
+    both = [
+        table._replace(wants={**table.wants, "tied": table.wants[f"{number}.a"]})
+        for number, table in enumerate(stages())
+    ]
     found = delivery(3, *both)
     (window,) = found.windows
     assert window.ways[None] == ["tied"]
