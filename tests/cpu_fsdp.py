@@ -23,6 +23,8 @@ import torch.distributed as dist
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 #: Whether FSDP2 trains on the CPU as it is.
 TRAINS = RELEASE >= (2, 7)
+#: Neither the oldest nor a current torch: no part of the engine that moves tensors differs there from both.
+BETWEEN = (2, 5) <= RELEASE <= (2, 7)
 is_averaging = False
 
 

@@ -11,16 +11,15 @@ from typing import Any, NamedTuple, Optional
 import pytest
 import torch
 import torch.distributed as dist
-from packaging.version import Version
+from cpu_fsdp import BETWEEN
 from pool import send_values
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_dcp_backport.compat import DTensor, Replicate, Shard
 
-#: 2,000 cases on the oldest and a current torch, 400 in between, where no part of the engine differs.
-#: Others on each.
-BATCHES, CASES = 2, 200 if (2, 5) <= Version(torch.__version__).release[:2] <= (2, 7) else 1000
+#: 2,000 cases on the oldest and a current torch, 400 in between; others on each.
+BATCHES, CASES = 2, 200 if BETWEEN else 1000
 FIRST = int("".join(torch.__version__.split(".")[:2])) * 10_000
 
 NAMES = ("weight", "0", "größe", "ключ", "with space", "a-b", "_", "state", "param_groups", "权重")

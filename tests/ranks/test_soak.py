@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cpu_fsdp import RELEASE
+from cpu_fsdp import BETWEEN
 from models import build, full_state
 from torch import nn
 
 from torch_dcp_backport.regression import meter
 
-#: Few on the releases between the oldest and a current torch, where no part of the engine differs.
-CYCLES, WARM = 60 if (2, 5) <= RELEASE[:2] <= (2, 7) else 200, 20
+CYCLES, WARM = 60 if BETWEEN else 200, 20
 SLACK = 2 * meter.MIB
 
 

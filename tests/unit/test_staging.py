@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from torch_dcp_backport.hf.blocks import gaps, spread_of
 from torch_dcp_backport.transfer.chunks import Piece
 from torch_dcp_backport.transfer.layout import Box, whole
 from torch_dcp_backport.transfer.staging import Staging, Views, part_of
@@ -52,10 +51,3 @@ def test_a_piece_beyond_its_buffer_is_refused() -> None:
     ring = Staging(torch.device("cpu"), 32).ring(2, 16)
     with pytest.raises(RuntimeError, match="24 bytes at 0 in a buffer of 16"):
         Views(ring.take(16))(Piece("key", whole((6,)), torch.float32, 0, 24))
-
-
-@pytest.mark.parametrize("missing", [0, 1, 4])
-def test_a_gap_of_one_element_is_one(missing: int) -> None:
-    blocks = {0: [Box((0, 0), (4, 8))], 1: [Box((4, 0), (3, 8)), Box((7, 0), (1, 8 - missing))]}
-    problems = gaps("key", spread_of((8, 8), blocks))
-    assert [problem.got for problem in problems] == ([f"{64 - missing} elements"] if missing else [])
