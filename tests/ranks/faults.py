@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_dcp_backport import transfer
 from torch_dcp_backport.regression import meter
 from torch_dcp_backport.state_dict import collect, destination
+from torch_dcp_backport.state_dict.model import load as model_load
 from torch_dcp_backport.state_dict.model import outline
-from torch_dcp_backport.state_dict.model.load import ModelLoad
-from torch_dcp_backport.state_dict.optim.load import OptimizerLoad
+from torch_dcp_backport.state_dict.optim import load as optim_load
 from torch_dcp_backport.transfer.staging import Staging
 
 REFUSED = "refused"
@@ -290,8 +290,8 @@ def not_a_dict(scene: Scene) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plan_fails(scene: Scene) -> Iterator[None]:
-    kind = OptimizerLoad if scene.call == "optimizer" else ModelLoad
-    with replaced(kind, "plan", fail):
+    module, name = (optim_load, "plan_optimizer") if scene.call == "optimizer" else (model_load, "plan_model")
+    with replaced(module, name, fail):
         yield
 
 

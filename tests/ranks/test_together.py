@@ -16,8 +16,10 @@ from torch import nn
 
 from torch_dcp_backport import compat, transfer
 from torch_dcp_backport.regression import meter
-from torch_dcp_backport.state_dict.model.load import model_load
+from torch_dcp_backport.state_dict.model.load import model_planner
+from torch_dcp_backport.state_dict.model.outline import outline_of
 from torch_dcp_backport.state_dict.options import StateDictOptions, verify_options
+from torch_dcp_backport.state_dict.source import Source
 
 
 def trained(wrapper: str) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -174,7 +176,8 @@ def made_on_the_host(api: Any, offload: str) -> None:
         ),
     )
     state = dict(Tower().state_dict())
-    load = model_load(model, info, state if dist.get_rank() == 0 else {}, [])
+    source = Source(state if dist.get_rank() == 0 else {})
+    planner = model_planner(outline_of(model, info), source, [])
     asked: list[str] = []
     real = compat.current_device
 
@@ -184,7 +187,7 @@ def made_on_the_host(api: Any, offload: str) -> None:
 
     compat.current_device = accelerator  # type: ignore[assignment]
     try:
-        plan = load.plan(load.source.inventory() if dist.get_rank() == 0 else inventory_of(state))
+        plan = planner.plan(source.inventory() if dist.get_rank() == 0 else inventory_of(state), ())
     finally:
         compat.current_device = real
     devices = {destination.device.type for destination in plan.destinations.values()}

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict import inline
 from torch_dcp_backport.state_dict.destination import FIRST, Destination, target_of, value_of
-from torch_dcp_backport.state_dict.load import Inventory, Load, Plan
+from torch_dcp_backport.state_dict.load import Inventory, Plan, Planner
 from torch_dcp_backport.state_dict.source import About, Key, Source
 from torch_dcp_backport.transfer import (
     Agreement,
@@ -32,13 +32,16 @@ from torch_dcp_backport.transfer.staging import copy_to
 
 
 def run(
-    load: Load,
+    planner: Planner,
     state: Union[Mapping[Any, Any], Source],
     *,
     broadcast: bool,
     group: Optional[dist.ProcessGroup] = None,
-) -> None:
+) -> Plan:
     """Carry out a load: from the `state` of the group's first rank, or from every rank's own.
+
+    Returns:
+        this rank's plan, carried out.
 
     Raises:
         RuntimeError: the problems that inventories and plans of all ranks have, on all ranks; before
@@ -46,11 +49,12 @@ def run(
             RuntimeError on the others.
     """
     source = state if isinstance(state, Source) else Source(state)
-    course = Broadcast(load, source, group) if broadcast else Local(load, source)
+    course = Broadcast(planner, source, group) if broadcast else Local(planner, source)
     try:
         with course.call:
             course.agree()
             course.carry_out()
+        return course.plan
     finally:
         # The traceback of an error refers to this frame: tensors are not to live as long.
         course.plan.destinations.clear()
@@ -61,11 +65,11 @@ def run(
 class Course:
     """One load, from the inventory to its end."""
 
-    def __init__(self, load: Load, source: Source, call: Call) -> None:
-        self.load = load
+    def __init__(self, planner: Planner, source: Source, call: Call) -> None:
+        self.planner = planner
         self.source = source
         self.call = call
-        self.plan = Plan(load.problems)
+        self.plan = Plan(planner.problems)
         #: The plan's destinations, once it is agreed on.
         self.by_stage: dict[str, dict[Key, Destination]] = {}
         #: Keys that were filled from this rank's memory.
@@ -90,7 +94,7 @@ class Course:
         """Move and apply; where code outside torch takes part on any rank, all hear of a failure."""
         try:
             self.move(FIRST)
-            self.load.apply(self.fetch)
+            self.planner.apply(self.plan, self.fetch)
             self.fetch_rest()
         except Exception as error:
             self.call.tell(error, self.so_far)
@@ -99,14 +103,14 @@ class Course:
 
     def so_far(self) -> str:
         """The words of an error about this rank's writes."""
-        written = self.load.written()
+        written = self.plan.written()
         return f"{DOUBTFUL}: rank {self.call.rank} has written {written}" if written else DOUBTFUL
 
     def make_plan(self, inventory: Inventory, stages: Sequence[str] = ()) -> None:
         """Plan; a rank without a plan still takes part in the agreement, which then fails for all."""
         if not self.call.problems:
             with self.call.guard():
-                self.plan = self.load.plan(inventory, stages)
+                self.plan = self.planner.plan(inventory, stages)
 
     def inventory_of_source(self, whole_only: bool) -> dict[Key, Any]:
         """The dict's inventory; empty, with one problem more, where the dict cannot be read."""
@@ -130,7 +134,7 @@ class Course:
         """Give the owners of filled targets their values."""
         for key, target in targets.items():
             destination = self.plan.destinations[key]
-            self.load.take(destination.owner, value_of(destination, target.tensor))
+            self.plan.take(destination.owner, value_of(destination, target.tensor))
 
     def fill_from(self, reader: Reader, targets: Mapping[Key, Target]) -> None:
         """Fill targets from this rank's memory, and settle them."""
@@ -149,8 +153,8 @@ class Course:
 class Broadcast(Course):
     """From the dict of the group's first rank."""
 
-    def __init__(self, load: Load, source: Source, group: Optional[dist.ProcessGroup]) -> None:
-        super().__init__(load, source, Call(load.title, "scatter", [group], load.problems))
+    def __init__(self, planner: Planner, source: Source, group: Optional[dist.ProcessGroup]) -> None:
+        super().__init__(planner, source, Call(planner.title, "scatter", [group], planner.problems))
         self.is_source = dist.get_rank(group) == 0
         self.inventory: dict[Key, Any] = {}
         #: Reads the values where they came with the inventory.
@@ -206,7 +210,7 @@ class Broadcast(Course):
         if not any(wanted.layout.replica_dims for wanted in self.plan.destinations.values()):
             return {}
         try:
-            relays = {mesh_of(mesh): compat.mesh_groups(mesh) for mesh in meshes_of(self.load)}
+            relays = {mesh_of(mesh): compat.mesh_groups(mesh) for mesh in meshes_of(self.planner)}
         except Exception:  # a mesh without process groups; the source sends to every replica itself then
             return None
         needed = set(device_types(self.call.group))
@@ -272,10 +276,10 @@ class Broadcast(Course):
 class Local(Course):
     """From this rank's dict, which holds full tensors."""
 
-    def __init__(self, load: Load, source: Source) -> None:
-        meshes = meshes_of(load) if dist.is_initialized() else []
+    def __init__(self, planner: Planner, source: Source) -> None:
+        meshes = meshes_of(planner) if dist.is_initialized() else []
         groups = compat.mesh_groups(max(meshes, key=lambda mesh: mesh.size())) if meshes else ()
-        super().__init__(load, source, Call(load.title, "slice", groups, load.problems))
+        super().__init__(planner, source, Call(planner.title, "slice", groups, planner.problems))
 
     def agree(self) -> None:
         call = self.call
@@ -302,10 +306,10 @@ class Local(Course):
         self.fill_from(self.source, self.targets_of(stage))
 
 
-def meshes_of(load: Load) -> list[DeviceMesh]:
+def meshes_of(planner: Planner) -> list[DeviceMesh]:
     """The device meshes of a load, in the same order on every rank."""
     meshes: list[DeviceMesh] = []
-    for value in load.live():
+    for value in planner.live():
         if isinstance(value, compat.DTensor) and value.device_mesh not in meshes:
             meshes.append(value.device_mesh)
     return meshes

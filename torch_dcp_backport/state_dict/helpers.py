@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Optional
 
 import torch
@@ -12,7 +12,7 @@ from torch_dcp_backport.state_dict.collect import Group, full_tree
 from torch_dcp_backport.state_dict.course import Local, run
 from torch_dcp_backport.state_dict.cpu_copy import Tree
 from torch_dcp_backport.state_dict.destination import FIRST, fresh, unsharded
-from torch_dcp_backport.state_dict.load import Inventory, Load, Plan
+from torch_dcp_backport.state_dict.load import Inventory, Plan, Planner
 from torch_dcp_backport.state_dict.source import Carried, Source
 from torch_dcp_backport.state_dict.tree import check_types, rebuild, untouched
 from torch_dcp_backport.transfer import TensorInfo
@@ -22,10 +22,8 @@ from torch_dcp_backport.transfer.groups import group_ranks
 FlatDict = dict[str, Any]
 
 
-class DictLoad(Load):
-    """Full tensors into the entries of a flat dict, as torch's helpers do it."""
-
-    title = "cannot distribute this state dict"
+class DictPlan(Plan):
+    """The plan of a load into the entries of a flat dict, as torch's helpers do it."""
 
     def __init__(self, local: dict[str, Any], device: torch.device, cpu_offload: bool) -> None:
         super().__init__([])
@@ -33,39 +31,43 @@ class DictLoad(Load):
         self.device = device
         self.cpu_offload = cpu_offload
         #: The keys of the full dict.
-        self.keys: set[str] = set()
+        self.names: set[str] = set()
         #: Values that are no tensors; written once nothing can fail any more.
         self.small: dict[str, Any] = {}
 
-    def live(self) -> Iterable[object]:
-        return self.local.values()
-
-    def plan(self, inventory: Inventory, stages: Sequence[str] = ()) -> Plan:
-        plan = Plan(self.problems)
-        self.keys = set(inventory)
+    def add(self, inventory: Inventory) -> DictPlan:
+        self.names = set(inventory)
         for key, offer in inventory.items():
             if key in self.local:
-                self.plan_entry(plan, key, self.local[key], offer)
-        return plan
+                self.add_entry(key, self.local[key], offer)
+        return self
 
-    def plan_entry(self, plan: Plan, key: str, live: Any, offer: Any) -> None:
+    def add_entry(self, key: str, live: Any, offer: Any) -> None:
         if not isinstance(live, compat.DTensor):
             if isinstance(offer, TensorInfo):
                 # Scalars stay on the CPU.
                 device = self.device if offer.shape else torch.device("cpu")
-                plan.destinations[key] = unsharded(offer, device, key)
+                self.destinations[key] = unsharded(offer, device, key)
             elif isinstance(offer, Carried):
                 self.small[key] = offer.value
-            elif plan.usable(key, offer):
+            elif self.usable(key, offer):
                 self.small[key] = offer
-        elif plan.accepts(key, offer, tuple(live.shape)):
+        elif self.accepts(key, offer, tuple(live.shape)):
             if live.is_meta:
-                plan.destinations[key] = fresh(live, offer, self.device, key)
+                self.destinations[key] = fresh(live, offer, self.device, key)
             else:
-                plan.want_in_place(key, live, key)
+                self.want_in_place(key, live, key)
 
     def take(self, owner: str, value: torch.Tensor) -> None:
         self.local[owner] = value.cpu() if self.cpu_offload else value
+
+    def planner(self) -> Planner:
+        return Planner(
+            "cannot distribute this state dict",
+            self.problems,
+            self.local.values,
+            lambda inventory, stages: self.add(inventory),
+        )
 
 
 @torch.no_grad()
@@ -90,11 +92,11 @@ def broadcast_state_dict(
     Raises:
         RuntimeError: wrong shapes or types; on every rank, before anything was written.
     """
-    load = DictLoad(local_state_dict, torch.device(device), cpu_offload)
-    run(load, full_state_dict, broadcast=True, group=pg)
-    local_state_dict.update(load.small)
+    plan = DictPlan(local_state_dict, torch.device(device), cpu_offload)
+    run(plan.planner(), full_state_dict, broadcast=True, group=pg)
+    local_state_dict.update(plan.small)
     if strict:
-        for key in set(local_state_dict) - load.keys:
+        for key in set(local_state_dict) - plan.names:
             del local_state_dict[key]
 
 
@@ -106,8 +108,8 @@ def distribute_state_dict(
     pg: Group = None,
 ) -> None:
     """As `broadcast_state_dict`, where every rank holds the full dict: each takes its own slices."""
-    load = DictLoad(local_state_dict, torch.device(device), False)
-    run(load, full_state_dict, broadcast=False)
+    plan = DictPlan(local_state_dict, torch.device(device), False)
+    run(plan.planner(), full_state_dict, broadcast=False)
     for key, value in full_state_dict.items():
         if not torch.is_tensor(value):
             local_state_dict[key] = value
@@ -128,13 +130,13 @@ def distribute_tensors(
     entries: dict[Any, Any] = {
         key: local_state_dict[key] for key in keys if isinstance(local_state_dict.get(key), tuple)
     }
-    load = DictLoad({key: live for key, (live, _) in entries.items()}, torch.device(device), False)
-    course = Local(load, Source({key: full for key, (_, full) in entries.items()}))
-    course.plan = load.plan(course.source.inventory())
-    load.local.update(load.small)
+    plan = DictPlan({key: live for key, (live, _) in entries.items()}, torch.device(device), False)
+    course = Local(plan.planner(), Source({key: full for key, (_, full) in entries.items()}))
+    course.plan = plan.add(course.source.inventory())
+    plan.local.update(plan.small)
     course.call.raise_alone()
     course.move(FIRST)
-    local_state_dict.update(load.local)
+    local_state_dict.update(plan.local)
 
 
 @torch.no_grad()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import _IncompatibleKeys
 
 from torch_dcp_backport.state_dict.destination import Destination, in_place, local_of
 from torch_dcp_backport.state_dict.source import Carried, Key, Unusable
@@ -28,10 +29,23 @@ class Plan:
         self.problems = problems
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.destinations: dict[Key, Destination] = {}
-        #: The stages that `Load.apply` asks for, in its order: each moves when loading code is about to look.
+        #: The stages that `Planner.apply` asks for, in its order: each moves when loading code is about to
+        #: look.
         self.stages: Sequence[str] = ()
-        #: Whether code outside torch takes part in `Load.apply`: it can fail on one rank alone.
+        #: Whether code outside torch takes part in `Planner.apply`: it can fail on one rank alone.
         self.user_code = False
+        #: The parts that were handed over, for an error.
+        self.applied: list[str] = []
+        #: Missing and unexpected keys of a model, once it is loaded.
+        self.keys = _IncompatibleKeys([], [])
+
+    def take(self, owner: Any, value: Any) -> None:
+        """Give the owner of one of the destinations its value."""
+        raise NotImplementedError
+
+    def written(self) -> str:
+        """The parts that were handed over so far, for an error."""
+        return ", ".join(self.applied)
 
     def usable(self, key: Key, offer: Any) -> bool:
         """Whether `offer` is no tensor, or a tensor with slices; any other tensor is a problem."""
@@ -72,37 +86,20 @@ class Plan:
         self.destinations[key] = destination
 
 
-class Load:
-    """One load of full tensors into one object."""
+class Planner(NamedTuple):
+    """A loaded object, as `course.run` sees it: functions that plan a load of full tensors, and end it."""
 
     #: First words of an error.
-    title = "cannot load"
-
-    def __init__(self, problems: list[Problem]) -> None:
-        self.problems = problems
-
-    def live(self) -> Iterable[object]:
-        """Everything that the loaded object holds now."""
-        raise NotImplementedError
-
-    def plan(self, inventory: Inventory, stages: Sequence[str] = ()) -> Plan:
-        """Plan the load of an inventory. Must not write anything.
-
-        Args:
-            stages: those of other ranks' plans: all ranks move the same tensors at the same time.
-        """
-        raise NotImplementedError
-
-    def take(self, owner: Any, value: Any) -> None:
-        """Give the owner of one of the last plan's destinations its value."""
-        raise NotImplementedError
-
-    def apply(self, fetch: Callable[[str], None]) -> None:
-        """Hand what was loaded to its owner; `fetch(stage)` brings the tensors of a stage."""
-
-    def written(self) -> str:
-        """The parts that `apply` has handed over so far, for an error."""
-        return ""
+    title: str
+    #: Of this rank, so far.
+    problems: list[Problem]
+    #: Yields everything that the object holds now.
+    live: Callable[[], Iterable[object]]
+    #: The plan for an inventory, which writes nothing. The stages are those of other ranks' plans: all ranks
+    #: move the same tensors at the same time.
+    plan: Callable[[Inventory, Sequence[str]], Plan]
+    #: Hands what was loaded to its owners; the function that it is given brings the tensors of a stage.
+    apply: Callable[[Any, Callable[[str], None]], None] = lambda plan, fetch: None
 
 
 @contextlib.contextmanager

@@ -16,16 +16,16 @@ from torch.optim import Optimizer
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.course import run
 from torch_dcp_backport.state_dict.form import model_problem, optim_problem
-from torch_dcp_backport.state_dict.load import Load
+from torch_dcp_backport.state_dict.load import Planner
 from torch_dcp_backport.state_dict.model.apply import call_load_state_dict, under_load_keys
-from torch_dcp_backport.state_dict.model.load import ModelLoad, model_load
+from torch_dcp_backport.state_dict.model.load import model_planner, outline_for_load
 from torch_dcp_backport.state_dict.model.outline import outline_of
 from torch_dcp_backport.state_dict.optim.get import Params
 from torch_dcp_backport.state_dict.optim.initial import Beginning, undone_if_failed
 from torch_dcp_backport.state_dict.optim.load import load_parts, prepare_full, prepare_parts
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.source import Source, Sources
-from torch_dcp_backport.state_dict.together import Together
+from torch_dcp_backport.state_dict.together import together
 from torch_dcp_backport.transfer import Problem
 
 
@@ -47,11 +47,14 @@ def load_state(
     of_model, of_optimizers = model_problem(model_dict, info), optim_problem(optim_dict, info)
     if info.full_state_dict and not info.fsdp_modules:
         problems = [problem for problem in (of_model, of_optimizers) if problem]
-        into_model = None
+        parts: dict[str, tuple[Planner, Source]] = {}
         if info.handle_model:
-            into_model = model_load(model, info, model_dict, problems, optional=info.broadcast_from_rank0)
-        load_together(model, optimizers if info.handle_optim else (), optim_dict, into_model, info, problems)
-        return into_model.keys if into_model is not None else _IncompatibleKeys([], [])
+            outline, source = outline_for_load(model, info, problems), Source(model_dict, metadata=True)
+            planner = model_planner(outline, source, problems, optional=info.broadcast_from_rank0)
+            parts["the model"] = planner, source
+        return load_together(
+            model, optimizers if info.handle_optim else (), optim_dict, info, problems, parts
+        )
     if of_model and not info.full_state_dict:
         raise RuntimeError(str(of_model))
     # FSDP1 and shards: torch's own loading code writes. All ranks hear of a bad model dict of whole tensors.
@@ -77,17 +80,19 @@ def load_model_state(
     """Load `state_dict` into `model`; `problem` is that of its form. Errors are those of `load_state`."""
     if not info.handle_model:
         return _IncompatibleKeys([], [])
-    load = model_load(model, info, state_dict, [problem] if problem else []) if info.full_state_dict else None
-    if load is None or load.outline.is_alone:
+    problems = [problem] if problem else []
+    outline = outline_for_load(model, info, problems) if info.full_state_dict else None
+    if outline is None or outline.is_alone:
         # No other rank waits, so none needs to hear of it.
         if problem:
             raise RuntimeError(str(problem))
         if not state_dict:
             return _IncompatibleKeys([], [])
-    if load is None:
+    if outline is None:
         return call_load_state_dict(model, under_load_keys(outline_of(model, info), state_dict), info)
-    run(load, load.source, broadcast=info.broadcast_from_rank0)
-    return load.keys
+    source = Source(state_dict, metadata=True)
+    planner = model_planner(outline, source, problems)
+    return run(planner, source, broadcast=info.broadcast_from_rank0).keys
 
 
 @torch.no_grad()
@@ -104,33 +109,31 @@ def load_optim_state(
     if not info.full_state_dict or info.fsdp_modules:
         load_parts(prepare_parts(model, optimizers, state_dict, info, problem))
         return
-    load_together(model, optimizers, state_dict, None, info, [problem] if problem else [])
+    load_together(model, optimizers, state_dict, info, [problem] if problem else [], {})
 
 
 def load_together(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     optim_dict: Mapping[str, Any],
-    into_model: Optional[ModelLoad],
     info: StateDictInfo,
     problems: list[Problem],
-) -> None:
-    """Load full tensors into the optimizers, and into a model; they share the list of problems."""
-    parts: dict[str, Load] = {}
-    sources: list[Source] = []
+    last: Mapping[str, tuple[Planner, Source]],
+) -> _IncompatibleKeys:
+    """Load full tensors into the optimizers, and into what is `last`; all share the list of problems."""
+    parts: dict[str, tuple[Planner, Source]] = {}
     begun: list[Beginning] = []
     params = Params(model)
     with undone_if_failed(begun):
         for number, optim in enumerate(optimizers):
             begun.append(Beginning(optim))
-            load, values = prepare_full(params, begun[-1], optim_dict, info, problems)
-            parts[f"optimizer {number} ({type(optim).__name__})"] = load
-            sources.append(Source(values))
-        if into_model is not None:
-            parts["the model"] = into_model
-            sources.append(into_model.source)
-        if len(sources) == 1:
-            (only_part,) = parts.values()
-            run(only_part, sources[0], broadcast=info.broadcast_from_rank0)
+            planner, values = prepare_full(params, begun[-1], optim_dict, info, problems)
+            parts[f"optimizer {number} ({type(optim).__name__})"] = planner, Source(values)
+        parts.update(last)
+        sources = [source for _, source in parts.values()]
+        if len(parts) == 1:
+            ((planner, source),) = parts.values()
         else:
-            run(Together(parts, problems), Sources(sources), broadcast=info.broadcast_from_rank0)
+            planners = {name: planner for name, (planner, _) in parts.items()}
+            planner, source = together(planners, problems), Sources(sources)
+        return run(planner, source, broadcast=info.broadcast_from_rank0).keys

@@ -53,12 +53,11 @@ def call_load_state_dict(
 class Handover:
     """One model's part of a load, once every rank agreed."""
 
-    def __init__(self, plan: ModelPlan, fetch: Callable[[str], None], seen: list[str]) -> None:
-        """`fetch(stage)` brings the tensors of a stage; those that loading code has seen go into `seen`."""
+    def __init__(self, plan: ModelPlan, fetch: Callable[[str], None]) -> None:
+        """`fetch(stage)` brings the tensors of a stage."""
         self.plan = plan
         self.outline = plan.outline
         self.fetch = fetch
-        self.seen = seen
         self.by_stage: dict[str, list[Entry]] = {}
 
     def run(self) -> _IncompatibleKeys:
@@ -176,7 +175,7 @@ class Handover:
                 state_dict[key] = plan.extra.pop(value.load_key)
             elif value.load_key in entries:
                 state_dict[key] = plan.values.pop(entries[value.load_key], None)
-        self.seen.append(stage)
+        plan.applied.append(stage.rstrip("."))
 
     def take_raw(self, stage: str) -> None:
         for key, owner in self.plan.raw.pop(stage, ()):

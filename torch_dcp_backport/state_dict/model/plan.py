@@ -44,9 +44,6 @@ class Governance(NamedTuple):
     whole: frozenset[int]
 
 
-NOTHING_GOVERNED = Governance({}, (), frozenset(), frozenset())
-
-
 class ModelPlan(Plan):
     """The destinations of a model's values, its loading code's share, and the values that have arrived."""
 
@@ -59,6 +56,7 @@ class ModelPlan(Plan):
         governance: Governance,
     ) -> None:
         super().__init__(problems)
+        self.applied.append("what no loading code looks at")
         self.outline = outline
         self.source = source
         self.inventory = {key: offer for key, offer in inventory.items() if key is not About.METADATA}
@@ -131,7 +129,7 @@ class ModelPlan(Plan):
 def plan_model(
     outline: Outline, source: Source, inventory: Inventory, stages: Sequence[str], problems: list[Problem]
 ) -> ModelPlan:
-    """Plan the load of a full state dict; `stages` as in `Load.plan`."""
+    """Plan the load of a full state dict; `stages` as in `Planner.plan`."""
     plan = ModelPlan(problems, outline, source, inventory, govern(outline, inventory, stages))
     fqns = {entry.fqn for entry in outline.entries}
     for key in plan.inventory:

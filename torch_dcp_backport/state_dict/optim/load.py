@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict import fsdp1
 from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, is_numbered, renamed_params
-from torch_dcp_backport.state_dict.load import Inventory, Load, guarded
+from torch_dcp_backport.state_dict.load import Inventory, Planner, guarded
 from torch_dcp_backport.state_dict.optim.flat import unflatten_optim_state
 from torch_dcp_backport.state_dict.optim.get import Params
 from torch_dcp_backport.state_dict.optim.initial import Beginning, params_of, undone_if_failed
@@ -37,68 +37,53 @@ from torch_dcp_backport.state_dict.tree import Path
 from torch_dcp_backport.transfer import Problem
 
 
-class OptimizerLoad(Load):
-    """A load of full tensors into one optimizer, which stays as it is until `apply`."""
-
-    title = "cannot load this optimizer state dict"
-
-    def __init__(self, beginning: Beginning, problems: list[Problem], strict: bool) -> None:
-        super().__init__(problems)
-        self.beginning = beginning
-        self.optim = beginning.optim
-        self.outline = OptimOutline(beginning, strict)
-        self.planned: OptimPlan
-        self.applied = False
-
-    def live(self) -> Iterable[object]:
-        yield from params_of(self.optim)
-        yield from (value for value in self.outline.values.values() if isinstance(value, compat.DTensor))
-
-    def plan(self, inventory: Inventory, stages: Sequence[str] = ()) -> OptimPlan:
-        self.planned = plan_optimizer(self.outline, inventory, self.problems)
-        return self.planned
-
-    def take(self, owner: Path, value: Any) -> None:
-        self.planned.values[owner] = value
-
-    def apply(self, fetch: Callable[[str], None]) -> None:
-        load_into(self.optim, self.planned.result())
-        self.applied = True
-
-    def written(self) -> str:
-        return "its states" if self.applied else ""
-
-
 def prepare_full(
     params: Params,
     beginning: Beginning,
     state_dict: Mapping[str, Any],
     info: StateDictInfo,
     problems: list[Problem],
-) -> tuple[OptimizerLoad, dict[Path, Any]]:
-    """Prepare a load into one optimizer: the load, and path -> value that this rank has for it.
+) -> tuple[Planner, dict[Path, Any]]:
+    """Prepare a load into one optimizer: its planner, and path -> value that this rank has for it.
 
     `problems` of this rank may be shared by the loads of several optimizers. Raises nothing but interrupts
     where other ranks take part: they wait in the agreement.
     """
     sharded = any(isinstance(param, compat.DTensor) for param in params_of(beginning.optim))
     others_wait = info.broadcast_from_rank0 or (sharded and dist.is_initialized())
-    load = OptimizerLoad(beginning, problems, info.strict)
+    outline = OptimOutline(beginning, info.strict)
     values: dict[Path, Any] = {}
     with guarded(problems, others_wait):
         try:
-            load.outline = outline_of(params, beginning, info.strict)
+            outline = outline_of(params, beginning, info.strict)
         except (RuntimeError, MemoryError) as error:
             problems.append(Problem("could not make the optimizer's states", got=str(error)))
     if not problems and (not info.broadcast_from_rank0 or dist.get_rank() == 0):
         try:
             if not state_dict and sharded and not info.broadcast_from_rank0:
                 raise RuntimeError("the optimizer state dict is empty")
-            values = values_for(load.outline, state_dict, info)
+            values = values_for(outline, state_dict, info)
         except Exception as error:
             missing = isinstance(error, KeyError)
             problems.append(Problem(f"missing key {error}" if missing else str(error)))
-    return load, values
+    return optim_planner(outline, problems), values
+
+
+def optim_planner(outline: OptimOutline, problems: list[Problem]) -> Planner:
+    """The load of full tensors into one optimizer, which stays as it is until the plan is applied."""
+
+    def live() -> Iterable[object]:
+        yield from params_of(outline.optim)
+        yield from (value for value in outline.values.values() if isinstance(value, compat.DTensor))
+
+    def plan(inventory: Inventory, stages: Sequence[str] = ()) -> OptimPlan:
+        return plan_optimizer(outline, inventory, problems)
+
+    def apply(plan: OptimPlan, fetch: Callable[[str], None]) -> None:
+        load_into(outline.optim, plan.result())
+        plan.applied.append("its states")
+
+    return Planner("cannot load this optimizer state dict", problems, live, plan, apply)
 
 
 def values_for(outline: OptimOutline, state_dict: Mapping[str, Any], info: StateDictInfo) -> dict[Path, Any]:

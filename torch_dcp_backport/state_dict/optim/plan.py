@@ -104,6 +104,9 @@ class OptimPlan(Plan):
         #: Tensor that states lie like -> its layout and misfit; a parameter has several such states.
         self.layouts: dict[torch.Tensor, tuple[Layout, Optional[Problem]]] = {}
 
+    def take(self, owner: Path, value: Any) -> None:
+        self.values[owner] = value
+
     def want_new(self, path: Path, expected: Expected) -> None:
         """Want a new tensor with the layout and memory format of what is expected."""
         like, dtype = expected
