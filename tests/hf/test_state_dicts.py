@@ -151,6 +151,17 @@ def test_one_element_of_a_larger_tensor(tmp_path: Path) -> None:
     assert equal_in(hf.Given(again, {}), "one", "two")
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (4, 2), (5, 3)])
+def test_a_tensor_that_changes_its_shape_while_it_is_read(shape: tuple[int, ...]) -> None:
+    tensor = torch.zeros(4, 3)
+    source = hf.Given({"weight": tensor}, {})
+    tensor.resize_(shape)
+    with pytest.raises(
+        RuntimeError, match=re.escape(f"weight was changed while it was read: it was (4, 3) and is {shape}")
+    ):
+        source.part("weight", Box((0, 0), (2, 2)))
+
+
 @pytest.mark.parametrize("size", ["5GB", None, -1])
 def test_the_size_of_a_file_is_a_number(tmp_path: Path, size: Any) -> None:
     with pytest.raises(RuntimeError, match=f"file_bytes={size!r} is no number"):

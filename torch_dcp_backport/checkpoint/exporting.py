@@ -65,19 +65,19 @@ def export_checkpoint(
     """
     try:
         with Call(CANNOT_EXPORT, "collect", ()) as call:
-            return _export(call, Path(folder), Path(target), Asked(like, how, trust))
+            return _export(call, Path(folder), Path(target), Request(like, how, trust))
     except RuntimeError as error:
         raise CheckpointingException(str(error)) from error
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     like: Any
     how: Optional[Export]
     trust: bool
 
 
-def _export(call: Call, folder: Path, out: Path, asked: Asked) -> Saved:
-    like, how, _ = asked
+def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
+    like, how, _ = request
     own_files = folder / HUGGING_FACE
     if like is None and not (own_files / CONFIG).is_file():
         raise CheckpointingException(f"{CANNOT_EXPORT}: {own_files} has no {CONFIG}: name a model's folder")
@@ -90,7 +90,7 @@ def _export(call: Call, folder: Path, out: Path, asked: Asked) -> Saved:
             raise ValueError(f"{out} is in the checkpoint, which would no longer be what was saved")
     settle(call)
     if not (folder / SHARDED).is_dir() and verl.saved_world(folder):
-        return _export_of_verl(call, folder, target, asked.trust)
+        return _export_of_verl(call, folder, target, request.trust)
     checkpoint = opened_alone(folder / SHARDED if (folder / SHARDED).is_dir() else folder)
     tied: Mapping[str, str] = {}
     # The bytes of the common state are as saved: reading fails only for objects, which do not matter here.

@@ -43,7 +43,7 @@ class OrchestrationMode(Enum):
     RAY = 1
 
 
-class Found(NamedTuple):
+class Steps(NamedTuple):
     """The steps of a root, as the first rank sees them."""
 
     #: Good steps, newest first: (step, path).
@@ -267,7 +267,7 @@ class CheckpointHandler:
             return first.load_checkpoint()
         return 0
 
-    def look(self) -> tuple[Found, bool]:
+    def look(self) -> tuple[Steps, bool]:
         """Return the steps that the first rank sees, and whether this rank is the first. Collective."""
         with begin(CANNOT_RESUME, "load", self.process_group) as call:
             common = {
@@ -277,7 +277,7 @@ class CheckpointHandler:
                 "verify": str(self.verify),
                 "default_hdfs_dir": str(self.default_hdfs_dir),
             }
-            steps = Found(*together.run_on_first(call, self.find_steps, "looking for steps", common))
+            steps = Steps(*together.run_on_first(call, self.find_steps, "looking for steps", common))
             return steps, call.rank == ranks_of(call)[0]
 
     def bring(self, tried: set[int]) -> Brought:
@@ -296,14 +296,14 @@ class CheckpointHandler:
         is_verified = self.verify and is_ours
         together.read_folder(path, self.read, is_verified=is_verified, group=self.process_group)
 
-    def find_steps(self) -> Found:
+    def find_steps(self) -> Steps:
         """Find the steps to try, and remove what dead writers left. Runs on the first rank."""
         root = self.default_local_dir
         # Folders that the thread of retention has yet to remove are not left behind.
         self._retention.finish(retention.PATIENCE)
         store.clean(root)
         if self.resume_mode == "disable":
-            return Found([], [], None)
+            return Steps([], [], None)
         if self.resume_mode == "resume_path":
             path = Path(str(self.resume_from_path))
             store.clean(path.parent, re.compile(re.escape(path.name)))
@@ -311,13 +311,13 @@ class CheckpointHandler:
             is_ours = not (step.fault and verl.saved_world(path))
             if step.fault and is_ours:
                 raise CheckpointingException(f"{path}: {step.fault}")
-            return Found([(step.step, str(path))], [], None, is_ours)
+            return Steps([(step.step, str(path))], [], None, is_ours)
         if os.path.lexists(root) and not root.is_dir():
             raise NotADirectoryError(f"{root} is no folder")
         steps = store.steps_in(root)
         good = [(step.step, str(step.path)) for step in steps if not step.fault]
         faults = [f"{step.path}: {step.fault}" for step in steps if step.fault]
-        return Found(good, faults, store.tracked(root))
+        return Steps(good, faults, store.tracked(root))
 
     def read(self, folder: Path) -> None:
         states = None

@@ -155,12 +155,12 @@ class Reported:
         self.done = 0
         report = self.add
 
-        class Told(base):  # type: ignore[misc]
+        class Attempt(base):  # type: ignore[misc]
             def relative_update(self, inc: int = 1) -> None:
                 super().relative_update(inc)
                 report(inc)
 
-        return Told()
+        return Attempt()
 
     def add(self, nbytes: int) -> None:
         self.done += nbytes

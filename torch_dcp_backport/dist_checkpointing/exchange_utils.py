@@ -63,7 +63,7 @@ class Shape(NamedTuple):
     dtype: torch.dtype
 
 
-class Said(NamedTuple):
+class ShardsOfRank(NamedTuple):
     """The shards that a rank has loaded, and those that it waits for."""
 
     loaded: dict[ShardId, Shape]
@@ -274,7 +274,7 @@ def exchanged(
     algorithm: str,
 ) -> Loaded:
     result: Loaded = {}
-    own = Said({}, {}, {}, algorithm)
+    own = ShardsOfRank({}, {}, {}, algorithm)
     with guard(call):
         if distribution is None and algorithm != GATHER_OBJECT:
             raise CheckpointingException(f"{algorithm} needs a shard_distribution")
@@ -292,7 +292,7 @@ def exchanged(
             own.mains.update(distribution.main_rank_for_shard)
     ranks = meeting.ranks_of(call)
 
-    def decide(own_by_rank: Mapping[int, Said]) -> Mapping[int, Ways]:
+    def decide(own_by_rank: Mapping[int, ShardsOfRank]) -> Mapping[int, Ways]:
         ways, findings = ways_of(ranks, own_by_rank)
         if findings:
             raise Refusal(findings)
@@ -321,7 +321,7 @@ def exchanged(
     return {**result, **targets}
 
 
-def ways_of(ranks: tuple[int, ...], own_by_rank: Mapping[int, Said]) -> tuple[Ways, meeting.Findings]:
+def ways_of(ranks: tuple[int, ...], own_by_rank: Mapping[int, ShardsOfRank]) -> tuple[Ways, meeting.Findings]:
     """Return the way of each shard, and the findings of ranks whose shards have none."""
     findings: meeting.Findings = []
     loaders: dict[ShardId, list[int]] = {}

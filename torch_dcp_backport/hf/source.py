@@ -207,7 +207,10 @@ class Given:
             self._values[key] = value
 
     def part(self, key: str, box: Box) -> torch.Tensor:
-        value, limits = self._values[key], whole(self.tensors[key].shape)
+        value, shape = self._values[key], self.tensors[key].shape
+        limits, shape_now = whole(shape), tuple(value.shape if torch.is_tensor(value) else value.get_shape())
+        if shape_now != shape:
+            raise RuntimeError(f"{key} was changed while it was read: it was {shape} and is {shape_now}")
         if torch.is_tensor(value):
             return part_of(value.detach(), limits, box)
         part: torch.Tensor = value[box.within(limits)]

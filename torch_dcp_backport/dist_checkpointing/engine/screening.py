@@ -35,7 +35,7 @@ def screen(data: bytes) -> None:
         raise Refused(f"{type(error).__name__}: {error}") from error
 
 
-class Thing:
+class Stub:
     """An object that is not made; its parts are thrown away."""
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
@@ -56,13 +56,13 @@ class Thing:
     named = ""
 
 
-class Namespace(Thing):
+class Namespace(Stub):
     """An `argparse.Namespace`."""
 
     named = "a Namespace"
 
 
-class Collection(Thing):
+class Collection(Stub):
     """A set, a `Counter` or bytes: of members and bytes that are in the file, never of a number of them."""
 
     named = "a collection"
@@ -74,11 +74,11 @@ class Collection(Thing):
         return super().__new__(cls)
 
 
-class Encoded(Thing):
+class Encoded(Stub):
     """Bytes in a pickle of Python 2's form: text, and its encoding."""
 
 
-class Fraction(Thing):
+class Fraction(Stub):
     """A `Fraction`, which multiplies out its exponent."""
 
     named = "a Fraction"
@@ -90,7 +90,7 @@ class Fraction(Thing):
 
 
 BUILTINS = ("builtins", "__builtin__")
-#: Classes that are looked at; a `Thing` stands for everything else that torch takes.
+#: Classes that are looked at; a `Stub` stands for everything else that torch takes.
 KINDS: dict[tuple[str, str], type[Any]] = {
     ("argparse", "Namespace"): Namespace,
     ("collections", "Counter"): Collection,
@@ -119,13 +119,13 @@ class Screen(pickle.Unpickler):
         if module == "torch" and name.endswith("Storage"):
             return torch.storage._get_dtype_from_pickle_storage_type(name)  # a KeyError where it is none
         # A pickle can set attributes of what it names: each is another class, and ends with the reader.
-        return type(name, (KINDS.get((module, name), Thing),), {})
+        return type(name, (KINDS.get((module, name), Stub),), {})
 
-    def persistent_load(self, pid: Any) -> Thing:
+    def persistent_load(self, pid: Any) -> Stub:
         kind, dtype, key, _, count = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype) or type(key) is not str:
             raise Refused(f"a storage of an unknown kind: {pid!r:.80}")
         nbytes = len(self._reader.get_record(f"data/{key}"))
         if type(count) is not int or count * dtype.itemsize != nbytes:
             raise Refused(f"storage {key} has {nbytes} bytes, and says {count!r:.40} elements of {dtype}")
-        return Thing()
+        return Stub()
