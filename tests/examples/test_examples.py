@@ -6,7 +6,6 @@ import re
 import shlex
 from pathlib import Path
 
-import cpu_fsdp
 import pytest
 from programs import output_of, output_of_ranks
 from warm import Interpreters
@@ -14,7 +13,7 @@ from warm import Interpreters
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 #: Below torchrun itself, where it and each of its ranks import torch anew.
-STARTED = "fsdp2_full_state" if cpu_fsdp.RELEASE < (2, 7) else "engine_sft"
+STARTED = "fsdp2_full_state"
 #: What rank 0 says at the end.
 SAYS = {
     # FSDP2 trains on the CPU from torch 2.7 on.

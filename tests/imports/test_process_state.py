@@ -79,7 +79,7 @@ torch_dcp_backport.deactivate()
     rules = "torch._dynamo.trace_rules.SKIP_DIRS_RE"
     assert facts["replaced"] in ([], [rules] * (AFFECTED and switch == "auto"))
     assert facts["outcome"] == "disabled" if switch == "off" or AFFECTED else "not-needed"
-    assert facts["grown"] < 16 * MIB
+    assert facts["grown"] < 32 * MIB
     if switch == "off" or not AFFECTED:
         assert facts["meta_path"] == []
         assert not facts["ours"]
@@ -133,4 +133,4 @@ for _ in range(3):
     assert facts["new"] == []
     if AFFECTED:  # else it is torch's own that ran
         # 20 models have 80 MiB; allocators keep some for the next.
-        assert facts["grown"] < 16 * MIB
+        assert facts["grown"] < 32 * MIB

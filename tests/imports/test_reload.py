@@ -55,16 +55,20 @@ def test_torchs_module_is_executed_again(fresh: Fresh, again: str) -> None:
 OURS = ("torch_dcp_backport", "torch_dcp_backport.activation", "torch_dcp_backport.activation.importer")
 
 
-@pytest.mark.parametrize("when", ["pending", "applied", "deactivated"])
+WHEN = {
+    "pending": "",
+    "applied": "import torch.distributed.checkpoint.state_dict",
+    "deactivated": "import torch.distributed.checkpoint.state_dict; torch_dcp_backport.deactivate()",
+}
+
+
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("name", OURS)
 def test_ours_is_executed_again(fresh: Fresh, name: str, when: str) -> None:
     facts = fresh(
         f"""
         import importlib, torch_dcp_backport
-        if {when!r} != "pending":
-            import torch.distributed.checkpoint.state_dict as b
-        if {when!r} == "deactivated":
-            torch_dcp_backport.deactivate()
+        {WHEN[when]}
         before = torch_dcp_backport.status()
         def again():
             if {name!r} in sys.modules:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from torch_dcp_backport.regression.checks import LIMITED
 
@@ -28,12 +29,17 @@ def test_a_lane_without_its_python_is_skipped_aloud(tmp_path: Path) -> None:
     assert done.stderr.startswith("no Python 3.9 here: put python3.9 on PATH, or its path into LANES_PYTHON")
 
 
-def test_what_lanes_leave_out_is_there() -> None:
-    spec = importlib.util.spec_from_file_location("lanes", LANES)
+def loaded(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
-    lanes = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(lanes)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_lanes_leave_out_is_there() -> None:
+    lanes = loaded(LANES)
     assert set(lanes.LEAVES_OUT) <= set(lanes.LANES)
     assert lanes.LOADS == LIMITED
     for paths in lanes.LEAVES_OUT.values():
@@ -42,6 +48,27 @@ def test_what_lanes_leave_out_is_there() -> None:
             file = LANES.parents[1] / name
             assert file.exists()
             assert not test or f"def {test.partition('[')[0]}(" in file.read_text()
+
+
+def test_each_test_is_in_one_share() -> None:
+    lanes, shares = (loaded(LANES.with_name(f"{name}.py")) for name in ("lanes", "shares"))
+    room, ranks = ("tests/hf/test_files.py::test_a[1]", "tests/ranks/test_files.py::test_a[1]")
+    names = [f"{start}{number}" for start in (room, ranks) for number in range(200)]
+    runs = {
+        name: {lane for lane in lanes.SHARES if shares.is_in(name, list(lanes.SHARES[lane]))}
+        for name in names
+    }
+    for name, of in runs.items():
+        once = {"2.4", "current"} if name.startswith(room) else {"2.4", "2.5", "2.7"}
+        assert len(of & once) == 1, name
+        assert "2.6" in of
+    assert {frozenset(of) for of in runs.values()} == {
+        frozenset({"2.4", "2.5", "2.6", "2.7"}),
+        frozenset({"2.5", "2.6", "2.7", "current"}),
+        *(frozenset({lane, "2.6", "current"}) for lane in ("2.4", "2.5", "2.7")),
+    }
+    for path in (share.partition("=")[0] for of in lanes.SHARES.values() for share in of):
+        assert (LANES.parents[1] / path).exists()
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:
