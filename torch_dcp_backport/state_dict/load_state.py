@@ -49,7 +49,7 @@ def load_state(
         problems = [problem for problem in (of_model, of_optimizers) if problem]
         parts: dict[str, tuple[Planner, Source]] = {}
         if info.handle_model:
-            outline, source = outline_for_load(model, info, problems), Source(model_dict, metadata=True)
+            source, outline = Source(model_dict, metadata=True), outline_for_load(model, info, problems)
             planner = model_planner(outline, source, problems, optional=info.broadcast_from_rank0)
             parts["the model"] = planner, source
         return load_together(
@@ -81,16 +81,18 @@ def load_model_state(
     if not info.handle_model:
         return _IncompatibleKeys([], [])
     problems = [problem] if problem else []
-    outline = outline_for_load(model, info, problems) if info.full_state_dict else None
-    if outline is None or outline.is_alone:
+    is_alone = True
+    if info.full_state_dict:
+        source, outline = Source(state_dict, metadata=True), outline_for_load(model, info, problems)
+        is_alone = outline.is_alone
+    if is_alone:
         # No other rank waits, so none needs to hear of it.
         if problem:
             raise RuntimeError(str(problem))
         if not state_dict:
             return _IncompatibleKeys([], [])
-    if outline is None:
+    if not info.full_state_dict:
         return call_load_state_dict(model, under_load_keys(outline_of(model, info), state_dict), info)
-    source = Source(state_dict, metadata=True)
     planner = model_planner(outline, source, problems)
     return run(planner, source, broadcast=info.broadcast_from_rank0).keys
 
