@@ -203,6 +203,8 @@ SHARES = {
     "2.6": ("tests/engine=1/2",),
     "current": tuple(f"tests/{room}=1/2" for room in ROOMS),
 }
+# Folders with a run of their own beside other lanes: else the longest lane ends long after them.
+APART = {"2.6": ("tests/imports", "tests/unit", "tests/conformance")}
 # Says to the tests that nothing is left out.
 WHOLE = "TESTS_WHOLE"
 
@@ -321,14 +323,6 @@ def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
     left_out, shares = ({}, {}) if extra or whole else (LEAVES_OUT, SHARES)
     if whole:
         os.environ[WHOLE] = "1"
-    commands = {
-        name: [
-            *("python", "-m", "pytest", "-p", "tools.seconds", "-p", "tools.shares", *extra),
-            *(f"--{'deselect' if '::' in path else 'ignore'}={path}" for path in left_out.get(name, ())),
-            *(f"--share={share}" for share in shares.get(name, ())),
-        ]
-        for name in names
-    }
     failed: list[str] = []
     skipped: dict[str, NoPython] = {}
     for name in names:
@@ -336,25 +330,35 @@ def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
             python_of(name)
         except NoPython as error:
             skipped[name] = error
-    names = [name for name in names if name not in skipped]
+    # Lane and pytest's arguments, in the order of their output.
+    runs: list[tuple[str, list[str]]] = []
+    for name in names:
+        arguments = [
+            *extra,
+            *(f"--{'deselect' if '::' in path else 'ignore'}={path}" for path in left_out.get(name, ())),
+            *(f"--share={share}" for share in shares.get(name, ())),
+        ]
+        if name in APART and len(names) > 1 and not extra:
+            runs.append((name, [*APART[name], *arguments]))
+            arguments += [f"--ignore={folder}" for folder in APART[name]]
+        runs.append((name, arguments))
+    runs = [(name, arguments) for name, arguments in runs if name not in skipped]
 
-    def test_in(name: str, output: Optional[IO[bytes]]) -> int:
+    def test_in(name: str, arguments: list[str], output: Optional[IO[bytes]]) -> int:
         began = time.monotonic()
         print(f"=== lane {name} begins", file=sys.stderr, flush=True)
-        code = run(name, commands[name], output)
+        command = ["python", "-m", "pytest", "-p", "tools.seconds", "-p", "tools.shares", *arguments]
+        code = run(name, command, output)
         print(f"=== lane {name} ends after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         return code
 
     with ThreadPoolExecutor(jobs) as executor, contextlib.ExitStack() as files:
-        alone = len(names) == 1
-        outputs = {name: None if alone else files.enter_context(TemporaryFile()) for name in names}
-        begun = {
-            name: executor.submit(test_in, name, outputs[name])
-            for name in sorted(names, key=lambda name: len(left_out.get(name, ())))
-        }
-        for name in names:
-            code, output = begun[name].result(), outputs[name]
-            print(f"=== lane {name}: {' '.join([LANES[name][0], *commands[name][7:]])}", flush=True)
+        outputs = [None if len(runs) == 1 else files.enter_context(TemporaryFile()) for _ in runs]
+        longest_first = sorted(range(len(runs)), key=lambda number: len(left_out.get(runs[number][0], ())))
+        begun = {number: executor.submit(test_in, *runs[number], outputs[number]) for number in longest_first}
+        for number, (name, arguments) in enumerate(runs):
+            code, output = begun[number].result(), outputs[number]
+            print(f"=== lane {name}: {' '.join([LANES[name][0], *arguments])}", flush=True)
             if output is not None:
                 output.seek(0)
                 shutil.copyfileobj(output, sys.stdout.buffer)
