@@ -100,6 +100,22 @@ def all_or_nothing(api: Any, wrapper: str, how: str, where: str, call: str) -> s
     return text
 
 
+def keys_of_both(api: Any, wrapper: str, how: str) -> tuple[list[str], list[str]]:
+    model, optims = trained(wrapper)
+    full = api.StateDictOptions(full_state_dict=True)
+    state, optim_state = api.get_state_dict(model, optims, options=full)
+    del state["after.bias"]
+    state["more"] = torch.ones(2)
+    keys = api.set_state_dict(
+        model,
+        optims,
+        model_state_dict=given(state, how),
+        optim_state_dict=given(optim_state, how),
+        options=options(api, how, strict=False),
+    )
+    return keys.missing_keys, keys.unexpected_keys
+
+
 def model_fails_last(api: Any, how: str) -> str:
     """The model's own hook fails, after its optimizer was written."""
     model, optims = trained("fsdp2")
@@ -220,6 +236,12 @@ def test_model_and_optimizers_or_nothing(ranks, wrapper, how, where):
 def test_all_optimizers_or_none(ranks, wrapper, how, where):
     for text in ranks(all_or_nothing, wrapper, how, where, "optimizers", world=2):
         assert ("nothing was changed" in text) == (where != "nothing")
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
+def test_a_call_for_both_returns_the_keys_of_the_model(ranks, wrapper, how):
+    assert ranks(keys_of_both, wrapper, how, world=2) == [(["after.bias"], ["more"])] * 2
 
 
 @pytest.mark.parametrize("how", HOWS)
