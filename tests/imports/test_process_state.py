@@ -79,7 +79,7 @@ torch_dcp_backport.deactivate()
     rules = "torch._dynamo.trace_rules.SKIP_DIRS_RE"
     assert facts["replaced"] in ([], [rules] * (AFFECTED and switch == "auto"))
     assert facts["outcome"] == "disabled" if switch == "off" or AFFECTED else "not-needed"
-    assert facts["grown"] < 32 * MIB
+    assert facts["grown"] < 16 * MIB
     if switch == "off" or not AFFECTED:
         assert facts["meta_path"] == []
         assert not facts["ours"]
