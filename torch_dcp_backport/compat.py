@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import threading
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Optional, cast
@@ -342,6 +343,9 @@ def default_backends() -> dict[str, str]:
     return dict(dist.Backend.default_device_backend_map)
 
 
+_ALLOWING = threading.RLock()
+
+
 @contextlib.contextmanager
 def allowed_globals(kinds: Sequence[Any]) -> Iterator[None]:
     """Let `torch.load(weights_only=True)` make objects of these classes meanwhile.
@@ -349,14 +353,21 @@ def allowed_globals(kinds: Sequence[Any]) -> Iterator[None]:
     torch 2.4 has the list alone, and no context: https://github.com/pytorch/pytorch/pull/127939
     """
     serialization: Any = torch.serialization
-    if hasattr(serialization, "safe_globals"):
-        with serialization.safe_globals(list(kinds)):
+    # The list is the process's: of two threads the first to end would take the classes from the other.
+    with _ALLOWING:
+        # torch's context takes away what it was given, also what was allowed before.
+        before = serialization.get_safe_globals()
+        missing = [kind for kind in kinds if kind not in before]
+        if hasattr(serialization, "safe_globals"):
+            with serialization.safe_globals(missing):
+                yield
+            return
+        serialization.add_safe_globals(missing)
+        try:
             yield
-        return
-    before = serialization.get_safe_globals()
-    serialization.add_safe_globals(list(kinds))
-    try:
-        yield
-    finally:
-        serialization.clear_safe_globals()
-        serialization.add_safe_globals(before)
+        finally:
+            # The list itself: what others have added meanwhile stays.
+            allowed = serialization.get_safe_globals()
+            for kind in missing:
+                with contextlib.suppress(ValueError):
+                    allowed.remove(kind)
