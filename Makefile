@@ -99,6 +99,9 @@ clients-0.7:
 s3:
 	$(LANES) test s3 -- tests/checkpoint/test_object_store.py
 
+# Each rank would start as many processes to compile in as there are processors, and each of these imports torch.
+megatron megatron-2.4: export TORCHINDUCTOR_COMPILE_THREADS = 1
+
 # megatron-core's own models on the CPU; the other tests of the two rooms are in the lanes of `make test`.
 megatron:
 	$(LANES) test megatron -- $(MODELS) $(FORMATS) tests/dist_checkpointing/test_exchange.py

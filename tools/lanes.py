@@ -188,17 +188,18 @@ LEAVES_OUT = {
 }
 # Of what is left, the share of tests that a lane runs, by their names (tools/shares.py). 2.6 runs all but the
 # engine's, whose FSDP2 trains as it is from torch 2.7 on, and a current torch all of the shim's. So, where no
-# file is left out, a test of the shim runs on three releases, one of a room on two. What is patched in DCP is
-# not the same on each, and faults that break a group have shares of their own (test_faults.py).
+# file is left out, a test of the shim runs on three releases, one of a room on two. What is patched in DCP, and
+# what meshes say of their groups, is not the same on each, and faults that break a group have shares of their own
+# (test_faults.py).
 ROOMS = ("checkpoint", "dist_checkpointing", "hf", "megatron")
 SHARES = {
     "2.4": (
-        *(f"{path}=0/1" for path in _files("ranks", ("dcp", "faults", "fuzz", "soak"))),
+        *(f"{path}=0/1" for path in _files("ranks", ("dcp", "faults", "fuzz", "soak", "stages"))),
         "tests/ranks=0/2",
         "tests/engine=0/2",
         *(f"tests/{room}=0/2" for room in ROOMS),
     ),
-    "2.5": ("tests/ranks/test_dcp.py=0/1", "tests/ranks=1/4"),
+    "2.5": (*(f"{path}=0/1" for path in _files("ranks", ("dcp", "stages"))), "tests/ranks=1/4"),
     "2.7": ("tests/ranks=3/4",),
     "2.6": ("tests/engine=1/2",),
     "current": tuple(f"tests/{room}=1/2" for room in ROOMS),

@@ -138,6 +138,32 @@ def model_fails_last(api: Any, how: str) -> str:
     )
 
 
+def loading_code_on_one_rank(api: Any, wrapper: str) -> None:
+    """Of the model alone, and of one rank's: the optimizers have none."""
+    model, optims = trained(wrapper)
+    full = api.StateDictOptions(full_state_dict=True)
+    model_state, optim_state = copy.deepcopy(api.get_state_dict(model, optims, options=full))
+    want = everything(model, optims)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    if dist.get_rank() == 1:
+        unwrapped(model).pair._register_load_state_dict_pre_hook(lambda *_: None)
+    api.set_state_dict(
+        model,
+        optims,
+        model_state_dict=given(model_state, "rank0"),
+        optim_state_dict=given(optim_state, "rank0"),
+        options=options(api, "rank0"),
+    )
+    assert same(everything(model, optims), want)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_ranks_whose_loading_code_differs_move_the_same_beside_an_optimizer(ranks, wrapper):
+    ranks(loading_code_on_one_rank, wrapper)
+
+
 class Hooked(nn.Linear):
     """Counts what is alive when it is loaded."""
 
