@@ -186,11 +186,11 @@ LEAVES_OUT = {
         *_regression("patched"),
     ),
 }
-# Of what is left, the share of tests that a lane runs, by their names (tools/shares.py). 2.6 runs all but the
-# engine's, whose FSDP2 trains as it is from torch 2.7 on, and a current torch all of the shim's. So, where no
-# file is left out, a test of the shim runs on three releases, one of a room on two. What is patched in DCP, and
-# what meshes say of their groups, is not the same on each, and faults that break a group have shares of their own
-# (test_faults.py).
+# Of what is left, the share of tests that a lane runs, by their names (tools/shares.py). 2.6 runs all but
+# the engine's, whose FSDP2 trains as it is from torch 2.7 on, and a current torch all of the shim's. So,
+# where no file is left out, a test of the shim runs on three releases, one of a room on two. What is
+# patched in DCP, and what meshes say of their groups, is not the same on each, and faults that break a
+# group have shares of their own (test_faults.py).
 ROOMS = ("checkpoint", "dist_checkpointing", "hf", "megatron")
 SHARES = {
     "2.4": (
