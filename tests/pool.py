@@ -348,8 +348,8 @@ def serve(
     if modules == ("torch_dcp_backport",):
         send_values(with_inventory=False)
     device_mesh.new_group = reusing(device_mesh.new_group)
-    # Else each of the collector's passes walks torch, and writes to pages that forked ranks share: a fourth of
-    # what tests/ranks takes.
+    # Else each of the collector's passes walks torch, and writes to pages that forked ranks share: a fourth
+    # of the time of tests/ranks.
     gc.freeze()
     gc.enable()
     while True:

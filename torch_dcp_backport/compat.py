@@ -6,11 +6,12 @@ No other module below `activation` may ask which torch this is. A gate names the
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-import threading
+import importlib.util
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Optional, cast
+from typing import IO, TYPE_CHECKING, Any, Optional, cast
 
 import torch
 import torch.distributed as dist
@@ -343,31 +344,28 @@ def default_backends() -> dict[str, str]:
     return dict(dist.Backend.default_device_backend_map)
 
 
-_ALLOWING = threading.RLock()
+@functools.cache
+def _unpickler(allowed: tuple[Any, ...]) -> Any:
+    """Return a copy of torch's module that unpickles what is harmless, with more names than torch's own.
+
+    `torch.serialization.add_safe_globals` changes one list for all threads: a `torch.load` of the user's
+    would get these classes too, his additions could be lost, and one name with two classes gives either.
+    """
+    torchs: Any = importlib.import_module("torch._weights_only_unpickler")
+    copy: Any = importlib.util.module_from_spec(torchs.__spec__)
+    torchs.__spec__.loader.exec_module(copy)
+    ours = {f"{kind.__module__}.{kind.__name__}": kind for kind in allowed}
+    copy._get_user_allowed_globals = lambda: {**torchs._get_user_allowed_globals(), **ours}
+    return copy
 
 
-@contextlib.contextmanager
-def allowed_globals(kinds: Sequence[Any]) -> Iterator[None]:
-    """Let `torch.load(weights_only=True)` make objects of these classes meanwhile.
+def load_values(file: IO[bytes], allowed: tuple[Any, ...]) -> Any:
+    """Return what is in a zip file of `torch.save` as `torch.load(weights_only=True)` does, on the CPU.
 
-    torch 2.4 has the list alone, and no context: https://github.com/pytorch/pytorch/pull/127939
+    Args:
+        allowed: classes and functions that the file may call, besides torch's own and what the user has
+            allowed; of two with one name these.
     """
     serialization: Any = torch.serialization
-    # The list is the process's: of two threads the first to end would take the classes from the other.
-    with _ALLOWING:
-        # torch's context takes away what it was given, also what was allowed before.
-        before = serialization.get_safe_globals()
-        missing = [kind for kind in kinds if kind not in before]
-        if hasattr(serialization, "safe_globals"):
-            with serialization.safe_globals(missing):
-                yield
-            return
-        serialization.add_safe_globals(missing)
-        try:
-            yield
-        finally:
-            # The list itself: what others have added meanwhile stays.
-            allowed = serialization.get_safe_globals()
-            for kind in missing:
-                with contextlib.suppress(ValueError):
-                    allowed.remove(kind)
+    with serialization._open_zipfile_reader(file) as reader:
+        return serialization._load(reader, "cpu", _unpickler(allowed), encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import pickle
 import zipfile
@@ -243,6 +244,22 @@ def test_values_in_odd_places() -> None:
         assert type(found) is numpy.ndarray
         assert numpy.array_equal(found, array)
         assert found.flags.owndata
+
+
+def test_values_of_numpy_where_the_user_has_allowed_numpys_own() -> None:
+    before = list(torch.serialization.get_safe_globals())
+    functions = importlib.import_module(module())
+    torch.serialization.add_safe_globals(
+        [functions._reconstruct, functions.scalar, numpy.ndarray, numpy.dtype, numpy.dtypes.Float64DType]
+    )
+    try:
+        made = values.loads(values.dumps({"a": numpy.arange(3.0), "b": numpy.float64(2)}))
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+    assert type(made["a"]) is numpy.ndarray
+    assert made["a"].tolist() == [0.0, 1.0, 2.0]
+    assert type(made["b"]) is numpy.float64
 
 
 def test_the_craft_is_right() -> None:

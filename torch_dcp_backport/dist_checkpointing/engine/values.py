@@ -181,8 +181,7 @@ def loads(data: bytes, trust: bool = False) -> Any:
         raise Unloadable("it is a TorchScript program, which torch up to 2.5 runs when it is loaded")
     try:
         screening.screen(data)
-        with compat.allowed_globals(safe):
-            return without_stand_ins(torch.load(file, map_location="cpu", weights_only=True))
+        return without_stand_ins(compat.load_values(file, safe))
     except unpickle.Refused as error:
         raise Unloadable(f"it is damaged, or cannot be made here: {error}") from error
     except Exception as error:
