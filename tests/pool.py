@@ -29,10 +29,10 @@ STOCK = "torch.distributed.checkpoint.state_dict"
 LIMIT = 200.0
 #: Bytes of `inline.MOST`.
 INLINE = 24 * 1024
-#: Forked from a server that has torch imported, and nothing of ours: a pool that replaces a failed one costs
-#: no second import.
+#: Forked from a server that has torch imported, and what modules of tests import, but nothing of ours: a pool
+#: that replaces a failed one costs no second import.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch._dynamo"])
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "pytest", "hypothesis"])
 #: The server takes one request at a time.
 STARTING = threading.Lock()
 #: One thread at a time says which pools stand still.
@@ -225,7 +225,7 @@ class Pools:
 
 def fixtures(api: str, **limits: float) -> tuple[Any, Any]:
     """The fixtures `pools` and `ranks` of a folder of tests, with the limits of `Pools`."""
-    import pytest  # no rank has it
+    import pytest  # a process without a server before it needs none
 
     @pytest.fixture(scope="session")
     def pools() -> Iterator[Pools]:
