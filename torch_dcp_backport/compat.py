@@ -351,7 +351,7 @@ def _unpickler(allowed: tuple[Any, ...]) -> Any:
     `torch.serialization.add_safe_globals` changes one list for all threads: a `torch.load` of the user's
     would get these classes too, his additions could be lost, and one name with two classes gives either.
     """
-    torchs: Any = importlib.import_module("torch._weights_only_unpickler")
+    torchs: Any = torch.serialization._weights_only_unpickler  # type: ignore[attr-defined]
     copy: Any = importlib.util.module_from_spec(torchs.__spec__)
     torchs.__spec__.loader.exec_module(copy)
     ours = {f"{kind.__module__}.{kind.__name__}": kind for kind in allowed}

@@ -223,6 +223,25 @@ def test_the_reason_is_no_advice() -> None:
     assert "documentation" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("my-module\nFoo", "it has my-module.Foo, which is not known to be harmless"),
+        ("a\nf.<locals>.C", "it has a.f.<locals>.C, which is not known to be harmless"),
+        ("a\nX\x1b]0;owned\x07", r"it has a.X\x1b]0;owned\x07, which"),
+        ("a\rAll is fine\nX", r"it has a\rAll is fine.X, which"),
+        ("a\n" + "X" * 100_000, "XXX, which is not known to be harmless"),
+    ],
+    ids=["dash", "local", "terminal", "lines", "long"],
+)
+def test_a_file_writes_no_message_of_its_own(name: str, says: str) -> None:
+    with pytest.raises(values.Unloadable) as error:
+        values.loads(crafted(f"c{name}\n".encode()))
+    assert says in str(error.value)
+    assert len(str(error.value)) < 500
+    assert str(error.value).isprintable()
+
+
 def test_values_in_odd_places() -> None:
     array, kind = numpy.arange(3), numpy.dtype("f4")
     cycle: list[Any] = [array]

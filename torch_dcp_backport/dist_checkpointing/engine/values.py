@@ -185,18 +185,21 @@ def loads(data: bytes, trust: bool = False) -> Any:
     except unpickle.Refused as error:
         raise Unloadable(f"it is damaged, or cannot be made here: {error}") from error
     except Exception as error:
-        # torch's text has a page of advice, and escape sequences.
-        name = re.search(r"(?:GLOBAL|class|global) ([\w.]+) was not", str(error))
+        name = re.search(r"(?:GLOBAL|class|global) (.+?) was not", str(error), re.DOTALL)
         if trust or name is None:
             raise Unloadable(f"it is damaged, or cannot be made here: {_reason(error)}") from error
         raise Unloadable(
-            f"it has {name[1]}, which is not known to be harmless; trust=True makes objects of any class, "
-            "and runs what the file says"
+            f"it has {_printable(name[1])}, which is not known to be harmless; trust=True makes objects of "
+            "any class, and runs what the file says"
         ) from error
 
 
 def _reason(error: Exception) -> str:
     """Return the text of torch's error without its advice."""
-    lines = str(error).strip().splitlines()
-    kept = [line for line in lines if not line.startswith(("Check the documentation", "Please"))]
-    return kept[-1] if kept else type(error).__name__
+    text = re.split(r"\s*(?:Please|Check the documentation)", str(error).strip())[0]
+    return _printable(text) or type(error).__name__
+
+
+def _printable(text: str) -> str:
+    """Return a text that a file has had a hand in, for a terminal."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[:300])
