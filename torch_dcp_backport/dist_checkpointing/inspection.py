@@ -23,6 +23,7 @@ from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Source
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened, opened, small_files
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Place, Stored
 from torch_dcp_backport.dist_checkpointing.engine.reader import BLOCK, Read, Reader, wrong_files
+from torch_dcp_backport.dist_checkpointing.engine.values import escaped
 from torch_dcp_backport.transfer.layout import whole
 
 
@@ -203,7 +204,7 @@ def printable(text: str) -> str:
     """Return a text that any terminal can show: keys are from a file, and may have other characters."""
     encoding = sys.stdout.encoding or "ascii"
     known = text.encode(encoding, "backslashreplace").decode(encoding)
-    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in known)
+    return escaped(known, keep="\n")
 
 
 def as_dict(folder: str, entries: Sequence[Entry], problems: Optional[Sequence[str]]) -> dict[str, Any]:

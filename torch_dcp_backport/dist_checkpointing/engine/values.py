@@ -186,10 +186,10 @@ def loads(data: bytes, trust: bool = False) -> Any:
         raise Unloadable(f"it is damaged, or cannot be made here: {error}") from error
     except Exception as error:
         name = re.search(r"(?:GLOBAL|class|global) (.+?) was not", str(error), re.DOTALL)
-        if trust or name is None:
+        if name is None:
             raise Unloadable(f"it is damaged, or cannot be made here: {_reason(error)}") from error
         raise Unloadable(
-            f"it has {_printable(name[1])}, which is not known to be harmless; trust=True makes objects of "
+            f"it has {_short(name[1])}, which is not known to be harmless; trust=True makes objects of "
             "any class, and runs what the file says"
         ) from error
 
@@ -197,9 +197,16 @@ def loads(data: bytes, trust: bool = False) -> Any:
 def _reason(error: Exception) -> str:
     """Return the text of torch's error without its advice."""
     text = re.split(r"\s*(?:Please|Check the documentation)", str(error).strip())[0]
-    return _printable(text) or type(error).__name__
+    return _short(text) or type(error).__name__
 
 
-def _printable(text: str) -> str:
-    """Return a text that a file has had a hand in, for a terminal."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[:300])
+def _short(text: str) -> str:
+    """Return a text that a file has had a hand in, escaped and cut."""
+    return escaped(text[:300])
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """Return a text with escape sequences for what a terminal would not show, but for the letters to keep."""
+    return "".join(
+        letter if letter.isprintable() or letter in keep else ascii(letter)[1:-1] for letter in text
+    )
