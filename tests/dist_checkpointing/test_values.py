@@ -242,6 +242,20 @@ def test_a_file_writes_no_message_of_its_own(name: str, says: str) -> None:
     assert str(error.value).isprintable()
 
 
+#: A tensor's storage, whose record has this name.
+NO_RECORD = b"".join(
+    [b"(", text("storage"), b"ctorch\nFloatStorage\n", text("\x1b[2J" + "0" * 999), text("cpu"), b"K\x01tQ"]
+)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_file_writes_no_message_of_its_own_where_torch_words_it(trust: bool) -> None:
+    with pytest.raises(values.Unloadable, match=r"cannot be made here: .*\\x1b\[2J") as error:
+        values.loads(crafted(NO_RECORD), trust)
+    assert len(str(error.value)) < 500
+    assert str(error.value).isprintable()
+
+
 def test_values_in_odd_places() -> None:
     array, kind = numpy.arange(3), numpy.dtype("f4")
     cycle: list[Any] = [array]

@@ -176,14 +176,14 @@ def loads(data: bytes, trust: bool = False) -> Any:
             return torch.load(file, map_location="cpu", weights_only=False)
         is_script = is_torchscript(data)
     except Exception as error:
-        raise Unloadable(f"it is damaged, or cannot be made here: {error}") from error
+        raise Unloadable(f"it is damaged, or cannot be made here: {_short(str(error))}") from error
     if is_script:
         raise Unloadable("it is a TorchScript program, which torch up to 2.5 runs when it is loaded")
     try:
         screening.screen(data)
         return without_stand_ins(compat.load_values(file, safe))
     except unpickle.Refused as error:
-        raise Unloadable(f"it is damaged, or cannot be made here: {error}") from error
+        raise Unloadable(f"it is damaged, or cannot be made here: {_short(str(error))}") from error
     except Exception as error:
         name = re.search(r"(?:GLOBAL|class|global) (.+?) was not", str(error), re.DOTALL)
         if name is None:
