@@ -32,7 +32,8 @@ INLINE = 24 * 1024
 #: Forked from a server that has torch imported, and what modules of tests import, but nothing of ours: a pool
 #: that replaces a failed one costs no second import.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "pytest", "hypothesis"])
+TORCH = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+CONTEXT.set_forkserver_preload([*TORCH, "pytest", "hypothesis", "tests.frozen"])
 #: The server takes one request at a time.
 STARTING = threading.Lock()
 #: One thread at a time says which pools stand still.

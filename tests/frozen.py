@@ -1,0 +1,12 @@
+"""The last import of the server that ranks are forked from: the collector passes over all that came before.
+
+Else the passes of each rank walk torch, and write to pages that the ranks share; and where torch was imported
+before ours, each rank looks for early bindings among all of torch's objects.
+"""
+
+from __future__ import annotations
+
+import gc
+
+gc.collect()
+gc.freeze()
