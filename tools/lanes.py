@@ -318,6 +318,8 @@ def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
     """
     # A switch of the caller's would decide what is tested.
     os.environ.pop("TORCH_DCP_BACKPORT", None)
+    # Else numpy's import starts threads that wait by turning: a tenth of what torch's import takes.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # As for the environments: hundreds of processes would compile the checkout anew. It may be read-only.
     compileall.compile_dir(str(ROOT / "torch_dcp_backport"), quiet=2)
     compileall.compile_dir(str(ROOT / "tests"), quiet=2)
