@@ -30,10 +30,10 @@ LIMIT = 200.0
 #: Bytes of `inline.MOST`.
 INLINE = 24 * 1024
 #: Forked from a server that has torch imported, and what modules of tests import, but nothing of ours: a pool
-#: that replaces a failed one costs no second import.
+#: that replaces a failed one costs no second import. Nor what ours imports of torch: no test would notice a
+#: missing import, or that ours fails where it comes first.
 CONTEXT = multiprocessing.get_context("forkserver")
-TORCH = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
-CONTEXT.set_forkserver_preload([*TORCH, "pytest", "hypothesis", "tests.frozen"])
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "pytest", "hypothesis", "tests.frozen"])
 #: The server takes one request at a time.
 STARTING = threading.Lock()
 #: One thread at a time says which pools stand still.
