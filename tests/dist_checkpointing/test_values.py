@@ -9,12 +9,15 @@ import pickle
 import zipfile
 from collections import Counter, OrderedDict
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 
+from torch_dcp_backport import dist_checkpointing
+from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import values
 
 ARRAYS = [
@@ -248,12 +251,24 @@ NO_RECORD = b"".join(
 )
 
 
-@pytest.mark.parametrize("trust", [False, True])
-def test_a_file_writes_no_message_of_its_own_where_torch_words_it(trust: bool) -> None:
-    with pytest.raises(values.Unloadable, match=r"cannot be made here: .*\\x1b\[2J") as error:
-        values.loads(crafted(NO_RECORD), trust)
+def test_a_file_writes_no_message_of_its_own_where_torch_words_it() -> None:
+    with pytest.raises(values.Unloadable, match=r"made here: .*\\x1b\[2J.* \.\.\. 0+.*not found") as error:
+        values.loads(crafted(NO_RECORD))
     assert len(str(error.value)) < 500
     assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [(b"no\x1b[2J", r"it names no\\x1b\[2J\.X, which"), (b"m" * 5000, r"it names m+ \.\.\. m+\.X, which")],
+    ids=["terminal", "long"],
+)
+def test_metadata_writes_no_message_of_its_own(tmp_path: Path, name: bytes, says: str) -> None:
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02c" + name + b"\nX\n.")
+    with pytest.raises(CheckpointingException, match=says) as error:
+        dist_checkpointing.load({}, str(tmp_path))
+    assert len(str(error.value)) < 700
+    assert all(line.isprintable() for line in str(error.value).splitlines())
 
 
 def test_values_in_odd_places() -> None:

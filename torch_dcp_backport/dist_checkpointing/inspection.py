@@ -23,7 +23,7 @@ from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Source
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened, opened, small_files
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Place, Stored
 from torch_dcp_backport.dist_checkpointing.engine.reader import BLOCK, Read, Reader, wrong_files
-from torch_dcp_backport.dist_checkpointing.engine.values import escaped
+from torch_dcp_backport.dist_checkpointing.engine.unpickle import escaped
 from torch_dcp_backport.transfer.layout import whole
 
 

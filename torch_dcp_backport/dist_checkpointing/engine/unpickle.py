@@ -27,8 +27,28 @@ FRAME = 128
 MARKED = (pickletools.markobject, pickletools.stackslice)
 
 
+#: Letters of an error that are shown of its beginning and of its end, where it is longer.
+SHOWN = 250, 100
+
+
 class Refused(Exception):
     """A pickle names something that is not allowed, or is no pickle."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(shown(text))
+
+
+def shown(text: str) -> str:
+    """Return a text that a file has had a hand in, escaped; of a long one the beginning and the end."""
+    first, last = SHOWN
+    return escaped(text if len(text) <= first + last else f"{text[:first]} ... {text[-last:]}")
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """Return a text with escape sequences for what a terminal would not show, but for the letters to keep."""
+    return "".join(
+        letter if letter.isprintable() or letter in keep else ascii(letter)[1:-1] for letter in text
+    )
 
 
 def tuples_in(pickled: bytes) -> int:

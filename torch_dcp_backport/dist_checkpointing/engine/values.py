@@ -176,37 +176,27 @@ def loads(data: bytes, trust: bool = False) -> Any:
             return torch.load(file, map_location="cpu", weights_only=False)
         is_script = is_torchscript(data)
     except Exception as error:
-        raise Unloadable(f"it is damaged, or cannot be made here: {_short(str(error))}") from error
+        # A file that is trusted writes what it likes.
+        text = (str(error) or type(error).__name__) if trust else _reason(error)
+        raise Unloadable(f"it is damaged, or cannot be made here: {text}") from error
     if is_script:
         raise Unloadable("it is a TorchScript program, which torch up to 2.5 runs when it is loaded")
     try:
         screening.screen(data)
         return without_stand_ins(compat.load_values(file, safe))
     except unpickle.Refused as error:
-        raise Unloadable(f"it is damaged, or cannot be made here: {_short(str(error))}") from error
+        raise Unloadable(f"it is damaged, or cannot be made here: {error}") from error
     except Exception as error:
         name = re.search(r"(?:GLOBAL|class|global) (.+?) was not", str(error), re.DOTALL)
         if name is None:
             raise Unloadable(f"it is damaged, or cannot be made here: {_reason(error)}") from error
         raise Unloadable(
-            f"it has {_short(name[1])}, which is not known to be harmless; trust=True makes objects of "
-            "any class, and runs what the file says"
+            f"it has {unpickle.shown(name[1])}, which is not known to be harmless; trust=True makes objects "
+            "of any class, and runs what the file says"
         ) from error
 
 
 def _reason(error: Exception) -> str:
     """Return the text of torch's error without its advice."""
     text = re.split(r"\s*(?:Please|Check the documentation)", str(error).strip())[0]
-    return _short(text) or type(error).__name__
-
-
-def _short(text: str) -> str:
-    """Return a text that a file has had a hand in, escaped and cut."""
-    return escaped(text[:300])
-
-
-def escaped(text: str, keep: str = "") -> str:
-    """Return a text with escape sequences for what a terminal would not show, but for the letters to keep."""
-    return "".join(
-        letter if letter.isprintable() or letter in keep else ascii(letter)[1:-1] for letter in text
-    )
+    return unpickle.shown(text) or type(error).__name__
