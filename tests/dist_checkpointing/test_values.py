@@ -258,6 +258,17 @@ def test_a_file_writes_no_message_of_its_own_where_torch_words_it() -> None:
     assert str(error.value).isprintable()
 
 
+def complain(text: str) -> None:
+    raise ValueError(text)
+
+
+@pytest.mark.parametrize(("said", "shown"), [("one\n" + "x" * 999 + "\nthe end",) * 2, ("", "ValueError")])
+def test_what_a_trusted_file_raises_is_shown_whole(said: str, shown: str) -> None:
+    with pytest.raises(values.Unloadable) as error:
+        values.loads(crafted(call(f"{__name__}.complain", text(said))), trust=True)
+    assert str(error.value) == f"it is damaged, or cannot be made here: {shown}"
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [(b"no\x1b[2J", r"it names no\\x1b\[2J\.X, which"), (b"m" * 5000, r"it names m+ \.\.\. m+\.X, which")],
