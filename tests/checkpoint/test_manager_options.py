@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import signal
 import time
+import types
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import torch
+from damaging import flip
 from trainer import Loader, Trainer
 
 from torch_dcp_backport.checkpoint import (
     CheckpointHandler,
+    MegatronCheckpointManager,
     SaveSignals,
     extract_step,
     find_latest_ckpt_path,
     get_checkpoint_tracker_filename,
+    manager,
     should_save_ckpt_esi,
     store,
 )
@@ -55,6 +61,85 @@ def test_a_loader_without_a_state_is_refused_unless_asked(tmp_path: Path) -> Non
 def test_contents_that_are_not_offered(tmp_path: Path, config: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is not offered; there are model, optimizer, extra"):
         Trainer(tmp_path, config=config)
+
+
+@dataclasses.dataclass
+class Verls:
+    """As verl's CheckpointConfig."""
+
+    _target_: str = ""
+    save_contents: Any = ("model", "optimizer", "extra")
+    load_contents: Any = ("model", "optimizer", "extra")
+    async_save: bool = False
+    mbridge_config: Any = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Misspelt(Verls):
+    asnyc_save: bool = True
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"save_content": ["model"]}, "no save_content: .*did you mean save_contents"),
+        ({"asnyc_save": True}, "no asnyc_save: .*did you mean async_save"),
+        ({"load_contents": ["model"], "contents": ["model"]}, "no contents: there are save_contents"),
+        (types.SimpleNamespace(loadcontents=["model"]), "did you mean load_contents"),
+        (Misspelt(), "did you mean async_save"),
+    ],
+)
+def test_a_setting_that_is_misspelt_is_refused(tmp_path: Path, config: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Trainer(tmp_path, config=config)
+
+
+def test_verls_own_settings_are_known_and_unused_ones_said_once(tmp_path: Path, caplog) -> None:
+    manager.say_once.cache_clear()
+    Trainer(tmp_path, config=Verls())
+    assert "changes nothing here" not in caplog.text
+    for _ in range(2):
+        Trainer(tmp_path, config=Verls(mbridge_config={"memory_efficient": True}))
+    assert caplog.text.count("mbridge_config changes nothing here") == 1
+
+
+def test_verls_own_arguments_of_megatrons_manager(caplog) -> None:
+    manager.say_once.cache_clear()
+    model = torch.nn.Linear(2, 2)
+    MegatronCheckpointManager(model=model, bridge=None, provider=None, peft_cls=None)
+    assert "changes nothing" not in caplog.text
+    for _ in range(2):
+        MegatronCheckpointManager(model=model, bridge=object(), use_dist_checkpointing=False)
+    assert caplog.text.count("bridge, use_dist_checkpointing=False: changes nothing here") == 1
+    with pytest.raises(TypeError, match="lr_scheduler"):
+        MegatronCheckpointManager(model=model, lr_scheduler=None)  # type: ignore[call-arg]
+
+
+def test_the_newest_step_by_its_checksums(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    for step in (3, 4):
+        trainer.handler.save_checkpoint(step)
+    flip(tmp_path / "global_step_4" / "data_0.pt")
+    assert find_latest_ckpt_path(tmp_path) == str(tmp_path / "global_step_4")
+    assert find_latest_ckpt_path(tmp_path, verify=True) == str(tmp_path / "global_step_3")
+    for step in (5, 6):
+        for name in ("actor", "critic"):
+            trainer.manager.save_checkpoint(tmp_path / "parts" / f"global_step_{step}" / name, None, step)
+    flip(tmp_path / "parts" / "global_step_6" / "critic" / "dist_ckpt" / "__0_0.distcp")
+    assert str(find_latest_ckpt_path(tmp_path / "parts")).endswith("6")
+    assert str(find_latest_ckpt_path(tmp_path / "parts", verify=True)).endswith("5")
+
+
+def test_steps_of_others_are_named_in_one_line_of_a_resume(tmp_path: Path, caplog) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.handler.save_checkpoint(3)
+    for step in (1, 2, 9):
+        (tmp_path / f"global_step_{step}").mkdir()
+    assert Trainer(tmp_path).handler.load_checkpoint() == 3
+    (said,) = [record for record in caplog.records if "did not save" in record.message]
+    assert said.levelname == "WARNING"
+    assert "global_step_9: no manifest.json" in said.message
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_an_empty_root_and_disable_start_at_0(tmp_path: Path) -> None:

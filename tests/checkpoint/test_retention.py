@@ -74,12 +74,12 @@ def test_what_cannot_be_removed_is_told_once_and_no_reason_not_to_save(
 ) -> None:
     trainer = Trainer(tmp_path, max_ckpt_to_keep=1)
 
-    def refuse(path: Path, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            raise PermissionError(13, "Permission denied", str(path))
+    def refuse(name: str) -> None:
+        if name == "remove data_0.pt":
+            raise PermissionError(13, "Permission denied", name)
 
     for step in (1, 2, 3, 4):
-        monkeypatch.setattr(shutil, "rmtree", refuse if step == 2 else store.shutil.rmtree)
+        monkeypatch.setattr(files, "on_step", refuse if step == 2 else None)
         with caplog.at_level(logging.ERROR):
             trainer.handler.save_checkpoint(step)
             trainer.handler._retention._background.wait()
@@ -200,9 +200,9 @@ def test_two_processes_that_prune(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         trainer.handler.save_checkpoint(step)
 
-    def told(step: store.Step) -> None:
-        if step.step == 3:
-            shutil.rmtree(step.path)
+    def told(verdict: retention.Verdict) -> None:
+        if verdict.entry.step == 3:
+            shutil.rmtree(verdict.entry.path)
 
     assert retention.prune(tmp_path, 1, told) == []
     assert [step.step for step in store.steps_in(tmp_path)] == [4]

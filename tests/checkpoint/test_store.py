@@ -8,14 +8,16 @@ import os
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Optional
 
 import pytest
 from damaging import flip
 
 from torch_dcp_backport.__main__ import main
-from torch_dcp_backport.checkpoint import commands, manifest, owners, retention, store
+from torch_dcp_backport.checkpoint import commands, manifest, owners, store
 from torch_dcp_backport.checkpoint.manifest import Damaged, Manifest
 from torch_dcp_backport.checkpoint.retention import Retention
 from torch_dcp_backport.dist_checkpointing.engine import files
@@ -33,7 +35,7 @@ def published(root: Path, step: int, content: bytes = b"values") -> Path:
     return final
 
 
-def retire(root: Path, keep: int, distrusted: Collection[Path] = ()) -> None:
+def retire(root: Path, keep: Optional[int], distrusted: Collection[Path] = ()) -> None:
     retention = Retention()
     retention.retire(store.Shelf(root), keep, distrusted)
     assert retention.finish(30)
@@ -80,7 +82,7 @@ DAMAGE = {
     lose: "part/file: No such file or directory",
     garble: "manifest.json ",
     empty: "manifest.json cannot be read",
-    unmark: "no manifest.json: the save did not come to its end",
+    unmark: "no manifest.json",
     rename: "its manifest is of step 7",
 }
 
@@ -132,8 +134,7 @@ def test_retention_keeps_the_newest_good_ones(tmp_path: Path, keep, bad, left) -
         folder = published(tmp_path, step)
         if step in bad:
             lose(folder)
-    for step in retention.retired(store.steps_in(tmp_path), keep):
-        retention.remove(step.path)
+    retire(tmp_path, keep)
     assert tuple(states(tmp_path)) == left
     assert not list(tmp_path.glob(".*"))
 
@@ -159,11 +160,41 @@ def test_prune_reads_what_is_to_stay(tmp_path: Path) -> None:
     assert list(states(tmp_path)) == [10, 6]
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"crc32": 1, "content": 2}', "null"])
+def wrapped(**changes: object) -> str:
+    """A manifest with the right checksum and other facts."""
+    facts = {"format": 1, "step": 1, "world": 1, "made_at": 0, "order": 1, "files": {}, **changes}
+    text = json.dumps(facts)
+    return json.dumps({"crc32": zlib.crc32(text.encode()), "content": text})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 100_000,
+        '{"crc32": 1, "content": 2}',
+        wrapped(step=float("inf")),
+        wrapped(files={"x": [1]}),
+        *(wrapped(files={name: [1, 1]}) for name in ("/dev/zero", "../x", "a/../../x", "", "a\0b", "\ud800")),
+    ],
+)
 def test_a_manifest_of_anything_is_a_fault_and_no_error(tmp_path: Path, content: str) -> None:
     folder = published(tmp_path, 1)
     (folder / "manifest.json").write_text(content)
-    assert "manifest.json cannot be read" in store.examined(folder, 1).fault
+    step = store.examined(folder, 1)
+    assert "manifest.json cannot be read" in step.fault
+    assert step.foreign == "damaged"
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [("null", "not ours"), ('{"files": []}', "not ours"), (wrapped(format=2), "newer")],
+)
+def test_a_manifest_of_another_program_or_release(tmp_path: Path, content: str, kind: str) -> None:
+    folder = published(tmp_path, 1)
+    (folder / "manifest.json").write_text(content)
+    step = store.examined(folder, 1)
+    assert step.foreign == kind
+    assert step.fault
 
 
 def test_a_zombie_is_dead(tmp_path: Path) -> None:
@@ -190,13 +221,16 @@ def test_a_writer_that_died_before_it_gave_its_name_leaves_nothing(tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_link_to_a_step_is_removed_and_what_it_links_to_stays(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_step_is_kept_beside_it(tmp_path: Path) -> None:
+    """Neither the link nor its target is ours to remove."""
     elsewhere = published(tmp_path / "elsewhere", 1)
     root = tmp_path / "root"
     root.mkdir()
     (root / "global_step_1").symlink_to(elsewhere)
     published(root, 1)
-    assert [path.name for path in root.iterdir()] == ["global_step_1"]
+    (kept,) = (path for path in root.iterdir() if path.name != "global_step_1")
+    assert kept.name.startswith("global_step_1.kept-")
+    assert os.readlink(kept) == str(elsewhere)
     assert not (root / "global_step_1").is_symlink()
     assert store.examined(elsewhere, 1).fault == ""
 
@@ -297,20 +331,48 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["3", "2", "1"]
     assert "No such file" in lines[0]
-    assert lines[1].endswith("good")
+    assert lines[1].endswith("complete")
     assert commands.list_steps([str(tmp_path), "--json"], "checkpoint list") == 0
     listed = json.loads(capsys.readouterr().out)["steps"]
-    assert [(step["step"], step["bytes"], step["ranks"]) for step in listed] == [
-        (3, 6, 4),
-        (2, 6, 4),
-        (1, 6, 4),
+    assert [(step["step"], step["bytes"], step["ranks"], step["checked"]) for step in listed] == [
+        (3, 6, 4, "sizes"),
+        (2, 6, 4, "sizes"),
+        (1, 6, 4, "sizes"),
     ]
-    assert commands.prune([str(tmp_path), "--keep", "1", "--dry-run"], "checkpoint prune") == 0
-    assert "would remove" in capsys.readouterr().out
-    assert list(states(tmp_path)) == [3, 2, 1]
-    assert commands.prune([str(tmp_path), "--keep", "1"], "checkpoint prune") == 0
-    assert list(states(tmp_path)) == [3, 2]
-    assert commands.prune([str(tmp_path), "--keep", "0"], "checkpoint prune") == 2
+
+
+def test_list_says_what_it_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        (published(tmp_path, step) / "part" / "file").write_bytes(b"valuez" if step == 2 else b"values")
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["complete", "complete"]
+    assert main(["checkpoint", "list", str(tmp_path), "--verify"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "part/file has CRC32" in first
+    assert second.endswith("verified")
+
+
+def test_prune_says_what_stays_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2, 3, 4):
+        published(tmp_path, step)
+    lose(tmp_path / "global_step_4")
+    (published(tmp_path, 3) / "part" / "file").write_bytes(b"valuez")
+    (tmp_path / "global_step_9").mkdir()
+    expected = [
+        "keep 3 not counted: part/file has CRC32",
+        "keep 4 not counted: part/file: No such file or directory",
+        "keep 2 1 of 1",
+        "{} 1 older than the newest 1 that are good",
+        "left alone 9 not ours: no manifest.json",
+    ]
+    for flags, verb in ((["--dry-run"], "would remove"), ([], "remove")):
+        assert main(["checkpoint", "prune", str(tmp_path), "--keep", "1", *flags]) == 0
+        lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        assert len(lines) == len(expected)
+        for line, start in zip(lines, expected):
+            assert line.startswith(start.format(verb))
+    assert sorted(states(tmp_path)) == [2, 3, 4, 9]
+    assert main(["checkpoint", "prune", str(tmp_path), "--keep", "0"]) == 2
 
 
 def test_a_step_is_verified_by_its_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,5 +421,5 @@ def test_a_published_folder_is_published_whatever_comes_after(tmp_path: Path, mo
 def test_a_link_to_nowhere_makes_room(tmp_path: Path) -> None:
     (tmp_path / "global_step_5").symlink_to(tmp_path / "another disk")
     published(tmp_path, 5)
-    assert {path.name for path in tmp_path.iterdir()} == {"global_step_5"}
     assert states(tmp_path) == {5: ""}
+    assert len(list(tmp_path.glob("global_step_5.kept-*"))) == 1

@@ -237,8 +237,8 @@ def test_list_says_what_was_uploaded(tmp_path: Path, capsys: pytest.CaptureFixtu
     trainer.handler.save_checkpoint(2)
     assert main(["checkpoint", "list", str(tmp_path)]) == 0
     newest, oldest = capsys.readouterr().out.splitlines()
-    assert newest.endswith("good")
-    assert oldest.endswith(f"good, uploaded to {URL}/global_step_1")
+    assert newest.endswith("complete")
+    assert oldest.endswith(f"complete, uploaded to {URL}/global_step_1")
     assert main(["checkpoint", "list", str(tmp_path), "--json"]) == 0
     steps = json.loads(capsys.readouterr().out)["steps"]
     assert [step["uploaded"] for step in steps] == [None, f"{URL}/global_step_1"]
@@ -286,7 +286,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path) -> Non
     content = manifest.read(folder)
     entries = {f"../{name}": entry for name, entry in content.files.items()}
     manifest.write(folder, manifest.Manifest(1, 1, 0.0, 1, entries))
-    with pytest.raises(remote.Failed, match="would not be in the folder"):
+    with pytest.raises(remote.Failed, match="a file outside the folder"):
         remote.download(remote.place_of(str(folder)), tmp_path / "other" / "global_step_1")
     assert not (tmp_path / "other").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -13,49 +14,67 @@ import torch
 from torch_dcp_backport.checkpoint import manifest, retention, store
 from torch_dcp_backport.checkpoint.exporting import export_checkpoint
 from torch_dcp_backport.checkpoint.layout import SHARDED
+from torch_dcp_backport.checkpoint.retention import Verdict
 from torch_dcp_backport.checkpoint.store import Step
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, inspection
 from torch_dcp_backport.hf import Export
 from torch_dcp_backport.transfer import configure
 
 CODES = "exit codes: 0 fine; 1 no good step, or one that cannot be removed; 2 wrong usage"
+LISTS = """\
+List the steps of a run, newest first: complete, or why not, and where uploaded. By default files are compared
+with the manifest by their sizes alone; --verify reads all of them, and compares their checksums.
+"""
+PRUNES = """\
+Remove all but the newest good steps of a run, and say of each step what becomes of it and why. Every byte of
+what is to stay is read. What this package did not publish, or cannot read, is left alone and never counted.
+"""
 EXPORT_CODES = "exit codes: 0 fine; 1 damaged, no model, or no room for it; 2 wrong usage"
 
 
 def list_steps(argv: list[str], prog: str) -> int:
     """Run `checkpoint list`."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description="List the steps of a run: good, or why not, and where uploaded.", epilog=CODES
-    )
+    parser = argparse.ArgumentParser(prog=prog, description=LISTS, epilog=CODES)
     parser.add_argument("root", metavar="ROOT", type=Path)
+    parser.add_argument("--verify", action="store_true", help="read every file, and compare its checksum")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     args = parser.parse_args(argv)
     steps = store.steps_in(args.root)
+    if args.verify:
+        steps = list(map(verified, steps))
     if args.json:
-        print(json.dumps({"root": str(args.root), "steps": [as_dict(step) for step in steps]}, indent=2))
+        listed = [as_dict(step, args.verify) for step in steps]
+        print(json.dumps({"root": str(args.root), "steps": listed}, indent=2))
     else:
-        print("\n".join(map(line_of, steps)) or f"no steps in {args.root}")
+        lines = [line_of(step, args.verify) for step in steps]
+        print(inspection.printable("\n".join(lines) or f"no steps in {args.root}"))
     return 0 if any(not step.fault for step in steps) else 1
+
+
+def verified(step: Step) -> Step:
+    """Return a step with the faults that its checksums show."""
+    return step if step.fault else dataclasses.replace(step, fault=store.fault_by_checksums(step))
 
 
 def prune(argv: list[str], prog: str) -> int:
     """Run `checkpoint prune`."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description="Remove all but the newest good steps of a run.", epilog=CODES
-    )
+    parser = argparse.ArgumentParser(prog=prog, description=PRUNES, epilog=CODES)
     parser.add_argument("root", metavar="ROOT", type=Path)
     parser.add_argument("--keep", type=int, required=True, metavar="N", help="how many good steps stay")
-    parser.add_argument("--dry-run", action="store_true", help="only say which")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would become of each")
     args = parser.parse_args(argv)
     if args.keep < 1:
         print(f"{prog}: --keep {args.keep}: keep at least 1", file=sys.stderr)
         return 2
-    verb = "would remove" if args.dry_run else "removing"
-    failures = retention.prune(
-        args.root, args.keep, lambda step: print(f"{verb} {line_of(step)}"), args.dry_run
-    )
+    verbs = {retention.REMOVE: "would remove"} if args.dry_run else {}
+
+    def report(verdict: Verdict) -> None:
+        step, verb = verdict.entry.step, verbs.get(verdict.action, verdict.action)
+        print(inspection.printable(f"{verb:<12}  {step:>10}  {verdict.reason}"))
+
+    failures = retention.prune(args.root, args.keep, report, args.dry_run)
     for failure in failures:
-        print(f"{prog}: {failure}", file=sys.stderr)
+        print(inspection.printable(f"{prog}: {failure}"), file=sys.stderr)
     return 0 if not failures and any(not step.fault for step in store.steps_in(args.root)) else 1
 
 
@@ -132,21 +151,25 @@ def export(argv: list[str], prog: str) -> int:
     return 0
 
 
-def as_dict(step: Step) -> dict[str, object]:
+def as_dict(step: Step, is_verified: bool) -> dict[str, object]:
     content = step.manifest
     facts: dict[str, object] = {"step": step.step, "path": str(step.path), "fault": step.fault}
+    # Of the checks that were made, the last.
+    facts.update(checked="checksums" if is_verified else "sizes", left_alone=step.foreign or None)
     if content is not None:
         facts.update(bytes=content.nbytes, ranks=content.world, made_at=content.made_at)
         facts["uploaded"] = store.uploaded_to(step.path) or None
     return facts
 
 
-def line_of(step: Step) -> str:
+def line_of(step: Step, is_verified: bool) -> str:
     content = step.manifest
     if content is None:
         return f"{step.step:>10}  {step.fault}"
     minutes = max(0.0, time.time() - content.made_at) / 60
-    state, url = step.fault or "good", store.uploaded_to(step.path)
+    state, url = step.fault or ("verified" if is_verified else "complete"), store.uploaded_to(step.path)
+    if (step.path / store.NOT_LOADED).exists():
+        state += ", could not be loaded before"
     if url or store.is_uploading(step.path):
         state += f", uploaded to {url}" if url else ", being uploaded"
     return (

@@ -20,6 +20,7 @@ from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER,
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
 from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, make_folder, run_on_first
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
+from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
@@ -118,7 +119,8 @@ class FSDPCheckpointManager(ShardedManager):
         if version:
             make_folder(folder.parent)
             facts = {"FSDP_version": version, "world_size": self.place()[1]}
-            (folder.parent / FSDP_CONFIG).write_text(json.dumps(facts, indent=4))
+            text = json.dumps(facts, indent=4)
+            files.publish(folder.parent / FSDP_CONFIG, text.encode(), is_synced=False)
         if self.should_save_hf_model and not (folder / CONFIG).is_file():
             kind = type(self.unwrapped).__name__
             raise CheckpointingException(f"no hf_model of a {kind}: it has no config with save_pretrained")

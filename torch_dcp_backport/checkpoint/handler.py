@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch.distributed as dist
 
-from torch_dcp_backport.checkpoint import remote, retention, store, together, uploads, verl
+from torch_dcp_backport.checkpoint import manifest, remote, retention, store, together, uploads, verl
 from torch_dcp_backport.checkpoint.loaders import data_state, has_state
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint.retention import Retention
@@ -27,7 +27,7 @@ from torch_dcp_backport.checkpoint.together import Wanted
 from torch_dcp_backport.checkpoint.uploads import Brought, Uploads
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
-from torch_dcp_backport.dist_checkpointing.engine import files, values
+from torch_dcp_backport.dist_checkpointing.engine import values
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, ranks_of
 from torch_dcp_backport.transfer.groups import Group
 
@@ -48,9 +48,11 @@ class Steps(NamedTuple):
 
     #: Good steps, newest first: (step, path).
     good: list[tuple[int, str]]
-    #: Why the others are not good, a text for each.
+    #: Why others that this package published are not good, a text for each.
     faults: list[str]
     tracked: Optional[int]
+    #: What is not ours among the steps, a text for each.
+    others: Sequence[str] = ()
     #: Whether they have manifests: those of verl's own manager have none.
     is_ours: bool = True
 
@@ -119,10 +121,11 @@ class CheckpointHandler:
             raise ValueError(f"max_ckpt_to_keep={max_ckpt_to_keep}: keep at least 1, or None for all")
         self.engine = engine
         self.train_dataloader = train_dataloader
-        self.default_local_dir = Path(default_local_dir)
+        # Absolute: the working directory may be another when a step is saved.
+        self.default_local_dir = Path(default_local_dir).absolute()
         self.max_ckpt_to_keep = max_ckpt_to_keep
         self.resume_mode = resume_mode
-        self.resume_from_path = resume_from_path
+        self.resume_from_path = None if resume_from_path is None else Path(resume_from_path).absolute()
         self.on_data = on_data
         self.verify = verify
         self.process_group = process_group
@@ -135,6 +138,7 @@ class CheckpointHandler:
         self._uploads = Uploads(verify, on_upload)
         self._retention = Retention()
         self._saves = Saves(process_group)
+        self._listed = Shelf(self.default_local_dir)
         #: Steps that could not be loaded.
         self._distrusted: set[Path] = set()
 
@@ -156,14 +160,14 @@ class CheckpointHandler:
             return root / store.name_of(store.checked_step(step))
 
         def shelf_of(final: Path) -> Shelf:
-            return Shelf(final.parent)
+            return self.shelf
 
         def track(final: Path) -> None:
             store.write_tracker(final.parent, step)
 
         def retire(final: Path) -> None:
             self._distrusted.discard(final)
-            self._retention.retire(shelf_of(final), self.max_ckpt_to_keep, self._distrusted)
+            self._retention.retire(self.shelf, self.max_ckpt_to_keep, self._distrusted)
 
         wanted = Wanted(locate, step, {"default_hdfs_dir": str(self.default_hdfs_dir)})
         following = track, self.upload, retire
@@ -205,13 +209,13 @@ class CheckpointHandler:
         rank = dist.get_rank(self.process_group) if dist.is_initialized() else 0
         if self.lora_train_meta is not None and rank == 0:
             text = json.dumps(self.lora_train_meta, ensure_ascii=False, indent=4)
-            (draft / LORA).write_text(text, encoding="utf-8")
+            together.write_file(draft / LORA, text.encode())
         if self.is_data_source and has_state(self.train_dataloader):
             state = values.dumps(self.train_dataloader.state_dict())
             reason = "" if self.trust else values.why_not_loadable(state)
             if reason:
                 raise CheckpointingException(f"the data loader's state would not load again: {reason}")
-            files.publish(draft / f"data_{self.data_rank}.pt", state)
+            together.write_file(draft / f"data_{self.data_rank}.pt", state)
 
     def load_checkpoint(self) -> int:
         """Load the step that `resume_mode` selects, and return its number; 0 where there is none. Collective.
@@ -242,6 +246,8 @@ class CheckpointHandler:
                     continue
                 if is_first:
                     log_skipped([*steps.faults, *absent, *failures.values()], step, steps.tracked)
+                    if steps.others:
+                        logger.warning("passed over, as this package did not save it: %s", some(steps.others))
                     retention.believe(Path(path))
                     for other, text in failures.items():
                         retention.distrust(Path(other), text)
@@ -256,7 +262,7 @@ class CheckpointHandler:
                     break
                 tried.add(brought.step)
                 failures.pop(str(self.default_local_dir / store.name_of(brought.step)), None)
-        texts = [*steps.faults, *absent, *failures.values()]
+        texts = [*steps.faults, *absent, *failures.values(), *steps.others]
         if texts:
             raise CheckpointingException(
                 f"{CANNOT_RESUME}: no step in {self.default_local_dir} is good: {'; '.join(texts)}"
@@ -311,13 +317,17 @@ class CheckpointHandler:
             is_ours = not (step.fault and verl.saved_world(path))
             if step.fault and is_ours:
                 raise CheckpointingException(f"{path}: {step.fault}")
-            return Steps([(step.step, str(path))], [], None, is_ours)
+            return Steps([(step.step, str(path))], [], None, is_ours=is_ours)
         if os.path.lexists(root) and not root.is_dir():
             raise NotADirectoryError(f"{root} is no folder")
-        steps = store.steps_in(root)
+        steps = self.shelf.steps()
         good = [(step.step, str(step.path)) for step in steps if not step.fault]
-        faults = [f"{step.path}: {step.fault}" for step in steps if step.fault]
-        return Steps(good, faults, store.tracked(root))
+        faults, others = list[str](), list[str]()
+        for step in steps:
+            if step.fault:
+                texts = others if step.foreign == manifest.NotOurs.kind else faults
+                texts.append(f"{step.path}: {step.fault}")
+        return Steps(good, faults, store.tracked(root), others)
 
     def read(self, folder: Path) -> None:
         states = None
@@ -327,6 +337,13 @@ class CheckpointHandler:
         self.engine.load_checkpoint(str(folder))
         if states is not None:
             self.train_dataloader.load_state_dict(states)
+
+    @property
+    def shelf(self) -> Shelf:
+        """The steps of the root, which remembers what it has listed."""
+        if self._listed.root != self.default_local_dir:
+            self._listed = Shelf(self.default_local_dir)
+        return self._listed
 
     @property
     def is_data_source(self) -> bool:
@@ -354,6 +371,11 @@ def log_skipped(failures: Sequence[str], step: int, tracked: Optional[int]) -> N
         logger.error("%s; going on from step %d", failure, step)
     if tracked is not None and tracked != step:
         logger.warning("going on from step %d; %s says %d", step, store.TRACKER, tracked)
+
+
+def some(texts: Sequence[str]) -> str:
+    """Return the first few of some texts, and how many more there are."""
+    return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
 
 
 def extract_step(path: Folder) -> int:

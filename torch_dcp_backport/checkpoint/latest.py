@@ -33,11 +33,17 @@ class Made(NamedTuple):
         return "; ".join(f"{self.path / name}: {fault}" for name, fault in self.parts.items() if fault)
 
 
-def find_latest_ckpt_path(path: Optional[Folder], directory_format: str = "global_step_{}") -> Optional[str]:
+def find_latest_ckpt_path(
+    path: Optional[Folder], directory_format: str = "global_step_{}", *, verify: bool = False
+) -> Optional[str]:
     """Return the newest good step of a root; None where there are no steps. Not collective.
 
     Of steps in parts it is the step that the tracker names, if all of its parts are good; else the newest
     that has every part that any step has, all of them good.
+
+    Args:
+        path: the root of the steps; None is no root.
+        verify: read every file of a step, and compare its checksum; else files are compared by size alone.
 
     Raises:
         CheckpointingException: there are steps, and none is good; verl's returns None, and training restarts.
@@ -48,12 +54,15 @@ def find_latest_ckpt_path(path: Optional[Folder], directory_format: str = "globa
         raise ValueError(f"directory_format={directory_format!r}: only global_step_{{}} is known")
     root = Path(path)
     steps, tracked = store.steps_in(root), store.tracked(root)
-    for number, step in enumerate(steps):
-        if not step.fault:
-            for other in steps[:number]:
-                logger.error("%s: %s; going on from step %d", other.path, other.fault, step.step)
+    skipped: list[str] = []
+    for step in steps:
+        fault = step.fault or (verify and store.fault_by_checksums(step)) or ""
+        if not fault:
+            for text in skipped:
+                logger.error("%s; going on from step %d", text, step.step)
             return str(step.path)
-    made = [made for step in steps for made in [made_of(step.path, step.step, tracked)] if made.parts]
+        skipped.append(f"{step.path}: {fault}")
+    made = [made for step in steps for made in [made_of(step.path, step.step, tracked, verify)] if made.parts]
     if not made:
         return None
     names = {name for entry in made for name in entry.parts}
@@ -69,11 +78,12 @@ def find_latest_ckpt_path(path: Optional[Folder], directory_format: str = "globa
     return str(chosen.path)
 
 
-def made_of(folder: Path, step: int, tracked: Optional[int]) -> Made:
+def made_of(folder: Path, step: int, tracked: Optional[int], verify: bool) -> Made:
     parts = {}
     for name, part in sorted({".": folder, **parts_in(folder)}.items()):
         if (part / manifest.NAME).exists():
-            parts[name] = store.examined(part, step).fault
+            found = store.examined(part, step)
+            parts[name] = found.fault or (store.fault_by_checksums(found) if verify else "")
         elif any(next(part.glob(pattern), None) for pattern in FOREIGN):
             # Only the tracker says that it is complete.
             parts[name] = "" if step == tracked else "it has no manifest, and the tracker does not name it"

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any, Optional
 
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine import values
+from torch_dcp_backport.dist_checkpointing.engine import files, values
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+#: The most bytes of a data loader's state.
+MOST = 8 * 2**30
 
 
 def has_state(loader: Any) -> bool:
@@ -28,7 +31,7 @@ def data_state(folder: Path, rank: int, world: int, on_data: str, trust: bool) -
     if len(paths) == world:
         return loaded(folder / f"data_{rank}.pt", trust)
     if paths:
-        contents = {path.read_bytes() for path in paths}
+        contents = {files.read_whole(path, MOST) for path in paths}
         if len(contents) == 1:
             return loaded(paths[0], trust)
         reason = f"{len(paths)} data loaders were saved with states that differ, and {world} are loaded"
@@ -40,7 +43,7 @@ def data_state(folder: Path, rank: int, world: int, on_data: str, trust: bool) -
 
 def loaded(path: Path, trust: bool) -> Mapping[str, Any]:
     try:
-        state: Mapping[str, Any] = values.loads(path.read_bytes(), trust)
+        state: Mapping[str, Any] = values.loads(files.read_whole(path, MOST), trust)
     except (OSError, values.Unloadable) as error:
         raise CheckpointingException(f"{path}: {error}") from error
     return state

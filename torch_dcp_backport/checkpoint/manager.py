@@ -5,7 +5,10 @@ Names, arguments and defaults are those of verl's `BaseCheckpointManager`.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import functools
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any, Optional, Union
 from torch_dcp_backport.checkpoint import extra, remote, store, together, uploads
 from torch_dcp_backport.checkpoint.retention import Retention
 from torch_dcp_backport.checkpoint.saves import Saves
+from torch_dcp_backport.checkpoint.store import Shelf
 from torch_dcp_backport.checkpoint.together import Wanted
 from torch_dcp_backport.checkpoint.uploads import Uploads
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
@@ -21,9 +25,14 @@ from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
 from torch_dcp_backport.transfer.groups import Group
 
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
 CONTENTS = ("model", "optimizer", "extra")
 #: Safetensors files beside the checkpoint, for other programs; never loaded here.
 HF_MODEL = "hf_model"
+#: The settings of a checkpoint_config; and verl's that change nothing here, with the reason.
+SETTINGS = ("save_contents", "load_contents", "async_save")
+UNUSED = {"mbridge_config": "weights are converted by this package's own tables, not by mbridge"}
 
 
 class BaseCheckpointManager:
@@ -47,13 +56,15 @@ class BaseCheckpointManager:
             checkpoint_config: a mapping, or an object, with `save_contents` and `load_contents`: lists of
                 "model", "optimizer", "extra" (scheduler and random states); all three by default. To be saved
                 also "hf_model": weights that `from_pretrained` opens. With `async_save=True` a save copies
-                what this rank writes to the host, and writes it in a thread; see `finish`.
+                what this rank writes to the host, and writes it in a thread; see `finish`. A setting of
+                another name is refused; verl's that change nothing here are named in the log.
             trust: save and load objects of any class in the state of the scheduler and in options of the
                 optimizer, which runs code in the file; else the save refuses them.
 
         Raises:
-            ValueError: an unknown content.
+            ValueError: an unknown content or setting.
         """
+        check_settings(checkpoint_config)
         self.model = model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -74,6 +85,7 @@ class BaseCheckpointManager:
         self._saves = Saves(process_group)
         self._uploads = Uploads()
         self._retention = Retention()
+        self._shelves: dict[tuple[Path, Path], Shelf] = {}
         #: Whether anything was ever uploaded; the same on every rank.
         self._is_uploading = False
 
@@ -130,7 +142,7 @@ class BaseCheckpointManager:
         else:
             step = step or step_in(local_path)
             wanted = Wanted(locate, step, {"hdfs_path": str(hdfs_path)})
-            self._saves.save(wanted, write, store.shelf_of, (upload, retire))
+            self._saves.save(wanted, write, self._shelf_of, (upload, retire))
             self._is_uploading = self._is_uploading or hdfs_path is not None
         self.previous_global_step = global_step
 
@@ -189,9 +201,16 @@ class BaseCheckpointManager:
 
     def ensure_checkpoint_capacity(self, path: Path, keep: Optional[int]) -> None:
         """Remove the older checkpoints that retention does not keep. Runs on the first rank."""
-        shelf = store.shelf_of(path)
+        shelf = self._shelf_of(path)
         if shelf is not None:
             self._retention.retire(shelf, keep)
+
+    def _shelf_of(self, path: Path) -> Optional[Shelf]:
+        """Return the shelf of a path, which remembers what it has listed."""
+        shelf = store.shelf_of(path)
+        if shelf is None:
+            return None
+        return self._shelves.setdefault((shelf.root, shelf.below), shelf)
 
     def get_rng_state(self) -> dict[str, Any]:
         """Return the states of this rank's generators."""
@@ -207,6 +226,39 @@ def step_in(path: object) -> int:
     parts = Path(path).parts if isinstance(path, (str, os.PathLike)) else ()
     matches = (store.STEP.fullmatch(part) for part in reversed(parts) if isinstance(part, str))
     return next((int(match[1]) for match in matches if match is not None), 0)
+
+
+def check_settings(config: Any) -> None:
+    """Refuse settings that are not known: a misspelt name would change nothing, and say nothing.
+
+    Raises:
+        ValueError: naming the setting and the nearest known one.
+    """
+    for name in names_in(config):
+        if name in SETTINGS or name.startswith("_"):
+            continue
+        if name not in UNUSED:
+            nearest = difflib.get_close_matches(name, SETTINGS, 1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise ValueError(f"checkpoint_config has no {name}: there are {', '.join(SETTINGS)}{hint}")
+        if setting(config, name):
+            say_once(f"checkpoint_config's {name} changes nothing here: {UNUSED[name]}")
+
+
+def names_in(config: Any) -> list[str]:
+    """Return the names of the settings in a config: a dataclass, a mapping or another object."""
+    if config is None:
+        return []
+    if dataclasses.is_dataclass(config):
+        return [entry.name for entry in dataclasses.fields(config)]
+    # A DictConfig of OmegaConf has `keys`, and is no Mapping of Python's.
+    return list(map(str, config.keys() if hasattr(config, "keys") else vars(config)))
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Log a warning, once in this process."""
+    logger.warning("%s", text)
 
 
 def contents_of(config: Any, name: str, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -231,4 +283,6 @@ def setting(config: Any, name: str) -> Any:
     """Return a setting of a config; None where it is not set."""
     if config is None:
         return None
-    return config.get(name) if hasattr(config, "get") else getattr(config, name, None)
+    if dataclasses.is_dataclass(config) or not hasattr(config, "get"):
+        return getattr(config, name, None)
+    return config.get(name)

@@ -6,10 +6,12 @@ Reads and writes files of one folder; must never import torch.
 from __future__ import annotations
 
 import json
+import os
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Optional
 
 from torch_dcp_backport.dist_checkpointing.engine import files
@@ -18,7 +20,7 @@ NAME = "manifest.json"
 FORMAT = 1
 #: Bytes that are read at once for a checksum.
 BLOCK = 4 * 2**20
-ABSENT = f"no {NAME}: the save did not come to its end"
+ABSENT = f"no {NAME}"
 
 
 class Entry(NamedTuple):
@@ -44,14 +46,33 @@ class Manifest:
 
 
 class Damaged(Exception):
-    """A folder does not hold what its manifest says, or has none."""
+    """A folder has no manifest that can be followed."""
+
+    #: In two words, for lists of folders.
+    kind = "damaged"
+
+
+class NotOurs(Damaged):
+    """A folder without a manifest, or with that of another program."""
+
+    kind = "not ours"
+
+
+class Newer(Damaged):
+    """A folder of a later release of this package, in a format that is not known here."""
+
+    kind = "newer"
 
 
 def entry_of(path: Path) -> Entry:
-    """Return size and CRC32 of a file, in bounded memory."""
+    """Return size and CRC32 of a regular file, in bounded memory.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
     nbytes = crc = 0
     buffer = memoryview(bytearray(BLOCK))
-    with open(path, "rb", buffering=0) as file:
+    with open(files.opened(path), "rb", buffering=0) as file:
         while size := file.readinto(buffer):
             nbytes, crc = nbytes + size, zlib.crc32(buffer[:size], crc)
     return Entry(nbytes, crc)
@@ -64,12 +85,15 @@ def crc_of(blocks: Iterable[bytes]) -> int:
     return crc
 
 
-def paths_in(folder: Path) -> Iterator[str]:
-    """Yield the path of every file below a folder but its manifests, with "/" between names."""
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name != NAME:
-            yield name
+def paths_in(folder: Path, below: str = "") -> Iterator[str]:
+    """Yield the path of every file below a folder but its manifest, with "/" between names."""
+    with os.scandir(folder) as entries:
+        listed = sorted(entries, key=lambda entry: entry.name)
+    for entry in listed:
+        if entry.is_dir(follow_symlinks=False):
+            yield from paths_in(Path(entry.path), f"{below}{entry.name}/")
+        elif entry.is_file() and f"{below}{entry.name}" != NAME:
+            yield f"{below}{entry.name}"
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -83,20 +107,20 @@ def write(folder: Path, manifest: Manifest) -> None:
         "files": {name: list(manifest.files[name]) for name in sorted(manifest.files)},
     }
     text = json.dumps(content, indent=1)
-    files.step(f"write {NAME}")
-    (folder / NAME).write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "content": text}))
+    outer = json.dumps({"crc32": zlib.crc32(text.encode()), "content": text})
+    files.publish(folder / NAME, outer.encode(), is_synced=False)
 
 
 def read(folder: Path) -> Manifest:
     """Return the manifest of a folder.
 
     Raises:
-        Damaged: there is none, or it is not what was written.
+        Damaged: there is none, or it is not what was written; its class tells which.
     """
     try:
-        return parsed((folder / NAME).read_bytes())
-    except FileNotFoundError:
-        raise Damaged(ABSENT) from None
+        return parsed(files.read_whole(folder / NAME))
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotOurs(ABSENT) from None
     except OSError as error:
         raise Damaged(f"{NAME} cannot be read: {error!r}") from error
 
@@ -108,20 +132,34 @@ def parsed(data: Optional[bytes]) -> Manifest:
         Damaged: it is not what was written.
     """
     if data is None:
-        raise Damaged(ABSENT)
+        raise NotOurs(ABSENT)
     try:
         outer = json.loads(data)
+        if not isinstance(outer, dict) or not {"crc32", "content"} <= set(outer):
+            raise NotOurs(f"{NAME} is of another program")
         text = outer["content"]
         if zlib.crc32(text.encode()) != outer["crc32"]:
             raise Damaged(f"{NAME} has another checksum than when it was written")
         content = json.loads(text)
         if content["format"] != FORMAT:
-            raise Damaged(f"{NAME} is of format {content['format']!r}; this release reads {FORMAT}")
-        entries = {name: Entry(*map(int, entry)) for name, entry in content["files"].items()}
+            raise Newer(f"{NAME} is of format {content['format']!r}; this release reads {FORMAT}")
+        entries = {checked_name(name): Entry(*map(int, entry)) for name, entry in content["files"].items()}
         made_at, order = float(content["made_at"]), int(content["order"])
         return Manifest(int(content["step"]), int(content["world"]), made_at, order, entries)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise Damaged(f"{NAME} cannot be read: {error!r}") from error
+
+
+def checked_name(name: str) -> str:
+    """Return the path of a file within the folder.
+
+    Raises:
+        ValueError: it leads out of the folder, or no file can have it.
+    """
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or b"\0" in os.fsencode(name):
+        raise ValueError(f"a file outside the folder: {name!r}")
+    return name
 
 
 def share_of(manifest: Manifest, share: int, shares: int) -> list[str]:
@@ -131,24 +169,36 @@ def share_of(manifest: Manifest, share: int, shares: int) -> list[str]:
 
 
 def faults(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield the files that are missing or of another size, and why. Reads no content."""
+    """Yield the files that are missing, no regular files or of another size, and why. Reads no content."""
     for name, entry in manifest.files.items():
-        try:
-            nbytes = (folder / name).stat().st_size
-        except OSError as error:
-            yield f"{name}: {error.strerror}"
-            continue
-        if nbytes != entry.nbytes:
-            yield f"{name} has {nbytes} bytes, and had {entry.nbytes}"
+        fault = fault_of(folder / name, entry)
+        if fault:
+            yield f"{name}{fault}"
+
+
+def fault_of(path: Path, entry: Entry) -> str:
+    """Return what is wrong with a file, by its size and kind; "" where nothing is."""
+    try:
+        seen = path.stat()
+    except OSError as error:
+        return f": {error.strerror}"
+    if not stat.S_ISREG(seen.st_mode):
+        return " is no regular file"
+    return "" if seen.st_size == entry.nbytes else f" has {seen.st_size} bytes, and had {entry.nbytes}"
 
 
 def wrong_checksums(folder: Path, manifest: Manifest, names: Optional[Sequence[str]] = None) -> Iterator[str]:
     """Yield the files that hold other bytes than when they were saved, and why; None checks all."""
     for name in manifest.files if names is None else names:
-        try:
-            entry = entry_of(folder / name)
-        except OSError as error:
-            yield f"{name}: {error.strerror}"
-            continue
-        if entry != manifest.files[name]:
-            yield f"{name} has CRC32 {entry.crc32:08x}, and had {manifest.files[name].crc32:08x}"
+        expected = manifest.files[name]
+        # A file of another size may be without end, and is not read.
+        fault = fault_of(folder / name, expected)
+        if not fault:
+            try:
+                crc = entry_of(folder / name).crc32
+            except OSError as error:
+                fault = f": {error.strerror}"
+            else:
+                fault = "" if crc == expected.crc32 else f" has CRC32 {crc:08x}, and had {expected.crc32:08x}"
+        if fault:
+            yield f"{name}{fault}"

@@ -19,9 +19,11 @@ from torch import nn
 
 from torch_dcp_backport.checkpoint import extra
 from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, WORLD
+from torch_dcp_backport.checkpoint.manager import say_once
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
 from torch_dcp_backport.checkpoint.together import make_folder
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.optimizer import (
@@ -88,12 +90,13 @@ class MegatronCheckpointManager(ShardedManager):
         use_checkpoint_opt_param_scheduler: bool = True,
         use_dist_checkpointing: bool = True,
         bridge: Any = None,
+        provider: Any = None,
+        peft_cls: Any = None,
         *,
         parallel_state: Any = None,
         rng_tracker: Any = None,
         trust: bool = False,
         process_group: Group = None,
-        **kwargs: Any,
     ) -> None:
         """Remember the parts.
 
@@ -106,13 +109,20 @@ class MegatronCheckpointManager(ShardedManager):
             optimizer: with `sharded_state_dict(model_state)`, as Megatron's; or torch's own, of the model's
                 parameters.
             use_checkpoint_opt_param_scheduler: whether the schedule is loaded.
-            config, model_config, role, arch, share_embeddings_and_output_weights, use_distributed_optimizer,
-                use_dist_checkpointing, bridge, kwargs: of verl's; not needed.
+            config, model_config, role, arch, share_embeddings_and_output_weights,
+                use_distributed_optimizer: of verl's; not needed.
+            use_dist_checkpointing, bridge, provider, peft_cls: of verl's; they change nothing, which is said
+                once in the log where they ask for another format than a sharded checkpoint.
             parallel_state: with the functions of megatron.core.parallel_state, which is the default if the
                 program has it loaded and initialised; else every rank is a replica.
             rng_tracker: with `get_states` and `set_states`; Megatron's own where the program has it loaded.
             trust, process_group: as of `BaseCheckpointManager`.
         """
+        others = {"bridge": bridge, "provider": provider, "peft_cls": peft_cls}
+        asked = [name for name, value in others.items() if value is not None]
+        asked += [] if use_dist_checkpointing else ["use_dist_checkpointing=False"]
+        if asked:
+            say_once(f"{', '.join(asked)}: changes nothing here; all is saved as a sharded checkpoint")
         chunks = [model] if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList) else model
         super().__init__(
             chunks,
@@ -147,7 +157,8 @@ class MegatronCheckpointManager(ShardedManager):
             raise CheckpointingException("no hf_model: hf_config has no save_pretrained")
         if self.should_save_extra and dataclasses.is_dataclass(self.transformer_config):
             make_folder(folder.parent)
-            (folder.parent / TRANSFORMER_CONFIG).write_text(text_of(self.transformer_config))
+            text = text_of(self.transformer_config)
+            files.publish(folder.parent / TRANSFORMER_CONFIG, text.encode(), is_synced=False)
 
     def read(self, folder: Path) -> None:
         path, contents = folder / SHARDED, self.checkpoint_load_contents

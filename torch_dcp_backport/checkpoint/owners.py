@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Optional
 
+from torch_dcp_backport.dist_checkpointing.engine import files
+
 OWNER = "owner.json"
 #: Seconds without a change after which a folder of another machine counts as abandoned.
 ABANDONED = 3600.0
@@ -27,7 +29,7 @@ _lock = threading.Lock()
 def mark(path: Path) -> None:
     """Write a mark of this process, a file in the folder that it works on."""
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started_at(os.getpid())}
-    path.write_text(json.dumps(owner))
+    files.publish(path, json.dumps(owner).encode(), is_synced=False)
 
 
 def keep_young(path: Path) -> None:
@@ -53,7 +55,7 @@ def _touch() -> None:
         gone = set()
         for path in paths:
             try:
-                os.utime(path)
+                os.utime(path, follow_symlinks=False)
             except OSError:
                 gone.add(path)
         with _lock:
@@ -64,10 +66,10 @@ def _touch() -> None:
 
 def is_alive(draft: Path, name: str = OWNER) -> bool:
     """Return whether a draft may still be written: its process runs here, or it changed not long ago."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        owner = json.loads((draft / name).read_text())
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        owner = json.loads(files.read_whole(draft / name))
         if owner["host"] == socket.gethostname():
-            return bool(owner["started"] == started_at(owner["pid"]))
+            return bool(owner["started"] == started_at(int(owner["pid"])))
     return time.time() - last_change(draft) < ABANDONED
 
 

@@ -194,7 +194,7 @@ def upload(folder: Path, place: Place, is_verified: bool = True) -> bytes:
     """
     try:
         content = manifest.read(folder)
-        mark = (folder / manifest.NAME).read_bytes()
+        mark = files.read_whole(folder / manifest.NAME)
     except (Damaged, OSError) as error:
         raise Failed(f"{folder}: {error}") from error
     there = persistently(f"{place.url}/{manifest.NAME}", place.manifest_bytes)
@@ -202,6 +202,7 @@ def upload(folder: Path, place: Place, is_verified: bool = True) -> bytes:
         # Uploaded by a process that ended before it could mark the folder.
         return mark
     if there is not None:
+        refuse_foreign(place, there, mark)
         # Another save is in the store: it must not count while its files are replaced.
         files.step("remove the manifest from the store")
         target = place.below(manifest.NAME)
@@ -219,6 +220,21 @@ def upload(folder: Path, place: Place, is_verified: bool = True) -> bytes:
     silent = Reported(Meter("upload", None), entry.nbytes)
     send(folder / manifest.NAME, place.below(manifest.NAME), Check(entry, True), silent)
     return mark
+
+
+def refuse_foreign(place: Place, there: bytes, mark: bytes) -> None:
+    """Refuse to replace a folder of the store that this package did not upload, or cannot read.
+
+    Raises:
+        Failed: naming it.
+    """
+    try:
+        manifest.parsed(there)
+    except Damaged as error:
+        # The manifest of this very save, of which an upload that broke off has left the beginning.
+        if not mark.startswith(there):
+            what = f"{place.url} is {error.kind} ({error})"
+            raise Failed(f"{what}, and is not replaced: move it away") from error
 
 
 @dataclass(frozen=True)
@@ -290,9 +306,6 @@ def download(place: Place, final: Path) -> Manifest:
         content = manifest.parsed(mark)
     except Damaged as error:
         raise Failed(f"{place.url}: {error}") from error
-    for name in content.files:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise Failed(f"{place.url}: {name} would not be in the folder")
     before = store.identity_of(final)
     draft = store.draft_of(final)
     with discarding(draft):
@@ -302,7 +315,7 @@ def download(place: Place, final: Path) -> Manifest:
             bring(place.below(name), draft / name, entry, Reported(meter, entry.nbytes))
         files.step(f"download {manifest.NAME}")
         data = mark or b""
-        (draft / manifest.NAME).write_bytes(data)
+        files.publish(draft / manifest.NAME, data, is_synced=False)
         store.mark_uploaded(draft, place.url, data)
         store.publish(draft, final, before)
     return content

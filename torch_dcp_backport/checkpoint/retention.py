@@ -1,6 +1,7 @@
 """Retention of steps: those older than the newest good steps are hidden, then removed in a thread.
 
-Runs on one rank but for `settle`. Must never remove the only good step, nor a step that is being uploaded.
+Runs on one rank but for `settle`. Must never remove the only good step, a step that is being uploaded, nor
+anything that this package cannot prove to have published.
 """
 
 from __future__ import annotations
@@ -8,25 +9,60 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from torch_dcp_backport.checkpoint import manifest, store, together
 from torch_dcp_backport.checkpoint.background import Background
-from torch_dcp_backport.checkpoint.store import Shelf, Step
+from torch_dcp_backport.checkpoint.store import NOT_LOADED, Listed, Shelf
 from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
 from torch_dcp_backport.transfer.groups import Group
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
-#: File in a step that could not be loaded where an older step could: retention does not count it.
-NOT_LOADED = "could-not-be-loaded.txt"
-
-
 #: Seconds that a save waits for the removals of the save before.
 PATIENCE = 10.0
+KEEP, LEAVE, REMOVE = "keep", "left alone", "remove"
+
+
+class Verdict(NamedTuple):
+    """What retention does with a step, and why."""
+
+    entry: Listed
+    #: KEEP, LEAVE or REMOVE.
+    action: str
+    reason: str
+
+
+def verdicts(
+    listed: Sequence[Listed], keep: Optional[int], fault_of: Callable[[Listed], str]
+) -> Iterator[Verdict]:
+    """Yield what becomes of each step: all that is older than the newest `keep` good steps is removed.
+
+    Damaged steps among the older are removed, too. Left alone, and never counted, is what this package did
+    not publish, or cannot read.
+
+    Args:
+        listed: newest first.
+        keep: None keeps all.
+        fault_of: returns why a step does not count as good, or ""; called until enough good steps are found.
+    """
+    good = 0
+    for entry in listed:
+        if entry.foreign:
+            text = entry.reason if entry.reason == entry.foreign else f"{entry.foreign}: {entry.reason}"
+            yield Verdict(entry, LEAVE, text)
+        elif not keep or good < keep:
+            fault = fault_of(entry)
+            good += not fault
+            counted = "all are kept" if not keep else f"{good} of {keep}"
+            yield Verdict(entry, KEEP, f"not counted: {fault}" if fault else counted)
+        elif store.is_uploading(entry.path):
+            yield Verdict(entry, KEEP, "being uploaded")
+        else:
+            yield Verdict(entry, REMOVE, f"older than the newest {keep} that are good")
 
 
 class Retention:
@@ -34,6 +70,8 @@ class Retention:
 
     def __init__(self) -> None:
         self._background = Background("removal of checkpoints")
+        #: Paths of steps that were left alone, and said so.
+        self._told: set[Path] = set()
 
     def retire(self, shelf: Shelf, keep: Optional[int], distrusted: Collection[Path] = ()) -> None:
         """Hide the steps that are not kept, once those hidden before are removed; then remove them."""
@@ -42,15 +80,38 @@ class Retention:
             logger.warning("steps that are not kept are removed more slowly than others are saved")
         if not keep:
             return
-        for step in retired(shelf.steps(), keep, distrusted):
+
+        def fault_of(entry: Listed) -> str:
+            if entry.path in distrusted:
+                return "it could not be loaded"
+            return why_distrusted(entry.path) or store.examined(entry.path, entry.step).fault
+
+        decided = list(verdicts(shelf.listed(), keep, fault_of))
+        self._tell(shelf, [verdict for verdict in decided if verdict.action == LEAVE])
+        for entry in [verdict.entry for verdict in decided if verdict.action == REMOVE]:
             try:
-                hidden = hide(step.path)
+                hidden = hide(entry.path)
             except OSError as error:
                 # A step that cannot be hidden is no reason to keep the others.
-                logger.error("%s", still_there(step.path, error))
+                logger.error("%s", still_there(entry.path, error))
                 continue
             if hidden is not None:
-                self._background.add(functools.partial(removed_or_logged, hidden))
+                self._background.add(functools.partial(removed_or_logged, hidden, entry.path))
+
+    def _tell(self, shelf: Shelf, left: Sequence[Verdict]) -> None:
+        """Warn of steps that are left alone, each once."""
+        new = [verdict for verdict in left if verdict.entry.path not in self._told]
+        if new:
+            self._told.update(verdict.entry.path for verdict in new)
+            paths = [verdict.entry.path.relative_to(shelf.root) for verdict in new[:5]]
+            names = [f"{path} ({verdict.reason})" for path, verdict in zip(paths, new)]
+            more = f" and {len(new) - 5} more" if len(new) > 5 else ""
+            logger.warning(
+                "%s: not counted and left alone, as retention removes only what this package published: %s%s",
+                shelf.root,
+                ", ".join(names),
+                more,
+            )
 
     def finish(self, seconds: float) -> bool:
         """Wait until all hidden steps are removed, for so many seconds at most; return whether all are."""
@@ -63,32 +124,15 @@ class Retention:
                 pass
 
 
-def retired(steps: list[Step], keep: Optional[int], distrusted: Collection[Path] = ()) -> list[Step]:
-    """Return the steps that retention removes: all older than the newest `keep` good steps, damaged or not,
-    that are not being uploaded.
-
-    Args:
-        steps: newest first.
-        distrusted: folders that could not be loaded: they do not count as good.
-    """
-    if not keep or keep < 1:
-        return []
-    good = [step for step in steps if not (step.fault or step.path in distrusted or is_distrusted(step))]
-    if len(good) < keep:
-        return []
-    last = good[keep - 1]
-    older = [step for step in steps if step.age < last.age and (step.age[0] or step.step < last.step)]
-    return [step for step in older if not store.is_uploading(step.path)]
-
-
-def is_distrusted(step: Step) -> bool:
-    return (step.path / NOT_LOADED).exists()
+def why_distrusted(folder: Path) -> str:
+    """Return that a step could not be loaded before, if it could not."""
+    return "it could not be loaded" if (folder / NOT_LOADED).exists() else ""
 
 
 def distrust(folder: Path, reason: str) -> None:
     """Record, for later processes too, that a step could not be loaded."""
     try:
-        (folder / NOT_LOADED).write_text(reason)
+        files.publish(folder / NOT_LOADED, reason.encode(errors="backslashreplace"))
     except FileNotFoundError:
         # Retention has removed the step meanwhile.
         return
@@ -115,15 +159,15 @@ def hide(folder: Path) -> Optional[Path]:
     return hidden
 
 
-def removed(hidden: Path) -> str:
-    """Remove a hidden folder; return why it could not be removed, or ""."""
+def removed(hidden: Path, final: Path) -> str:
+    """Remove a hidden folder that was at `final`; return why it could not be removed, or ""."""
     files.step(f"remove {hidden.name}")
-    return next(iter(store.discard(hidden)), "")
+    return next(iter(store.removed(hidden, final)), "")
 
 
-def removed_or_logged(hidden: Path) -> str:
+def removed_or_logged(hidden: Path, final: Path) -> str:
     """Remove a hidden folder, and log why it could not be removed."""
-    failure = removed(hidden)
+    failure = removed(hidden, final)
     if failure:
         # No reason to fail the save: the next start tries again, and a full disk is an error by itself.
         logger.error("%s", still_there(hidden, failure))
@@ -140,24 +184,25 @@ def remove(folder: Path) -> str:
         hidden = hide(folder)
     except OSError as error:
         return f"{folder}: {error}"
-    failure = "" if hidden is None else removed(hidden)
+    failure = "" if hidden is None else removed(hidden, folder)
     return failure and f"{hidden}: {failure}"
 
 
-def prune(root: Path, keep: int, report: Callable[[Step], None], is_dry: bool = False) -> list[str]:
-    """Remove and report the steps that retention would; return why some could not be removed. A step counts
-    as good once all its bytes were read.
+def prune(root: Path, keep: int, report: Callable[[Verdict], None], is_dry: bool = False) -> list[str]:
+    """Remove the steps that retention would, and report every step; return why some could not be removed.
+
+    A step counts as good once all its bytes were read.
     """
-    steps, distrusted, good = store.steps_in(root), set[Path](), 0
-    for step in steps:
-        if step.manifest is None or step.fault or is_distrusted(step) or good == keep:
-            continue
-        if any(manifest.wrong_checksums(step.path, step.manifest)):
-            distrusted.add(step.path)
-        else:
-            good += 1
+
+    def fault_of(entry: Listed) -> str:
+        step = store.examined(entry.path, entry.step)
+        if step.fault or step.manifest is None:
+            return step.fault
+        return why_distrusted(entry.path) or next(manifest.wrong_checksums(step.path, step.manifest), "")
+
     failures = []
-    for step in retired(steps, keep, distrusted):
-        report(step)
-        failures.append("" if is_dry else remove(step.path))
+    for verdict in verdicts(Shelf(root).listed(), keep, fault_of):
+        report(verdict)
+        if verdict.action == REMOVE and not is_dry:
+            failures.append(remove(verdict.entry.path))
     return [failure for failure in failures if failure]

@@ -57,7 +57,7 @@ class Saves:
             seconds = time.monotonic() - began
             level = logging.WARNING if seconds > SHORT else logging.INFO
             logger.log(level, "waited %.1f s for %s, the save before", seconds, before)
-        begun = together.begin_folder(wanted, write, self.process_group)
+        begun = together.begin_folder(wanted, write, shelf_of, self.process_group)
         if not begun.requests:
             together.finish_folder(begun, shelf_of, then, self.process_group)
             return begun.final

@@ -17,6 +17,7 @@ from torch_dcp_backport.checkpoint.together import (
     CANNOT_SAVE,
     entries_into,
     make_folder,
+    outlook,
     run_on_first,
     write_later,
 )
@@ -25,6 +26,7 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.options import SaveOptions
 from torch_dcp_backport.dist_checkpointing.serialization import begin_made, save_made
+from torch_dcp_backport.transfer.errors import UNCHANGED
 
 Prepared = TypeVar("Prepared")
 
@@ -51,7 +53,7 @@ class ShardedManager(BaseCheckpointManager):
             with guard(call):
                 prepared.append(prepare())
             configure = functools.partial(self.write_configuration, folder / HUGGING_FACE)
-            run_on_first(call, configure, "writing the configuration", common)
+            run_on_first(call, configure, "writing the configuration", common, outlook() or UNCHANGED)
         return prepared[0]
 
     def save_state(self, make: Callable[[], ShardedStateDict], path: Path, step: int) -> None:
@@ -66,7 +68,10 @@ class ShardedManager(BaseCheckpointManager):
             return state
 
         options = SaveOptions(
-            must_load=not self.trust, process_group=self.process_group, written=entries_into(path)
+            must_load=not self.trust,
+            process_group=self.process_group,
+            written=entries_into(path),
+            so_far=outlook(),
         )
         if self.is_async:
             write_later(begin_made(made, path, options))

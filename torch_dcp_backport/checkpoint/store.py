@@ -7,6 +7,7 @@ written or removed have hidden names. Must never import torch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import operator
@@ -19,9 +20,9 @@ import zlib
 from collections import deque
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Optional
+from typing import NamedTuple, Optional, Union
 
 from torch_dcp_backport.checkpoint import manifest, owners
 from torch_dcp_backport.checkpoint.manifest import Damaged, Manifest
@@ -33,11 +34,15 @@ logger = logging.getLogger("torch_dcp_backport.checkpoint")
 TRACKER = "latest_checkpointed_iteration.txt"
 STEP = re.compile(r"global_step_(\d+)")
 #: A hidden folder: being written (tmp), replaced by the same step (was), being removed (old).
-HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|was|old)-[0-9a-f]{8}")
+HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|was|old)-[0-9a-f]{8}", re.DOTALL)
 #: How often a draft is made, where other processes clean up at the same moment.
 ATTEMPTS = 20
 #: Files in a step: the URL that it was uploaded to; the process that uploads it now.
 UPLOADED, UPLOADING = "uploaded.txt", "uploading.json"
+#: File in a step that could not be loaded where an older step could: retention does not count it.
+NOT_LOADED = "could-not-be-loaded.txt"
+#: Files beside those that the manifest lists.
+MARKS = (UPLOADED, UPLOADING, NOT_LOADED, OWNER)
 #: Held while a step is hidden, and while a step is marked as being uploaded.
 _taking = threading.Lock()
 
@@ -54,11 +59,27 @@ class Step:
     manifest: Optional[Manifest]
     #: Why it must not be loaded; "" where nothing speaks against it.
     fault: str
+    #: Why retention leaves it alone: "not ours", "newer", "damaged", ...; "" for what this package published.
+    foreign: str = ""
 
     @property
     def age(self) -> tuple[int, int]:
         """Key to sort steps as they were published: after a step back, a lower step may be newer."""
         return (self.manifest.order if self.manifest is not None else 0), self.step
+
+
+class Listed(NamedTuple):
+    """A step folder, of which only the manifest was read."""
+
+    step: int
+    path: Path
+    #: The manifest's; 0 where it cannot be read.
+    order: int
+    #: As of `Step`, and why in full.
+    foreign: str
+    reason: str
+    #: The inode of the folder in the root.
+    inode: int
 
 
 @dataclass(frozen=True)
@@ -67,18 +88,46 @@ class Shelf:
 
     root: Path
     below: Path = Path()
+    #: Name in the root -> the folder as it was listed: a run of 10,000 steps reads each manifest once.
+    known: dict[str, Listed] = field(default_factory=dict, compare=False, repr=False)
 
     def steps(self) -> list[Step]:
-        """Return every folder, newest first, by what is on disk alone."""
-        steps = []
-        for path in self.root.iterdir() if self.root.is_dir() else ():
-            match = STEP.fullmatch(path.name)
-            if match is not None and (path / self.below).is_dir():
-                steps.append(examined(path / self.below, int(match[1])))
+        """Return every folder, newest first, with its faults: looks at every file of every step."""
+        steps = [examined(entry.path, entry.step) for entry in self.listed()]
         return sorted(steps, key=lambda step: step.age, reverse=True)
 
+    def listed(self) -> list[Listed]:
+        """Return every folder, newest first; reads the manifests of those that were not listed before."""
+        try:
+            with os.scandir(self.root) as entries:
+                inodes = {entry.name: entry.inode() for entry in entries}
+        except (FileNotFoundError, NotADirectoryError):
+            inodes = {}
+        listed: dict[str, Listed] = {}
+        for name, inode in inodes.items():
+            match = STEP.fullmatch(name)
+            if match is None:
+                continue
+            entry = self.known.get(name)
+            if entry is None or entry.inode != inode:
+                path = self.root / name / self.below
+                entry = listed_of(path, int(match[1]), inode) if path.is_dir() else None
+            if entry is not None:
+                listed[name] = entry
+        self.known.clear()
+        self.known.update(listed)
+        return sorted(listed.values(), key=lambda entry: (entry.order, entry.step), reverse=True)
+
     def next_order(self) -> int:
-        return 1 + max((step.age[0] for step in self.steps()), default=0)
+        return 1 + max((entry.order for entry in self.listed()), default=0)
+
+    def forget(self, step: int) -> None:
+        """Read the manifest of a step again: it was published anew."""
+        self.known.pop(name_of(step), None)
+
+    def newest_complete(self) -> Optional[Listed]:
+        """Return the newest step that nothing speaks against, as far as sizes tell."""
+        return next((entry for entry in self.listed() if not examined(entry.path, entry.step).fault), None)
 
     def clean(self) -> None:
         """Remove what dead writers and removals left, in the folders of all steps."""
@@ -107,16 +156,39 @@ def steps_in(root: Path) -> list[Step]:
     return Shelf(root).steps()
 
 
+def listed_of(path: Path, step: int, inode: int) -> Listed:
+    """Return a step folder by its manifest alone."""
+    try:
+        content = manifest.read(path)
+    except Damaged as error:
+        return Listed(step, path, 0, error.kind, str(error), inode)
+    foreign = foreign_of(path, step, content)
+    return Listed(step, path, content.order, foreign, foreign, inode)
+
+
+def foreign_of(path: Path, step: int, content: Manifest) -> str:
+    """Return why a folder with a manifest of ours is not what was published; "" where it is."""
+    if content.step != step:
+        return f"its manifest is of step {content.step}"
+    return "a link" if path.is_symlink() else ""
+
+
 def examined(path: Path, step: int) -> Step:
     """Return a step folder with its faults: no manifest, another step's, files missing or cut off."""
     try:
         content = manifest.read(path)
     except Damaged as error:
-        return Step(step, path, None, str(error))
+        return Step(step, path, None, str(error), error.kind)
+    foreign = foreign_of(path, step, content)
     if content.step != step:
-        return Step(step, path, content, f"its manifest is of step {content.step}")
-    wrong = list(manifest.faults(path, content))
-    return Step(step, path, content, "; ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else ""))
+        return Step(step, path, content, foreign, foreign)
+    wrong = list(itertools.islice(manifest.faults(path, content), 4))
+    return Step(step, path, content, "; ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else ""), foreign)
+
+
+def fault_by_checksums(step: Step) -> str:
+    """Return the files of a step that hold other bytes than when they were saved; reads all of them."""
+    return "" if step.manifest is None else "; ".join(manifest.wrong_checksums(step.path, step.manifest))
 
 
 def checked_step(step: object) -> int:
@@ -214,18 +286,17 @@ def publish(draft: Path, final: Path, before: Optional[int], synced: Collection[
         logger.exception("%s is published; a loss of power may take it back", final)
     if replaced is not None:
         files.step("remove the folder that was replaced")
-        for reason in discard(given_up(replaced))[:1]:
+        for reason in removed(given_up(replaced), final)[:1]:
             logger.error("%s was replaced, and still takes its room on the disk: %s", final, reason)
 
 
 def sync_tree(folder: Path, synced: Collection[str] = ()) -> None:
     """Put the files below a folder on disk, but for those that are, and then the names of all."""
-    paths, folders = list[Path](), [folder]
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            folders.append(path)
-        elif path.relative_to(folder).as_posix() not in synced:
-            paths.append(path)
+    paths, folders = list[Path](), list[Path]()
+    for place, _, names in os.walk(folder):
+        folders.append(Path(place))
+        paths += [folders[-1] / name for name in names]
+    paths = [path for path in paths if path.relative_to(folder).as_posix() not in synced]
     # Disks sync several files at once in the time of a single file.
     with ThreadPoolExecutor(8) as pool:
         deque(pool.map(sync_file, paths), 0)
@@ -233,7 +304,10 @@ def sync_tree(folder: Path, synced: Collection[str] = ()) -> None:
 
 
 def sync_file(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
+    """Put a file on disk; pipes, links to nowhere and the like have nothing there."""
+    if not path.is_file():
+        return
+    fd = files.opened(path)
     try:
         os.fsync(fd)
     finally:
@@ -251,7 +325,7 @@ def write_tracker(root: Path, step: int) -> None:
 def tracked(root: Path) -> Optional[int]:
     """Return the step that the tracker names; None where there is no tracker, or no number in it."""
     try:
-        return int((root / TRACKER).read_text())
+        return int(files.read_whole(root / TRACKER))
     except (OSError, ValueError):
         return None
 
@@ -276,14 +350,15 @@ def is_uploading(folder: Path) -> bool:
 
 def mark_uploaded(folder: Path, url: str, mark: bytes) -> None:
     """Record the URL that a step was uploaded to, and its manifest then: a step may be saved again."""
-    (folder / UPLOADED).write_text(json.dumps({"url": url, "manifest": zlib.crc32(mark)}))
+    record = json.dumps({"url": url, "manifest": zlib.crc32(mark)})
+    files.publish(folder / UPLOADED, record.encode(), is_synced=False)
 
 
 def uploaded_to(folder: Path) -> str:
     """Return the URL that a step was uploaded to; "" where it was not."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        record = json.loads((folder / UPLOADED).read_text())
-        if record["manifest"] == zlib.crc32((folder / manifest.NAME).read_bytes()):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        record = json.loads(files.read_whole(folder / UPLOADED))
+        if record["manifest"] == zlib.crc32(files.read_whole(folder / manifest.NAME)):
             return str(record["url"])
     return ""
 
@@ -299,8 +374,13 @@ def taken(folder: Path) -> Optional[Path]:
 
 
 def given_up(replaced: Path) -> Path:
-    """Rename a replaced folder so that it is never put back, as half of it may be left; return the name."""
+    """Rename a replaced folder so that it is never put back, as half of it may be left; return the name.
+
+    What this package did not publish keeps its name: it is not removed.
+    """
     hidden = replaced.with_name(replaced.name.replace(".was-", ".old-"))
+    if isinstance(published(replaced), str):
+        return replaced
     try:
         os.rename(replaced, hidden)
     except OSError:
@@ -309,18 +389,28 @@ def given_up(replaced: Path) -> Path:
     return hidden
 
 
-def discard(folder: Path) -> list[str]:
-    """Remove a folder that no process will look for, as far as possible; of a link, only the link.
+def published(folder: Path) -> Union[Manifest, str]:
+    """Return the manifest by which this package published a folder; or why that cannot be proved."""
+    if folder.is_symlink():
+        return "it is a link"
+    try:
+        return manifest.read(folder)
+    except Damaged as error:
+        return str(error)
+
+
+def discard(draft: Path) -> list[str]:
+    """Remove a draft with all that was written into it, as far as possible; its owner's mark goes last.
 
     Returns:
         Why parts of it are still there.
     """
     reasons: list[str] = []
     try:
-        parts = [] if folder.is_symlink() else sorted(folder.iterdir())
+        parts = sorted(draft.iterdir(), key=lambda part: (part.name == OWNER, part.name))
     except OSError:
         parts = []
-    for part in [*parts, folder]:
+    for part in [*parts, draft]:
         files.step(f"remove {part.name}")
         try:
             if part.is_symlink() or not part.is_dir():
@@ -336,10 +426,90 @@ def discard(folder: Path) -> list[str]:
     return reasons
 
 
+def removed(hidden: Path, final: Path) -> list[str]:
+    """Remove a hidden folder that was published before, as far as possible: what its manifest lists, and our
+    marks. The manifest goes last, so that another process can go on where this one is killed.
+
+    A folder that this package did not publish, and files that it did not write, are given a name that is seen
+    again, and named in the log.
+
+    Args:
+        final: the name that the folder had.
+
+    Returns:
+        Why parts of it are still there.
+    """
+    content = published(hidden)
+    if isinstance(content, Manifest):
+        marks = (*MARKS, *(f"{mark}.new" for mark in MARKS))
+        names = (*content.files, *marks, manifest.NAME)
+        reasons = [reason for name in names for reason in _removed_file(hidden, name)]
+        if reasons:
+            return reasons
+    # Without a manifest, another process may have removed all that it lists.
+    if _removed_if_empty(hidden):
+        return []
+    others: list[str] = []
+    with contextlib.suppress(OSError):
+        others = list(itertools.islice(manifest.paths_in(hidden), 4))
+    text = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+    what = f"this package did not write {text}" if isinstance(content, Manifest) and text else f"{content}"
+    return set_aside(hidden, final, what)
+
+
+def _removed_file(folder: Path, name: str) -> list[str]:
+    """Remove a file, if no link leads out of the folder to it; return why it is still there."""
+    path = folder / name
+    between = [parent for parent in path.parents if folder in parent.parents]
+    if any(parent.is_symlink() for parent in between):
+        return []
+    try:
+        files.step(f"remove {name}")
+        path.unlink(missing_ok=True)
+    except NotADirectoryError:
+        pass
+    except OSError as error:
+        if not path.is_dir():
+            return [str(error)]
+    return []
+
+
+def _removed_if_empty(hidden: Path) -> bool:
+    """Remove a folder that holds empty folders and the mark of its owner alone; return whether it is gone."""
+    if hidden.is_symlink():
+        return False
+    for place, _, names in os.walk(hidden, topdown=False):
+        with contextlib.suppress(OSError):
+            if Path(place) == hidden and not set(names) - {OWNER, f"{OWNER}.new"}:
+                files.remove([hidden / name for name in names])
+            os.rmdir(place)
+    return not os.path.lexists(hidden)
+
+
+def set_aside(folder: Path, final: Path, reason: str) -> list[str]:
+    """Give a folder that is not ours to remove the name that it had, or a new name beside that.
+
+    Returns:
+        Why it cannot be given a name.
+    """
+    name = final
+    if os.path.lexists(final):
+        name = final.with_name(f"{final.name}.kept-{secrets.token_hex(4)}")
+    try:
+        os.rename(folder, name)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [str(error)]
+    logger.warning("%s is kept, and no longer a step: %s", name, reason)
+    return []
+
+
 def clean(root: Path, names: re.Pattern[str] = STEP) -> None:
     """Remove what dead writers of folders of some names left, and put back a folder that lost its name.
 
-    Folders that cannot be removed stay; those that cannot be put back are logged.
+    Folders that cannot be removed stay; those that cannot be put back are logged, and so are hidden folders
+    of which nothing proves that this package made them.
     """
     hidden = {path: HIDDEN.fullmatch(path.name) for path in root.iterdir()} if root.is_dir() else {}
     left = {path: match for path, match in hidden.items() if match and names.fullmatch(match["name"])}
@@ -357,5 +527,10 @@ def clean(root: Path, names: re.Pattern[str] = STEP) -> None:
         except OSError as error:
             logger.error("%s: cannot be put back: %s", final, error)
             continue
-        logger.info("%s: left behind by a writer that is gone; removed", path)
-        discard(given_up(path) if match["kind"] == "was" else path)
+        if match["kind"] != "tmp":
+            removed(given_up(path) if match["kind"] == "was" else path, final)
+        elif (path / OWNER).exists():
+            logger.info("%s: left behind by a writer that is gone; removed", path)
+            discard(path)
+        elif not _removed_if_empty(path):
+            logger.warning("%s: left alone, as it has no %s: nothing says who made it", path, OWNER)

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, Optional
 from torch_dcp_backport.checkpoint import manifest, owners, store
 from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
 from torch_dcp_backport.checkpoint.store import Shelf
+from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     Refusal,
     Topic,
@@ -33,6 +35,7 @@ from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.hf.moving import NOTHING, Common, differences
 from torch_dcp_backport.transfer import Call, Problem, settings
+from torch_dcp_backport.transfer.errors import UNCHANGED
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.progress import Meter
 
@@ -41,7 +44,6 @@ logger = logging.getLogger("torch_dcp_backport.checkpoint")
 #: The same texts at every depth: ranks hear of an early failure of another rank where they next agree.
 CANNOT_SAVE, CANNOT_LOAD = "cannot save the checkpoint", "cannot load the checkpoint"
 CANNOT_UPLOAD = "cannot upload the checkpoint"
-OLDER = "steps saved before are as they were"
 #: Seconds between two meetings of ranks that wait for the first rank: less than any group's timeout.
 PATIENCE = 2.0
 #: Files that a rank writes, by its number: of dist_checkpointing and torch, data loaders, verl's own manager.
@@ -58,14 +60,21 @@ class Writing(NamedTuple):
     entries: dict[Path, tuple[Entry, tuple[int, ...]]]
     #: Errors in the background.
     failures: list[Exception]
+    #: What an error says of the state on the disk: that this was not saved, and what is there.
+    outlook: str = ""
 
 
 #: The folder that this thread is making.
 _writing: ContextVar[Optional[Writing]] = ContextVar("writing", default=None)
 
 
-def run_on_first(call: Call, make: Callable[[], object], doing: str, common: Common = NOTHING) -> Any:
+def run_on_first(
+    call: Call, make: Callable[[], object], doing: str, common: Common = NOTHING, so_far: str = UNCHANGED
+) -> Any:
     """Run `make` on the first rank, and return its result on every rank.
+
+    Args:
+        so_far: an error's words on the state of the files.
 
     Raises:
         CheckpointingException: `make` failed, a rank has a problem, or another value in `common`; the same
@@ -79,7 +88,7 @@ def run_on_first(call: Call, make: Callable[[], object], doing: str, common: Com
         answer = make()
         return dict.fromkeys(common_by_rank, answer)
 
-    return consult(call, common, decide, Topic(doing))
+    return consult(call, common, decide, Topic(doing, so_far))
 
 
 def run_long_on_first(call: Call, make: Callable[[], object], doing: str, common: Common = NOTHING) -> Any:
@@ -131,12 +140,18 @@ class Begun:
         return self.writing.requests
 
 
-def begin_folder(wanted: Wanted, write: Callable[[Path], None], group: Group = None) -> Begun:
+def begin_folder(
+    wanted: Wanted,
+    write: Callable[[Path], None],
+    shelf_of: Callable[[Path], Optional[Shelf]],
+    group: Group = None,
+) -> Begun:
     """Make the draft of a folder, and begin to write it. Collective.
 
     Args:
         write: called on every rank with the draft, which is there. It gives parts that are to be written in
             the background to `write_later`.
+        shelf_of: returns the shelf that the folder is on; called on the first rank.
 
     Raises:
         CheckpointingException: the same on every rank; nothing is left.
@@ -149,24 +164,52 @@ def begin_folder(wanted: Wanted, write: Callable[[Path], None], group: Group = N
             final, step = wanted.locate().absolute(), store.checked_step(wanted.step)
             common = {"folder": str(final), "step": str(step), **wanted.common}
 
-        def start() -> str:
+        def start() -> tuple[str, str]:
             nonlocal before
+            outlook = outlook_of(final, step, shelf_of(final))
             draft = store.draft_of(final)
             before = store.identity_of(final)
-            return str(draft)
+            return str(draft), outlook
 
-        draft = Path(run_on_first(call, start, "making a folder", common))
-        writing = Writing(draft, [], {}, [])
+        name, outlook = run_on_first(call, start, "making a folder", common)
+        draft = Path(name)
+        writing = Writing(draft, [], {}, [], outlook)
         token = _writing.set(writing)
         try:
             with discarding(call, draft):
                 with guard(call):
                     write(draft)
                 common = {"saves in the background": str(len(writing.requests))}
-                run_on_first(call, lambda: None, "writing", common)
+                run_on_first(call, lambda: None, "writing", common, outlook)
         finally:
             _writing.reset(token)
     return Begun(final, step, before, writing)
+
+
+def outlook_of(final: Path, step: int, shelf: Optional[Shelf]) -> str:
+    """Return what is on the disk if a save fails from here on: a failure at night must not read as a loss."""
+    if shelf is None:
+        return f"{final} was not saved, and is as it was"
+    newest = None
+    with contextlib.suppress(OSError):
+        newest = shelf.newest_complete()
+    if newest is None:
+        return f"step {step} was not saved, and {shelf.root} has no other complete step"
+    return f"step {step} was not saved; the newest complete step is {newest.step}"
+
+
+def outlook() -> str:
+    """Return the words of errors on what is on the disk, while `begin_folder` is making a folder; else ""."""
+    writing = _writing.get()
+    return "" if writing is None else writing.outlook
+
+
+class Work(NamedTuple):
+    """The first rank's answer to what each rank knows of the files in a draft."""
+
+    is_published: bool
+    #: The files of which a rank is to compute the checksums.
+    names: Sequence[str] = ()
 
 
 def finish_folder(
@@ -174,47 +217,72 @@ def finish_folder(
     shelf_of: Callable[[Path], Optional[Shelf]],
     then: Iterable[Callable[[Path], None]] = (),
     group: Group = None,
-) -> Manifest:
+) -> None:
     """Give a folder its name, once every rank has written its part. Collective.
 
     Args:
-        shelf_of: returns the shelf that the folder is on; called on the first rank.
+        shelf_of: as of `begin_folder`.
         then: called on the first rank, in order, when the folder has its name; errors are only logged.
 
     Raises:
         CheckpointingException: the same on every rank; older folders are as they were.
     """
-    draft, final = begun.writing.draft, begun.final
+    draft, final, so_far = begun.writing.draft, begun.final, begun.writing.outlook
+    unheard = f"list the steps to see whether {final.name} is one"
     with begin(CANNOT_SAVE, "save", group) as call, discarding(call, draft):
         if begun.requests:
             call.problems += map(problem_from, begun.writing.failures)
             # Once all have written: a file may be written by another rank than its name says.
-            consult(call, None, nothing, Topic("writing in the background"))
+            consult(call, None, nothing, Topic("writing in the background", so_far))
             with guard(call):
                 complete(begun.requests)
 
-        def publish(entries: Mapping[int, Mapping[str, Entry]]) -> Mapping[int, Any]:
+        def publish(own_by_rank: Mapping[int, Mapping[str, Entry]], more: Mapping[str, Entry] = {}) -> None:
             shelf = shelf_of(final)
             order = 1 if shelf is None else shelf.next_order()
-            listed = all_entries(draft, entries.values())
-            content = Manifest(begun.step, len(entries), time.time(), order, listed)
+            listed = {name: Entry(*entry) for own in own_by_rank.values() for name, entry in own.items()}
+            content = Manifest(begun.step, len(own_by_rank), time.time(), order, {**listed, **more})
             manifest.write(draft, content)
-            own = {name for names in entries.values() for name in names}
-            store.publish(draft, final, begun.before, own)
+            store.publish(draft, final, begun.before, set(listed))
+            if shelf is not None:
+                shelf.forget(begun.step)
             for follow in then:
                 try:
                     follow(final)
                 except Exception:
                     # On a full disk the tracker fails, and retention, which follows, makes room.
                     logger.exception("%s is saved; what was to follow failed", final)
-            return dict.fromkeys(entries, content)
 
-        entries: Mapping[str, Entry] = {}
+        def look(noted_by_rank: Mapping[int, Mapping[str, Entry]]) -> Mapping[int, Work]:
+            """List the draft, which only the first rank does, and share what nobody knows the checksum of."""
+            names: dict[int, list[str]] = {rank: [] for rank in noted_by_rank}
+            known = {name for noted in noted_by_rank.values() for name in noted}
+            for name in manifest.paths_in(draft):
+                if name not in known and name != owners.OWNER:
+                    match = OF_RANK.fullmatch(name.rpartition("/")[2])
+                    rank = call.rank if match is None else int(match[match.lastindex or 0])
+                    names.get(rank, names[call.rank]).append(name)
+            if any(names[rank] for rank in names if rank != call.rank):
+                return {rank: Work(False, names[rank]) for rank in names}
+            publish(noted_by_rank, {name: manifest.entry_of(draft / name) for name in names[call.rank]})
+            return dict.fromkeys(names, Work(True))
+
+        own: dict[str, Entry] = {}
         with guard(call):
-            entries = {} if call.problems else entries_of(begun.writing, call.rank)
-        unheard = f"list the steps to see whether {final.name} is one"
-        result: Manifest = consult(call, entries, publish, Topic("publishing", OLDER, unheard))
-        return result
+            own = {} if call.problems else noted_by(begun.writing)
+        work: Work = consult(call, own, look, Topic("publishing", so_far, unheard))
+        if work.is_published:
+            return
+        with guard(call):
+            for name in work.names:
+                own[name] = manifest.entry_of(draft / name)
+                store.sync_file(draft / name)
+
+        def settle(own_by_rank: Mapping[int, Mapping[str, Entry]]) -> Mapping[int, Any]:
+            publish(own_by_rank)
+            return {}
+
+        consult(call, own, settle, Topic("publishing what was read", so_far, unheard))
 
 
 def complete(requests: Iterable[AsyncRequest]) -> None:
@@ -272,10 +340,28 @@ def entries_into(folder: Path) -> Callable[[Output], None]:
     return note
 
 
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file of this rank into the draft, and note its checksum."""
+    writing = _writing.get()
+    files.publish(path, data)
+    if writing is not None:
+        writing.entries[path] = Entry(len(data), zlib.crc32(data)), state_of(path)
+
+
 def state_of(path: Path) -> tuple[int, ...]:
     """Return numbers that change when a file is written again."""
     stat = path.stat()
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def noted_by(writing: Writing) -> dict[str, Entry]:
+    """Return sizes and checksums of the files that this rank wrote, and that are as they were then."""
+    noted = {}
+    for path, (entry, state) in writing.entries.items():
+        with contextlib.suppress(FileNotFoundError):
+            if state == state_of(path):
+                noted[path.relative_to(writing.draft).as_posix()] = entry
+    return noted
 
 
 def is_in_draft(path: object) -> bool:
@@ -284,30 +370,6 @@ def is_in_draft(path: object) -> bool:
     if writing is None or not isinstance(path, (str, os.PathLike)):
         return False
     return writing.draft in (Path(path), *Path(path).parents)
-
-
-def entries_of(writing: Writing, rank: int) -> dict[str, Entry]:
-    """Return sizes and checksums of the files with a rank's number in their names, which are then on disk."""
-    own = {}
-    for name in manifest.paths_in(writing.draft):
-        path = writing.draft / name
-        match = OF_RANK.fullmatch(path.name)
-        if match is not None and int(match[match.lastindex or 0]) == rank:
-            entry, state = writing.entries.get(path, (None, ()))
-            if entry is None or state != state_of(path):
-                entry = manifest.entry_of(path)
-                store.sync_file(path)
-            own[name] = entry
-    return own
-
-
-def all_entries(draft: Path, known: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
-    """Return sizes and checksums of all files, once every rank has listed its own: until then some change."""
-    listed = {name: Entry(*entry) for entries in known for name, entry in entries.items()}
-    for name in manifest.paths_in(draft):
-        if name not in listed and name != owners.OWNER:
-            listed[name] = manifest.entry_of(draft / name)
-    return listed
 
 
 def put_back(

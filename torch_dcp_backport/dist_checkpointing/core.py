@@ -46,13 +46,15 @@ def maybe_load_config(checkpoint_dir: Folder) -> Optional[CheckpointingConfig]:
     """Return the marker of a checkpoint; None where there is none.
 
     Raises:
-        CheckpointingException: it is not JSON of the known form.
+        CheckpointingException: it cannot be read, or is not JSON of the known form.
     """
     path = Path(checkpoint_dir) / CONFIG_FNAME
     try:
-        text = path.read_bytes()
+        text = files.read_whole(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise CheckpointingException(f"{path} cannot be read: {error.strerror}") from error
     return parse_config(text, str(path))
 
 

@@ -144,7 +144,7 @@ def saving_from(
     with guard(call):
         # The working directory may be another when a save in the background ends.
         return saving_of(split(make()), Path(checkpoint_dir).absolute(), options)
-    return Saving(Path())
+    return Saving(Path(), so_far=options.so_far)
 
 
 def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
@@ -169,6 +169,7 @@ def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
         options.written,
         options.compared(parts.common),
         options.strict_common,
+        options.so_far,
     )
 
 

@@ -93,7 +93,7 @@ def begin_save(call: Call, saving: Saving, group: Group, clock: report.Clock) ->
     planned = plan_together(call, saving)
     with call.tally.phase("copying"), guard(call, "a copy of this rank's share"):
         copy_works(planned.works)
-    consult(call, None, lambda ranks: {}, COPYING)
+    consult(call, None, lambda ranks: {}, saving.topic(COPYING))
     return Background(planned, call, group, clock)
 
 

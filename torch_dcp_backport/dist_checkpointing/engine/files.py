@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Optional, Union
@@ -25,12 +26,49 @@ class Damaged(Exception):
 
 
 def create(path: Path) -> int:
-    """Open a file of our own for writing, empty; never the target of a link in its place.
+    """Make a new file and open it for writing; a file or a link of its name is removed before.
+
+    A folder that another program prepared may hold a link, or another name of the user's file, in its place:
+    neither is ever written through.
 
     Raises:
-        OSError: a link is there (ELOOP), or it cannot be made.
+        OSError: it cannot be made, or another process made it at the same moment (EEXIST).
     """
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+#: The most bytes of a small file that names others: a manifest of 100,000 files has about 10 MiB.
+MOST_SMALL = 64 * 2**20
+
+
+def opened(path: Path) -> int:
+    """Open a regular file for reading.
+
+    The open of a pipe would wait for a writer, and a device may have bytes without end.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe, a device, a socket or a folder.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return fd
+
+
+def read_whole(path: Path, most: int = MOST_SMALL) -> bytes:
+    """Return the bytes of a regular file.
+
+    Raises:
+        OSError: as `opened`; or the file has more than `most` bytes, which are not read.
+    """
+    with open(opened(path), "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        data = file.read(most + 1) if nbytes <= most else b""
+    if nbytes > most or len(data) > most:
+        raise OSError(errno.EFBIG, f"has {nbytes} bytes, where {most} are the most", str(path))
+    return data
 
 
 def write_all(fd: int, data: Union[bytes, bytearray, memoryview], offset: int) -> None:
@@ -148,17 +186,23 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def publish(path: Path, data: bytes) -> None:
-    """Give a small file all of its content at once: readers see the old content, or all of the new."""
+def publish(path: Path, data: bytes, is_synced: bool = True) -> None:
+    """Give a small file all of its content at once: readers see the old content, or all of the new.
+
+    The only way in which this package writes a small file into a folder: a link in its place is replaced, and
+    its target is not touched.
+
+    Args:
+        is_synced: have it on disk before it gets its name; else a loss of power may leave it empty.
+    """
     draft = path.with_name(f"{path.name}.new")
     step(f"write {path.name}")
-    # Of a save that was killed; or a link.
-    remove([draft])
     with open(create(draft), "wb") as file:
         file.write(data)
-        file.flush()
-        step(f"sync {path.name}")
-        os.fsync(file.fileno())
+        if is_synced:
+            file.flush()
+            step(f"sync {path.name}")
+            os.fsync(file.fileno())
     step(f"rename {path.name}")
     os.replace(draft, path)
 

@@ -36,7 +36,7 @@ def digest_of(path: Path) -> str:
         OSError: it cannot be read.
     """
     total, block = hashlib.sha256(), memoryview(bytearray(BLOCK))
-    with open(path, "rb", buffering=0) as file:
+    with open(files.opened(path), "rb", buffering=0) as file:
         while count := file.readinto(block):
             total.update(block[:count])
     return total.hexdigest()
@@ -57,7 +57,7 @@ def read(folder: Path) -> Digests:
         Unknown: there are none, or not in a form that is known here.
     """
     try:
-        data = (folder / NAME).read_bytes()
+        data = files.read_whole(folder / NAME)
     except FileNotFoundError:
         raise Unknown(f"{folder} has no {NAME}: it was saved without verify_integrity=True") from None
     except OSError as error:

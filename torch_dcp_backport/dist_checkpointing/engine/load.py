@@ -21,7 +21,7 @@ from torch_dcp_backport.dist_checkpointing.core import (
     CheckpointingException,
     parse_config,
 )
-from torch_dcp_backport.dist_checkpointing.engine import commit, metadata, values
+from torch_dcp_backport.dist_checkpointing.engine import commit, files, metadata, values
 from torch_dcp_backport.dist_checkpointing.engine.cover import covered
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
 from torch_dcp_backport.dist_checkpointing.engine.meeting import announce, guard
@@ -36,6 +36,8 @@ logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 #: The object that Megatron from 0.19 on writes in place of common.pt.
 COMMON_STATE = "common_state/shard_0_1"
 MARKER_VERSION = 1
+#: The most bytes of `.metadata` and of common.pt: some 50 million records.
+MOST = 8 * 2**30
 
 
 class Opened(NamedTuple):
@@ -78,9 +80,12 @@ def small_files(folder: Path) -> dict[str, bytes]:
     content = {}
     for name in commit.SMALL:
         try:
-            content[name] = (folder / name).read_bytes()
+            content[name] = files.read_whole(folder / name, MOST)
         except FileNotFoundError:
             continue
+        except (OSError, MemoryError) as error:
+            reason = str(error) or "there is no memory for it"
+            raise CheckpointingException(f"{folder / name} cannot be read: {reason}") from error
     if not content:
         raise CheckpointingException(f"{folder} holds no distributed checkpoint: it has no {CONFIG_FNAME}")
     return content

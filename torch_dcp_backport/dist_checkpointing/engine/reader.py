@@ -15,7 +15,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.dist_checkpointing.engine import foreign
+from torch_dcp_backport.dist_checkpointing.engine import files, foreign
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Memory, Source
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place
 from torch_dcp_backport.dist_checkpointing.engine.records import bytes_to_words, form_of, strides_of
@@ -122,7 +122,7 @@ def wrong_files(folder: Path, needed: Iterable[tuple[str, Place]], index: Index)
             size = os.stat(folder / name).st_size
             if size >= end:
                 # The right to see a file is not the right to read it.
-                os.close(os.open(folder / name, os.O_RDONLY))
+                os.close(files.opened(folder / name))
         except OSError as error:
             yield Problem(f"{name} cannot be read", key, str(error))
             continue
@@ -165,7 +165,7 @@ class Reader:
 
     @contextmanager
     def open(self, name: str) -> Iterator[Source]:
-        fd = os.open(self.folder / name, os.O_RDONLY)
+        fd = files.opened(self.folder / name)
         source = Source(fd, name)
         self.files += 1
         try:

@@ -72,6 +72,16 @@ class Saving(NamedTuple):
     compared: Optional[common.Values] = None
     #: Whether ranks may not have another common state than the first rank.
     strict_common: bool = False
+    #: An error's words on the state of the files; "" says what became of the folder itself.
+    so_far: str = ""
+
+    def topic(self, topic: Topic) -> Topic:
+        """Return the topic of a consultation with the words of this save."""
+        return topic_of(topic, self.so_far)
+
+
+def topic_of(topic: Topic, so_far: str) -> Topic:
+    return topic._replace(so_far=so_far, unheard=so_far) if so_far else topic
 
 
 def problems_of(saving: Saving) -> list[Problem]:
@@ -107,6 +117,8 @@ class Planned(NamedTuple):
     path: Path
     written: Callable[[Output], None]
     is_hashed: bool
+    #: As of `Saving`.
+    so_far: str
 
     def nothing(self) -> Output:
         """Return the output of a rank that wrote nothing."""
@@ -186,14 +198,24 @@ def plan_together(call: Call, saving: Saving) -> Planned:
         commit.clear(saving.folder)
         return {}
 
-    consult(call, None, clear, CLEARING)
+    consult(call, None, clear, saving.topic(CLEARING))
     path = saving.folder / commit.file_of(call.rank)
     works: list[Work] = []
     with guard(call, path.name):
         works = [work_of(saving, item) for item in share.tensors]
     written = [objects[number] for number in share.objects]
     return Planned(
-        saving.folder, claim, share, works, written, state, plan, path, saving.written, saving.is_hashed
+        saving.folder,
+        claim,
+        share,
+        works,
+        written,
+        state,
+        plan,
+        path,
+        saving.written,
+        saving.is_hashed,
+        saving.so_far,
     )
 
 
@@ -275,7 +297,7 @@ def commit_together(call: Call, planned: Planned, output: Output) -> Output:
         return {}
 
     try:
-        consult(call, output, publish, COMMITTING)
+        consult(call, output, publish, topic_of(COMMITTING, planned.so_far))
     except CheckpointingException as error:
         # Where the first rank is gone, its last step may have made this file a part of a checkpoint.
         if error.is_agreed:
