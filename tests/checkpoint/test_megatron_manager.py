@@ -111,7 +111,13 @@ class Distributed:
         from torch_dcp_backport.checkpoint.megatron import sharded_optimizer
 
         self.asked.append(is_loading)
-        return sharded_optimizer(self.inner, model_state, is_loading)
+        state = sharded_optimizer(self.inner, model_state, is_loading)
+        # Megatron's has the groups by their places.
+        del state["named_groups"]
+        groups = self.inner.state_dict()["param_groups"]
+        local = [dist_checkpointing.LocalNonpersistentObject(group["params"]) for group in groups]
+        state["param_groups"] = [{**group, "params": own} for group, own in zip(groups, local)]
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for values in state["state"].values():
@@ -345,3 +351,74 @@ class Factored(torch.optim.SGD):
             for parameter in group["params"]:
                 if parameter.dim():
                     self.state[parameter]["row"] = parameter.detach().sum(1)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return {
+            name: ShardedTensor.from_rank_offsets(name, parameter)
+            for name, parameter in self.named_parameters()
+        }
+
+
+def grouped(*groups: tuple[str, float]) -> tuple[torch.optim.Optimizer, MegatronCheckpointManager]:
+    model = TwoLayers()
+    optimizer = torch.optim.AdamW(
+        [
+            {
+                "params": [p for name, p in model.named_parameters() if name[0] in names],
+                "weight_decay": decay,
+            }
+            for names, decay in groups
+        ],
+        lr=0.1,
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer, MegatronCheckpointManager(model=model, optimizer=optimizer)
+
+
+def test_param_groups_go_by_their_parameters(tmp_path: Path, caplog) -> None:
+    """By their places, groups in another order would have the options of each other."""
+    folder = tmp_path / "global_step_1"
+    grouped(("a", 0.1), ("b", 0.0))[1].save_checkpoint(folder, global_step=1)
+    optimizer, manager = grouped(("b", 0.5), ("a", 0.5))
+    manager.load_checkpoint(folder)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
+    optimizer, manager = grouped(("ab", 0.5))
+    before = [parameter.clone() for parameter in manager.chunks[0].parameters()]
+    with pytest.raises(CheckpointingException, match=r"with different options: weight_decay=0\.1 and 0\.0"):
+        manager.load_checkpoint(folder)
+    assert all(map(torch.equal, before, manager.chunks[0].parameters()))
+    grouped(("ab", 0.1))[1].save_checkpoint(tmp_path / "global_step_2", global_step=2)
+    optimizer, manager = grouped(("a", 0.5), ("b", 0.0))
+    manager.load_checkpoint(tmp_path / "global_step_2")
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1]
+    assert "is now groups 0, 1" in caplog.text
+
+
+def decayed(api: Any, folder: Path) -> list[float]:
+    """Stages whose optimizers have a rate and a decay of their own."""
+    grid, rank = Grid(2, 1, 1), dist.get_rank()
+    values = []
+    for is_fresh in (False, True):
+        chunk = Chunk(grid, range(2 * rank, 2 * rank + 2))
+        rate = 7.0 if is_fresh else 0.1 * (rank + 1)
+        optimizer = torch.optim.SGD(chunk.parameters(), lr=rate, weight_decay=rate)
+        manager = MegatronCheckpointManager(model=chunk, optimizer=optimizer, parallel_state=grid)
+        if is_fresh:
+            manager.load_checkpoint(folder)
+        else:
+            manager.save_checkpoint(folder, global_step=1)
+        values.append([optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]])
+    assert values[0] == values[1]
+    return values[1]
+
+
+def test_stages_keep_options_of_their_own(ranks, tmp_path: Path) -> None:
+    assert ranks(decayed, tmp_path / "global_step_1", world=2) == [[0.1, 0.1], [0.2, 0.2]]

@@ -252,7 +252,7 @@ NO_RECORD = b"".join(
 
 
 def test_a_file_writes_no_message_of_its_own_where_torch_words_it() -> None:
-    with pytest.raises(values.Unloadable, match=r"made here: .*\\x1b\[2J.* \.\.\. 0+.*not found") as error:
+    with pytest.raises(values.Unloadable, match=r"made here: .*\\x1b\[2J.* \.\.\. .*(not found|saving)") as error:
         values.loads(crafted(NO_RECORD))
     assert len(str(error.value)) < 500
     assert str(error.value).isprintable()
@@ -326,3 +326,73 @@ def test_the_craft_is_right() -> None:
     assert type(array) is numpy.ndarray
     number = values.loads(crafted(call(f"{module()}.scalar", dtype("f8", PLAIN), EIGHT)))
     assert type(number) is numpy.float64
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", bytes(range(256)) * 40], ids=len)
+@pytest.mark.parametrize("place", [0, 1, None])
+def test_a_buffer_of_bytes_is_harmless(content: bytes, place: Any) -> None:
+    """The extra state of Transformer Engine's modules."""
+    buffer = io.BytesIO(content)
+    buffer.seek(len(content) if place is None else min(place, len(content)))
+    first, again = values.loads(values.dumps([buffer, buffer]))
+    assert first is again
+    assert type(first) is io.BytesIO
+    assert (first.getvalue(), first.tell()) == (content, buffer.tell())
+
+
+BUFFER = b"c_io\nBytesIO\n"
+ABC = call("_codecs.encode", text("abc"), text("latin1"))
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (BUFFER + b"(K\x01t\x81", "a BytesIO is made of"),
+        (BUFFER + b")\x81(" + ABC + LOTS + b"Ntb", "a BytesIO of 3 bytes is set to place"),
+        (BUFFER + b")\x81(" + ABC + b"J\xff\xff\xff\xffNtb", "a BytesIO of 3 bytes is set to place -1"),
+        (BUFFER + b")\x81(" + ABC + b"K\x00}" + text("read") + ABC + b"stb", "a BytesIO is set to"),
+        (BUFFER + b")\x81}" + text("read") + ABC + b"sb", "a BytesIO is set to"),
+        (BUFFER + b")\x81(K\x08K\x00Ntb", "a BytesIO is set to"),
+        (BUFFER + text("read") + b"\x85\x81", "a BytesIO is made of"),
+    ],
+)
+def test_a_buffer_is_made_of_its_bytes_alone(body: bytes, says: str) -> None:
+    with pytest.raises(values.Unloadable, match=says):
+        values.loads(crafted(body))
+
+
+def test_buffers_in_a_checkpoint_of_another_program(tmp_path: Path) -> None:
+    """As Megatron saves them: objects of a grid; and as torch does: values of its own."""
+    import torch.distributed.checkpoint as dcp
+
+    objects = [
+        dist_checkpointing.ShardedObject("extra", io.BytesIO(bytes([number])), (3,), (number,))
+        for number in range(3)
+    ]
+    (tmp_path / "ours").mkdir()
+    dist_checkpointing.save({"parts": list(objects), "one": io.BytesIO(b"common")}, tmp_path / "ours")
+    asked = [part.without_data() for part in objects]
+    loaded = dist_checkpointing.load({"parts": list(asked)}, tmp_path / "ours")
+    assert [part.getvalue() for part in loaded["parts"]] == [b"\0", b"\1", b"\2"]
+    assert loaded["one"].getvalue() == b"common"
+    dcp.save({"extra": [io.BytesIO(b"theirs")], "w": torch.ones(2)}, checkpoint_id=tmp_path / "theirs")
+    part = dist_checkpointing.ShardedObject("extra", None, (1,), (0,))
+    (buffer,) = dist_checkpointing.load({"x": part}, tmp_path / "theirs")["x"]
+    assert buffer.getvalue() == b"theirs"
+    assert (
+        dist_checkpointing.verify(tmp_path / "ours") == dist_checkpointing.verify(tmp_path / "theirs") == []
+    )
+
+
+class Odd:
+    """A class that no load takes without trust."""
+
+
+def test_an_object_that_will_not_load_is_named_by_the_save(tmp_path: Path, caplog) -> None:
+    part = dist_checkpointing.ShardedObject("odd", Odd(), (1,), (0,))
+    dist_checkpointing.save({"x": part}, tmp_path)
+    assert "odd/shard_0_1 will not load as it is: " in caplog.text
+    asked = {"x": part.without_data()}
+    with pytest.raises(CheckpointingException, match="Odd, which is not known to be harmless"):
+        dist_checkpointing.load(asked, tmp_path)
+    assert type(dist_checkpointing.load(asked, tmp_path, trust=True)["x"]) is Odd

@@ -16,9 +16,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint import extra, flat, verl
-from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, TIED, WORLD
+from torch_dcp_backport.checkpoint.layout import (
+    HUGGING_FACE,
+    SAVED,
+    SCHEDULERS_WORLD,
+    SHARDED,
+    TIED,
+    WORLD,
+)
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
-from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, make_folder, run_on_first
+from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, CANNOT_SAVE, make_folder, run_on_first
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
@@ -29,9 +36,12 @@ from torch_dcp_backport.dist_checkpointing.serialization import load_made
 from torch_dcp_backport.dist_checkpointing.training_state import (
     MODEL,
     OPTIMIZER,
+    asked_of,
     described,
-    restored_of,
+    plain_keys,
+    restored_from,
     state_of,
+    united,
 )
 from torch_dcp_backport.hf import Export, save_state_dict
 from torch_dcp_backport.hf.source import CONFIG
@@ -87,19 +97,22 @@ class FSDPCheckpointManager(ShardedManager):
 
     def write(self, folder: Path, step: int) -> None:
         def prepare() -> dict[str, Any]:
-            return self.viewed(self.halves(self.should_save_model, self.should_save_optimizer))
+            halves = self.viewed(self.halves(self.should_save_model, self.should_save_optimizer))
+            held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
+            return {TIED: tied_names(held), **halves}
 
-        halves, target = self.agree_on_save(folder, prepare), folder / HUGGING_FACE
+        own, target = self.agree_on_save(folder, prepare), folder / HUGGING_FACE
+        with begin(CANNOT_SAVE, "save", self.process_group) as call:
+            halves = united(call, lambda: own)
         rank, world = self.place()
 
         def make() -> ShardedStateDict:
-            held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
-            state: ShardedStateDict = {TIED: tied_names(held), **described(halves, self.process_group)}
+            state: ShardedStateDict = described(halves, self.process_group)
             if self.should_save_extra:
                 state.update({WORLD: world, extra.RNG: extra.own_object(self.get_rng_state(), rank, world)})
             return state
 
-        self.save_state(make, folder / SHARDED, step)
+        self.save_state(make, folder / SHARDED, step, self.agree_on_schedule())
         if self.should_save_hf_model:
             model = halves[MODEL] if MODEL in halves else self.viewed(self.halves(True, False))[MODEL]
             how = Export(overwrite=True)
@@ -135,14 +148,17 @@ class FSDPCheckpointManager(ShardedManager):
             halves = self.halves(self.should_load_model, self.should_load_optimizer)
             return halves, self.viewed(halves)
 
-        common, (state, views) = self.agree_on_load(path, (SAVED, WORLD), prepare)
+        common, (state, views) = self.agree_on_load(path, (SAVED, WORLD, SCHEDULERS_WORLD), prepare)
+        with begin(CANNOT_LOAD, "load", self.process_group) as call:
+            others = plain_keys(call, views)
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
         is_full = set(self.checkpoint_load_contents) >= set(common[SAVED])
         frozen = frozen_names(self.model)
 
         def make(checkpoint: Opened) -> ShardedStateDict:
-            asked: ShardedStateDict = described(views, self.process_group)
+            asked = asked_of(views, checkpoint, self.process_group, self.trust)
+            asked.update(self.schedule_wanted(common))
             if not is_full or frozen:
                 check_keys(asked, checkpoint.holds.tensors, is_full, frozen)
             if self.should_load_extra:
@@ -153,10 +169,11 @@ class FSDPCheckpointManager(ShardedManager):
         loaded = load_made(
             make, path, LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
         )
-        self.restore({key: restored_of(part, loaded[key]) for key, part in state.items()})
+        self.restore(restored_from(state, loaded, others))
         if self.should_load_extra:
-            if self.lr_scheduler is not None and SCHEDULER in loaded:
-                self.lr_scheduler.load_state_dict(loaded[SCHEDULER])
+            schedule = self.schedule_in_load(loaded)
+            if self.lr_scheduler is not None and schedule is not None:
+                self.lr_scheduler.load_state_dict(schedule)
             if rank == 0:
                 extra.warn_of_other_world(world, saved_world)
             # Last: the loads before may draw random numbers.

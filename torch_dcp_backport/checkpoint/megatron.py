@@ -18,13 +18,20 @@ import torch
 from torch import nn
 
 from torch_dcp_backport.checkpoint import extra
-from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SHARDED, WORLD
+from torch_dcp_backport.checkpoint.layout import (
+    HUGGING_FACE,
+    SAVED,
+    SCHEDULERS_WORLD,
+    SHARDED,
+    WORLD,
+)
 from torch_dcp_backport.checkpoint.manager import say_once
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
-from torch_dcp_backport.checkpoint.together import make_folder
-from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.checkpoint.together import CANNOT_SAVE, make_folder
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, param_groups
 from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
+from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
@@ -33,6 +40,7 @@ from torch_dcp_backport.dist_checkpointing.optimizer import (
 from torch_dcp_backport.dist_checkpointing.options import LoadOptions
 from torch_dcp_backport.dist_checkpointing.serialization import load_made
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import structure_of
+from torch_dcp_backport.dist_checkpointing.training_state import groups_together
 from torch_dcp_backport.hf import Export
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.megatron import Parallel, save_hf
@@ -41,10 +49,14 @@ from torch_dcp_backport.transfer.groups import Group
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
+#: A param group, with the keys of its parameters.
+Options = param_groups.Group
 PARALLEL_STATE, RANDOM = "megatron.core.parallel_state", "megatron.core.tensor_parallel.random"
 TRANSFORMER_CONFIG = "transformer_config.json"
 #: Beside an optimizer's states: values that have no parameter's shape, such as the number of steps.
 SCALARS = "scalars"
+#: The param groups of torch's own optimizer, of all ranks, by the keys of their parameters.
+NAMED = "named_groups"
 #: Common state: the numbers of pipeline stages, TP ranks and replicas.
 GRID = "grid"
 
@@ -143,7 +155,10 @@ class MegatronCheckpointManager(ShardedManager):
     def write(self, folder: Path, step: int) -> None:
         contents = self.checkpoint_save_contents
         state = self.agree_on_save(folder, lambda: self.generate_state_dict(contents))
-        self.save_state(lambda: state, folder / SHARDED, step)
+        if NAMED in state.get("optimizer", {}):
+            with begin(CANNOT_SAVE, "save", self.process_group) as call:
+                state["optimizer"][NAMED] = groups_together(call, state["optimizer"][NAMED])
+        self.save_state(lambda: state, folder / SHARDED, step, self.agree_on_schedule())
         if self.should_save_hf_model:
             target, how = folder / HUGGING_FACE, Export(dtype=self.param_dtype, overwrite=True)
             save_hf(self.chunks, target, like=target, parallel=self.tensor_parallel, how=how)
@@ -163,16 +178,22 @@ class MegatronCheckpointManager(ShardedManager):
     def read(self, folder: Path) -> None:
         path, contents = folder / SHARDED, self.checkpoint_load_contents
         common, state = self.agree_on_load(
-            path, (SAVED, WORLD, GRID), lambda: self.generate_state_dict(contents, is_loading=True)
+            path,
+            (SAVED, WORLD, GRID, SCHEDULERS_WORLD),
+            lambda: self.generate_state_dict(contents, is_loading=True),
         )
         place = self.parallel_place()
         saved_world = common.get(WORLD, self.place()[1])
 
         def make(checkpoint: Opened) -> ShardedStateDict:
+            if NAMED in state.get("optimizer", {}):
+                saved = checkpoint.common_state(self.trust).get("optimizer", {})
+                param_groups.check(saved_groups(saved, state["optimizer"][NAMED]), state["optimizer"][NAMED])
+            asked = {**state, **self.schedule_wanted(common)}
             if self.should_load_extra:
                 numbers = place.number, self.place()[1], saved_world
-                return {**state, extra.RNG: extra.wanted_objects(*numbers)}
-            return state
+                asked[extra.RNG] = extra.wanted_objects(*numbers)
+            return asked
 
         strict = "raise_all" if set(contents) >= set(self.contents_in(common)) else "raise_unexpected"
         options = LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
@@ -180,10 +201,10 @@ class MegatronCheckpointManager(ShardedManager):
         for name, chunk in zip(self.names, self.chunks) if self.should_load_model else ():
             chunk.load_state_dict(loaded[name])
         if self.should_load_optimizer and self.optimizer is not None:
-            self.load_optimizer(loaded["optimizer"])
+            self.load_optimizer(loaded["optimizer"], state["optimizer"].get(NAMED, ()))
         if self.should_load_optimizer and self.lr_scheduler is not None:
             if self.use_checkpoint_opt_param_scheduler:
-                self.lr_scheduler.load_state_dict(loaded[SCHEDULER])
+                self.lr_scheduler.load_state_dict(self.schedule_in_load(loaded))
             else:
                 logger.warning("the schedule begins anew: use_checkpoint_opt_param_scheduler is False")
         if self.should_load_extra:
@@ -223,8 +244,12 @@ class MegatronCheckpointManager(ShardedManager):
             state.update({extra.RNG: rng, WORLD: world, GRID: list(place.grid)})
         return state
 
-    def load_optimizer(self, state: dict[str, Any]) -> None:
+    def load_optimizer(self, state: dict[str, Any], current: Sequence[Options]) -> None:
         if not hasattr(self.optimizer, "sharded_state_dict"):
+            groups = list(param_groups.assigned(saved_groups(state, current), current))
+            numbers = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
+            state.pop(NAMED, None)
+            state["param_groups"] = [{**group, "params": own} for group, own in zip(groups, numbers)]
             scalars = state.pop(SCALARS)
             for values in state["state"].values():
                 # A parameter of a scalar's shape has such states of its own.
@@ -332,8 +357,37 @@ def sharded_optimizer(optimizer: Any, model: Mapping[str, Any], is_loading: bool
     state["state"] = tensors
     parts = get_param_id_to_sharded_param_map(structure_of(dict(model)), parameters)
     optim_state_to_sharding_state(state, parts)
+    groups = optimizer.state_dict()["param_groups"]
+    del state["param_groups"]
+    state[NAMED] = [
+        {**group, "params": [name_of(parts[number]) for number in group["params"] if number in parts]}
+        for group in groups
+    ]
     state[SCALARS] = scalars
     return dict(state)
+
+
+def name_of(part: Any) -> str:
+    """Return the name of a parameter on every rank: its key, and its layer where layers are stacked."""
+    places = tuple(getattr(part, "global_offset", ()))[: getattr(part, "prepend_axis_num", 0)]
+    return ".".join(map(str, (part.key, *places)))
+
+
+def saved_groups(state: Mapping[str, Any], current: Sequence[Options]) -> Sequence[Options]:
+    """Return the param groups of an optimizer's saved state.
+
+    Raises:
+        CheckpointingException: a save without the parameters' keys, of another number of groups.
+    """
+    if NAMED in state:
+        return state[NAMED]  # type: ignore[no-any-return]
+    # An earlier save has the groups of the first rank alone, by their places.
+    groups = state.get("param_groups", ())
+    if len(groups) != len(current):
+        raise CheckpointingException(
+            f"the optimizer was saved with {len(groups)} param groups, and has {len(current)} now"
+        )
+    return [{**group, "params": own["params"]} for group, own in zip(groups, current)]
 
 
 def copied(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER
+from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SCHEDULERS, SCHEDULERS_WORLD
 from torch_dcp_backport.checkpoint.manager import CONTENTS, BaseCheckpointManager
 from torch_dcp_backport.checkpoint.store import checked_step
 from torch_dcp_backport.checkpoint.together import (
@@ -21,11 +21,16 @@ from torch_dcp_backport.checkpoint.together import (
     run_on_first,
     write_later,
 )
-from torch_dcp_backport.dist_checkpointing import CheckpointingException, load_common_state_dict
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
+from torch_dcp_backport.dist_checkpointing import (
+    CheckpointingException,
+    ShardedObject,
+    load_common_state_dict,
+)
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.options import SaveOptions
 from torch_dcp_backport.dist_checkpointing.serialization import begin_made, save_made
+from torch_dcp_backport.dist_checkpointing.training_state import are_alike
 from torch_dcp_backport.transfer.errors import UNCHANGED
 
 Prepared = TypeVar("Prepared")
@@ -56,22 +61,62 @@ class ShardedManager(BaseCheckpointManager):
             run_on_first(call, configure, "writing the configuration", common, outlook() or UNCHANGED)
         return prepared[0]
 
-    def save_state(self, make: Callable[[], ShardedStateDict], path: Path, step: int) -> None:
+    def agree_on_schedule(self) -> ShardedStateDict:
+        """Return the schedule as it is saved: the first rank's, or each rank's own where they differ.
+
+        The stages of a pipeline may have groups of their own, with other rates.
+        """
+        if self.lr_scheduler is None or self.schedule_in not in self.checkpoint_save_contents:
+            return {}
+        state: dict[str, Any] = {}
+        with begin(CANNOT_SAVE, "save", self.process_group) as call:
+            with guard(call):
+                state = self.lr_scheduler.state_dict()
+            if are_alike(call, state, Topic("comparing the schedules", outlook() or UNCHANGED)):
+                return {SCHEDULER: state}
+        rank, world = self.place()
+        own = ShardedObject(SCHEDULERS, state, (world,), (rank,))
+        return {SCHEDULERS: own, SCHEDULERS_WORLD: world}
+
+    def schedule_wanted(self, common: Mapping[str, Any]) -> ShardedStateDict:
+        """Return what a load asks of a checkpoint for the schedules of ranks: this rank's first.
+
+        Raises:
+            CheckpointingException: the schedules of another number of ranks, which differ.
+        """
+        saved_world, (rank, world) = common.get(SCHEDULERS_WORLD), self.place()
+        wants = self.lr_scheduler is not None and self.schedule_in in self.checkpoint_load_contents
+        if saved_world is None:
+            return {}
+        if saved_world != world and wants:
+            raise CheckpointingException(
+                f"{saved_world} ranks saved schedules that differ, and {world} ranks load: load on "
+                f"{saved_world} ranks, or without {self.schedule_in}"
+            )
+        places = range(rank, saved_world, world)
+        return {SCHEDULERS: [ShardedObject(SCHEDULERS, None, (saved_world,), (place,)) for place in places]}
+
+    def schedule_in_load(self, loaded: Mapping[str, Any]) -> Any:
+        """Return the state of this rank's schedule; None where the checkpoint has none."""
+        own = loaded.get(SCHEDULERS)
+        return own[0] if own else loaded.get(SCHEDULER)
+
+    def save_state(
+        self, make: Callable[[], ShardedStateDict], path: Path, step: int, schedule: ShardedStateDict
+    ) -> None:
         """Save the state dict of `make`, with step and schedule, or begin to."""
 
         def made() -> ShardedStateDict:
             make_folder(path)
             saved = [name for name in CONTENTS if name in self.checkpoint_save_contents]
-            state = {"step": checked_step(step), SAVED: saved, **make()}
-            if self.lr_scheduler is not None and self.schedule_in in saved:
-                state[SCHEDULER] = self.lr_scheduler.state_dict()
-            return state
+            return {"step": checked_step(step), SAVED: saved, **make(), **schedule}
 
         options = SaveOptions(
             must_load=not self.trust,
             process_group=self.process_group,
             written=entries_into(path),
             so_far=outlook(),
+            is_compared=True,
         )
         if self.is_async:
             write_later(begin_made(made, path, options))
@@ -107,7 +152,8 @@ class ShardedManager(BaseCheckpointManager):
         if absent:
             held = ", ".join(contents) or "nothing that this manager knows"
             raise CheckpointingException(f"{path} has no {', '.join(absent)}; it has {held}")
-        if self.schedule_in in wanted and self.lr_scheduler is not None and SCHEDULER not in state:
+        has_schedule = SCHEDULER in state or SCHEDULERS_WORLD in state
+        if self.schedule_in in wanted and self.lr_scheduler is not None and not has_schedule:
             raise CheckpointingException(f"{path} was saved without a scheduler; this manager has one")
 
     def contents_in(self, state: Mapping[str, Any]) -> Sequence[str]:

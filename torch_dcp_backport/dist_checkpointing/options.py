@@ -26,7 +26,7 @@ class SaveOptions(NamedTuple):
     #: Saved beside the common state.
     content: Mapping[str, Any] = {}
     is_balanced: bool = True
-    #: Whether to refuse a common state that a load without `trust` would refuse.
+    #: Whether to refuse a common state or an object that a load without `trust` would refuse.
     must_load: bool = False
     process_group: Group = None
     #: Called with this rank's output, by the thread that wrote it.

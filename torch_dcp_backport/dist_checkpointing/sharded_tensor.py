@@ -72,7 +72,7 @@ class ShardedTensor(ShardedBase):
     #: `data` is 1-D, and has these elements of the box in row-major order; as Megatron's distributed
     #: optimizer before 0.16 holds its states.
     flattened_range: Optional[slice] = None
-    #: Of `from_dtensor`: the lowest rank of the mesh. The same box on another mesh is a replica.
+    #: Of `from_dtensor`: the lowest rank of the mesh, or this rank. The box on another mesh is a replica.
     mesh: Optional[int] = None
 
     @property
@@ -248,11 +248,12 @@ class ShardedTensor(ShardedBase):
     ) -> ShardedTensor:
         """Describe this rank's part of a DTensor, on any mesh and with any placements.
 
-        A plain tensor is taken to be the same on every rank. `data` is the local tensor itself, so that a
-        load writes into it.
+        A plain tensor is taken to be the same on every rank that has it. `data` is the local tensor itself,
+        so that a load writes into it.
 
         Args:
-            process_group: the ranks that save or load together; a plain tensor's main copy is on the first.
+            process_group: the ranks that save or load together; a plain tensor's main copy is on the first
+                that has it.
 
         Raises:
             NotImplementedError: a placement that does not say where elements live (Partial).

@@ -6,16 +6,25 @@ The only module of this room that knows what a model is; nothing else here impor
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Optional, Union
 
 import torch
 from torch import nn
 
+from torch_dcp_backport.dist_checkpointing import param_groups
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
+from torch_dcp_backport.dist_checkpointing.engine.common import digest_of, values_of
+from torch_dcp_backport.dist_checkpointing.engine.load import Opened
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, consult, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from torch_dcp_backport.dist_checkpointing.options import LoadOptions, SaveOptions
-from torch_dcp_backport.dist_checkpointing.serialization import load_made, save_made
+from torch_dcp_backport.dist_checkpointing.serialization import (
+    CANNOT_LOAD,
+    full_tensor_of,
+    load_made,
+    save_made,
+)
 from torch_dcp_backport.dist_checkpointing.validation import StrictHandling
 from torch_dcp_backport.state_dict import (
     get_model_state_dict,
@@ -23,28 +32,43 @@ from torch_dcp_backport.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.groups import Group
 
 Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
 #: The names under which the two halves stand, as in `dcp.save({"model": ..., "optimizer": ...})`.
 MODEL, OPTIMIZER = "model", "optimizer"
+STATE, GROUPS = "state", "param_groups"
+#: Top-level key of a load alone: options of param groups that earlier saves have as tensors of their own.
+RATES = "tensors of param_groups"
+COMPARING = Topic("comparing the ranks' parts of the model")
+TOGETHER = Topic("putting the ranks' parts of the model together")
 
 
 def sharded_state_dict(
     model: nn.Module, optimizers: Optimizers = (), *, process_group: Group = None
 ) -> ShardedStateDict:
-    """Return a model's and its optimizers' state for `save` and `load`. Collective where states are made.
+    """Return a model's and its optimizers' state for `save` and `load`. Collective.
 
     Every tensor is a ShardedTensor whose key is its path, "model.layers.0.weight" or
     "optimizer.state.layers.0.weight.exp_avg"; its data is the local tensor itself. Learning rates and the
-    like are common state, taken from the first rank.
+    like are common state, tensors among them too. Ranks may have different parts of the model, such as the
+    stages of a pipeline: the common state has the values of all.
 
     Args:
-        model: plain, or parallelised by FSDP2, TP, DDP or several of them.
+        model: plain, or parallelised by FSDP2, TP, DDP or several of them; or this rank's stage of it.
         optimizers: all of them; states that do not exist yet are made as the first step would find them.
         process_group: the ranks that save or load together, as it is passed to `save` and `load`.
+
+    Raises:
+        CheckpointingException: ranks have the same parameter with different options.
     """
-    state: ShardedStateDict = described(state_of(model, optimizers), process_group)
+    state: ShardedStateDict = {}
+    with begin("cannot describe the training state", "save", process_group) as call:
+        halves = united(call, lambda: state_of(model, optimizers))
+        with guard(call):
+            state = described(halves, process_group)
+        consult(call, None, lambda ranks: {}, Topic("describing"))
     return state
 
 
@@ -65,7 +89,9 @@ def save_training_state(
     Raises:
         CheckpointingException: as `save`.
     """
-    state = state_of(model, optimizers)
+    options = SaveOptions(process_group=process_group)
+    with options.begin() as call:
+        state = united(call, lambda: state_of(model, optimizers))
 
     def make() -> ShardedStateDict:
         clash = sorted({MODEL, OPTIMIZER} & set(extra or {}))
@@ -73,7 +99,7 @@ def save_training_state(
             raise CheckpointingException(f"extra may not have {' and '.join(clash)}, which are written here")
         return {**dict(extra or {}), **described(state, process_group)}
 
-    save_made(make, checkpoint_dir, SaveOptions(process_group=process_group))
+    save_made(make, checkpoint_dir, options)
 
 
 def load_training_state(
@@ -102,14 +128,20 @@ def load_training_state(
     Raises:
         CheckpointingException: as `load`.
     """
-    state = state_of(model, optimizers)
     options = LoadOptions(strict=strict, trust=trust, process_group=process_group)
-    loaded = load_made(
-        lambda _: {**dict(extra or {}), **described(state, process_group)}, checkpoint_dir, options
-    )
+    state: dict[str, Any] = {}
+    with begin(CANNOT_LOAD, "load", process_group) as call:
+        with guard(call):
+            state = state_of(model, optimizers)
+        others = plain_keys(call, state)
+
+    def make(checkpoint: Opened) -> ShardedStateDict:
+        return {**dict(extra or {}), **asked_of(state, checkpoint, process_group, trust)}
+
+    loaded = load_made(make, checkpoint_dir, options)
     if isinstance(loaded, tuple):
         loaded = loaded[0]
-    restored = restored_of(state, loaded)
+    restored = restored_from(state, loaded, others)
     if OPTIMIZER in state:
         halves = {"model_state_dict": restored[MODEL], "optim_state_dict": restored[OPTIMIZER]}
         set_state_dict(model, optimizers, **halves)
@@ -127,10 +159,162 @@ def state_of(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     return {MODEL: model_state, OPTIMIZER: optimizer_state}
 
 
+def united(call: Call, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the two state dicts with the plain values of all ranks. Collective.
+
+    The common state is saved by the first rank alone: a stage of a pipeline would lose its param groups and
+    the extra state of its modules. Where all ranks have the same values, only a digest travels.
+
+    Args:
+        make: returns this rank's state dicts; its errors are raised on every rank.
+
+    Raises:
+        CheckpointingException: ranks have the same parameter with different options.
+    """
+    halves: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
+    with guard(call):
+        halves = make()
+        plain = plain_of(halves)
+    if are_alike(call, plain, COMPARING):
+        return halves
+
+    def unite(plain_by_rank: Mapping[int, dict[str, Any]]) -> Mapping[int, dict[str, Any]]:
+        result: dict[str, Any] = {}
+        for rank in sorted(plain_by_rank):
+            result = filled(result, plain_by_rank[rank])
+        if OPTIMIZER in result:
+            groups = {rank: own[OPTIMIZER].get(GROUPS, []) for rank, own in plain_by_rank.items()}
+            result[OPTIMIZER][GROUPS] = param_groups.united(groups)
+        return dict.fromkeys(plain_by_rank, result)
+
+    everything = consult(call, plain, unite, TOGETHER)
+    together = filled(halves, everything)
+    if OPTIMIZER in together:
+        together[OPTIMIZER] = {**together[OPTIMIZER], GROUPS: everything[OPTIMIZER][GROUPS]}
+    return together
+
+
+def are_alike(call: Call, value: object, topic: Topic) -> bool:
+    """Return whether all ranks have the same value: nested dicts and lists of others. Collective."""
+    digest = b""
+    with guard(call):
+        digest = digest_of(values_of(value))
+
+    def compare(digests: Mapping[int, bytes]) -> Mapping[int, bool]:
+        return dict.fromkeys(digests, len(set(digests.values())) == 1)
+
+    return bool(consult(call, digest, compare, topic))
+
+
+def groups_together(call: Call, groups: Sequence[param_groups.Group]) -> Sequence[param_groups.Group]:
+    """Return the param groups of all ranks, put together by the names of their parameters. Collective.
+
+    Raises:
+        CheckpointingException: ranks have the same parameter with different options.
+    """
+    if are_alike(call, list(groups), COMPARING):
+        return groups
+
+    def unite(groups_by_rank: Mapping[int, Sequence[param_groups.Group]]) -> Mapping[int, Any]:
+        return dict.fromkeys(groups_by_rank, param_groups.united(groups_by_rank))
+
+    together: Sequence[param_groups.Group] = consult(call, groups, unite, TOGETHER)
+    return together
+
+
+def plain_of(halves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the two state dicts that are no tensors, and the param groups with theirs."""
+    plain = _without_tensors(halves)
+    if OPTIMIZER in halves:
+        plain.setdefault(OPTIMIZER, {})[GROUPS] = halves[OPTIMIZER].get(GROUPS, [])
+    return plain
+
+
+def _without_tensors(value: Any) -> dict[Any, Any]:
+    kept: dict[Any, Any] = {}
+    for key, part in value.items():
+        if type(part) in (dict, OrderedDict):
+            below = _without_tensors(part)
+            if below or not part:
+                kept[key] = below
+        elif not isinstance(part, torch.Tensor) and key != GROUPS:
+            kept[key] = part
+    return kept
+
+
+def filled(value: Mapping[Any, Any], more: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return nested dicts with the values of others that they lack."""
+    result = dict(value)
+    for key, part in more.items():
+        if key not in result:
+            result[key] = part
+        elif isinstance(result[key], dict) and isinstance(part, dict):
+            result[key] = filled(result[key], part)
+    return result
+
+
+def plain_keys(call: Call, halves: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys of the model's plain values that only other ranks have: a load leaves them to these."""
+    own: frozenset[str] = frozenset()
+    with guard(call):
+        own = frozenset(_without_tensors(halves.get(MODEL, {})))
+
+    def decide(keys_by_rank: Mapping[int, frozenset[str]]) -> Mapping[int, frozenset[str]]:
+        every = frozenset().union(*keys_by_rank.values())
+        return {rank: every - keys for rank, keys in keys_by_rank.items()}
+
+    others: frozenset[str] = consult(call, own, decide, COMPARING)
+    return others
+
+
+def asked_of(state: Mapping[str, Any], checkpoint: Opened, group: Group, trust: bool) -> ShardedStateDict:
+    """Return what a load of the two state dicts asks of a checkpoint.
+
+    Raises:
+        CheckpointingException: the options of param groups cannot be given to the groups of today.
+    """
+    asked: ShardedStateDict = described(state, group)
+    prefix = f"{OPTIMIZER}.{GROUPS}."
+    rates = [key for key in checkpoint.holds.tensors if OPTIMIZER in state and key.startswith(prefix)]
+    if rates:
+        # Earlier saves have a learning rate that is a tensor among the tensors.
+        asked[RATES] = {key: full_tensor_of(key, checkpoint.holds.tensors[key]) for key in rates}
+    if OPTIMIZER in state:
+        common = checkpoint.common_state(trust)
+        saved = common.get(OPTIMIZER, {}) if isinstance(common, dict) else {}
+        param_groups.check(saved.get(GROUPS, []), state[OPTIMIZER][GROUPS])
+    return asked
+
+
+def restored_from(state: Mapping[str, Any], loaded: StateDict, others: Collection[str]) -> dict[str, Any]:
+    """Return the two state dicts after a load: tensors filled in place, other values from the checkpoint.
+
+    Args:
+        others: keys of the model that other ranks have, of `plain_keys`.
+    """
+    rates = loaded.pop(RATES, {})
+    restored = {key: restored_of(part, loaded[key]) for key, part in state.items()}
+    if MODEL in restored and others:
+        restored[MODEL] = {key: part for key, part in restored[MODEL].items() if key not in others}
+    if OPTIMIZER in restored:
+        groups = loaded[OPTIMIZER].get(GROUPS, [])
+        for key, value in rates.items():
+            number, _, name = key[len(f"{OPTIMIZER}.{GROUPS}.") :].partition(".")
+            groups[int(number)][name] = value
+        restored[OPTIMIZER][GROUPS] = list(param_groups.placed(groups, state[OPTIMIZER][GROUPS]))
+    return restored
+
+
 def described(value: Any, group: Group, path: str = "") -> Any:
-    """Return the same structure with a ShardedTensor for every tensor."""
+    """Return the same structure with a ShardedTensor for every tensor, but those of param groups.
+
+    A learning rate may be a number at the save and a tensor at the load, or the other way round.
+    """
     if isinstance(value, torch.Tensor):
         return ShardedTensor.from_dtensor(path, value, process_group=group)
+    if path == f"{OPTIMIZER}.{GROUPS}":
+        return value
     if type(value) in (dict, OrderedDict):
         return {key: described(part, group, joined(path, key)) for key, part in value.items()}
     if type(value) is list:

@@ -6,7 +6,7 @@ Pure functions of what all ranks have. Must never see a value.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from torch_dcp_backport.dist_checkpointing.engine.table import Cells, Held, Table
@@ -43,22 +43,25 @@ def _share_of(rows: list[Any], objects: list[int]) -> Share:
     return Share([Item(number, box_of(offset, size)) for number, offset, size in rows], objects)
 
 
-def shares_of(tables: Mapping[int, Table], cells: Cells, balanced: bool = True) -> dict[int, Share]:
+def shares_of(
+    tables: Mapping[int, Table], cells: Cells, balanced: bool = True, fixed: Collection[str] = ()
+) -> dict[int, Share]:
     """Return the share of each rank.
 
     Args:
         balanced: let any rank that holds a box write it, or a part of it; else its main replica.
+        fixed: keys whose boxes their main replicas write in any case.
     """
     shares = {rank: Share([], []) for rank in tables}
     load = dict.fromkeys(tables, 0)
     shared: list[tuple[int, Box, list[Held]]] = []
     total = 0
-    for boxes in cells.values():
+    for key, boxes in cells.items():
         for box, holders in boxes.items():
             nbytes = box.numel * holders[0].row.dtype.itemsize
             total += nbytes
             by_rank = {held.rank: held for held in reversed(holders)}
-            if len(by_rank) == 1 or not balanced or not nbytes:
+            if len(by_rank) == 1 or not balanced or not nbytes or key in fixed:
                 shares[holders[0].rank].tensors.append(Item(holders[0].number, box))
                 load[holders[0].rank] += nbytes
             else:

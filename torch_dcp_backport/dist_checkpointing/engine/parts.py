@@ -24,7 +24,7 @@ class Part(NamedTuple):
     box: Box
     #: Zeros for the main copy.
     replica: Union[int, tuple[int, ...]]
-    #: The lowest rank of the mesh; None for a plain tensor.
+    #: The lowest rank of the mesh; this rank for a plain tensor.
     mesh: Optional[int] = None
 
 
@@ -44,7 +44,7 @@ def part_of_this_rank(key: str, tensor: torch.Tensor, group: Group = None) -> Pa
     if tuple(local.shape) != box.size:
         # It has no elements, and another shape than the empty box.
         local = local.new_empty(box.size)
-    return Part(local, box, replica_of(layout, rank, group), min(layout.mesh.ranks) if layout.mesh else None)
+    return Part(local, box, replica_of(layout, rank, group), min(layout.mesh.ranks) if layout.mesh else rank)
 
 
 def replica_of(layout: Layout, rank: int, group: Group = None) -> Union[int, tuple[int, ...]]:

@@ -111,7 +111,7 @@ class Plan(NamedTuple):
 
     #: The same on every rank that has this plan, and of no other.
     number: bytes
-    #: This rank's share, pickled.
+    #: This rank's share, and what it shares with other ranks, pickled.
     share: bytes
     #: Of the first rank, as is the next field: each rank's digest.
     digests: Mapping[int, bytes]

@@ -17,7 +17,15 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine import commit, common, files, plans, values, writer
+from torch_dcp_backport.dist_checkpointing.engine import (
+    commit,
+    common,
+    files,
+    plans,
+    replicas,
+    values,
+    writer,
+)
 from torch_dcp_backport.dist_checkpointing.engine.assign import Item, Share, shares_of
 from torch_dcp_backport.dist_checkpointing.engine.claims import Claim
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
@@ -43,6 +51,7 @@ logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 COMPARING, PLANNING = Topic("comparing plans"), Topic("planning")
 COMMON = Topic("comparing the common state")
 CLEARING = Topic("removing the old marker", "an older checkpoint in the folder may be gone")
+REPLICAS = CLEARING._replace(doing="comparing replicas")
 COMMITTING = Topic(
     "committing", "the folder holds no checkpoint now", "whether the folder holds a checkpoint shows a load"
 )
@@ -62,7 +71,7 @@ class Saving(NamedTuple):
     is_checked: bool = True
     #: Whether any holder of a box may write it.
     is_balanced: bool = True
-    #: Whether a common state that a load without `trust` refuses is refused here.
+    #: Whether a common state or an object that a load without `trust` refuses is refused here.
     must_load: bool = False
     #: Whether the SHA-256 of every file is saved, too.
     is_hashed: bool = False
@@ -182,23 +191,34 @@ def plan_together(call: Call, saving: Saving) -> Planned:
             with guard(call, entry.unique_key):
                 # A list, as Megatron has it: of the values that a rank has under this key.
                 objects[number] = values.dumps([value])
+                check_trust(objects[number], saving.must_load, entry.unique_key)
     state = b""
     if call.rank == ranks_of(call)[0]:
         with guard(call, "common state"):
             state = values.dumps(saving.common)
-            check_trust(state, saving.must_load)
+            check_trust(state, saving.must_load, "the common state")
     try:
-        share, plan = planned_share(call, saving)
+        share, plan, shared = planned_share(call, saving)
     except Exception:
         claim.return_it()
         raise
     claim.keep()
 
-    def clear(ranks: Mapping[int, Any]) -> Mapping[int, Any]:
+    def clear(digests_by_rank: Mapping[int, replicas.Digests]) -> Mapping[int, Any]:
+        unlike = replicas.unlike(digests_by_rank)
+        if unlike:
+            return dict.fromkeys(digests_by_rank, unlike)
         commit.clear(saving.folder)
         return {}
 
-    consult(call, None, clear, saving.topic(CLEARING))
+    digests: replicas.Digests = {}
+    with guard(call), call.tally.phase("comparing replicas"):
+        digests = replicas.digests_of(saving.data, shared)
+    unlike = consult(call, digests, clear, saving.topic(CLEARING))
+    if unlike:
+        share, plan = from_first_holders(
+            call, saving, [row for group in unlike for row in shared.get(group, ())]
+        )
     path = saving.folder / commit.file_of(call.rank)
     works: list[Work] = []
     with guard(call, path.name):
@@ -219,8 +239,59 @@ def plan_together(call: Call, saving: Saving) -> Planned:
     )
 
 
-def planned_share(call: Call, saving: Saving) -> tuple[Share, plans.Plan]:
-    """Return this rank's share, and the plan; both are the last ones where every rank has what it had.
+def from_first_holders(call: Call, saving: Saving, rows: Sequence[int]) -> tuple[Share, plans.Plan]:
+    """Plan a save of replicas that differ, clear the folder, and warn: each tensor is its main replica's.
+
+    Args:
+        rows: this rank's rows among which some differ from another rank's.
+
+    Returns:
+        This rank's share, and a plan that is not kept.
+
+    Raises:
+        CheckpointingException: as `planned_share`.
+    """
+    own: replicas.RowDigests = {}
+    with guard(call):
+        own = replicas.row_digests(saving.data, rows)
+    decided: list[plans.Description] = []
+
+    def plan(own_by_rank: Mapping[int, tuple[Table, replicas.RowDigests]]) -> Mapping[int, Share]:
+        tables = {rank: table for rank, (table, _) in own_by_rank.items()}
+        cells = cells_of(tables)
+        rows_by_rank = {rank: digests for rank, (_, digests) in own_by_rank.items()}
+        problems = replicas.problems_of(replicas.replicas_in(cells), rows_by_rank)
+        warn_of_replicas(saving.folder, problems)
+        shares = shares_of(tables, cells, saving.is_balanced, fixed=problems)
+        commit.clear(saving.folder)
+        decided.append(plans.Description(tables, shares))
+        return shares
+
+    share = consult(call, (saving.table, own), plan, saving.topic(REPLICAS))
+    return share, plans.Plan(b"", b"", {}, decided[0] if decided else None)
+
+
+#: The keys of replicas that differed, and were named in the log: buffers of a model differ at every save.
+_told: set[tuple[str, ...]] = set()
+
+
+def warn_of_replicas(folder: Path, problems: Mapping[str, Problem]) -> None:
+    """Warn of replicas that differ, once of the same keys."""
+    keys = tuple(sorted(problems))
+    if keys not in _told:
+        _told.add(keys)
+        logger.warning(
+            "%s: %d tensors differ between the ranks that hold them; the first of these ranks is saved: %s%s",
+            folder,
+            len(keys),
+            "; ".join(str(problems[key]) for key in keys[:5]),
+            ", ..." if len(keys) > 5 else "",
+        )
+
+
+def planned_share(call: Call, saving: Saving) -> tuple[Share, plans.Plan, replicas.Shared]:
+    """Return this rank's share, the plan, and what this rank shares with others: the last ones where every
+    rank has what it had.
 
     Raises:
         CheckpointingException: the ranks together have problems; the same on every rank.
@@ -244,26 +315,30 @@ def planned_share(call: Call, saving: Saving) -> tuple[Share, plans.Plan]:
         consult(call, saving.compared or {}, functools.partial(warn_of_differences, saving), COMMON)
     if is_known:
         assert known is not None, "every rank has it"
-        return pickle.loads(known.share), known
+        share, shared = pickle.loads(known.share)
+        return share, known, shared
     decided: list[plans.Description] = []
     digests: dict[int, bytes] = {}
 
-    def plan(own_by_rank: Mapping[int, tuple[Table, bytes]]) -> Mapping[int, tuple[Share, bytes]]:
+    def plan(own_by_rank: Mapping[int, tuple[Table, bytes]]) -> Mapping[int, Any]:
         tables = {rank: table for rank, (table, _) in own_by_rank.items()}
         digests.update((rank, own) for rank, (_, own) in own_by_rank.items())
         findings = findings_of(tables) if saving.is_checked else unwritable(tables)
-        shares = {} if findings else shares_of(tables, cells_of(tables), saving.is_balanced)
+        cells = {} if findings else cells_of(tables)
+        shares = shares_of(tables, cells, saving.is_balanced)
         findings = findings or clashes(tables, shares)
         if findings:
             raise Refusal(findings)
         decided.append(plans.Description(tables, shares))
         number = plans.number_of(digests)
-        return {rank: (share, number) for rank, share in shares.items()}
+        held = replicas.replicas_in(cells) if saving.is_checked else []
+        shared = replicas.shared_by(held, tables)
+        return {rank: (share, number, shared[rank]) for rank, share in shares.items()}
 
-    share, number = consult(call, (saving.table, digest), plan, PLANNING)
-    made = plans.Plan(number, pickle.dumps(share), digests, decided[0] if decided else None)
+    share, number, shared = consult(call, (saving.table, digest), plan, PLANNING)
+    made = plans.Plan(number, pickle.dumps((share, shared)), digests, decided[0] if decided else None)
     plans.keep(ranks, digest, made)
-    return share, made
+    return share, made, shared
 
 
 def warn_of_differences(saving: Saving, values_by_rank: Mapping[int, common.Values]) -> Mapping[int, Any]:
@@ -308,8 +383,8 @@ def commit_together(call: Call, planned: Planned, output: Output) -> Output:
     return output
 
 
-def check_trust(state: bytes, must_load: bool) -> None:
-    """Report at the save that a load would refuse the common state.
+def check_trust(state: bytes, must_load: bool, name: str) -> None:
+    """Report at the save that a load would refuse a value.
 
     Raises:
         CheckpointingException: it has to load.
@@ -318,7 +393,7 @@ def check_trust(state: bytes, must_load: bool) -> None:
     if reason and must_load:
         raise CheckpointingException(f"would not load again: {reason}")
     if reason:
-        logger.warning("the common state will not load as it is: %s", reason)
+        logger.warning("%s will not load as it is: %s", name, reason)
 
 
 def work_of(saving: Saving, item: Item) -> Work:

@@ -77,6 +77,31 @@ class Collection(Stub):
 class Encoded(Stub):
     """Bytes in a pickle of Python 2's form: text, and its encoding."""
 
+    def __new__(cls, text: Any = "", *_: Any) -> Any:
+        made = super().__new__(cls)
+        made.__dict__["nbytes"] = len(text) if isinstance(text, str) else 0
+        return made
+
+
+class Buffer(Stub):
+    """An `io.BytesIO`: its bytes, a place in them, and no attributes."""
+
+    def __new__(cls, *parts: Any) -> Any:
+        if parts:
+            raise Refused(f"a BytesIO is made of {parts!r:.80}")
+        return super().__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        if type(state) is not tuple or len(state) != 3 or state[2]:
+            raise Refused(f"a BytesIO is set to {state!r:.80}")
+        data, place, _ = state
+        nbytes = len(data) if type(data) is bytes else getattr(data, "nbytes", 0)
+        if not isinstance(data, (bytes, Encoded, Collection)) or type(place) is not int:
+            raise Refused(f"a BytesIO is set to {state!r:.80}")
+        # From a place beyond its end, a write would fill any memory with zeros.
+        if not 0 <= place <= nbytes:
+            raise Refused(f"a BytesIO of {nbytes} bytes is set to place {place}")
+
 
 class Fraction(Stub):
     """A `Fraction`, which multiplies out its exponent."""
@@ -96,6 +121,7 @@ KINDS: dict[tuple[str, str], type[Any]] = {
     ("collections", "Counter"): Collection,
     ("fractions", "Fraction"): Fraction,
     ("_codecs", "encode"): Encoded,
+    ("_io", "BytesIO"): Buffer,
     **{
         (module, name): Collection
         for module in BUILTINS

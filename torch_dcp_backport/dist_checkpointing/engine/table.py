@@ -28,7 +28,7 @@ class Row(NamedTuple):
     offset: tuple[int, ...]
     size: tuple[int, ...]
     is_main: bool = True
-    #: The lowest rank of the mesh, of a DTensor's box.
+    #: The lowest rank of the mesh, of a DTensor's box; this rank, of a plain tensor's.
     mesh: Optional[int] = None
     #: The global shape of the tensor, where `shape` is that of the folded tensor (see `flat`).
     original: Optional[tuple[int, ...]] = None
@@ -100,9 +100,16 @@ def without_twins(holders: list[Held]) -> list[Held]:
     """Return the same holders, of which those on other meshes than the first are no main replicas.
 
     A DTensor that is not parallelised along all dimensions of the job's mesh, such as a norm's weight beside
-    tensor parallelism, is on several meshes that know nothing of each other, and is one tensor.
+    tensor parallelism, is on several meshes that know nothing of each other, and is one tensor. A plain
+    tensor's main replica is that of the first rank, which need not have it (a stage of a pipeline has other
+    tensors): then it is that of the lowest rank that has it.
     """
     mains = [held.row.mesh for held in holders if held.row.is_main]
+    if not mains and all(held.row.mesh is not None for held in holders):
+        lowest = min(holders, key=lambda held: held.rank)
+        return [
+            held._replace(row=held.row._replace(is_main=True)) if held is lowest else held for held in holders
+        ]
     if len(mains) < 2 or None in mains or len(set(mains)) < len(mains):
         return holders
     first = min(mesh for mesh in mains if mesh is not None)

@@ -38,6 +38,8 @@ def safe_classes() -> tuple[Any, ...]:
         slice,
         Decimal,
         Fraction,
+        # Extra state of Transformer Engine's modules: bytes, of which nothing runs.
+        io.BytesIO,
     ]
     # Bytes in a pickle of Python 2's form; torch knows it from 2.5 on.
     kinds.append(codecs.encode)

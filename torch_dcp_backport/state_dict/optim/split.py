@@ -5,6 +5,7 @@ The caller's dict is never changed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
@@ -12,8 +13,11 @@ from torch.optim import Optimizer
 
 from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, is_numbered, named_params
 from torch_dcp_backport.state_dict.optim.absent import AbsentStates
+from torch_dcp_backport.state_dict.optim.flat import same
 from torch_dcp_backport.state_dict.optim.initial import Beginning
 from torch_dcp_backport.state_dict.options import StateDictInfo
+
+logger = logging.getLogger("torch_dcp_backport.state_dict.optimizer")
 
 
 def split_optim_state(
@@ -60,7 +64,17 @@ def merged(fqns: list[str], saved: Sequence[Mapping[str, Any]], group: Mapping[s
     """A param group with the values of the saved groups that hold its parameters; the last one wins."""
     result: dict[str, Any] = {PARAMS: fqns}
     for saved_group in saved:
-        result.update({name: value for name, value in saved_group.items() if name != PARAMS})
+        values = {name: value for name, value in saved_group.items() if name != PARAMS}
+        for name in values.keys() & result.keys():
+            if not same(values[name], result[name]):
+                logger.warning(
+                    "saved param groups with different %s are one group now (%s, ...): taken is %s, not %s",
+                    name,
+                    ", ".join(fqns[:2]),
+                    values[name],
+                    result[name],
+                )
+        result.update(values)
     # A value that the state dict does not know stays as it is.
     for name, value in group.items():
         result.setdefault(name, value)

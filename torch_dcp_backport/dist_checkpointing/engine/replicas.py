@@ -1,0 +1,152 @@
+"""Replicas of a tensor on several ranks: compared by digests before one rank, or several, write it.
+
+A balanced save takes parts of a tensor from any rank that holds it. Where the ranks hold different values
+(running statistics of a BatchNorm under DDP) these parts would be a mixture that no rank ever had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from torch_dcp_backport.dist_checkpointing.engine.table import Cells, spelled
+from torch_dcp_backport.transfer import Problem
+from torch_dcp_backport.transfer.errors import spell
+from torch_dcp_backport.transfer.staging import as_bytes
+
+#: Words of 8 bytes in a row; a digest has the sums of rows, and the sums of columns.
+ROW = 512
+#: Bytes of a tensor that are looked at together.
+PIECE = 16 * 2**20
+#: Odd, and without a pattern: sums are weighted by their places with multiples of it.
+FACTOR = 0x1E3779B97F4A7C15
+#: Number of a group of ranks -> the rows of this rank's table that exactly these ranks hold.
+Shared = dict[int, "array[int]"]
+#: Number of a group -> the digest of its rows.
+Digests = dict[int, bytes]
+#: Row of a rank's table -> its digest.
+RowDigests = dict[int, bytes]
+
+
+class Replica(NamedTuple):
+    """A box that several ranks hold: rank -> the row of its table."""
+
+    key: str
+    box: str
+    rows: Mapping[int, int]
+
+
+def replicas_in(cells: Cells) -> list[tuple[int, Replica]]:
+    """Return every box that several ranks hold, with the number of their group; in the same order always."""
+    numbers: dict[frozenset[int], int] = {}
+    replicas = []
+    for key, boxes in cells.items():
+        for box, holders in boxes.items():
+            # The main row first, where a rank has several.
+            rows = {held.rank: held.number for held in reversed(holders)}
+            if len(rows) > 1 and box.numel:
+                number = numbers.setdefault(frozenset(rows), len(numbers))
+                replicas.append((number, Replica(key, spelled(box), rows)))
+    return replicas
+
+
+def shared_by(replicas: Iterable[tuple[int, Replica]], ranks: Collection[int]) -> dict[int, Shared]:
+    """Return what each rank shares with others; in each group of ranks in the same order."""
+    shared: dict[int, Shared] = {rank: {} for rank in ranks}
+    for number, replica in replicas:
+        for rank, row in replica.rows.items():
+            shared[rank].setdefault(number, array("I")).append(row)
+    return shared
+
+
+def digests_of(data: Sequence[torch.Tensor], shared: Shared) -> Digests:
+    """Return the digest of each group's rows of this rank."""
+    rows = row_digests(data, sorted({row for own in shared.values() for row in own}))
+    return {number: _joined(rows[row] for row in own) for number, own in shared.items()}
+
+
+def _joined(digests: Iterable[bytes]) -> bytes:
+    return hashlib.blake2b(b"".join(digests), digest_size=16).digest()
+
+
+def unlike(digests_by_rank: Mapping[int, Digests]) -> set[int]:
+    """Return the groups whose ranks do not all hold the same values."""
+    known: dict[int, bytes] = {}
+    return {
+        number
+        for digests in digests_by_rank.values()
+        for number, digest in digests.items()
+        if known.setdefault(number, digest) != digest
+    }
+
+
+def problems_of(
+    replicas: Iterable[tuple[int, Replica]], rows_by_rank: Mapping[int, RowDigests]
+) -> dict[str, Problem]:
+    """Return the keys of boxes that ranks hold with different values, each with the first such box."""
+    problems: dict[str, Problem] = {}
+    for _, replica in replicas:
+        ranks: dict[bytes, list[int]] = {}
+        for rank, row in sorted(replica.rows.items()):
+            if row in rows_by_rank[rank]:
+                ranks.setdefault(rows_by_rank[rank][row], []).append(rank)
+        if len(ranks) > 1 and replica.key not in problems:
+            first, *others = ranks.values()
+            unlike = sorted(rank for others_alike in others for rank in others_alike)
+            got, expected = f"other values on {spell(unlike)}", f"those of rank {first[0]}"
+            problems[replica.key] = Problem(f"replicas of {replica.box} differ", replica.key, got, expected)
+    return problems
+
+
+@torch.no_grad()
+def row_digests(data: Sequence[torch.Tensor], rows: Iterable[int]) -> RowDigests:
+    """Return digests of some tensors: equal for equal bytes, and else different but by a rare chance.
+
+    Made by the tensors' own device, of which every device is asked once for all of its results.
+    """
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    numbers: dict[torch.device, list[int]] = {}
+    facts: dict[int, bytes] = {}
+    for row in rows:
+        tensor = data[row]
+        facts[row] = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+        if tensor.is_quantized:
+            # There is no view of its bytes: it is taken to be the same.
+            continue
+        words = sums_of(tensor)
+        sums.setdefault(words.device, []).append(words)
+        numbers.setdefault(words.device, []).append(row)
+    for device, words_of in sums.items():
+        for row, word in zip(numbers[device], torch.stack(words_of).tolist()):
+            facts[row] += repr(word).encode()
+    return {row: hashlib.blake2b(text, digest_size=16).digest() for row, text in facts.items()}
+
+
+def sums_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return weighted sums of a tensor's values, on its device. Integers wrap around, in any order alike."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if not tensor.dim():
+        tensor = tensor.reshape(1)
+    # Cut by the shape alone: replicas may lie in memory in different ways, and a copy is of one piece.
+    rows = max(1, PIECE // max(1, tensor[:1].nbytes))
+    return _weighted(torch.cat([_sums_of_piece(piece) for piece in torch.split(tensor, rows)]))
+
+
+def _sums_of_piece(piece: torch.Tensor) -> torch.Tensor:
+    flat = as_bytes(piece.contiguous())
+    if flat.storage_offset() % 8:
+        # No view as words of 8 bytes begins there.
+        flat = flat.clone()
+    whole = flat.numel() // (8 * ROW) * (8 * ROW)
+    words = flat[:whole].view(torch.int64).view(whole // (8 * ROW), ROW)
+    rest = _weighted(flat[whole:].to(torch.int64))
+    return torch.stack([_weighted(words.sum(1)), _weighted(words.sum(0)), rest])
+
+
+def _weighted(values: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(values.numel(), dtype=torch.int64, device=values.device)
+    return (values * (places * (2 * FACTOR) + FACTOR)).sum()
