@@ -213,6 +213,39 @@ def test_what_cannot_be_saved_is_said_at_once(ranks, tmp_path: Path, what: str, 
     assert not list(tmp_path.iterdir())
 
 
+def of_its_own(api: Any, what: str, is_blocking: bool) -> tuple[list[str], str]:
+    """A request of the user's own, of which a function raises on one rank."""
+    done: list[str] = []
+
+    def call(name: str) -> None:
+        if name == what and dist.get_rank() == 1:
+            raise OSError(5, "Input/output error")
+        done.append(name)
+
+    request = AsyncRequest(call, ("write",), [lambda: call("finalize")], preload_fn=lambda: call("preload"))
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request)
+    with pytest.raises(CheckpointingException) as caught:  # noqa: PT012
+        while not queue.maybe_finalize_async_calls(blocking=is_blocking):
+            time.sleep(0.01)
+    # In step again.
+    assert queue.get_num_unfinalized_calls() == 0
+    queue.schedule_async_request(AsyncRequest(None, (), [lambda: done.append("next")]))
+    queue.close()
+    return done, str(caught.value)
+
+
+@pytest.mark.parametrize("is_blocking", [False, True])
+@pytest.mark.parametrize("what", ["preload", "write"])
+def test_a_function_that_raises_on_one_rank_finalizes_none(ranks, what: str, is_blocking: bool) -> None:
+    (first, text), (second, other) = ranks(of_its_own, what, is_blocking, world=2)
+    assert text == other
+    assert "the save was finalized on no rank" in text
+    assert "rank 1: OSError: [Errno 5] Input/output error" in text
+    assert first == ["preload", "write", "next"]
+    assert second == (["next"] if what == "preload" else ["preload", "next"])
+
+
 def never_run(api: Any, folder: Path) -> str:
     request, _ = begin(folder, 1)
     with pytest.raises(CheckpointingException) as caught:

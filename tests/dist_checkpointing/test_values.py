@@ -252,7 +252,9 @@ NO_RECORD = b"".join(
 
 
 def test_a_file_writes_no_message_of_its_own_where_torch_words_it() -> None:
-    with pytest.raises(values.Unloadable, match=r"made here: .*\\x1b\[2J.* \.\.\. .*(not found|saving)") as error:
+    with pytest.raises(
+        values.Unloadable, match=r"made here: .*\\x1b\[2J.* \.\.\. .*(not found|saving)"
+    ) as error:
         values.loads(crafted(NO_RECORD))
     assert len(str(error.value)) < 500
     assert str(error.value).isprintable()
@@ -396,3 +398,14 @@ def test_an_object_that_will_not_load_is_named_by_the_save(tmp_path: Path, caplo
     with pytest.raises(CheckpointingException, match="Odd, which is not known to be harmless"):
         dist_checkpointing.load(asked, tmp_path)
     assert type(dist_checkpointing.load(asked, tmp_path, trust=True)["x"]) is Odd
+
+
+def test_an_object_of_another_grid_is_named_with_both(tmp_path: Path) -> None:
+    saved = {"rng": [dist_checkpointing.ShardedObject("rng", number, (2,), (number,)) for number in range(2)]}
+    dist_checkpointing.save(saved, tmp_path)
+    asked = {"rng": dist_checkpointing.ShardedObject("rng", None, (4,), (3,))}
+    says = r"another grid than in the checkpoint: rng/shard_3_4 \(expected \(2,\) as saved, got \(4,\)\)"
+    with pytest.raises(CheckpointingException, match=says):
+        dist_checkpointing.load(asked, tmp_path)
+    with pytest.raises(CheckpointingException, match="not in the checkpoint: other"):
+        dist_checkpointing.load({"x": dist_checkpointing.ShardedObject("other", None, (1,), (0,))}, tmp_path)

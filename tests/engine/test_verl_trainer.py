@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,116 @@ def test_it_resumes(workers: Any, tmp_path: Path) -> None:
     assert names == {"global_step_2", "global_step_3", "latest_checkpointed_iteration.txt"}
     facts = json.loads((tmp_path / "run" / "global_step_3" / "lora_train_meta.json").read_text())
     assert facts == {"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"}
+
+
+# The data of a resumed run, with torchdata's own loader.
+
+STEPS = 4
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 2 * STEPS
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([number, 1]), "attention_mask": torch.ones(2, dtype=torch.int64)}
+
+
+class Trained:
+    """An engine that learns which rows it was trained on."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+
+    def train_batch(self, data: Any) -> Any:
+        from verl.utils import tensordict_utils
+
+        self.rows.append(data["input_ids"][:, 0].tolist())
+        return tensordict_utils.get_tensordict({}, {"metrics": {"loss": 0.0}})
+
+    def save_checkpoint(self, local_path: str, **_: Any) -> None:
+        Path(local_path, "rows.json").write_text(json.dumps(self.rows))
+
+    def load_checkpoint(self, path: str) -> None:
+        self.rows = json.loads(Path(path, "rows.json").read_text())
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return True
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_size(self) -> int:
+        return 1
+
+    def get_data_parallel_group(self) -> None:
+        return None
+
+
+def fitted(root: Path, workers: int, until: int = 1000, **options: Any) -> list[list[int]]:
+    """verl's own loop over three epochs, saved at every step, and ended after `until`; its rows by steps."""
+    from omegaconf import OmegaConf
+    from torch.utils.data import DistributedSampler
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from verl.trainer import sft_trainer
+
+    class Ended(Exception):
+        pass
+
+    class Handler(CheckpointHandler):
+        def save_checkpoint(self, step: int) -> Path:
+            path = super().save_checkpoint(step)
+            if step == until:
+                raise Ended
+            return path
+
+    # It asks torch.cpu for an accelerator's memory.
+    for name in ("aggressive_empty_cache", "log_gpu_memory_usage"):
+        setattr(sft_trainer, name, lambda *_, **__: None)
+    trainer = object.__new__(sft_trainer.SFTTrainer)
+    trainer.engine = trainer.training_client = engine = Trained()
+    trainer.train_sampler = DistributedSampler(Rows(), shuffle=True, num_replicas=1, rank=0, drop_last=True)
+    trainer.train_dataloader = StatefulDataLoader(
+        Rows(), batch_size=2, sampler=trainer.train_sampler, num_workers=workers, drop_last=True
+    )
+    trainer.val_dataloader, trainer.device_name, trainer.global_batch_size, trainer.rank = None, "cpu", 2, 0
+    trainer.total_training_steps, trainer.steps_per_epoch = 3 * STEPS, len(trainer.train_dataloader)
+    trainer.save_freq, trainer.test_freq = 1, -1
+    trainer.start_profile_step = trainer.end_profile_step = None
+    settings = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 8, "micro_batch_size_per_gpu": 2}
+    trainer.config = OmegaConf.create(
+        {
+            "data": {**settings, "pad_mode": "right"},
+            "model": {"use_remove_padding": False},
+            "trainer": {
+                "project_name": "p",
+                "experiment_name": "e",
+                "logger": ["console"],
+                "total_epochs": 3,
+            },
+        }
+    )
+    trainer.model_config = type("Model", (), {"tokenizer": type("Tokenizer", (), {"pad_token_id": 0})})
+    trainer.ckpt_handler = Handler(engine, trainer.train_dataloader, default_local_dir=root, **options)
+    trainer.resume_global_step = trainer.ckpt_handler.load_checkpoint()
+    with contextlib.suppress(Ended):
+        trainer.fit()
+    return engine.rows
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_that_is_resumed_at_any_step_trains_on_the_same_rows(tmp_path: Path, workers: int) -> None:
+    """At the end of an epoch, too: the next one begins, as it does without a stop."""
+    expected = fitted(tmp_path / "whole", workers)
+    assert len(expected) == 3 * STEPS
+    assert expected[:STEPS] != expected[STEPS : 2 * STEPS]
+    stops = (STEPS - 1, STEPS, STEPS + 1, 2 * STEPS)
+    for stop in stops[1:2] if workers else stops:
+        root = tmp_path / str(stop)
+        assert fitted(root, workers, stop) == expected[:stop]
+        assert fitted(root, workers) == expected
+    # As a loop wants it that goes on with the epoch that it was in.
+    root = tmp_path / "rest"
+    fitted(root, workers, STEPS)
+    assert fitted(root, workers, at_epoch_end="rest") == [*expected[:STEPS], *expected[2 * STEPS :]]

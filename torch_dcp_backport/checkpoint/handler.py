@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Optional
 import torch.distributed as dist
 
 from torch_dcp_backport.checkpoint import manifest, remote, retention, store, together, uploads, verl
-from torch_dcp_backport.checkpoint.loaders import data_state, has_state
+from torch_dcp_backport.checkpoint.loaders import at_next_epoch, data_state, has_state
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint.retention import Retention
 from torch_dcp_backport.checkpoint.saves import Saves
@@ -73,6 +73,7 @@ class CheckpointHandler:
         mode: OrchestrationMode = OrchestrationMode.SPMD,
         lora_train_meta: Optional[Mapping[str, Any]] = None,
         on_data: str = "error",
+        at_epoch_end: str = "next",
         verify: bool = True,
         trust: bool = False,
         on_upload: str = "raise",
@@ -95,6 +96,10 @@ class CheckpointHandler:
             lora_train_meta: written to lora_train_meta.json, for verl's tools.
             on_data: what to do where the states of data loaders do not fit the ranks of today: "error", or
                 "restart" the data.
+            at_epoch_end: what a resume from an epoch's last step gives: "next", the next epoch, as for a loop
+                that goes on with epoch `step // steps_per_epoch` (verl's); or "rest", the rest of the epoch,
+                which has no batch, as for a loop that goes on with the epoch that it was in. Of torchdata's
+                StatefulDataLoader; the state of another loader is given back as it was.
             verify: compare every file with its checksum before a step is loaded, and once it is uploaded.
             trust: take states of data loaders with objects of any class, which runs code in the file; else
                 the save refuses them. For the rest see the manager's.
@@ -110,6 +115,8 @@ class CheckpointHandler:
             raise ValueError("resume_mode='resume_path' needs resume_from_path")
         if on_data not in ("error", "restart"):
             raise ValueError(f"on_data={on_data!r}: expected error or restart")
+        if at_epoch_end not in ("next", "rest"):
+            raise ValueError(f"at_epoch_end={at_epoch_end!r}: expected next or rest")
         if mode is not OrchestrationMode.SPMD and getattr(mode, "name", mode) != "SPMD":
             raise ValueError(f"mode={mode}: only SPMD is supported yet")
         if train_dataloader is not None and not has_state(train_dataloader) and on_data != "restart":
@@ -127,6 +134,7 @@ class CheckpointHandler:
         self.resume_mode = resume_mode
         self.resume_from_path = None if resume_from_path is None else Path(resume_from_path).absolute()
         self.on_data = on_data
+        self.at_epoch_end = at_epoch_end
         self.verify = verify
         self.process_group = process_group
         self.trust = trust
@@ -336,6 +344,8 @@ class CheckpointHandler:
             states = data_state(folder, self.data_rank, self.data_world, self.on_data, self.trust)
         self.engine.load_checkpoint(str(folder))
         if states is not None:
+            if self.at_epoch_end == "next":
+                states = at_next_epoch(states, self.train_dataloader)
             self.train_dataloader.load_state_dict(states)
 
     @property

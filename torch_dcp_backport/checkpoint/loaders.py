@@ -41,6 +41,32 @@ def data_state(folder: Path, rank: int, world: int, on_data: str, trust: bool) -
     raise CheckpointingException(f"{reason} (on_data='restart' starts the data from the beginning)")
 
 
+def at_next_epoch(state: Mapping[str, Any], loader: Any) -> Mapping[str, Any]:
+    """Return a state with which the next epoch begins, where the epoch was over at the save.
+
+    A save in the loop's last step has all batches of an epoch, and the loader was not yet asked for another:
+    restored so, it gives none, and a loop that goes on with epoch `step // steps_per_epoch` (as verl's does)
+    trains on nothing for that epoch. The state is marked as torchdata marks it once the loop has asked.
+
+    Args:
+        state: of torchdata's StatefulDataLoader; any other is returned as it is.
+    """
+    try:
+        epoch = len(loader)
+        snapshot = state.get("_snapshot")
+        if snapshot is None:
+            yielded = state["_num_yielded"]
+        else:
+            # With workers: the batches up to the workers' last snapshot, and those since.
+            yielded = snapshot["_snapshot_step"] + state["_steps_since_snapshot"]
+        is_over = not state["_iterator_finished"] and 0 < epoch <= yielded
+    except (AttributeError, KeyError, TypeError):
+        return state
+    if is_over:
+        logger.info("the data loader's epoch was over at the save: the next epoch begins")
+    return {**state, "_iterator_finished": True} if is_over else state
+
+
 def loaded(path: Path, trust: bool) -> Mapping[str, Any]:
     try:
         state: Mapping[str, Any] = values.loads(files.read_whole(path, MOST), trust)

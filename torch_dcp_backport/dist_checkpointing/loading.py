@@ -30,7 +30,7 @@ from torch_dcp_backport.dist_checkpointing.engine.metadata import Index
 from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader, wrong_files
 from torch_dcp_backport.dist_checkpointing.engine.sharing import read_shared
 from torch_dcp_backport.dist_checkpointing.engine.table import Row, Table, findings_of, keys_of
-from torch_dcp_backport.dist_checkpointing.mapping import ShardedTensor, StateDict
+from torch_dcp_backport.dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import NOTHING, Split, assembled, merged
 from torch_dcp_backport.dist_checkpointing.validation import (
     StrictHandling,
@@ -131,7 +131,7 @@ class Loading:
         call = self.call
         with guard(call):
             if self.mode.raises:
-                call.problems += unexpected_problems(self.unexpected)
+                call.problems += self.unexpected_problems()
             call.problems += unwritable(self.tensors)
             call.problems += engine.problems_of(self.index, self.wanted)
             places = engine.places_of(self.index, self.wanted, self.objects.values())
@@ -166,6 +166,22 @@ class Loading:
         if self.mode.logs and (missing or self.unexpected):
             logger.warning("%s: %s", self.checkpoint.folder, mismatch_text(missing, self.unexpected))
         return set(missing)
+
+    def unexpected_problems(self) -> list[Problem]:
+        """Return the problems of keys that the checkpoint does not have, or has in another grid."""
+        grids = {
+            part.key: (part, ShardedObject.empty_from_unique_key(other))
+            for part in self.parts.objects
+            if part.unique_key not in self.objects
+            for other in self.index.objects
+            if other.startswith(f"{part.key}/shard_")
+        }
+        problems = unexpected_problems(self.unexpected - set(grids))
+        for part, other in grids.values():
+            what = "an object of another grid than in the checkpoint"
+            got, expected = f"{tuple(part.global_shape)}", f"{tuple(other.global_shape)} as saved"
+            problems.append(Problem(what, part.unique_key, got, expected))
+        return problems
 
     def missing_of(self, tables: Mapping[int, Table]) -> set[str]:
         """Return the keys of the checkpoint that no rank asks for; those of objects without their places."""

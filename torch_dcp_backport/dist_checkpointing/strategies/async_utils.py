@@ -20,13 +20,14 @@ logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
 CANNOT_FINALIZE = "cannot finalize the checkpoint"
 ASKING = Topic("asking whether all ranks have written", "the folder holds no checkpoint yet")
+WRITING = Topic("writing in the background", "the save was finalized on no rank")
 FINALIZING = Topic("finalizing", "the checkpoint may be whole by now")
 
 
 class AsyncRequest(NamedTuple):
     """A save that was planned and copied: the caller's tensors may change now."""
 
-    #: Writes this rank's files; not collective, and raises nothing.
+    #: Writes this rank's files; not collective. Where it raises, no rank finalizes the save.
     async_fn: Optional[Callable[..., None]]
     async_fn_args: tuple[Any, ...]
     #: Called in this order once every rank has written. The first makes the checkpoint; collective.
@@ -48,7 +49,11 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Write, and finalize. Collective."""
+        """Write, and finalize. Collective.
+
+        An error of the request's own functions is raised on this rank alone: an `AsyncCallsQueue` tells the
+        others, too.
+        """
         if self.async_fn is not None:
             self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
         for finalize in self.finalize_fns:
@@ -70,6 +75,8 @@ class AsyncCallsQueue:
         self.process_group = process_group
         self._request: Optional[AsyncRequest] = None
         self._thread: Optional[threading.Thread] = None
+        #: Of the request under way: an error of its functions before it is finalized.
+        self._failure: Optional[Exception] = None
         self._scheduled = 0
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
@@ -84,22 +91,30 @@ class AsyncCallsQueue:
             logger.info("waited %.1f s for the save before", time.monotonic() - began)
         self._scheduled += 1
         request = async_request.freeze()._replace(call_idx=self._scheduled)
-        if request.preload_fn is not None:
-            request.preload_fn()
-        if request.async_fn is not None:
+        self._request, self._failure = request, None
+        # The other ranks go on: what fails here is raised on all of them when they finalize.
+        self._try(request.preload_fn, (), {})
+        if request.async_fn is not None and self._failure is None:
+            arguments = request.async_fn, request.async_fn_args, dict(request.async_fn_kwargs)
             # Not a daemon: the process waits for it at its end, though it is not finalized then.
-            self._thread = threading.Thread(
-                target=request.async_fn, args=request.async_fn_args, kwargs=dict(request.async_fn_kwargs)
-            )
+            self._thread = threading.Thread(target=self._try, args=arguments)
             try:
                 self._thread.start()
             except RuntimeError as error:
-                # The other ranks go on; so must this rank.
                 logger.warning("no thread can be started (%s): the files are written now", error)
                 self._thread = None
-                request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
-        self._request = request
+                self._try(*arguments)
         return self._scheduled
+
+    def _try(
+        self, function: Optional[Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Call a function of the request under way, if it has one, and keep its error."""
+        try:
+            if function is not None:
+                function(*args, **kwargs)
+        except Exception as error:
+            self._failure = error
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize the request under way once every rank has written its files. Collective.
@@ -132,8 +147,13 @@ class AsyncCallsQueue:
                     return []
             if thread is not None:
                 thread.join()
-        self._request = self._thread = None
+        failure = self._failure
+        self._request = self._thread = self._failure = None
         with begin(CANNOT_FINALIZE, "save", self.process_group) as call:
+            with guard(call):
+                if failure is not None:
+                    raise failure
+            consult(call, None, lambda ranks: {}, WRITING)
             with guard(call), report.waited(seconds):
                 for finalize in request.finalize_fns:
                     finalize()
