@@ -4,3 +4,5 @@
 SHARDED, HUGGING_FACE = "dist_ckpt", "huggingface"
 #: Common state: scheduler, number of ranks, contents, keys that are another key's tensor.
 SCHEDULER, WORLD, SAVED, TIED = "lr_scheduler", "world", "contents", "tied"
+#: Folders of adapters: ours, and that of verl's own workers, which write theirs after the checkpoint.
+ADAPTER, VERL_ADAPTER = "adapter", "lora_adapter"
