@@ -176,6 +176,23 @@ def test_a_class_that_is_not_known_is_compared_with_the_models_own_files(tmp_pat
     assert not (tmp_path / "no").exists()
 
 
+def test_a_broken_export_in_the_place_of_the_files_proves_nothing(tmp_path: Path) -> None:
+    """Its names are peft's, as an export of before has them; code of a model's own may have such names."""
+    for config in (CODE, {**CODE, "auto_map": {"AutoModel": "modeling_own.Own"}}):
+        folder = tmp_path / str(len(config))
+        hf.save_state_dict(OWN, folder, like=CODE)
+        safetensors = pytest.importorskip("safetensors.torch")
+        safetensors.save_file(renamed(OWN), folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config))
+        for like, target in ((folder, folder), (folder, tmp_path / "new")):
+            how = hf.Export(overwrite=True)
+            if "auto_map" in config:
+                hf.save_state_dict(renamed(OWN), target, like=like, how=how)
+                continue
+            with pytest.raises(RuntimeError, match="names of peft"):
+                hf.save_state_dict(renamed(OWN), target, like=like, how=how)
+
+
 def test_of_a_class_that_nothing_tells_of_peft_is_refused_and_the_rest_said_once(
     tmp_path: Path, caplog
 ) -> None:

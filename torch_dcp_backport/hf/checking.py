@@ -73,6 +73,9 @@ def examine(
         say(f"the weights are not quantised: config.json goes without the {QUANTISED} that it had")
         del changed[QUANTISED]
     source = infos_in(origin)
+    if not has_quantised and any(info is not None and is_quantised(info) for info in source.values()):
+        # Files with scales beside their weights have other names.
+        source = {}
     kept = {key for key in tensors if dtype is not None and stays(key, dtype, source)}
     if has_quantised:
         problems = _by_names(changed, tensors, source, "quantised")
@@ -221,9 +224,10 @@ def _by_names(
             say(f"the tensors' names are not compared with those of a {kind} ({why}, and no files of it)")
         return problems
     missing = missing_from(tensors, source, config)
-    beyond = [key for key in tensors if key not in source and not HEADS.search(key)]
     problems = [Problem(f"not in the export, and in the model's own files ({why})", some(missing))]
-    return [*(problems if missing else []), *(of_peft(beyond) if missing or beyond else [])]
+    # Some code of a model's own has such names; but a broken export may be in the place of the files, too.
+    wrapped = [key for key in tensors if key not in source or not has_code(config)]
+    return [*(problems if missing else []), *of_peft(wrapped)]
 
 
 def _are(
@@ -232,7 +236,8 @@ def _are(
     config: Mapping[str, Any],
 ) -> bool:
     """Return whether an export has the names of the model's own files, which another transformers opens."""
-    return bool(source) and set(tensors) <= set(source) and not missing_from(tensors, source, config)
+    is_within = bool(source) and set(tensors) <= set(source) and not of_peft(tensors)
+    return is_within and not missing_from(tensors, source, config)
 
 
 def missing_from(
