@@ -32,46 +32,51 @@ def concatenate(dim: int) -> Any:
 
 
 def chunk(dim: int) -> Any:
-    return step("Chunk", dim=dim, num_shards_attribute=None)
+    return step("Chunk", dim=dim)
+
+
+def split(dim: int) -> Any:
+    return step("Split", dim=dim)
 
 
 def transpose(first: int, second: int) -> Any:
     return step("Transpose", dim0=first, dim1=second, check_dims=False)
 
 
-#: (shapes of the tensors by pattern, operations, torch's own of all of them, tensors that come out)
-WAYS: dict[str, tuple[list[list[tuple[int, ...]]], list[Any], Any, int]] = {
-    "experts": ([[(3, 4)] * 5], [merge(0)], lambda a: torch.stack(a[0]), 1),
+#: (shapes of the tensors by pattern, operations, torch's own of all of them; of what comes out the second)
+WAYS: dict[str, tuple[list[list[tuple[int, ...]]], list[Any], Any]] = {
+    "experts": ([[(3, 4)] * 5], [merge(0)], lambda a: [torch.stack(a[0])]),
     "experts of two layers": (
         [[(3, 4)] * 5, [(3, 4)] * 5],
         [merge(0), concatenate(1)],
-        lambda a: torch.cat([torch.stack(a[0]), torch.stack(a[1])], 1),
-        1,
+        lambda a: [torch.cat([torch.stack(a[0]), torch.stack(a[1])], 1)],
     ),
     "rows of several": (
-        [[(2, 4)], [(3, 4)], [(1, 4)]], [concatenate(0)], lambda a: torch.cat([part for (part,) in a]), 1
+        [[(2, 4)], [(3, 4)], [(1, 4)]], [concatenate(0)], lambda a: [torch.cat([part for (part,) in a])]
     ),
     "turned experts": (
-        [[(3, 4)] * 2], [merge(0), transpose(1, 2)], lambda a: torch.stack(a[0]).transpose(1, 2), 1
+        [[(3, 4)] * 2], [merge(0), transpose(1, 2)], lambda a: [torch.stack(a[0]).transpose(1, 2)]
     ),
-    "a part of rows": ([[(6, 4)]], [chunk(0)], lambda a: a[0][0].chunk(3)[1], 3),
-    "a part of columns, turned": (
-        [[(6, 4)]], [transpose(0, 1), chunk(1)], lambda a: a[0][0].T.chunk(3, 1)[1], 3
-    ),
+    "a part of rows": ([[(6, 4)]], [chunk(0)], lambda a: a[0][0].chunk(3)),
+    "a part of columns, turned": ([[(6, 4)]], [transpose(0, 1), chunk(1)], lambda a: a[0][0].T.chunk(3, 1)),
+    "parts of different sizes": ([[(6, 4)]], [split(0)], lambda a: a[0][0].split([1, 3, 2])),
 }  # fmt: skip
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_a_part_of_what_several_tensors_make_is_read_of_their_parts(data: Any) -> None:
-    shapes, steps, expected_of, targets = WAYS[data.draw(st.sampled_from(list(WAYS)))]
+    shapes, steps, made_by_torch = WAYS[data.draw(st.sampled_from(list(WAYS)))]
     draw = torch.Generator().manual_seed(1)
     lists = [[torch.randn(shape, generator=draw) for shape in same] for same in shapes]
     keys = [[f"{place}.{number}" for number in range(len(same))] for place, same in enumerate(lists)]
     files = {key: value for same, values in zip(keys, lists) for key, value in zip(same, values)}
     infos = {key: TensorInfo(tuple(value.shape), value.dtype) for key, value in files.items()}
-    expected = expected_of(lists)
-    route = Route(tuple(map(tuple, keys)), tuple(steps), targets, 1 if targets > 1 else 0)
+    every = made_by_torch(lists)
+    place = min(1, len(every) - 1)
+    expected = every[place]
+    outcome = tuple(tuple(value.shape) for value in every)
+    route = Route(tuple(map(tuple, keys)), tuple(steps), outcome, place)
     made = made_of(route, infos)
     assert made is not None
     assert made.shape == tuple(expected.shape)

@@ -85,7 +85,11 @@ def examine(
         problems = _by_names(changed, tensors, source, "not of transformers")
         return Verdict(changed, problems, frozenset(kept), tied)
     asked = _declared(changed)
-    found = _class_of(changed, tensors, asked)
+    try:
+        found = _class_of(changed, tensors, asked)
+    except classes.CannotBuild as error:
+        # Its files may have other names than the model: transformers 5 renames as it saves.
+        return Verdict(changed, _by_names(changed, tensors, {}, str(error)), frozenset(kept), tied)
     if found is None or (found.problems and (has_code(changed) or _are(tensors, source, changed))):
         problems = _by_names(changed, tensors, source, f"{asked or 'it'} is none of this transformers")
         return Verdict(changed, problems, frozenset(kept), tied)
@@ -117,11 +121,14 @@ def _declared(config: Mapping[str, Any]) -> str:
 
 
 def _class_of(config: dict[str, Any], tensors: Mapping[str, TensorInfo], asked: str) -> Optional[Found]:
-    """Return the class of the tensors; None where transformers does not have, or cannot make, the class.
+    """Return the class of the tensors; None where transformers does not have the class.
 
     First the class that config.json names, if it has exactly these tensors; then another class of the same
     model_type that has exactly them, which config.json is to name (a value head on a language model); then
     the named class, if nothing but other programs' tensors is beyond it.
+
+    Raises:
+        CannotBuild: the named class has no model without memory.
     """
     if asked and not classes.has_class(asked):
         return None
@@ -132,10 +139,9 @@ def _class_of(config: dict[str, Any], tensors: Mapping[str, TensorInfo], asked: 
         fitted = with_labels(config, name, tensors)
         try:
             model = classes.built(name, fitted)
-        except classes.CannotBuild as error:
+        except classes.CannotBuild:
             if name == asked:
-                say(str(error))
-                return None
+                raise
             continue
         reading = classes.reading(model, tensors)
         if name != asked and reading.is_moved:

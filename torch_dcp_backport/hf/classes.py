@@ -15,6 +15,8 @@ import logging
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -44,10 +46,9 @@ class Route(NamedTuple):
     sources: tuple[tuple[str, ...], ...]
     #: transformers' operations that make the tensor of them; none where a tensor is read as it is.
     steps: tuple[Any, ...] = ()
-    #: Of what they make: how many tensors, the number of this one, and its shape.
-    targets: int = 1
+    #: The shapes of all tensors that they make, and the number of this one.
+    shapes: tuple[tuple[int, ...], ...] = ()
     place: int = 0
-    shape: tuple[int, ...] = ()
 
     @property
     def key(self) -> str:
@@ -137,7 +138,10 @@ def _built(name: str, config: str) -> nn.Module:
     # Quantised weights are no weights of the class.
     values.pop("quantization_config", None)
     auto = importlib.import_module("transformers.models.auto.configuration_auto")
-    made = auto.CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    with TemporaryDirectory() as folder:
+        # As `from_pretrained` reads it: some values are spelled in a way of their own.
+        Path(folder, "config.json").write_text(json.dumps(values))
+        made = auto.CONFIG_MAPPING[values["model_type"]].from_pretrained(folder)
     state = random.getstate()
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
@@ -318,9 +322,10 @@ def _by_5(
         keys = keys_by_pattern[name]
         ordered = tuple(tuple(keys[each]) for each in converter.source_patterns if each in keys)
         made = list(_made_by_5(model, converter, name))
+        shapes = tuple(shape for _, shape in made)
         for place, (target, shape) in enumerate(made):
             if target in held and shape == held[target]:
-                routes[target] = Route(ordered, tuple(converter.operations), len(made), place, shape)
+                routes[target] = Route(ordered, tuple(converter.operations), shapes, place)
     return renamed, routes
 
 

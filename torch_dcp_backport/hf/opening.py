@@ -191,6 +191,7 @@ class Narrow(NamedTuple):
 
 
 Made = Union[Leaf, Stack, Cat, Turned, Narrow]
+Shapes = tuple[tuple[int, ...], ...]
 
 
 def made_of(route: Route, files: Mapping[str, TensorInfo]) -> Optional[Made]:
@@ -198,20 +199,22 @@ def made_of(route: Route, files: Mapping[str, TensorInfo]) -> Optional[Made]:
     lists: list[list[Made]] = [[Leaf(key, files[key].shape) for key in keys] for keys in route.sources]
     if len({files[key].dtype for keys in route.sources for key in keys}) > 1:
         return None
-    targets = 1
-    for step in route.steps:
-        taken = _after(step, lists, route.targets if step is route.steps[-1] else 1)
+    for number, step in enumerate(route.steps, 1):
+        taken = _after(step, lists, route.shapes if number == len(route.steps) else ())
         if taken is None:
             return None
         lists = taken
-        targets = len(lists)
-    place = route.place if targets > 1 else 0
-    made = lists[place][0] if place < len(lists) and len(lists[place]) == 1 else None
-    return made if made is not None and (not route.shape or made.shape == route.shape) else None
+    parts = lists[route.place] if route.place < len(lists) else []
+    is_right = len(parts) == 1 and (not route.shapes or parts[0].shape == route.shapes[route.place])
+    return parts[0] if is_right else None
 
 
-def _after(step: Any, lists: list[list[Made]], targets: int) -> Optional[list[list[Made]]]:
-    """Return the tensors after an operation of transformers 5; None for an operation that is not known."""
+def _after(step: Any, lists: list[list[Made]], shapes: Shapes) -> Optional[list[list[Made]]]:
+    """Return the tensors after an operation of transformers 5; None for an operation that is not known.
+
+    Args:
+        shapes: of what the last operation makes; none for others.
+    """
     kind, every = type(step).__name__, [part for parts in lists for part in parts]
     if kind == "MergeModulelist":
         return [[Stack(step.dim, tuple(parts))] for parts in lists]
@@ -222,7 +225,10 @@ def _after(step: Any, lists: list[list[Made]], targets: int) -> Optional[list[li
     (only,) = every
     if kind == "Transpose" and not step.check_dims:
         return [[Turned(only, step.dim0, step.dim1)]]
-    if kind == "Chunk" and step.num_shards_attribute is None and only.shape[step.dim] % targets == 0:
-        size = only.shape[step.dim] // targets
-        return [[Narrow(only, step.dim, number * size, size)] for number in range(targets)]
+    if kind in ("Chunk", "Split") and shapes:
+        made, start = [], 0
+        for shape in shapes:
+            made.append([Narrow(only, step.dim, start, shape[step.dim])])
+            start += shape[step.dim]
+        return [list(part) for part in made] if start == only.shape[step.dim] else None
     return None
