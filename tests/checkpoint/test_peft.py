@@ -88,3 +88,33 @@ def test_other_adapters_are_refused_by_name(tmp_path: Path, settings: dict[str, 
     with pytest.raises(Exception, match=says):
         export_checkpoint(step, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("active", ["default", "other"])
+def test_of_two_adapters_the_active_one_is_merged(tmp_path: Path, active: str) -> None:
+    import transformers
+
+    model = adapted(torch.float32, {"target_modules": ["q_proj"]})
+    model.add_adapter("other", peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["v_proj"]))
+    model.set_adapter(active)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.add_(torch.randn_like(parameter))
+    step = tmp_path / "global_step_1"
+    contents = {"save_contents": ["model", "hf_model"]}
+    FSDPCheckpointManager(model, None, checkpoint_config=contents).save_checkpoint(step, global_step=1)
+    with pytest.raises(Exception, match=r"the adapters default, other, which of them is not known"):
+        export_checkpoint(step, tmp_path / "out")
+    export_checkpoint(step, tmp_path / "out", adapter_name=active)
+    export_checkpoint(step, tmp_path / "alone", adapter_name=active, adapter="alone")
+    trained = peft.get_peft_model_state_dict(model, adapter_name=active, save_embedding_layers=False)
+    base = peft.PeftModel.from_pretrained(qwen2(False), tmp_path / "alone")
+    found = peft.get_peft_model_state_dict(base, save_embedding_layers=False)
+    assert set(found) == set(trained)
+    assert all(torch.equal(found[key], value) for key, value in trained.items())
+    expected = model.merge_and_unload(adapter_names=[active]).state_dict()
+    for folder in (step / "huggingface", tmp_path / "out"):
+        state = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert set(state) == set(expected)
+        assert all(torch.equal(state[key], value) for key, value in expected.items())

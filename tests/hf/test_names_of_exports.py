@@ -110,6 +110,17 @@ def test_a_value_head_on_the_files_of_a_language_model(tmp_path: Path) -> None:
     assert families.same(opened, model)
 
 
+def test_a_vocabulary_that_has_grown_is_not_that_of_the_old_folder(tmp_path: Path) -> None:
+    library = transformers()
+    model = families.made("a language model")
+    model.save_pretrained(tmp_path / "base")
+    model.resize_token_embeddings(48)
+    with pytest.raises(RuntimeError, match=r"not the shape of a Qwen2ForCausalLM: model.embed_tokens.weight"):
+        hf.save_state_dict(model.state_dict(), tmp_path / "m", like=tmp_path / "base")
+    hf.save_state_dict(model.state_dict(), tmp_path / "m", like=model.config)
+    assert families.same(families.opened(tmp_path / "m", library.AutoModelForCausalLM), model)
+
+
 def test_what_a_program_adds_to_a_whole_model_is_said_and_goes_along(tmp_path: Path, caplog) -> None:
     library = transformers()
     model = families.made("a language model")

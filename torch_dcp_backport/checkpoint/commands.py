@@ -118,6 +118,7 @@ def export(argv: list[str], prog: str) -> int:
     parser.add_argument(
         "--adapter-config", metavar="FOLDER", help="with adapter_config.json; by default the checkpoint's"
     )
+    parser.add_argument("--adapter-name", metavar="NAME", help="of several adapters the one that is written")
     parser.add_argument("--progress", action="store_true", help="a bar on standard error; needs tqdm")
     args = parser.parse_args(argv)
     if args.progress:
@@ -135,6 +136,7 @@ def export(argv: list[str], prog: str) -> int:
             trust=args.trust,
             adapter=args.adapter,
             adapter_config=args.adapter_config,
+            adapter_name=args.adapter_name,
         )
     except CheckpointingException as error:
         print(f"{prog}: {error}", file=sys.stderr)

@@ -37,6 +37,7 @@ from torch_dcp_backport.hf.export import (
     checked,
     examined,
     exported,
+    not_one,
     target_of,
     write_files,
 )
@@ -69,6 +70,7 @@ def export_checkpoint(
     trust: bool = False,
     adapter: str = MERGE,
     adapter_config: Optional[Union[Folder, Any]] = None,
+    adapter_name: Optional[str] = None,
 ) -> Saved:
     """Write the model of a checkpoint as a folder that `from_pretrained` opens. Not collective.
 
@@ -86,6 +88,7 @@ def export_checkpoint(
             peft's own format.
         adapter_config: a folder, or a mapping, with the adapter's configuration, where the checkpoint has
             none.
+        adapter_name: of several adapters the one that is written; None is the only one.
 
     Raises:
         CheckpointingException: the checkpoint is damaged or has no model, the names are not those of the
@@ -93,9 +96,8 @@ def export_checkpoint(
     """
     try:
         with Call(CANNOT_EXPORT, "collect", ()) as call:
-            return _export(
-                call, Path(folder), Path(target), Request(like, how, trust, adapter, adapter_config)
-            )
+            request = Request(like, how, trust, adapter, adapter_config, adapter_name)
+            return _export(call, Path(folder), Path(target), request)
     except RuntimeError as error:
         raise CheckpointingException(str(error)) from error
 
@@ -106,6 +108,7 @@ class Request(NamedTuple):
     trust: bool
     adapter: str
     adapter_config: Any
+    adapter_name: Optional[str]
 
 
 #: Fills memory of boxes of saved tensors: (key, box, memory).
@@ -145,13 +148,14 @@ def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
     plan: Optional[adapters.Merged] = None
     names, ties = {key: key for key in model.infos}, dict(model.tied)
     if adapters.is_wrapped(model.infos) or request.adapter == ALONE:
-        config = adapter_config_in(folder, request)
+        adapter = adapter_in(model, request)
+        config = adapter_config_in(folder, request, adapter)
         with call.guard("adapter"):
             if request.adapter == ALONE:
-                names = _names_alone(model, config)
+                names = adapters.saved_names(model.infos, config, adapter)
                 target = target._replace(companions={ADAPTER_CONFIG: spelled_config(config, 2).encode()})
             else:
-                plan = adapters.merged(model.infos, config)
+                plan = adapters.merged(model.infos, config, adapter)
                 names = plan.names
                 ties = _renamed(model.tied, names)
                 adapters.check_ties(plan, ties)
@@ -164,8 +168,7 @@ def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
         for first, *others in tied:
             for other in others:
                 if not _equal(model, names[first], names[other]):
-                    what = "two tensors, where config.json says that they are one (tie_word_embeddings)"
-                    call.problems.append(Problem(what, f"{first} and {other}", "other values", "the same"))
+                    call.problems.append(not_one(first, other))
                 del tensors[other]
     settle(call)
     bring = _bringing(model, names, plan, meter_of(tensors), tensors)
@@ -192,26 +195,31 @@ def _renamed(tied: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str
     return {new[key]: new[same] for key, same in tied.items() if key in new and same in new}
 
 
-def _names_alone(model: Model, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return name in peft's file -> saved key.
+def adapter_in(model: Model, request: Request) -> str:
+    """Return the name of the adapter that is written.
 
     Raises:
-        ValueError: no adapter, or several.
+        CheckpointingException: several, or none of the caller's name.
     """
-    known = adapters.adapters_in(model.infos)
-    if len(known) != 1:
-        raise ValueError(f"adapters in it: {', '.join(known) or 'none'}; one is needed")
-    return adapters.saved_names(model.infos, config, known[0])
+    known = adapters.adapters_in(model.infos) or ["default"]
+    name = request.adapter_name if request.adapter_name is not None or len(known) > 1 else known[0]
+    if name not in known:
+        asked = "which of them is not known" if name is None else f"and none is {name}"
+        raise CheckpointingException(
+            f"{CANNOT_EXPORT}: the adapters {', '.join(known)}, {asked} (adapter_name=, --adapter-name)"
+        )
+    return name
 
 
-def adapter_config_in(folder: Path, request: Request) -> dict[str, Any]:
+def adapter_config_in(folder: Path, request: Request, adapter: str) -> dict[str, Any]:
     """Return the configuration of a checkpoint's adapter.
 
     Raises:
         CheckpointingException: there is none.
     """
     like = request.like if isinstance(request.like, (str, Path)) else None
-    places = [folder / ADAPTER, folder / VERL_ADAPTER, *([Path(like)] if like is not None else [])]
+    places = [folder / ADAPTER / adapter, folder / ADAPTER, folder / VERL_ADAPTER]
+    places += [Path(like)] if like is not None else []
     place: Any = next((place for place in places if (place / ADAPTER_CONFIG).is_file()), None)
     if request.adapter_config is not None:
         place = request.adapter_config

@@ -91,7 +91,8 @@ def examine(
         # Its files may have other names than the model: transformers 5 renames as it saves.
         return Verdict(changed, _by_names(changed, tensors, {}, str(error)), frozenset(kept), tied)
     if found is None or (found.problems and (has_code(changed) or _are(tensors, source, changed))):
-        problems = _by_names(changed, tensors, source, f"{asked or 'it'} is none of this transformers")
+        why = "with code of its own" if has_code(changed) else "none of this transformers"
+        problems = _by_names(changed, tensors, source, why)
         return Verdict(changed, problems, frozenset(kept), tied)
     if found.problems:
         return Verdict(changed, found.problems)
@@ -233,7 +234,8 @@ def _by_names(
     problems = [Problem(f"not in the export, and in the model's own files ({why})", some(missing))]
     # Some code of a model's own has such names; but a broken export may be in the place of the files, too.
     wrapped = [key for key in tensors if key not in source or not has_code(config)]
-    return [*(problems if missing else []), *of_peft(wrapped)]
+    shapes = other_shapes(tensors, source)
+    return [*(problems if missing else []), *shapes, *of_peft(wrapped)]
 
 
 def _are(
@@ -243,7 +245,20 @@ def _are(
 ) -> bool:
     """Return whether an export has the names of the model's own files, which another transformers opens."""
     is_within = bool(source) and set(tensors) <= set(source) and not of_peft(tensors)
-    return is_within and not missing_from(tensors, source, config)
+    return is_within and not missing_from(tensors, source, config) and not other_shapes(tensors, source)
+
+
+def other_shapes(
+    tensors: Mapping[str, TensorInfo], source: Mapping[str, Optional[TensorInfo]]
+) -> list[Problem]:
+    """Return problems for tensors of other shapes than in the files that config.json is from."""
+    problems = []
+    for key, info in tensors.items():
+        own = source.get(key)
+        if own is not None and own.shape != info.shape and not HEADS.search(key):
+            what = "not the shape that it has in the model's own files"
+            problems.append(Problem(what, key, f"{info.shape}", f"{own.shape}"))
+    return problems
 
 
 def missing_from(

@@ -59,7 +59,7 @@ def as_config(config: Any) -> dict[str, Any]:
     values = dict(to_dict())
     # The place that a configuration came from is nothing of the model's.
     values.pop("_name_or_path", None)
-    shorter = getattr(config, "to_diff_dict", dict)()
+    shorter: Mapping[str, Any] = getattr(config, "to_diff_dict", dict)()
     for name, value in values.items():
         if isinstance(value, dict) and hasattr(getattr(config, name, None), "to_dict"):
             # Some classes refuse the configuration of a part with every setting that has a default.

@@ -297,6 +297,14 @@ def target_of(call: Call, folder: Union[str, Path], like: Any, how: Optional[Exp
     return Target(path, options, companions, origin)
 
 
+def not_one(first: str, second: str) -> Problem:
+    """Return the problem of two different tensors, of which a reader would take one for both."""
+    what = (
+        "two tensors, where config.json says that they are one (if not, tie_word_embeddings has to be false)"
+    )
+    return Problem(what, f"{first} and {second}", "other values", "the same")
+
+
 class Examined(NamedTuple):
     """An export whose tensors are those of the class in its config.json."""
 

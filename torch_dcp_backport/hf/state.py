@@ -30,6 +30,7 @@ from torch_dcp_backport.hf.export import (
     examined,
     export,
     exported,
+    not_one,
     target_of,
     write_files,
 )
@@ -240,14 +241,7 @@ def doubles_of(call: Call, done: Examined, share: Share) -> list[str]:
             if is_alike and not differ(call, share, first, key):
                 doubles.append(key)
             elif call.rank == first_rank(call):
-                call.problems.append(
-                    Problem(
-                        "two tensors, where config.json says that they are one (tie_word_embeddings)",
-                        f"{first} and {key}",
-                        "other values",
-                        "the same",
-                    )
-                )
+                call.problems.append(not_one(first, key))
     return doubles
 
 
