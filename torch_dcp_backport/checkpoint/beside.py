@@ -54,6 +54,7 @@ def write_beside(
     *,
     config: Any,
     generation: Any = None,
+    generates: bool = True,
     processing_class: Any = None,
     origin: Optional[Path] = None,
 ) -> None:
@@ -61,7 +62,8 @@ def write_beside(
 
     Args:
         config: of the model; None writes none.
-        generation: the model's generation configuration; None where it does not generate.
+        generation: the model's generation configuration, where it has one.
+        generates: whether the model does: a value model of a language model's folder does not.
         processing_class: a tokenizer or processor.
         origin: the model's own folder, from which all else is copied: code, chat templates, and what
             `processing_class` does not have.
@@ -76,7 +78,8 @@ def write_beside(
         with told("the configuration, as its values"):
             values = as_config(config)
             write_small(folder / CONFIG, json.dumps(values, indent=2, sort_keys=True, default=str).encode())
-    write_generation(folder, generation, origin)
+    if generates:
+        write_generation(folder, generation, origin)
 
 
 def copied(names: Iterable[str], written: Collection[str]) -> list[str]:
@@ -118,11 +121,12 @@ def write_generation(folder: Path, generation: Any, origin: Optional[Path]) -> N
     end a text).
     """
     own = None if origin is None else origin / GENERATION
-    is_there = own is not None and own.is_file()
-    is_derived = generation is not None and bool(getattr(generation, "_from_model_config", False))
-    if generation is None or not hasattr(generation, "save_pretrained"):
-        return
-    if own is not None and is_there and (is_derived or is_of(generation, own.parent)):
+    if own is not None and not own.is_file():
+        own = None
+    is_derived = not hasattr(generation, "save_pretrained") or getattr(
+        generation, "_from_model_config", False
+    )
+    if own is not None and (is_derived or is_of(generation, own.parent)):
         with told("the generation configuration"):
             write_small(folder / GENERATION, own.read_bytes())
     elif not is_derived and GENERATION not in saved_by(

@@ -171,11 +171,11 @@ class FSDPCheckpointManager(ShardedManager):
         """Write the files that `from_pretrained` needs beside weights, as far as model and tokenizer can."""
         model = base_of(self.unwrapped)
         generates = getattr(model, "can_generate", None)
-        generation = getattr(model, "generation_config", None)
         beside.write_beside(
             folder,
             config=configuration_of(model),
-            generation=generation if generates is None or generates() else None,
+            generation=getattr(model, "generation_config", None),
+            generates=generates is None or bool(generates()),
             processing_class=self.processing_class,
             origin=self.origin,
         )
