@@ -21,6 +21,8 @@ from torch_dcp_backport import hf
 from torch_dcp_backport.__main__ import main
 from torch_dcp_backport.checkpoint import FSDPCheckpointManager, export_checkpoint
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.training_state import save_training_state
+from torch_dcp_backport.regression import memory, meter
 
 try:
     from torch.distributed.fsdp import fully_shard
@@ -162,6 +164,23 @@ def test_a_checkpoint_of_verls_own_manager(tmp_path: Path) -> None:
     assert set(source.tensors) == set(expected)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_a_merge_holds_a_few_buffers_and_no_model(tmp_path: Path) -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(4096, 12288, bias=False) for _ in range(3)))
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(wrapped.Adapted(layer) for layer in layers)
+    (tmp_path / "a").mkdir()
+    save_training_state(tmp_path / "a", model)
+    del layers, model
+    if not meter.forget_peak():
+        pytest.skip("this system does not tell a process's peak memory")
+    with memory.limit(peak=200 * 2**20):  # of 576 MiB
+        export_checkpoint(
+            tmp_path / "a", tmp_path / "b", like={"model_type": "made"}, adapter_config=wrapped.SETTINGS
+        )
+    names = {f"layers.{number}.weight" for number in range(3)}
+    assert set(hf.Folder(tmp_path / "b").tensors) == names
 
 
 def test_wrong_usage(tmp_path: Path, capsys) -> None:

@@ -310,7 +310,8 @@ def _bringing(
         model.fill(parts)
         for key, box, part in sums:
             assert plan is not None, "it changes them"
-            write(key, box).copy_(adapters.sum_of(plan, key, part, box, small))
+            adapters.merge_into(part, plan, key, box, small)
+            write(key, box).copy_(part)
         meter.add(nbytes_of_window(window, tensors))
 
     return bring

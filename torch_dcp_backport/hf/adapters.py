@@ -226,8 +226,8 @@ def scale_of(path: str, rank: int, config: Mapping[str, Any]) -> float:
 
 
 @torch.no_grad()
-def add(part: torch.Tensor, box: Box, low: Low, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a part of a merged weight on the host, in the weight's dtype.
+def add(part: torch.Tensor, box: Box, low: Low, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add an adapter's share to a part of a weight on the host, in the weight's dtype.
 
     Args:
         part: of the weight, which `box` is the place of.
@@ -242,30 +242,29 @@ def add(part: torch.Tensor, box: Box, low: Low, a: torch.Tensor, b: torch.Tensor
     delta = (b[rows].to(computed) @ a[:, columns].to(computed)).mul_(low.scale)
     if low.is_turned:
         delta = delta.T
-    total = part.detach().to("cpu", copy=True)
     delta = delta.to(dtype)
-    return total.add_(delta.to(total.dtype) if low.is_cast else delta)
+    part.add_(delta.to(part.dtype) if low.is_cast else delta)
 
 
 @torch.no_grad()
-def add_bias(part: torch.Tensor, box: Box, bias: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return a part of a merged bias on the host."""
+def add_bias(part: torch.Tensor, box: Box, bias: torch.Tensor, scale: float) -> None:
+    """Add an adapter's share to a part of a bias on the host."""
     start, size = box.offset[0], box.size[0]
-    total = part.detach().to("cpu", copy=True)
-    return total.add_(bias[start : start + size] * scale)
+    part.add_(bias[start : start + size] * scale)
 
 
 #: Returns a small tensor in full, on the host, by the key that it was saved under.
 Small = Callable[[str], torch.Tensor]
 
 
-def sum_of(plan: Merged, key: str, part: torch.Tensor, box: Box, small: Small) -> torch.Tensor:
-    """Return a part of a tensor with the adapter's share, on the host."""
+def merge_into(part: torch.Tensor, plan: Merged, key: str, box: Box, small: Small) -> None:
+    """Add an adapter's share to a part of a tensor, a copy on the host."""
     low = plan.added.get(key)
     if low is not None:
-        return add(part, box, low, small(low.a), small(low.b))
+        add(part, box, low, small(low.a), small(low.b))
+        return
     bias, scale = plan.biases[key]
-    return add_bias(part, box, small(bias), scale)
+    add_bias(part, box, small(bias), scale)
 
 
 def saved_names(tensors: Iterable[str], config: Mapping[str, Any], adapter: str) -> dict[str, str]:
@@ -325,4 +324,6 @@ class MergedShare(Share):
         part = super().view(key, box)
         if key not in self.plan.changed:
             return part
-        return sum_of(self.plan, key, part, box, self.small.__getitem__).to(part.device)
+        total = part.detach().to("cpu", copy=True)
+        merge_into(total, self.plan, key, box, self.small.__getitem__)
+        return total.to(part.device)
