@@ -85,7 +85,7 @@ clients-ray:
 # With more threads than processors, those of OpenMP wait for each other by turning: 132 s, and 69 s with one each.
 clients-2.6:
 	OMP_NUM_THREADS=1 $(LANES) test clients -- tests/clients --ignore=tests/clients/test_ray.py --timeout 900
-	$(LANES) test clients -- tests/engine/test_engine_lora.py
+	$(LANES) test clients -- tests/engine/test_engine_lora.py tests/checkpoint/test_peft.py
 
 # LEAVE_OUT: pytest's arguments; CI leaves accelerate to torch 2.6, since its FSDP2 refuses older ones.
 clients-2.5:

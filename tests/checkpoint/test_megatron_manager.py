@@ -422,3 +422,47 @@ def decayed(api: Any, folder: Path) -> list[float]:
 
 def test_stages_keep_options_of_their_own(ranks, tmp_path: Path) -> None:
     assert ranks(decayed, tmp_path / "global_step_1", world=2) == [[0.1, 0.1], [0.2, 0.2]]
+
+
+class Configuration:
+    """A configuration of transformers, as far as a manager looks at it; of a model that this one is not."""
+
+    def __init__(self, origin: Path) -> None:
+        self.name_or_path = str(origin)
+
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "config.json").write_text(json.dumps({"model_type": "none of these"}))
+
+
+def test_files_for_transformers_that_are_refused_lose_no_step(tmp_path: Path, caplog) -> None:
+    """Only sharded checkpoints know this model. The small files of its own folder go along."""
+    (tmp_path / "base").mkdir()
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        (tmp_path / "base" / name).write_text(json.dumps({"name": name}))
+    chunk = Chunk(Alone(), range(2))  # type: ignore[arg-type]
+    options = {"model": chunk, "hf_config": Configuration(tmp_path / "base"), "parallel_state": Alone()}
+    contents = {"save_contents": ["model", "hf_model"]}
+    manager = MegatronCheckpointManager(checkpoint_config=contents, **options)
+    with caplog.at_level(logging.ERROR, "torch_dcp_backport.checkpoint"):
+        manager.save_checkpoint(tmp_path / "step")
+    assert "is saved without the hf_model that was asked for" in caplog.text
+    assert "'none of these'" in caplog.text
+    names = sorted(path.name for path in (tmp_path / "step" / "huggingface").iterdir())
+    assert names == ["config.json", "generation_config.json", "tokenizer.json"]
+    with torch.no_grad():
+        chunk.weight1.zero_()
+    loads = {"load_contents": ["model"]}
+    MegatronCheckpointManager(checkpoint_config=loads, **options).load_checkpoint(tmp_path / "step")
+    assert torch.equal(chunk.weight1, full(1, 0))
+    with pytest.raises(ValueError, match="no hf_model: hf_config has no save_pretrained"):
+        MegatronCheckpointManager(model=chunk, checkpoint_config=contents)
+
+
+class Alone:
+    """A process without others."""
+
+    tp = dp = pp = 1
+    places = 0, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda **_: 1 if name.endswith("world_size") else 0

@@ -20,7 +20,7 @@ from torch_dcp_backport.hf.files import Draft
 from torch_dcp_backport.hf.format import read_header
 from torch_dcp_backport.transfer import TransferError
 
-OLD_CONFIG, NEW_CONFIG = {"model_type": "qwen2"}, {"model_type": "qwen2", "rope_theta": 1}
+OLD_CONFIG, NEW_CONFIG = {"model_type": "made"}, {"model_type": "made", "rope_theta": 1}
 
 
 def draft_of(target: Path, file_bytes: int, config: dict[str, Any]) -> Draft:

@@ -42,7 +42,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> Path:
 
 def model(folder: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "config.json").write_text('{"model_type": "made"}')
     write(folder / "model.safetensors", tensors)
     return folder
 
@@ -201,7 +201,7 @@ def exported(
 ) -> list[str]:
     draft = Draft(target, overwrite)
     draft.reserve(infos(tensors), file_bytes)
-    draft.add("config.json", b'{"model_type": "qwen2"}')
+    draft.add("config.json", b'{"model_type": "made"}')
     for key, value in tensors.items():
         draft.files.write(key, 0, memoryview(data_of(value)))
     draft.sync()
@@ -278,14 +278,14 @@ def test_two_exports_at_once_are_refused_and_a_dead_one_is_cleared_away(tmp_path
     assert same(target, NEW)
 
 
-NUMBERS = {"model_type": "qwen2", "hidden_size": 8, "dtype": "float32"}
+NUMBERS = {"model_type": "made", "hidden_size": 8, "dtype": "float32"}
 
 
 @pytest.mark.parametrize(
     ("there", "says"),
     [
         ({**NUMBERS, "hidden_size": 16}, r"another model: hidden_size \(expected 8, got 16\)"),
-        ({**NUMBERS, "model_type": "llama"}, r"model_type \(expected 'qwen2', got 'llama'\)"),
+        ({**NUMBERS, "model_type": "llama"}, r"model_type \(expected 'made', got 'llama'\)"),
         ([1], "it cannot be read"),
         # As a caller puts it there before: of another release, in another dtype.
         ({**NUMBERS, "dtype": "bfloat16", "transformers_version": "9", "pad_token_id": 3}, ""),

@@ -27,7 +27,7 @@ try:
 except ImportError:  # torch 2.4
     from torch.distributed._tensor import Replicate, Shard, distribute_tensor
 
-CONFIG = {"model_type": "qwen2"}
+CONFIG = {"model_type": "made"}
 VALUES = {
     "matrix": torch.arange(70, dtype=torch.float32).view(10, 7),
     "odd": torch.arange(5, dtype=torch.bfloat16),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from decoders import Decoder, read_folder, write_folder
 
-from torch_dcp_backport import hf
+from torch_dcp_backport import hf, transfer
 from torch_dcp_backport.__main__ import main
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
@@ -57,7 +57,9 @@ def test_there_and_back(tmp_path, name):
     assert verify(tmp_path / "ckpt") == []
     convert(tmp_path / "ckpt", tmp_path / "back", how=hf.Export(file_bytes=4000))
     assert differences(tmp_path / "back", decoder.tensors()) == []
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == decoder.config
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    # Where transformers is installed the class comes along.
+    assert {key: config[key] for key in decoder.config} == decoder.config
     assert not list(tmp_path.glob(".*"))
 
 
@@ -267,7 +269,10 @@ def test_source_and_target_apart(tmp_path, model):
     link = tmp_path / "link"
     link.symlink_to(out)
     replaced = hf.Export(overwrite=True)
-    for source, target in ((out, out), (out, link), (out, out / "hf"), (out / "inside", out), (model, model)):
+    pairs = ((out, out), (out, link), (out, out / "hf"), (out / "inside", out), (model, model))
+    # Each in the other, whichever is made of which.
+    nested = ((model, model / "ckpt"), (model, model / "a" / "b"), (out, tmp_path), (model, tmp_path))
+    for source, target in (*pairs, *nested):
         with pytest.raises(CheckpointingException, match=r"is in the (source|target)"):
             convert(source, target, how=replaced)
     assert verify(out) == []
@@ -276,6 +281,56 @@ def test_source_and_target_apart(tmp_path, model):
     convert(model, link, how=replaced)
     assert link.is_symlink()
     assert verify(out) == []
+
+
+def test_what_stands_beside_a_checkpoint_is_not_replaced_with_it(tmp_path, model):
+    out = tmp_path / "ckpt"
+    convert(model, out)
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(
+        CheckpointingException, match=r"beside the checkpoint it has notes.txt: move that away"
+    ):
+        convert(model, out, how=hf.Export(overwrite=True))
+    assert (out / "notes.txt").read_text() == "mine"
+    assert verify(out) == []
+
+
+def test_the_companions_of_files_are_the_new_models(tmp_path, model):
+    """The chat template of an older model, and code that its config.json names, go with its weights."""
+    like, code = tmp_path / "like", {"auto_map": {"AutoModel": "modeling_old.Old"}}
+    write_folder(like, QWEN, QWEN.tensors(), files=1)
+    for folder, names in ((model, ("vocab.bpe", "additional_chat_templates/rag.jinja")), (like, ())):
+        for name in names:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text("new")
+    convert(model, tmp_path / "ckpt")
+    back = tmp_path / "back"
+    write_folder(back, QWEN, QWEN.tensors(), files=1)
+    (back / "config.json").write_text(json.dumps({**QWEN.config, **code}))
+    for name in ("chat_template.jinja", "modeling_old.py", "generation_config.json", "notes.txt"):
+        (back / name).write_text("old")
+    convert(tmp_path / "ckpt", back, how=hf.Export(overwrite=True))
+    found = {path.relative_to(back).as_posix() for path in back.rglob("*") if path.is_file()}
+    assert found == {
+        "config.json",
+        "model.safetensors",
+        "notes.txt",
+        "vocab.bpe",
+        "additional_chat_templates/rag.jinja",
+    }
+
+
+def test_files_of_a_model_without_its_head(tmp_path):
+    """As transformers saves a Qwen3Model: the names are without `model.` before them."""
+    decoder = MODELS["qwen3, tied"]
+    tensors = decoder.tensors()
+    write_folder(tmp_path / "hf", decoder, tensors, files=2)
+    convert(tmp_path / "hf", tmp_path / "ckpt")
+    short = {key.replace("model.", "", 1): value for key, value in tensors.items()}
+    write_folder(tmp_path / "short", decoder, short, files=2)
+    convert(tmp_path / "short", tmp_path / "same")
+    convert(tmp_path / "same", tmp_path / "back")
+    assert differences(tmp_path / "back", tensors) == []
 
 
 def alone(api: Any, source: Path, target: Path) -> None:
@@ -307,6 +362,39 @@ def test_the_command(tmp_path, model, capsys):
     assert again.out == ""
     assert "--overwrite replaces it" in again.err
     assert main(["convert", str(model), str(tmp_path / "x"), "--dtype", "green"]) == 2
+
+
+def test_progress_of_a_cast_ends_with_the_bytes_that_are_written(tmp_path, model):
+    """Twice as many are read."""
+    wide = {key: value.float() for key, value in TENSORS.items()}
+    write_folder(tmp_path / "wide", QWEN, wide, files=1)
+    convert(tmp_path / "wide", tmp_path / "ckpt")
+    shares: list[tuple[int, int]] = []
+    transfer.configure(progress=lambda progress: shares.append((progress.done, progress.total)))
+    try:
+        for dtype in (torch.bfloat16, torch.float64):
+            shares.clear()
+            done = convert(tmp_path / "ckpt", tmp_path / str(dtype), how=hf.Export(dtype))
+            assert shares[-1] == (done.nbytes, done.nbytes)
+            assert all(0 <= part <= whole for part, whole in shares)
+    finally:
+        transfer.configure()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--like", "hf"), "keeps what is beside the files that it is made of: like"),
+        (("--file-size", "1GB"), "the files of a checkpoint have the sizes of its tensors: file_bytes"),
+        (("--dtype", "bfloat16"), "a checkpoint keeps the dtypes of the files: dtype"),
+    ],
+    ids=str,
+)
+def test_what_means_nothing_to_a_checkpoint_is_refused(tmp_path, model, capsys, arguments, says):
+    for more in ((), ("--dry-run",)):
+        assert main(["convert", str(model), str(tmp_path / "ckpt"), *arguments, *more]) == 1
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "ckpt").exists()
 
 
 def limited(source: Path, target: Path, room: int) -> None:

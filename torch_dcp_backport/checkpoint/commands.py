@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from torch_dcp_backport.checkpoint import manifest, retention, store
+from torch_dcp_backport.checkpoint import exporting, manifest, retention, store
 from torch_dcp_backport.checkpoint.exporting import export_checkpoint
 from torch_dcp_backport.checkpoint.layout import SHARDED
 from torch_dcp_backport.checkpoint.retention import Verdict
@@ -128,6 +128,16 @@ def export(argv: list[str], prog: str) -> int:
     parser.add_argument(
         "--trust", action="store_true", help="read files of verl's own manager, which runs what they say"
     )
+    parser.add_argument(
+        "--adapter",
+        choices=(exporting.MERGE, exporting.ALONE),
+        default=exporting.MERGE,
+        help="of a model with a LoRA of peft: the merged model, or the adapter in peft's own format",
+    )
+    parser.add_argument(
+        "--adapter-config", metavar="FOLDER", help="with adapter_config.json; by default the checkpoint's"
+    )
+    parser.add_argument("--adapter-name", metavar="NAME", help="of several adapters the one that is written")
     parser.add_argument("--progress", action="store_true", help="a bar on standard error; needs tqdm")
     args = parser.parse_args(argv)
     if args.progress:
@@ -143,6 +153,9 @@ def export(argv: list[str], prog: str) -> int:
             like=args.like,
             how=Export(dtype, overwrite=args.overwrite),
             trust=args.trust,
+            adapter=args.adapter,
+            adapter_config=args.adapter_config,
+            adapter_name=args.adapter_name,
         )
     except CheckpointingException as error:
         print(f"{prog}: {error}", file=sys.stderr)

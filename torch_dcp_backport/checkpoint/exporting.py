@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
 from torch_dcp_backport.checkpoint import manifest, store, verl
-from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SHARDED, TIED
+from torch_dcp_backport.checkpoint.layout import ADAPTER, HUGGING_FACE, SHARDED, TIED, VERL_ADAPTER
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.dist_checkpointing.engine.cover import covered, fills
@@ -26,17 +27,38 @@ from torch_dcp_backport.dist_checkpointing.engine.metadata import Stored
 from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader, wrong_files
 from torch_dcp_backport.dist_checkpointing.inspection import opened_alone
 from torch_dcp_backport.dist_checkpointing.training_state import MODEL
-from torch_dcp_backport.hf.blocks import Window
-from torch_dcp_backport.hf.export import Export, Saved, Target, exported, target_of, write_files
+from torch_dcp_backport.hf import adapters
+from torch_dcp_backport.hf.blocks import Window, windows
+from torch_dcp_backport.hf.companions import ADAPTER_CONFIG
+from torch_dcp_backport.hf.export import (
+    Export,
+    Saved,
+    Target,
+    checked,
+    examined,
+    exported,
+    not_one,
+    target_of,
+    write_files,
+)
+from torch_dcp_backport.hf.files import ADAPTER_FILES
 from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.moving import settle
 from torch_dcp_backport.hf.source import CONFIG
-from torch_dcp_backport.transfer import Call, Problem, TensorInfo, settings
+from torch_dcp_backport.hf.state import spelled_config
+from torch_dcp_backport.transfer import Box, Call, Problem, TensorInfo, settings
+from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.memories import Memory
 from torch_dcp_backport.transfer.progress import Meter
+from torch_dcp_backport.transfer.staging import as_bytes
 
 CANNOT_EXPORT = "cannot export the checkpoint"
 PREFIX = f"{MODEL}."
+MERGE, ALONE = "merge", "alone"
+#: Bytes of two tensors that are compared at once.
+STEP_BYTES = 4 * 2**20
+#: Matrices of adapters that are in memory at once.
+KEPT_MATRICES = 4
 
 
 def export_checkpoint(
@@ -46,6 +68,9 @@ def export_checkpoint(
     like: Optional[Union[Folder, Any]] = None,
     how: Optional[Export] = None,
     trust: bool = False,
+    adapter: str = MERGE,
+    adapter_config: Optional[Union[Folder, Any]] = None,
+    adapter_name: Optional[str] = None,
 ) -> Saved:
     """Write the model of a checkpoint as a folder that `from_pretrained` opens. Not collective.
 
@@ -59,13 +84,20 @@ def export_checkpoint(
             takes those of the checkpoint.
         how: dtype, size of files, whether an older model is replaced; None is `Export()`.
         trust: read the files of verl's own manager, which runs code that is in them.
+        adapter: of a model with a LoRA of peft: "merge" writes the merged model, "alone" the adapter in
+            peft's own format.
+        adapter_config: a folder, or a mapping, with the adapter's configuration, where the checkpoint has
+            none.
+        adapter_name: of several adapters the one that is written; None is the only one.
 
     Raises:
-        CheckpointingException: the checkpoint is damaged or has no model, the target holds a model, ...
+        CheckpointingException: the checkpoint is damaged or has no model, the names are not those of the
+            class in config.json, an adapter cannot be merged, the target holds a model, ...
     """
     try:
         with Call(CANNOT_EXPORT, "collect", ()) as call:
-            return _export(call, Path(folder), Path(target), Request(like, how, trust))
+            request = Request(like, how, trust, adapter, adapter_config, adapter_name)
+            return _export(call, Path(folder), Path(target), request)
     except RuntimeError as error:
         raise CheckpointingException(str(error)) from error
 
@@ -74,14 +106,37 @@ class Request(NamedTuple):
     like: Any
     how: Optional[Export]
     trust: bool
+    adapter: str
+    adapter_config: Any
+    adapter_name: Optional[str]
+
+
+#: Fills memory of boxes of saved tensors: (key, box, memory).
+Fill = Callable[[Sequence[tuple[str, Box, torch.Tensor]]], None]
+
+
+class Model(NamedTuple):
+    """The tensors of a saved model, by the keys that they were saved under."""
+
+    infos: dict[str, TensorInfo]
+    fill: Fill
+    #: Key -> the key of the same tensor.
+    tied: Mapping[str, str]
+
+    def whole(self, key: str) -> torch.Tensor:
+        """Return a full tensor; of small ones."""
+        shape, dtype = self.infos[key]
+        tensor = torch.empty(shape, dtype=dtype)
+        self.fill([(key, whole(shape), tensor)])
+        return tensor
 
 
 def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
-    like, how, _ = request
-    own_files = folder / HUGGING_FACE
-    if like is None and not (own_files / CONFIG).is_file():
-        raise CheckpointingException(f"{CANNOT_EXPORT}: {own_files} has no {CONFIG}: name a model's folder")
-    target = target_of(call, out, own_files if like is None else like, how)
+    if request.adapter not in (MERGE, ALONE):
+        raise CheckpointingException(
+            f"{CANNOT_EXPORT}: adapter={request.adapter!r} is neither {MERGE!r} nor {ALONE!r}"
+        )
+    target = _target(call, folder, out, request)
     if (folder / manifest.NAME).exists():
         call.problems += [Problem("not what was saved", str(folder), fault) for fault in faults_of(folder)]
     with call.guard("OUT"):
@@ -89,56 +144,177 @@ def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
         if within in (real, *real.parents):
             raise ValueError(f"{out} is in the checkpoint, which would no longer be what was saved")
     settle(call)
-    if not (folder / SHARDED).is_dir() and verl.saved_world(folder):
-        return _export_of_verl(call, folder, target, request.trust)
-    checkpoint = opened_alone(folder / SHARDED if (folder / SHARDED).is_dir() else folder)
+    model = _opened(call, folder, request.trust)
+    plan: Optional[adapters.Merged] = None
+    names, ties = {key: key for key in model.infos}, dict(model.tied)
+    if adapters.is_wrapped(model.infos) or request.adapter == ALONE:
+        adapter = adapter_in(model, request)
+        config = adapter_config_in(folder, request, adapter)
+        with call.guard("adapter"):
+            if request.adapter == ALONE:
+                names = adapters.saved_names(model.infos, config, adapter)
+                target = target._replace(companions={ADAPTER_CONFIG: spelled_config(config, 2).encode()})
+            else:
+                plan = adapters.merged(model.infos, config, adapter)
+                names = plan.names
+                ties = _renamed(model.tied, names)
+                adapters.check_ties(plan, ties)
+        settle(call)
+    held = {name: (model.infos[key],) for name, key in names.items() if name not in ties}
+    if target.is_examined:
+        tensors = exported(held, target.how)
+    else:
+        target, tensors, tied = examined(call, target, held)
+        for first, *others in tied:
+            for other in others:
+                if not _equal(model, names[first], names[other]):
+                    call.problems.append(not_one(first, other))
+                del tensors[other]
+    settle(call)
+    bring = _bringing(model, names, plan, meter_of(tensors), tensors)
+    return write_files(call, tensors, bring, target)
+
+
+def _target(call: Call, folder: Path, out: Path, request: Request) -> Target:
+    """Return the target of an export."""
+    if request.adapter == ALONE:
+        how = Export()
+        with call.guard("how"):
+            # peft knows no index.
+            how = dataclasses.replace(checked(request.how), file_bytes=2**62)
+        return Target(out, how, {}, None, ADAPTER_FILES, True)
+    own_files = folder / HUGGING_FACE
+    if request.like is None and not (own_files / CONFIG).is_file():
+        raise CheckpointingException(f"{CANNOT_EXPORT}: {own_files} has no {CONFIG}: name a model's folder")
+    return target_of(call, out, own_files if request.like is None else request.like, request.how)
+
+
+def _renamed(tied: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """Return the ties of tensors by their new names; not with a tensor that has none."""
+    new = {saved: name for name, saved in names.items()}
+    return {new[key]: new[same] for key, same in tied.items() if key in new and same in new}
+
+
+def adapter_in(model: Model, request: Request) -> str:
+    """Return the name of the adapter that is written.
+
+    Raises:
+        CheckpointingException: several, or none of the caller's name.
+    """
+    known = adapters.adapters_in(model.infos) or ["default"]
+    name = request.adapter_name if request.adapter_name is not None or len(known) > 1 else known[0]
+    if name not in known:
+        asked = "which of them is not known" if name is None else f"and none is {name}"
+        raise CheckpointingException(
+            f"{CANNOT_EXPORT}: the adapters {', '.join(known)}, {asked} (adapter_name=, --adapter-name)"
+        )
+    return name
+
+
+def adapter_config_in(folder: Path, request: Request, adapter: str) -> dict[str, Any]:
+    """Return the configuration of a checkpoint's adapter.
+
+    Raises:
+        CheckpointingException: there is none.
+    """
+    like = request.like if isinstance(request.like, (str, Path)) else None
+    places = [folder / ADAPTER / adapter, folder / ADAPTER, folder / VERL_ADAPTER]
+    places += [Path(like)] if like is not None else []
+    place: Any = next((place for place in places if (place / ADAPTER_CONFIG).is_file()), None)
+    if request.adapter_config is not None:
+        place = request.adapter_config
+    if place is None:
+        raise CheckpointingException(
+            f"{CANNOT_EXPORT}: {folder} has an adapter of peft, or should have, and no {ADAPTER}/"
+            f"{ADAPTER_CONFIG}: name a folder that has it (adapter_config=, --adapter-config)"
+        )
+    try:
+        return adapters.as_settings(place)
+    except (OSError, TypeError, ValueError) as error:
+        raise CheckpointingException(f"{CANNOT_EXPORT}: the adapter's configuration: {error}") from error
+
+
+def _opened(call: Call, folder: Path, trust: bool) -> Model:
+    """Return the model in a checkpoint, of ours or of verl's own manager."""
+    if (folder / SHARDED).is_dir() or not verl.saved_world(folder):
+        return _opened_ours(call, opened_alone(folder / SHARDED if (folder / SHARDED).is_dir() else folder))
+    if not trust:
+        raise CheckpointingException(f"{CANNOT_EXPORT}: {folder} {verl.UNTRUSTED}")
+    model = verl.model_of(folder, verl.saved_world(folder))
+
+    def fill(parts: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
+        for key, box, into in parts:
+            model[key].copy(box, into)
+
+    return Model({key: shards.info for key, shards in model.items()}, fill, {})
+
+
+def _opened_ours(call: Call, checkpoint: Opened) -> Model:
     tied: Mapping[str, str] = {}
     # The bytes of the common state are as saved: reading fails only for objects, which do not matter here.
     with contextlib.suppress(CheckpointingException):
         tied = checkpoint.common_state().get(TIED, {})
-    stored = {
-        key[len(PREFIX) :]: value
-        for key, value in checkpoint.holds.tensors.items()
-        if key.startswith(PREFIX) and key[len(PREFIX) :] not in tied
-    }
+    every = checkpoint.holds.tensors.items()
+    stored = {key[len(PREFIX) :]: value for key, value in every if key.startswith(PREFIX)}
     call.problems += problems_of(checkpoint, stored)
-    tensors: dict[str, TensorInfo] = {}
-    with call.guard():
-        infos = {key: (TensorInfo(tensor.shape, tensor.dtype),) for key, tensor in stored.items()}
-        tensors = exported(infos, target.how)
     settle(call)
-    meter = meter_of(tensors)
     reader = Reader(checkpoint.folder, checkpoint.holds.is_ours)
 
-    def bring(window: Window, write: Memory) -> None:
+    def fill(parts: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
         try:
-            reader.read(reads_of(window, stored, write))
-            meter.add(nbytes_of_window(window, tensors))
+            reader.read([read for part in parts for read in reads_of(stored, *part)])
         except (Damaged, OSError) as error:
             raise CheckpointingException(f"{CANNOT_EXPORT}: {checkpoint.folder}: {error}") from error
 
-    return write_files(call, tensors, bring, target)
+    infos = {key: TensorInfo(tensor.shape, tensor.dtype) for key, tensor in stored.items()}
+    return Model(infos, fill, tied)
 
 
-def _export_of_verl(call: Call, folder: Path, target: Target, trust: bool) -> Saved:
-    """Write the model that verl's own manager saved."""
-    if not trust:
-        raise CheckpointingException(f"{CANNOT_EXPORT}: {folder} {verl.UNTRUSTED}")
-    model = verl.model_of(folder, verl.saved_world(folder))
-    tensors: dict[str, TensorInfo] = {}
-    with call.guard():
-        model = verl.without_tied(model, target.companions[CONFIG])
-        tensors = exported({key: (shards.info,) for key, shards in model.items()}, target.how)
-    settle(call)
-    meter = meter_of(tensors)
+def _equal(model: Model, first: str, second: str) -> bool:
+    """Return whether two saved tensors have the same dtype and bits."""
+    if model.infos[first] != model.infos[second]:
+        return False
+    shape, dtype = model.infos[first]
+    for window in windows({first: TensorInfo(shape, dtype)}, STEP_BYTES):
+        for piece in window[first]:
+            pair = [torch.empty(piece.box.size, dtype=dtype) for _ in range(2)]
+            model.fill([(key, piece.box, part) for key, part in zip((first, second), pair)])
+            if not torch.equal(*map(as_bytes, pair)):
+                return False
+    return True
+
+
+def _bringing(
+    model: Model,
+    names: Mapping[str, str],
+    plan: Optional[adapters.Merged],
+    meter: Meter,
+    tensors: Mapping[str, TensorInfo],
+) -> Callable[[Window, Memory], None]:
+    """Return a function that fills a window of HF tensors, with the adapter's part of those that have one."""
+    small = functools.lru_cache(maxsize=KEPT_MATRICES)(model.whole)
+    changed = set() if plan is None else plan.changed
 
     def bring(window: Window, write: Memory) -> None:
+        parts: list[tuple[str, Box, torch.Tensor]] = []
+        sums: list[tuple[str, Box, torch.Tensor]] = []
         for key, pieces in window.items():
             for piece in pieces:
-                model[key].copy(piece.box, write(key, piece.box))
+                if key in changed:
+                    # In the dtype that it was saved in: cast before the sum it would be another.
+                    part = torch.empty(piece.box.size, dtype=model.infos[names[key]].dtype)
+                    sums.append((key, piece.box, part))
+                else:
+                    part = write(key, piece.box)
+                parts.append((names[key], piece.box, part))
+        model.fill(parts)
+        for key, box, part in sums:
+            assert plan is not None, "it changes them"
+            adapters.merge_into(part, plan, key, box, small)
+            write(key, box).copy_(part)
         meter.add(nbytes_of_window(window, tensors))
 
-    return write_files(call, tensors, bring, target)
+    return bring
 
 
 def meter_of(tensors: Mapping[str, TensorInfo]) -> Meter:
@@ -182,12 +358,7 @@ def problems_of(checkpoint: Opened, stored: Mapping[str, Stored]) -> list[Proble
     return problems
 
 
-def reads_of(window: Window, stored: Mapping[str, Stored], write: Memory) -> list[Read]:
-    """Return the reads that fill a window of tensors."""
-    reads = []
-    for key, pieces in window.items():
-        for piece in pieces:
-            into: torch.Tensor = write(key, piece.box)
-            for chunk, part in stored[key].parts_of(piece.box):
-                reads.append(Read(key, chunk, part, stored[key].dtype, into, piece.box))
-    return reads
+def reads_of(stored: Mapping[str, Stored], key: str, box: Box, into: torch.Tensor) -> list[Read]:
+    """Return the reads that fill a box of a tensor."""
+    dtype = stored[key].dtype
+    return [Read(key, chunk, part, dtype, into, box) for chunk, part in stored[key].parts_of(box)]

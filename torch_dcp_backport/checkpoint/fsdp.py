@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.checkpoint import extra, flat, verl
+from torch_dcp_backport.checkpoint import beside, extra, flat, verl
 from torch_dcp_backport.checkpoint.layout import (
+    ADAPTER,
     HUGGING_FACE,
     SAVED,
     SCHEDULERS_WORLD,
@@ -27,6 +28,7 @@ from torch_dcp_backport.checkpoint.layout import (
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
 from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, CANNOT_SAVE, make_folder, run_on_first
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
+from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
@@ -43,8 +45,7 @@ from torch_dcp_backport.dist_checkpointing.training_state import (
     state_of,
     united,
 )
-from torch_dcp_backport.hf import Export, save_state_dict
-from torch_dcp_backport.hf.source import CONFIG
+from torch_dcp_backport.hf import Export, save_adapter, save_state_dict
 from torch_dcp_backport.hf.state import tied_names, unchecked
 from torch_dcp_backport.state_dict import set_model_state_dict, set_optimizer_state_dict, set_state_dict
 from torch_dcp_backport.state_dict.fqn import get_fqns
@@ -73,6 +74,7 @@ class FSDPCheckpointManager(ShardedManager):
         *,
         tokenizer: Any = None,
         trust_remote_code: bool = False,
+        like: Optional[Folder] = None,
         trust: bool = False,
         process_group: Group = None,
     ) -> None:
@@ -83,6 +85,11 @@ class FSDPCheckpointManager(ShardedManager):
                 `BaseCheckpointManager`.
             tokenizer: verl's former name of `processing_class`.
             trust_remote_code: of verl's; no code of a model is loaded here.
+            like: the model's own folder: its generation configuration, code, and what `processing_class` does
+                not have go into every checkpoint. None is the folder that the model was loaded from.
+
+        Raises:
+            ValueError: an unknown content; "hf_model" of a model without a configuration.
         """
         processing_class = tokenizer if processing_class is None else processing_class
         super().__init__(
@@ -94,14 +101,22 @@ class FSDPCheckpointManager(ShardedManager):
             trust=trust,
             process_group=process_group,
         )
+        self.origin = beside.folder_of(like, getattr(self.unwrapped, "config", None))
+        if self.should_save_hf_model and not hasattr(self.unwrapped, "config"):
+            kind = type(self.unwrapped).__name__
+            raise ValueError(f"save_contents: no hf_model of a {kind}: it has no config")
 
     def write(self, folder: Path, step: int) -> None:
         def prepare() -> dict[str, Any]:
+            if is_merged(self.unwrapped):
+                raise CheckpointingException(
+                    "adapters are merged into the weights: unmerge them before a save"
+                )
             halves = self.viewed(self.halves(self.should_save_model, self.should_save_optimizer))
             held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
             return {TIED: tied_names(held), **halves}
 
-        own, target = self.agree_on_save(folder, prepare), folder / HUGGING_FACE
+        own = self.agree_on_save(folder, prepare)
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
             halves = united(call, lambda: own)
         rank, world = self.place()
@@ -115,28 +130,70 @@ class FSDPCheckpointManager(ShardedManager):
         self.save_state(make, folder / SHARDED, step, self.agree_on_schedule())
         if self.should_save_hf_model:
             model = halves[MODEL] if MODEL in halves else self.viewed(self.halves(True, False))[MODEL]
-            how = Export(overwrite=True)
-            save_state_dict(tensors_of(model), target, like=target, how=how, process_group=self.process_group)
+            self.try_hf_model(folder, lambda: self.write_hf_model(folder, tensors_of(model)))
+
+    def write_hf_model(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the weights that `from_pretrained` opens, and an adapter also alone."""
+        target, how, configs = folder / HUGGING_FACE, Export(overwrite=True), self.adapters
+        if not configs:
+            save_state_dict(tensors, target, like=target, how=how, process_group=self.process_group)
+            return
+        name = self.active_adapter(configs)
+        settings, group = configs[name], self.process_group
+        base = str(self.origin or "")
+        alone = folder / ADAPTER / name if len(configs) > 1 else folder / ADAPTER
+        adapter = beside.adapter_settings(settings, base)
+        save_adapter(tensors, alone, adapter=adapter, name=name, overwrite=True, process_group=group)
+        save_state_dict(
+            tensors,
+            target,
+            like=target,
+            how=how,
+            adapter=adapter,
+            adapter_name=name,
+            process_group=group,
+        )
+
+    @property
+    def adapters(self) -> dict[str, Any]:
+        """The configurations of peft's adapters, by name."""
+        return beside.adapters_of(self.unwrapped)
+
+    def active_adapter(self, configs: Mapping[str, Any]) -> str:
+        """Return the name of the adapter that is merged.
+
+        Raises:
+            RuntimeError: several are active, or none.
+        """
+        active = getattr(self.unwrapped, "active_adapters", None)
+        active = active() if callable(active) else active
+        names = list(configs) if len(configs) == 1 else [name for name in configs if name in (active or ())]
+        if len(names) != 1:
+            raise RuntimeError(
+                f"adapters {', '.join(configs)}, of which {len(names)} are active: one is merged"
+            )
+        return names[0]
 
     def write_configuration(self, folder: Path) -> None:
         """Write the files that `from_pretrained` needs beside weights, as far as model and tokenizer can."""
-        config = configuration_of(self.unwrapped)
-        # Without a pretrained model, transformers derives generation_config from config: it is not saved.
-        generation = getattr(self.unwrapped, "generation_config", None)
-        pretrained = generation if getattr(config, "name_or_path", "") else None
-        for part in (pretrained, config, self.processing_class):
-            save_part = getattr(part, "save_pretrained", None)
-            if save_part is not None:
-                save_part(str(folder))
+        model = base_of(self.unwrapped)
+        generates = getattr(model, "can_generate", None)
+        beside.write_beside(
+            folder,
+            config=configuration_of(model),
+            generation=getattr(model, "generation_config", None),
+            generates=generates is None or bool(generates()),
+            processing_class=self.processing_class,
+            origin=self.origin,
+        )
+        configs = self.adapters
+        beside.write_adapters(folder.parent / ADAPTER, configs, str(self.origin or ""))
         version = fsdp_version(self.model)
         if version:
             make_folder(folder.parent)
             facts = {"FSDP_version": version, "world_size": self.place()[1]}
             text = json.dumps(facts, indent=4)
             files.publish(folder.parent / FSDP_CONFIG, text.encode(), is_synced=False)
-        if self.should_save_hf_model and not (folder / CONFIG).is_file():
-            kind = type(self.unwrapped).__name__
-            raise CheckpointingException(f"no hf_model of a {kind}: it has no config with save_pretrained")
 
     def read(self, folder: Path) -> None:
         path = folder / SHARDED
@@ -277,15 +334,36 @@ def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
+def base_of(model: Any) -> Any:
+    """Return the model that peft wraps; any other model as it is."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) and beside.adapters_of(model) else model
+
+
+def is_merged(model: Any) -> bool:
+    """Return whether adapters of peft are in the weights now: a resume would add them again."""
+    if not beside.adapters_of(model):
+        return False
+    return any(getattr(module, "merged_adapters", None) for module in model.modules())
+
+
 def configuration_of(model: nn.Module) -> Any:
-    """Return a model's configuration, which names its class as transformers' `save_pretrained` would."""
+    """Return a model's configuration, which names its class as transformers' `save_pretrained` would.
+
+    A configuration keeps the class that it came with, also where another is made of it: a value model.
+    """
     config: Any = getattr(model, "config", None)
-    if getattr(config, "architectures", ()) is not None:
+    if config is None or not hasattr(config, "architectures"):
+        return config
+    # FSDP2 derives a class of its own from the model's, a program may do so, too.
+    kinds = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.")]
+    libraries = ("transformers.", "transformers_modules.")
+    known = [kind.__name__ for kind in kinds if kind.__module__.startswith(libraries)]
+    names = known[:1] or config.architectures or [kinds[0].__name__]
+    if config.architectures == names:
         return config
     config = copy.deepcopy(config)
-    # FSDP2 derives a class of its own from the model's.
-    kinds = (kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
-    config.architectures = [next(kinds).__name__]
+    config.architectures = names
     return config
 
 

@@ -6,3 +6,5 @@ SHARDED, HUGGING_FACE = "dist_ckpt", "huggingface"
 SCHEDULERS, SCHEDULERS_WORLD = "lr_schedulers", "lr_schedulers_world"
 #: Common state: scheduler, number of ranks, contents, keys that are another key's tensor.
 SCHEDULER, WORLD, SAVED, TIED = "lr_scheduler", "world", "contents", "tied"
+#: Folders of adapters: ours, and that of verl's own workers, which write theirs after the checkpoint.
+ADAPTER, VERL_ADAPTER = "adapter", "lora_adapter"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import nn
 
-from torch_dcp_backport.checkpoint import extra
+from torch_dcp_backport.checkpoint import beside, extra
 from torch_dcp_backport.checkpoint.layout import (
     HUGGING_FACE,
     SAVED,
@@ -42,7 +42,6 @@ from torch_dcp_backport.dist_checkpointing.serialization import load_made
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import structure_of
 from torch_dcp_backport.dist_checkpointing.training_state import groups_together
 from torch_dcp_backport.hf import Export
-from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.megatron import Parallel, save_hf
 from torch_dcp_backport.state_dict.optim.initial import init_optim_state
 from torch_dcp_backport.transfer.groups import Group
@@ -107,6 +106,7 @@ class MegatronCheckpointManager(ShardedManager):
         *,
         parallel_state: Any = None,
         rng_tracker: Any = None,
+        like: Any = None,
         trust: bool = False,
         process_group: Group = None,
     ) -> None:
@@ -128,7 +128,11 @@ class MegatronCheckpointManager(ShardedManager):
             parallel_state: with the functions of megatron.core.parallel_state, which is the default if the
                 program has it loaded and initialised; else every rank is a replica.
             rng_tracker: with `get_states` and `set_states`; Megatron's own where the program has it loaded.
+            like: the model's own folder; as of `FSDPCheckpointManager`.
             trust, process_group: as of `BaseCheckpointManager`.
+
+        Raises:
+            ValueError: an unknown content; "hf_model" without `hf_config`.
         """
         others = {"bridge": bridge, "provider": provider, "peft_cls": peft_cls}
         asked = [name for name, value in others.items() if value is not None]
@@ -151,6 +155,9 @@ class MegatronCheckpointManager(ShardedManager):
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self._parallel_state = parallel_state
         self._rng_tracker = rng_tracker
+        self.origin = beside.folder_of(like, hf_config)
+        if self.should_save_hf_model and not hasattr(hf_config, "save_pretrained"):
+            raise ValueError("save_contents: no hf_model: hf_config has no save_pretrained")
 
     def write(self, folder: Path, step: int) -> None:
         contents = self.checkpoint_save_contents
@@ -161,15 +168,15 @@ class MegatronCheckpointManager(ShardedManager):
         self.save_state(lambda: state, folder / SHARDED, step, self.agree_on_schedule())
         if self.should_save_hf_model:
             target, how = folder / HUGGING_FACE, Export(dtype=self.param_dtype, overwrite=True)
-            save_hf(self.chunks, target, like=target, parallel=self.tensor_parallel, how=how)
+            place = self.tensor_parallel
+            self.try_hf_model(
+                folder, lambda: save_hf(self.chunks, target, like=target, parallel=place, how=how)
+            )
 
     def write_configuration(self, folder: Path) -> None:
-        for part in (self.hf_config, self.processing_class):
-            save_part = getattr(part, "save_pretrained", None)
-            if save_part is not None:
-                save_part(str(folder))
-        if self.should_save_hf_model and not (folder / CONFIG).is_file():
-            raise CheckpointingException("no hf_model: hf_config has no save_pretrained")
+        beside.write_beside(
+            folder, config=self.hf_config, processing_class=self.processing_class, origin=self.origin
+        )
         if self.should_save_extra and dataclasses.is_dataclass(self.transformer_config):
             make_folder(folder.parent)
             text = text_of(self.transformer_config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +32,10 @@ from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.options import SaveOptions
 from torch_dcp_backport.dist_checkpointing.serialization import begin_made, save_made
 from torch_dcp_backport.dist_checkpointing.training_state import are_alike
+from torch_dcp_backport.transfer import TransferError
 from torch_dcp_backport.transfer.errors import UNCHANGED
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 Prepared = TypeVar("Prepared")
 
@@ -60,6 +64,32 @@ class ShardedManager(BaseCheckpointManager):
             configure = functools.partial(self.write_configuration, folder / HUGGING_FACE)
             run_on_first(call, configure, "writing the configuration", common, outlook() or UNCHANGED)
         return prepared[0]
+
+    def try_hf_model(self, folder: Path, write: Callable[[], object]) -> None:
+        """Write the files of "hf_model", for whose sake alone no step is lost. Collective.
+
+        Without them the step is saved, and the log has an error; where it has nothing else of the model, the
+        save fails.
+
+        Raises:
+            CheckpointingException: the step has no "model", either; on every rank.
+            TransferError: a rank is gone, or the group's timeout is over.
+        """
+        try:
+            write()
+        except TransferError:
+            raise
+        except RuntimeError as error:
+            # All ranks have the same: the agreement in it raised it.
+            if not self.should_save_model:
+                raise CheckpointingException(f"{CANNOT_SAVE}: no hf_model: {error}") from error
+            if self.place()[0] == 0:
+                logger.error(
+                    "%s is saved without the hf_model that was asked for (`checkpoint export` may make it "
+                    "later): %s",
+                    folder.name,
+                    error,
+                )
 
     def agree_on_schedule(self) -> ShardedStateDict:
         """Return the schedule as it is saved: the first rank's, or each rank's own where they differ.

@@ -5,10 +5,9 @@ These are pickles, which run code: read only where the caller trusts them. Must 
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,17 +176,3 @@ def rng_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
         if kind not in ("cpu", "random", "numpy"):
             converted["device"] = value
     return converted
-
-
-def without_tied(model: dict[str, Shards], config: bytes) -> dict[str, Shards]:
-    """Return a model without the output layer that is its embedding: verl's files have both."""
-    head, embedding = model.get("lm_head.weight"), model.get("model.embed_tokens.weight")
-    if head is None or embedding is None or not json.loads(config).get("tie_word_embeddings"):
-        return model
-    if head.info != embedding.info or not all(is_same(part, embedding.parts) for part in head.parts):
-        return model
-    return {key: shards for key, shards in model.items() if shards is not head}
-
-
-def is_same(part: tuple[Box, torch.Tensor], others: Sequence[tuple[Box, torch.Tensor]]) -> bool:
-    return any(part[0] == box and torch.equal(part[1], other) for box, other in others)

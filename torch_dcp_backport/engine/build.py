@@ -19,8 +19,9 @@ from torch import nn
 from torch_dcp_backport import compat
 from torch_dcp_backport.engine.mesh import Grid
 from torch_dcp_backport.hf.moving import groups_of
+from torch_dcp_backport.hf.opening import opened
 from torch_dcp_backport.hf.sight import look
-from torch_dcp_backport.hf.source import Source, source_of
+from torch_dcp_backport.hf.source import Source
 from torch_dcp_backport.hf.state import LOAD, Filled, load_state_dict
 from torch_dcp_backport.transfer import Call, layout_of
 from torch_dcp_backport.transfer.layout import whole
@@ -223,6 +224,8 @@ def fill(
 ) -> Filled:
     """Fill a model's parameters and buffers from Hugging Face files, each rank its own slices. Collective.
 
+    Files of a model of transformers are read as `from_pretrained` reads them (`hf.opened`).
+
     Args:
         fresh: pattern of names that the files need not have -> function that draws the full tensor instead.
         hf_name: maps a name in the model to the name in the files.
@@ -234,19 +237,22 @@ def fill(
     tensors = tensors_of(model)
     patterns = (fresh or {}).items()
     draws = {n: draw for n in tensors for pattern, draw in patterns if fnmatchcase(hf_name(n), pattern)}
+    wanted = {hf_name(name): tuple(tensor.shape) for name, tensor in tensors.items()}
+    unwrap: Any = getattr(model, "get_base_model", lambda: model)
+    with Call(LOAD, "fill", groups_of()) as call:
+        source: Optional[Source] = None
+        with call.guard():
+            source = opened(folder, unwrap(), wanted)
+        held = look(call, source, "auto").tensors
     if draws:
-        with Call(LOAD, "fill", groups_of()) as call:
-            source: Optional[Source] = None
-            with call.guard():
-                source = source_of(folder)
-            held = look(call, source, "auto").tensors
         # The files need only a single name of a tied parameter.
         for names in names_by_parameter(model).values():
             if any(hf_name(name) in held for name in names):
                 draws = {name: draw for name, draw in draws.items() if name not in names}
         draws = {name: draw for name, draw in draws.items() if hf_name(name) not in held}
     state = {hf_name(name): tensor for name, tensor in tensors.items() if name not in draws}
-    filled = load_state_dict(state, folder)
+    assert source is not None, "else there was a problem"
+    filled = load_state_dict(state, source)
     for name, draw in draws.items():
         # By name: layers alike must not begin alike.
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))

@@ -63,6 +63,10 @@ class FSDPEngine(BaseEngine):
             ValueError: a setting that is not offered, or two that exclude each other.
         """
         self.model_config = settings(ModelConfig, model_config)
+        #: A tokenizer or processor, where verl's object has it: its files go into every checkpoint.
+        self.processing_class = getattr(model_config, "processor", None) or getattr(
+            model_config, "tokenizer", None
+        )
         self.engine_config = settings(EngineConfig, engine_config)
         #: Read by `initialize`: until then verl's trainers still write the number of steps into it.
         self.optimizer_config = optimizer_config
@@ -106,9 +110,13 @@ class FSDPEngine(BaseEngine):
                 cycles=asked.num_cycles,
             )
         checkpoint = importlib.import_module("torch_dcp_backport.checkpoint")
-        parts = (self.module, self.optimizer, self.lr_scheduler)
         self.checkpoint_manager = checkpoint.FSDPCheckpointManager(
-            *parts, checkpoint_config=self.checkpoint_config
+            self.module,
+            self.optimizer,
+            self.lr_scheduler,
+            self.processing_class,
+            self.checkpoint_config,
+            like=self.model_config.path,
         )
         if own.param_offload or own.optimizer_offload:
             self.to("cpu", model=own.param_offload, optimizer=own.optimizer_offload, grad=own.param_offload)

@@ -1,10 +1,14 @@
-"""The small files beside weights (config.json, a tokenizer's, ...), read in full. Must never read weights."""
+"""The small files beside weights: config.json, a tokenizer's, chat templates, code. Must never read weights.
+
+A name of theirs is a path below the model's folder, with "/" between its parts.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,33 @@ import torch
 
 from torch_dcp_backport.hf.source import CONFIG
 
-NAMES = re.compile(r"(?!.*\.index\.json$).*\.(json|txt|model|jinja|tiktoken|py)")
+#: Beside config.json: with it `from_pretrained` opens another model, that of the adapter.
+ADAPTER_CONFIG = "adapter_config.json"
+#: What an export copies from a model's folder, of the files at its top.
+NAMES = re.compile(
+    rf"(?!.*\.index\.json$)(?!{re.escape(ADAPTER_CONFIG)}$)"
+    r".*\.(json|txt|model|jinja|tiktoken|py|bpe|spm|vocab|codes)"
+)
+#: Folder of a tokenizer's further chat templates.
+TEMPLATES = "additional_chat_templates"
+#: What is known to belong to a model, and goes with the model: programs look for these names.
+OF_A_MODEL = re.compile(
+    r"(generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template"
+    r"|preprocessor_config|processor_config|image_processor_config|video_preprocessor_config"
+    r"|audio_tokenizer_config|feature_extractor_config|quantize_config|quant_config|hf_quant_config"
+    r"|tekken|params|config)\.json"
+    r"|(vocab|merges)\.txt|chat_template\.jinja|.*\.(model|tiktoken|bpe|spm|vocab|codes)"
+    r"|(modeling|configuration|tokenization|processing|image_processing|video_processing"
+    r"|feature_extraction|modular)_\w+\.py"
+    rf"|{TEMPLATES}/[^/]+\.jinja"
+)
+#: Of quantised weights alone.
+OF_QUANTISED = re.compile(r"(quantize_config|quant_config|hf_quant_config)\.json")
+#: Files that may name code.
+POINTERS = (CONFIG, "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+RELATIVE = re.compile(r"^\s*(?:from\s+\.([\w.]+)\s+import\b|import\s+\.([\w.]+)\s*$)", re.MULTILINE)
+#: Folders in folders that are searched for code.
+DEPTH = 4
 
 
 def as_config(config: Any) -> dict[str, Any]:
@@ -26,7 +56,15 @@ def as_config(config: Any) -> dict[str, Any]:
     to_dict = getattr(config, "to_dict", None)
     if not callable(to_dict):
         raise TypeError(f"a {type(config).__name__} is neither a mapping nor a configuration of transformers")
-    return dict(to_dict())
+    values = dict(to_dict())
+    # The place that a configuration came from is nothing of the model's.
+    values.pop("_name_or_path", None)
+    shorter: Mapping[str, Any] = getattr(config, "to_diff_dict", dict)()
+    for name, value in values.items():
+        if isinstance(value, dict) and hasattr(getattr(config, name, None), "to_dict"):
+            # Some classes refuse the configuration of a part with every setting that has a default.
+            values[name] = shorter.get(name, value)
+    return {name: value for name, value in values.items() if value is not None or name != "architectures"}
 
 
 def companions_of(like: Any) -> dict[str, bytes]:
@@ -39,23 +77,112 @@ def companions_of(like: Any) -> dict[str, bytes]:
     """
     if not isinstance(like, (str, Path)):
         return {CONFIG: json.dumps(as_config(like), indent=2, sort_keys=True, default=str).encode()}
-    files = {
-        path.name: path.read_bytes()
-        for path in sorted(Path(like).iterdir())
-        if path.is_file() and NAMES.fullmatch(path.name)
-    }
-    if CONFIG not in files:
+    folder = Path(like)
+    if not (folder / CONFIG).is_file():
+        os.listdir(folder)
         raise FileNotFoundError(f"{like} has no {CONFIG}")
+    files = {name: (folder / name).read_bytes() for name in names_in(folder)}
     as_config(json.loads(files[CONFIG]))
     return files
 
 
-def with_dtype(text: bytes, dtypes: Iterable[torch.dtype]) -> bytes:
-    """Return config.json with the dtype that the weights have; unchanged where they have several."""
-    config, saved = json.loads(text), list(dict.fromkeys(str(dtype).partition(".")[2] for dtype in dtypes))
-    # transformers called it torch_dtype up to 4.55.
-    names = [name for name in ("dtype", "torch_dtype") if config.get(name) is not None]
-    if len(saved) != 1 or all([config[name]] == saved for name in names):
-        return text
-    config.update(dict.fromkeys(names, saved[0]))
-    return json.dumps(config, indent=2).encode()
+def names_in(folder: Path) -> list[str]:
+    """Return the names of the small files that an export copies from a model's folder.
+
+    Code is copied from folders below, too, if they can be packages; chat templates from theirs.
+    """
+    names = [path.name for path in folder.iterdir() if path.is_file() and NAMES.fullmatch(path.name)]
+    templates = folder / TEMPLATES
+    if templates.is_dir():
+        names += [f"{TEMPLATES}/{path.name}" for path in templates.glob("*.jinja") if path.is_file()]
+    return sorted([*names, *packaged_code(folder)])
+
+
+def packaged_code(folder: Path, depth: int = DEPTH) -> Iterator[str]:
+    """Yield the names of the Python files in folders that code could import from."""
+    for path in folder.iterdir() if depth else ():
+        is_package = path.name.isidentifier() and path.name != "__pycache__"
+        if is_package and path.is_dir() and not path.is_symlink():
+            yield from (f"{path.name}/{entry.name}" for entry in path.glob("*.py") if entry.is_file())
+            yield from (f"{path.name}/{name}" for name in packaged_code(path, depth - 1))
+
+
+def code_of(folder: Path) -> set[str]:
+    """Return the files of the code that the configurations in a folder name, and of what it imports."""
+    found: set[str] = set()
+    waiting = [module for name in POINTERS for module in modules_in(folder / name)]
+    while waiting:
+        module = waiting.pop()
+        above = [] if module.endswith("__init__") else module.split(".")[:-1]
+        # An import runs the packages that a module is in.
+        waiting += [".".join((*above[:number], "__init__")) for number in range(1, len(above) + 1)]
+        name = f"{module.replace('.', '/')}.py"
+        try:
+            text = (folder / name).read_text(errors="replace")
+        except OSError:
+            continue
+        if name not in found:
+            found.add(name)
+            within = os.path.dirname(name).replace("/", ".")
+            modules = [first or second for first, second in RELATIVE.findall(text)]
+            waiting += [f"{within}.{module}".lstrip(".") for module in modules]
+    return found
+
+
+def modules_in(path: Path) -> list[str]:
+    """Return the modules that a configuration's `auto_map` names."""
+    try:
+        named = dict(json.loads(path.read_bytes())["auto_map"]).values()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    texts = [text for value in named for text in (value if isinstance(value, list) else [value])]
+    places = [text.rpartition("--")[2] for text in texts if isinstance(text, str)]
+    return [place.rpartition(".")[0] for place in places if re.fullmatch(r"\w+(\.\w+)+", place)]
+
+
+def left_by(folder: Path, new: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return (small files of the model in a folder, other entries at its top) that no export replaces.
+
+    Hidden entries are neither.
+
+    Args:
+        new: names of all files of the export, and of weights that it replaces.
+    """
+    own = code_of(folder)
+    known = [name for name in (*files_below(folder), *own) if name in own or OF_A_MODEL.fullmatch(name)]
+    stale = sorted(set(known) - set(new))
+    gone = {*new, *stale}
+    tops = {name.partition("/")[0] for name in gone}
+
+    def is_other(entry: Path) -> bool:
+        if entry.name in tops and entry.is_dir() and not entry.is_symlink():
+            below = [path.relative_to(folder).as_posix() for path in entry.rglob("*") if not path.is_dir()]
+            return not below or not gone.issuperset(below)
+        return entry.name not in gone
+
+    others = [entry.name for entry in folder.iterdir() if entry.name[0] != "." and is_other(entry)]
+    return stale, sorted(others)
+
+
+def files_below(folder: Path) -> Iterator[str]:
+    """Yield the names of the files at the top of a folder, and of its further chat templates."""
+    for entry in (*folder.iterdir(), *(folder / TEMPLATES).glob("*")):
+        if entry.is_file() or entry.is_symlink():
+            yield entry.relative_to(folder).as_posix()
+
+
+def with_dtype(config: dict[str, Any], dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
+    """Return a configuration with the dtype that the weights have; unchanged where they have several."""
+    saved = list(dict.fromkeys(str(dtype).partition(".")[2] for dtype in dtypes))
+    return _with_dtype(config, saved[0]) if len(saved) == 1 else config
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    changed = dict(config)
+    for name, value in config.items():
+        # transformers called it torch_dtype up to 4.55. Parts of a model have configurations of their own.
+        if name in ("dtype", "torch_dtype") and value is not None:
+            changed[name] = dtype
+        elif isinstance(value, dict) and name.endswith("_config") and name != "quantization_config":
+            changed[name] = _with_dtype(value, dtype)
+    return changed

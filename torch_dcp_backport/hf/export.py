@@ -6,9 +6,11 @@ Must never hold more than two buffers of the model at once (but for the dict).
 from __future__ import annotations
 
 import functools
+import json
 import numbers
+import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +19,11 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 
 from torch_dcp_backport.hf.blocks import Share, Window, windows, within
-from torch_dcp_backport.hf.companions import companions_of, with_dtype
-from torch_dcp_backport.hf.files import Draft, discarding
+from torch_dcp_backport.hf.checking import examine
+from torch_dcp_backport.hf.companions import OF_QUANTISED, companions_of, with_dtype
+from torch_dcp_backport.hf.files import MODEL_FILES, Draft, Kind, discarding
 from torch_dcp_backport.hf.format import is_plain, nbytes_of
-from torch_dcp_backport.hf.moving import bring_window, first_rank, settle
+from torch_dcp_backport.hf.moving import bring_to_all, bring_window, first_rank, publish, settle
 from torch_dcp_backport.hf.sharing import Deal, sharing, write_own
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.hf.writing import Files
@@ -34,6 +37,8 @@ from torch_dcp_backport.transfer.staging import part_of
 #: Bytes of a window, and of each of the buffers on the first rank.
 BUFFER_BYTES = 32 * 2**20
 BUFFERS = 2
+#: Entries of what the first rank tells the others of an export.
+KEPT, TIED = ("kept",), ("tied",)
 DONE = "the folder may have the new model already"
 HALF = "the folder has the new weights, and may have no config.json"
 
@@ -42,7 +47,8 @@ HALF = "the folder has the new weights, and may have no config.json"
 class Export:
     """Options of an export."""
 
-    #: The dtype that floating-point parameters are cast to; None keeps theirs.
+    #: The dtype that floating-point parameters are cast to; None keeps theirs. Buffers, and what the model's
+    #: class keeps in fp32, are as they were.
     dtype: Optional[torch.dtype] = None
     #: The most bytes of tensors in a file, unless a single tensor has more.
     file_bytes: int = 5 * 10**9
@@ -72,6 +78,16 @@ class Target(NamedTuple):
     how: Export
     #: Small files that go with it (config.json, a tokenizer's); the first rank's count.
     companions: Mapping[str, bytes]
+    #: The folder that they are from; None where it is a configuration.
+    origin: Optional[Path] = None
+    kind: Kind = MODEL_FILES
+    #: Whether `examined` compared the tensors with the class in config.json.
+    is_examined: bool = False
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the small files are the folder's own."""
+        return self.origin is not None and os.path.realpath(self.origin) == os.path.realpath(self.folder)
 
 
 class Buffer:
@@ -136,8 +152,6 @@ def published(
 ) -> Saved:
     """Make the files of an export, let all ranks fill them, and publish all of them or none.
 
-    config.json gets the dtype of the weights that are written.
-
     Args:
         fill: called on every rank, with the draft on the first rank.
 
@@ -148,15 +162,15 @@ def published(
             model already. Or a rename failed after that of the weights. The error says which.
     """
     draft: Optional[Draft] = None
-    folder, how, companions = target
+    folder, how = target.folder, target.how
     if call.rank == first_rank(call) and not call.problems:
-        with call.guard(CONFIG):
-            config = with_dtype(companions[CONFIG], (info.dtype for info in tensors.values()))
-            with call.guard(str(folder)):
-                draft = Draft(folder, how.overwrite, config)
-                draft.reserve(tensors, how.file_bytes)
-                for name, content in {**companions, CONFIG: config}.items():
-                    draft.add(name, content)
+        with call.guard(str(folder)):
+            assert target.is_examined, "no export without a look at its names"
+            config = target.companions.get(CONFIG, b"")
+            draft = Draft(folder, how.overwrite, config, kind=target.kind, keeps_others=target.is_own)
+            draft.reserve(tensors, how.file_bytes)
+            for name, content in target.companions.items():
+                draft.add(name, content)
     removed: list[str] = []
     with discarding(draft):
         settle(call)
@@ -232,8 +246,28 @@ def collect(call: Call, agreement: Agreement, share: Share) -> dict[str, torch.T
         RuntimeError: the first rank has no room for them; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
     """
+    tensors = _gathered(call, agreement, share, bring_window, call.rank == first_rank(call))
+    call.tally.tensors = len(share.parts)
+    call.tally.close()
+    return tensors
+
+
+@torch.no_grad()
+def collect_everywhere(call: Call, agreement: Agreement, share: Share) -> dict[str, torch.Tensor]:
+    """Return full tensors on the host of every rank.
+
+    Raises:
+        RuntimeError: a rank has no room for them; on every rank.
+        TransferError: a rank is gone, or the group's timeout is over.
+    """
+    return _gathered(call, agreement, share, bring_to_all, True)
+
+
+def _gathered(
+    call: Call, agreement: Agreement, share: Share, bring: Callable[..., None], receives: bool
+) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    if call.rank == first_rank(call):
+    if receives:
         with call.room_for("whole tensors"):
             tensors = {
                 key: torch.empty(info.shape, dtype=info.dtype, device="cpu")
@@ -245,23 +279,89 @@ def collect(call: Call, agreement: Agreement, share: Share) -> dict[str, torch.T
         return part_of(tensors[key], whole(share.tensors[key].shape), box)
 
     for window in windows(share.tensors, BUFFER_BYTES * BUFFERS):
-        bring_window(call, agreement, share, window, write)
-    call.tally.tensors = len(share.parts)
-    call.tally.close()
+        bring(call, agreement, share, window, write)
     return tensors
 
 
 def target_of(call: Call, folder: Union[str, Path], like: Any, how: Optional[Export]) -> Target:
     """Return the target of a save; small files on the first rank alone. Faults are problems of the call."""
     path, options, companions = Path(), Export(), dict[str, bytes]()
+    origin = Path(like) if isinstance(like, (str, Path)) else None
     with call.guard("folder"):
         path = Path(folder)
     with call.guard("how"):
         options = checked(how)
     if call.rank == first_rank(call):
-        with call.guard(f"like={like}" if isinstance(like, (str, Path)) else "like"):
+        with call.guard(f"like={like}" if origin is not None else "like"):
             companions = companions_of(like)
-    return Target(path, options, companions)
+    return Target(path, options, companions, origin)
+
+
+def not_one(first: str, second: str) -> Problem:
+    """Return the problem of two different tensors, of which a reader would take one for both."""
+    what = (
+        "two tensors, where config.json says that they are one (if not, tie_word_embeddings has to be false)"
+    )
+    return Problem(what, f"{first} and {second}", "other values", "the same")
+
+
+class Examined(NamedTuple):
+    """An export whose tensors are those of the class in its config.json."""
+
+    target: Target
+    #: HF key -> the shape and dtype that are written; the same on every rank.
+    tensors: dict[str, TensorInfo]
+    #: Names that are one tensor in the class: the same on every rank.
+    tied: tuple[tuple[str, ...], ...]
+
+
+def examined(call: Call, target: Target, held: Mapping[str, Sequence[TensorInfo]]) -> Examined:
+    """Compare the tensors of an export with the class in its config.json. Collective.
+
+    config.json gets the class and the dtype of the weights, and is without what the weights are not.
+
+    Args:
+        held: HF key -> shape and dtypes of its holders; the same on every rank.
+
+    Raises:
+        RuntimeError: they are not the tensors of the class, or the first rank has another problem; on every
+            rank. Problems of other ranks are left to the next agreement.
+    """
+    facts: Optional[dict[tuple[str], Any]] = None
+    dtype = target.how.dtype
+    if call.rank == first_rank(call):
+        facts = {KEPT: frozenset(), TIED: ()}
+        with call.guard(CONFIG):
+            if target.companions:
+                config = json.loads(target.companions[CONFIG])
+                infos = {key: rows[0] for key, rows in held.items()}
+                verdict = examine(config, infos, dtype, target.origin)
+                call.problems += verdict.problems
+                facts = {KEPT: verdict.kept, TIED: verdict.tied}
+                shown = exported({key: rows[:1] for key, rows in held.items()}, target.how, verdict.kept)
+                dtypes = [info.dtype for key, info in shown.items() if key not in verdict.kept]
+                target = with_config(target, config, with_dtype(verdict.config, dtypes))
+                if not verdict.is_quantised:
+                    target = without_quantisation(target)
+    published = publish(call, facts)
+    tensors: dict[str, TensorInfo] = {}
+    with call.guard():
+        tensors = exported(held, target.how, published[KEPT])
+    return Examined(target._replace(is_examined=True), tensors, published[TIED])
+
+
+def with_config(target: Target, before: Mapping[str, Any], config: Mapping[str, Any]) -> Target:
+    """Return a target with another config.json; where nothing changes, its bytes stay as they are."""
+    companions = dict(target.companions)
+    if config != before:
+        companions[CONFIG] = json.dumps(config, indent=2).encode()
+    return target._replace(companions=companions)
+
+
+def without_quantisation(target: Target) -> Target:
+    """Return a target without the small files that tell how weights are quantised."""
+    names = [name for name in target.companions if not OF_QUANTISED.fullmatch(name)]
+    return target._replace(companions={name: target.companions[name] for name in names})
 
 
 def checked(how: Optional[Export]) -> Export:
@@ -285,8 +385,13 @@ def checked(how: Optional[Export]) -> Export:
     return how
 
 
-def exported(tensors: Mapping[str, Sequence[TensorInfo]], how: Export) -> dict[str, TensorInfo]:
+def exported(
+    tensors: Mapping[str, Sequence[TensorInfo]], how: Export, kept: Collection[str] = ()
+) -> dict[str, TensorInfo]:
     """Return the shapes and dtypes that an export writes, from those that the holders of tensors have.
+
+    Args:
+        kept: the tensors that are not cast.
 
     Raises:
         ValueError: the holders of a tensor have different dtypes, and the caller asked for none.
@@ -294,8 +399,9 @@ def exported(tensors: Mapping[str, Sequence[TensorInfo]], how: Export) -> dict[s
     written = {}
     for key, infos in tensors.items():
         dtypes = sorted({str(info.dtype) for info in infos})
-        if len(dtypes) > 1 and how.dtype is None:
+        wanted = None if key in kept else how.dtype
+        if len(dtypes) > 1 and wanted is None:
             raise ValueError(f"{key} is held as {' and '.join(dtypes)}: pass a dtype")
         shape, dtype = infos[0]
-        written[key] = TensorInfo(shape, how.dtype if how.dtype is not None and is_plain(dtype) else dtype)
+        written[key] = TensorInfo(shape, wanted if wanted is not None and is_plain(dtype) else dtype)
     return written

@@ -9,28 +9,51 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Optional
+from typing import NamedTuple, Optional
 
+from torch_dcp_backport.hf.companions import ADAPTER_CONFIG, left_by
 from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.source import CONFIG, INDEX, SINGLE
 from torch_dcp_backport.hf.writing import Files
 from torch_dcp_backport.transfer import TensorInfo
 
-#: Weight files of an older export of ours or of transformers, beside those that its index names.
+logger = logging.getLogger("torch_dcp_backport.hf")
+
+#: Weight files of an older export of ours or of transformers, beside those that its index names. Other
+#: programs take Mistral's own files, which stand beside, before those of transformers.
 WEIGHTS = re.compile(
     r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors"
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
+    r"|consolidated(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|consolidated\.\d+\.pth"
+    r"|tf_model\.h5|flax_model\.msgpack"
+)
+#: The weights of an adapter, which its config leads to.
+ADAPTER, ADAPTERS = (
+    "adapter_model.safetensors",
+    (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin"),
 )
 LOCK = ".lock"
 #: Errors of file systems without locks (Lustre without `-o flock`, NFS without a lock daemon).
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 #: Keys of config.json about a file or a run, not the model; a key that a config lacks is at its default.
 NOT_THE_MODEL = frozenset(("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"))
+
+
+class Kind(NamedTuple):
+    """The names of what is exported."""
+
+    config: str
+    #: The file of all weights, where they are in a single one.
+    single: str
+
+
+MODEL_FILES, ADAPTER_FILES = Kind(CONFIG, SINGLE), Kind(ADAPTER_CONFIG, ADAPTER)
 
 
 def weights_in(folder: Path) -> list[str]:
@@ -40,6 +63,9 @@ def weights_in(folder: Path) -> list[str]:
         named.update(map(str, json.loads((folder / INDEX).read_bytes()).get("weight_map", {}).values()))
     names = os.listdir(folder) if folder.is_dir() else ()
     named |= {SINGLE, INDEX}
+    if ADAPTER_CONFIG in names:
+        # Whatever else is there, transformers opens the adapter, and the model that its config names.
+        named.update(ADAPTERS)
     weights = sorted(name for name in names if name in named or WEIGHTS.fullmatch(name))
     return [name for name in weights if not os.path.isdir(folder / name)]
 
@@ -150,17 +176,29 @@ class Draft:
     export into the same target clears away.
     """
 
-    def __init__(self, target: Path, overwrite: bool, config: bytes = b"") -> None:
+    def __init__(
+        self,
+        target: Path,
+        overwrite: bool,
+        config: bytes = b"",
+        *,
+        kind: Kind = MODEL_FILES,
+        keeps_others: bool = False,
+    ) -> None:
         """Make the hidden folder.
 
         Args:
             config: the config.json that the export will have.
+            keeps_others: whether all other small files stay; else those that are known to belong to a model
+                go with its older weights.
 
         Raises:
             FileExistsError: the target holds a model, or the config.json of another model, and must stay.
             BlockingIOError: another export into the same target is under way.
             OSError: the folder cannot be made.
         """
+        self.kind = kind
+        self.keeps_others = keeps_others
         self.target = target = located(target)
         self.is_new = not os.path.lexists(target)
         if not self.is_new and not target.is_dir():
@@ -186,6 +224,11 @@ class Draft:
         self.files = Files({}, 0)
         #: Names of the weight files: readers find the others by the last.
         self._weights: list[str] = []
+        #: Names of the small files.
+        self._small: list[str] = []
+        #: Small files of an older model, and entries of the target that are no model's, once they are known.
+        self._old: list[str] = []
+        self._others: list[str] = []
 
     def reserve(self, tensors: Mapping[str, TensorInfo], file_bytes: int) -> None:
         """Write all headers, and reserve room for all tensors.
@@ -194,7 +237,7 @@ class Draft:
             OSError: there is no room, the disk failed.
             ValueError: a dtype that safetensors does not have.
         """
-        files = Files(tensors, file_bytes)
+        files = Files(tensors, file_bytes, single=self.kind.single)
         if any(name in self.stale for name in files.names) and len(files.names) > 1:
             # Names of its own: the old model stays complete until the new index takes its place.
             files = Files(tensors, file_bytes, os.urandom(4).hex())
@@ -205,15 +248,13 @@ class Draft:
             total = sum(map(nbytes_of, tensors.values()))
             index = {key: files.places[key][0] for key in tensors}
             value = {"metadata": {"total_size": total}, "weight_map": index}
-            self.add(INDEX, json.dumps(value, indent=2).encode())
+            write_small(self.folder / INDEX, json.dumps(value, indent=2).encode())
             self._weights.append(INDEX)
 
     def add(self, name: str, content: bytes) -> None:
-        """Write a small file."""
-        path = self.folder / name
-        path.write_bytes(content)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+        """Write a small file; its name is a path below the folder."""
+        write_small(self.folder / name, content)
+        self._small.append(name)
 
     def sync(self) -> None:
         """Wait until everything is on the disk.
@@ -222,7 +263,8 @@ class Draft:
             OSError: the disk failed.
         """
         self.files.sync()
-        sync_folder(self.folder)
+        for folder in {self.folder, *((self.folder / name).parent for name in self._small)}:
+            sync_folder(folder)
 
     def switch(self) -> None:
         """Put the weights in their place. A new folder appears at once, and complete.
@@ -239,14 +281,22 @@ class Draft:
         if self.is_new:
             os.rename(self.folder, self.target)
             return
-        for name in os.listdir(self.folder):
+        for name in (*self._weights, *self._small):
             if (self.target / name).is_dir():
                 raise IsADirectoryError(f"{self.target / name} is a folder")
+            above = (self.target / name).parent
+            if os.path.lexists(above) and not above.is_dir():
+                raise NotADirectoryError(f"{above} is there, and no folder")
+        # Where no model is replaced, a caller may have put a tokenizer there before.
+        if self.stale and not self.keeps_others:
+            names = {*self._weights, *self._small, *self.stale}
+            self._old, self._others = left_by(self.target, names)
         away = self.room.path / "old"
         away.mkdir()
         moves = [(self.folder / name, self.target / name) for name in self._weights]
-        if self._changed() and (self.target / CONFIG).exists():
-            moves.insert(0, (self.target / CONFIG, away / CONFIG))
+        config = self.target / self.kind.config
+        if self._changed() and config.exists():
+            moves.insert(0, (config, away / self.kind.config))
         done: list[tuple[Path, Path]] = []
         try:
             for source, target in moves:
@@ -259,7 +309,7 @@ class Draft:
             raise
 
     def finish(self) -> list[str]:
-        """Put the small files in their place; return the names of older weight files that were removed.
+        """Put the small files in their place; return the names of an older model's files that were removed.
 
         Raises:
             OSError: the folder was changed meanwhile, ...; it has the new weights, and maybe no config.json.
@@ -269,20 +319,39 @@ class Draft:
             sync_folder(self.target.parent)
         else:
             sync_folder(self.target)
-            removed = [name for name in self.stale if name not in self._weights]
+            removed = [name for name in self.stale if name not in (*self._weights, *self._small)]
             # With two models in a folder readers may take either: files that lead to the old model go first.
-            pointers = [name for name in (SINGLE, INDEX) if name in removed]
+            pointers = [name for name in (ADAPTER_CONFIG, SINGLE, INDEX) if name in removed]
             for name in pointers:
                 os.unlink(self.target / name)
-            for name in self._changed():
+            changed = self._changed()
+            # While there is no config.json: the new model must not be read with the old one's tokenizer.
+            for name in self._old:
+                self._remove(name)
+            for name in changed:
+                (self.target / name).parent.mkdir(parents=True, exist_ok=True)
                 os.rename(self.folder / name, self.target / name)
-            sync_folder(self.target)
+            for folder in {self.target, *((self.target / name).parent for name in changed)}:
+                sync_folder(folder)
             for name in removed:
                 if name not in pointers:
                     os.unlink(self.target / name)
+            if self._old:
+                logger.warning("%s: removed, of the older model: %s", self.target, ", ".join(self._old))
+            if self._others:
+                logger.warning("%s: left as they were: %s", self.target, ", ".join(self._others))
         with contextlib.suppress(OSError):
             self.room.leave()
-        return removed
+        return removed + self._old
+
+    def _remove(self, name: str) -> None:
+        """Remove a small file, and the folders that it was alone in."""
+        path = self.target / name
+        path.unlink()
+        with contextlib.suppress(OSError):
+            while path.parent != self.target:
+                path = path.parent
+                path.rmdir()
 
     def discard(self) -> None:
         """Remove what was written. Does nothing after `finish`.
@@ -295,10 +364,17 @@ class Draft:
 
     def _changed(self) -> list[str]:
         """Return all small files, config.json last, if any is not the same in the target; else none."""
-        names = sorted(
-            set(os.listdir(self.folder)) - set(self._weights), key=lambda name: (name == CONFIG, name)
-        )
+        names = sorted(self._small, key=lambda name: (name == self.kind.config, name))
+        if self._old:
+            return names
         return [name for name in names if not same_content(self.folder / name, self.target / name)] and names
+
+
+def write_small(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def located(target: Path) -> Path:

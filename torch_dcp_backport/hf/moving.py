@@ -148,6 +148,21 @@ def bring_window(call: Call, agreement: Agreement, share: Share, window: Window,
     move(call, agreement, _routes(share, have, want), Memories(share.view, write, UNCHANGED))
 
 
+def bring_to_all(call: Call, agreement: Agreement, share: Share, window: Window, write: Memory) -> None:
+    """Bring a window to every rank, into the memory of its `write`."""
+    have = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
+    want = {}
+    for key, pieces in window.items():
+        boxes = tuple(piece.box for piece in pieces)
+        want[key] = Boxes(share.tensors[key].shape, tuple((rank, boxes) for rank in have_ranks(call)))
+    move(call, agreement, _routes(share, have, want), Memories(share.view, write, UNCHANGED))
+
+
+def have_ranks(call: Call) -> tuple[int, ...]:
+    """Return the ranks of a call; this one alone in a process without groups."""
+    return call.ranks if call.groups else (call.rank,)
+
+
 def at_first(call: Call, share: Share, window: Window, key: str) -> Boxes:
     """Return the window's pieces of a tensor as boxes of the first rank."""
     boxes = tuple(piece.box for piece in window[key])

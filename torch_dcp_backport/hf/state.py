@@ -5,19 +5,47 @@ Collective. Knows the place of each rank's part in a tensor; must never know a m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+import json
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.hf import adapters
+from torch_dcp_backport.hf.adapters import Merged, MergedShare
 from torch_dcp_backport.hf.blocks import Part, Share, gaps, spread_of
-from torch_dcp_backport.hf.comparing import equal_in
-from torch_dcp_backport.hf.export import Export, Saved, export, exported, target_of
+from torch_dcp_backport.hf.companions import ADAPTER_CONFIG
+from torch_dcp_backport.hf.comparing import differ, equal_in
+from torch_dcp_backport.hf.export import (
+    Examined,
+    Export,
+    Saved,
+    Target,
+    checked,
+    collect_everywhere,
+    examined,
+    export,
+    exported,
+    not_one,
+    target_of,
+    write_files,
+)
+from torch_dcp_backport.hf.files import ADAPTER_FILES
 from torch_dcp_backport.hf.filling import fill_from_first, fill_here
 from torch_dcp_backport.hf.format import CODES, is_plain
-from torch_dcp_backport.hf.moving import agree, first_rank, groups_of, publish, settle
+from torch_dcp_backport.hf.moving import (
+    agree,
+    bring_window,
+    first_rank,
+    groups_of,
+    have_ranks,
+    publish,
+    settle,
+)
 from torch_dcp_backport.hf.sight import look
 from torch_dcp_backport.hf.source import Source, source_of
 from torch_dcp_backport.transfer import Call, Layout, Problem, TensorInfo, layout_of
@@ -26,6 +54,7 @@ from torch_dcp_backport.transfer.memory import has_slices, is_freed, why_not_wri
 from torch_dcp_backport.transfer.plan import Agreement
 
 SAVE = "cannot save as Hugging Face weights"
+SAVE_ADAPTER = "cannot save the adapter"
 LOAD = "cannot load Hugging Face weights"
 #: Key of the order of all keys, beside entries about some of them.
 ORDER = ("order",)
@@ -62,6 +91,8 @@ def save_state_dict(
     *,
     like: Any,
     how: Optional[Export] = None,
+    adapter: Any = None,
+    adapter_name: Optional[str] = None,
     process_group: Group = None,
 ) -> Saved:
     """Write a model's state dict as a folder that `from_pretrained` opens. Collective.
@@ -76,11 +107,14 @@ def save_state_dict(
         like: the folder of a model whose config.json, tokenizer and the like are copied, or a configuration
             of transformers. The first rank's counts.
         how: dtype, size of files, whether an older model is replaced; None is `Export()`.
+        adapter: of a model that peft wraps, the adapter's configuration (peft's object, or a mapping): its
+            LoRA is merged into the weights on their way. The adapter is held in full by every rank.
+        adapter_name: of several adapters the one that is merged; None is the only one.
         process_group: the ranks that take part; None is all of them.
 
     Raises:
-        RuntimeError: ranks hold different tensors, the folder holds a model, the disk is full, ...; the same
-            text on every rank. The folder is as it was.
+        RuntimeError: ranks hold different tensors, the names are not those of the class in config.json, the
+            folder holds a model, the disk is full, ...; the same text on every rank. The folder is as it was.
         TransferError: a rank is gone, or the group's timeout is over. The folder is as it was, or has the new
             model; the error says which.
     """
@@ -88,14 +122,131 @@ def save_state_dict(
         target = target_of(call, folder, like, how)
         held = held_of(call, state_dict)
         held, tied = agree_on_names(call, held)
-        agreement = agree_on_state(call, held, {"how": repr(target.how), "folder": str(target.folder)})
-        tensors: dict[str, TensorInfo] = {}
-        with call.guard():
-            written = {key: (part.info,) for key, part in held.items() if key not in tied}
-            tensors = exported(written, target.how)
-        share = share_of(call, held, tensors)
+        config: Optional[dict[str, Any]] = None
+        with call.guard("adapter"):
+            config = None if adapter is None else adapters.as_settings(adapter)
+        common = {"how": repr(target.how), "folder": str(target.folder)}
+        common["adapter"] = f"{adapter_name} {spelled_config(without_place(config))}"
+        agreement = agree_on_state(call, held, common)
+        plan: Optional[Merged] = None
+        small: dict[str, torch.Tensor] = {}
+        if config is not None:
+            saved, (plan, held, tied) = held, merged_names(call, held, tied, config, adapter_name)
+            settle(call)
+            keys = [key for name in plan.changed for key in plan.needed(name)]
+            infos = {key: saved[key].info for key in saved if key in set(keys)}
+            small = collect_everywhere(call, agreement, share_of(call, saved, infos))
+        done = examined(call, target, {key: (part.info,) for key, part in held.items() if key not in tied})
+        share = share_of(call, held, done.tensors)
+        if plan is not None:
+            share = MergedShare(share.tensors, share.spreads, share.parts, share.relayed, plan, small)
         settle(call)
-        return export(call, agreement, share, target)
+        if done.tied:
+            doubles = doubles_of(call, done, share)
+            settle(call)
+            share = dataclasses.replace(share, tensors=without(share.tensors, doubles))
+        return export(call, agreement, share, done.target)
+
+
+def save_adapter(
+    state_dict: Mapping[str, torch.Tensor],
+    folder: Union[str, Path],
+    *,
+    adapter: Any,
+    name: str = "default",
+    overwrite: bool = False,
+    process_group: Group = None,
+) -> Saved:
+    """Write the adapter in a model's state dict, as `PeftModel.from_pretrained` opens it. Collective.
+
+    Args:
+        state_dict: as of `save_state_dict`, of a model that peft wraps.
+        adapter: the adapter's configuration: peft's object, or a mapping.
+        name: the adapter's, among those of the model.
+        overwrite: whether an adapter, or a model, that the folder holds is replaced.
+
+    Raises:
+        RuntimeError, TransferError: as of `save_state_dict`.
+    """
+    with Call(SAVE_ADAPTER, "collect", groups_of(process_group)) as call:
+        held, _ = agree_on_names(call, held_of(call, state_dict))
+        config: dict[str, Any] = {}
+        names: dict[str, str] = {}
+        with call.guard("adapter"):
+            config = adapters.as_settings(adapter)
+            names = adapters.saved_names(held, config, name)
+            if not names:
+                raise ValueError(f"no tensor of an adapter {name!r}")
+        common = {"folder": str(folder), "name": name, "overwrite": str(overwrite)}
+        common["adapter"] = spelled_config(without_place(config))
+        agreement = agree_on_state(call, held, common)
+        own = {name: held[key] for name, key in names.items()}
+        tensors = exported({name: (part.info,) for name, part in own.items()}, Export())
+        share = share_of(call, own, tensors)
+        # A single file: peft knows no index.
+        how = checked(Export(file_bytes=2**62, overwrite=overwrite))
+        text = spelled_config(config, indent=2).encode()
+        target = Target(Path(folder), how, {ADAPTER_CONFIG: text}, None, ADAPTER_FILES, True)
+        settle(call)
+        bring = functools.partial(bring_window, call, agreement, share)
+        return write_files(call, tensors, bring, target)
+
+
+def without_place(config: Optional[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return an adapter's configuration without the place of its model, which may differ between machines."""
+    return {key: value for key, value in (config or {}).items() if key != "base_model_name_or_path"}
+
+
+def spelled_config(config: Any, indent: Optional[int] = None) -> str:
+    """Return an adapter's configuration as JSON; sets in a fixed order."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (set, frozenset)):
+            return sorted(value, key=str)
+        return getattr(value, "value", None) or str(value)
+
+    return json.dumps(config, indent=indent, sort_keys=True, default=plain)
+
+
+def merged_names(
+    call: Call,
+    held: Mapping[str, Held],
+    tied: Mapping[str, str],
+    config: Mapping[str, Any],
+    adapter: Optional[str],
+) -> tuple[Merged, dict[str, Held], dict[str, str]]:
+    """Return (how an adapter is merged, the model's tensors by their HF keys, their ties).
+
+    What cannot be merged is a problem of the call, the same on every rank.
+    """
+    plan = Merged({}, {}, {}, {})
+    with call.guard("adapter"):
+        plan = adapters.merged({key: part.info for key, part in held.items()}, config, adapter)
+        first = {saved: name for name, saved in plan.names.items()}
+        ties = {first[key]: first[same] for key, same in tied.items() if key in first and same in first}
+        adapters.check_ties(plan, ties)
+        return plan, {name: held[saved] for name, saved in plan.names.items()}, ties
+    return plan, dict(held), dict(tied)
+
+
+def doubles_of(call: Call, done: Examined, share: Share) -> list[str]:
+    """Return names of tensors that the class has once, and that are equal to one written under another name.
+
+    Two different tensors under such names are a problem of the call: a reader takes one for both.
+    """
+    doubles = []
+    for first, *others in done.tied:
+        for key in others:
+            is_alike = done.tensors[first] == done.tensors[key]
+            if is_alike and not differ(call, share, first, key):
+                doubles.append(key)
+            elif call.rank == first_rank(call):
+                call.problems.append(not_one(first, key))
+    return doubles
+
+
+def without(tensors: Mapping[str, TensorInfo], keys: Collection[str]) -> dict[str, TensorInfo]:
+    return {key: info for key, info in tensors.items() if key not in keys}
 
 
 def load_state_dict(
@@ -133,7 +284,7 @@ def load_state_dict(
             for key in present:
                 call.problems += misfits(key, held[key].info, sight.tensors[key])
             if not present:
-                call.problems.append(Problem("not in the files", keys[0]))
+                call.problems.append(Problem("not in the files", keys[0], near(keys[0], sight.tensors)))
             elif sight.source is not None and call.rank == first_rank(call):
                 for key in present[1:]:
                     call.problems += other_values(call, sight.source, key, present[0])
@@ -257,7 +408,7 @@ def spelled(held: Held) -> str:
 
 def share_of(call: Call, held: Mapping[str, Held], tensors: Mapping[str, TensorInfo]) -> Share:
     """Return the blocks of tensors that the ranks hold, and this rank's memory of its own."""
-    ranks = call.ranks if call.groups else (call.rank,)
+    ranks = have_ranks(call)
     spreads = {}
     parts: dict[str, list[Part]] = {}
     for key in tensors:
@@ -269,6 +420,13 @@ def share_of(call: Call, held: Mapping[str, Held], tensors: Mapping[str, TensorI
             parts[key] = [Part(boxes[call.rank], local)]
     # The ranks agreed on the dtypes that they hold.
     return Share(tensors, spreads, parts, {key: held[key].info.dtype for key in tensors})
+
+
+def near(key: str, names: Iterable[str]) -> str:
+    """Return what to do about a tensor that has a longer or a shorter name in the files; "" without it."""
+    pairs = ((name, *sorted((name, key), key=len)) for name in names)
+    name = next((name for name, short, long in pairs if "." in short and long.endswith(f".{short}")), None)
+    return f"there is {name}: hf.opened(folder, model) reads files as from_pretrained does" if name else ""
 
 
 def misfits(key: str, info: TensorInfo, stored: TensorInfo) -> list[Problem]:

@@ -35,8 +35,14 @@ SYNC_FILE_RANGE_WRITE = 2
 LONG_RUN = 256 * 2**10
 
 
-def planned(tensors: Mapping[str, TensorInfo], file_bytes: int, tag: str = "") -> dict[str, list[str]]:
-    """Return file name -> HF keys, in order: as many as `file_bytes` hold, or a single larger tensor."""
+def planned(
+    tensors: Mapping[str, TensorInfo], file_bytes: int, tag: str = "", single: str = SINGLE
+) -> dict[str, list[str]]:
+    """Return file name -> HF keys, in order: as many as `file_bytes` hold, or a single larger tensor.
+
+    Args:
+        single: the name of the file, where all keys are in one.
+    """
     files: list[list[str]] = []
     room = 0
     for key, info in tensors.items():
@@ -46,7 +52,7 @@ def planned(tensors: Mapping[str, TensorInfo], file_bytes: int, tag: str = "") -
         files[-1].append(key)
         room -= nbytes_of(info)
     if len(files) == 1:
-        return {SINGLE: files[0]}
+        return {single: files[0]}
     stem, count = f"model-{tag}" if tag else "model", len(files)
     return {f"{stem}-{number:05d}-of-{count:05d}.safetensors": keys for number, keys in enumerate(files, 1)}
 
@@ -68,7 +74,9 @@ class Files:
     The same on every rank but for the files that this process has open.
     """
 
-    def __init__(self, tensors: Mapping[str, TensorInfo], file_bytes: int, tag: str = "") -> None:
+    def __init__(
+        self, tensors: Mapping[str, TensorInfo], file_bytes: int, tag: str = "", single: str = SINGLE
+    ) -> None:
         """Describe the files; none is made yet.
 
         Raises:
@@ -79,7 +87,7 @@ class Files:
         self.headers: dict[str, tuple[bytes, int]] = {}
         #: HF key -> its file, and its place in the file.
         self.places: dict[str, tuple[str, Entry]] = {}
-        for name, keys in planned(tensors, file_bytes, tag).items():
+        for name, keys in planned(tensors, file_bytes, tag, single).items():
             header, entries = make_header({key: tensors[key] for key in keys})
             size = max((entry.stop for entry in entries.values()), default=len(header))
             self.headers[name] = header, size

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Optional
 
 from torch_dcp_backport.hf import Export, Part, Share, Sight, Source
 from torch_dcp_backport.hf.comparing import differ, equal_in
-from torch_dcp_backport.hf.export import exported
+from torch_dcp_backport.hf.export import Target, examined, exported
 from torch_dcp_backport.hf.moving import agree, first_rank, settle
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.megatron.cuts import Holding
@@ -50,6 +50,8 @@ class Agreed(NamedTuple):
     share: Share
     #: HF tensors of the files that no parameter wants -> why.
     left: Mapping[str, str]
+    #: The folder of a save; None where there is none.
+    target: Optional[Target] = None
 
 
 def agree_on_load(call: Call, given: Optional[Given], sight: Sight, value_head: bool) -> Agreed:
@@ -78,11 +80,18 @@ def agree_on_load(call: Call, given: Optional[Given], sight: Sight, value_head: 
     return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), left)
 
 
-def agree_on_save(call: Call, given: Optional[Given], config: Mapping[str, Any], how: Export) -> Agreed:
-    """Fit the ranks' modules to one another.
+def agree_on_save(
+    call: Call,
+    given: Optional[Given],
+    config: Mapping[str, Any],
+    how: Export,
+    target: Optional[Target] = None,
+) -> Agreed:
+    """Fit the ranks' modules to one another, and to the class in the target's config.json.
 
     Args:
         given: as of `agree_on_load`.
+        target: None where tensors go to no folder.
 
     Raises:
         RuntimeError: some rank has problems: layers that no rank holds, another shape than config.json says,
@@ -95,11 +104,15 @@ def agree_on_save(call: Call, given: Optional[Given], config: Mapping[str, Any],
     tensors: dict[str, TensorInfo] = {}
     if not spreading.problems:
         spreading.problems += spreading.faults()
-        with call.guard():
-            # A tied head is a copy of the embedding, which is what files have.
-            written = [key for key in spreading.spreads if key != HEAD or not shape.tied]
-            tensors = exported({key: spreading.infos(key) for key in written}, how)
     call.problems += spreading.problems
+    settle(call)
+    # A tied head is a copy of the embedding, which is what files have.
+    written = {key: spreading.infos(key) for key in spreading.spreads if key != HEAD or not shape.tied}
+    if target is not None:
+        target, tensors, _ = examined(call, target, written)
+    else:
+        with call.guard():
+            tensors = exported(written, how)
     settle(call)
     if shape.tied and HEAD in spreading.spreads:
         info = tensors[EMBED]
@@ -107,7 +120,7 @@ def agree_on_save(call: Call, given: Optional[Given], config: Mapping[str, Any],
         if differ(call, both, EMBED, HEAD) and call.rank == first_rank(call):
             call.problems.append(HEAD_OF_ITS_OWN)
         settle(call)
-    return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), {})
+    return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), {}, target)
 
 
 def _describe_to_all(

@@ -17,9 +17,11 @@ from torch_dcp_backport.hf import Export, Source, collect, export, fill_from_fir
 from torch_dcp_backport.hf.companions import as_config
 from torch_dcp_backport.hf.export import Saved, checked, target_of
 from torch_dcp_backport.hf.moving import groups_of, publish
+from torch_dcp_backport.hf.opening import with_prefix
 from torch_dcp_backport.hf.source import CONFIG, source_of
 from torch_dcp_backport.megatron.agreed import Agreed, Given, agree_on_load, agree_on_save
 from torch_dcp_backport.megatron.model import Layers, Models, Parallel
+from torch_dcp_backport.megatron.names import EMBED
 from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.staging import part_of
@@ -86,6 +88,7 @@ def load(ask: Callable[[], tuple[Source, Given]], value_head: bool, files: str =
         given: Optional[Given] = None
         with call.guard():
             source, given = ask()
+            source = with_head(source)
         sight = look(call, source, files)
         agreed = agree_on_load(call, given, sight, value_head)
         if sight.is_shared:
@@ -94,6 +97,12 @@ def load(ask: Callable[[], tuple[Source, Given]], value_head: bool, files: str =
         else:
             bytes_read = fill_from_first(call, agreed.agreement, sight.source, agreed.share)
         return finished(agreed, bytes_read)
+
+
+def with_head(source: Source) -> Source:
+    """Return a source under the names of a language model, which those of a model without a head lack."""
+    path, _, name = EMBED.partition(".")
+    return with_prefix(source, f"{path}.", name)
 
 
 @torch.no_grad()
@@ -150,8 +159,9 @@ def save_hf(
         if target.companions:
             config = json.loads(target.companions[CONFIG])
         config = publish(call, {CONFIG: config})[CONFIG]
-        agreed = agree_on_save(call, Given(models, parallel, layers), config, target.how)
-        return export(call, agreed.agreement, agreed.share, target)
+        agreed = agree_on_save(call, Given(models, parallel, layers), config, target.how, target)
+        assert agreed.target is not None, "it was handed in"
+        return export(call, agreed.agreement, agreed.share, agreed.target)
 
 
 def gather_hf(

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from torch_dcp_backport.checkpoint.exporting import problems_of
+from torch_dcp_backport.checkpoint.exporting import nbytes_of_window, problems_of
 from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SHARDED
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.core import Folder
@@ -27,14 +28,15 @@ from torch_dcp_backport.dist_checkpointing.serialization import save_made
 from torch_dcp_backport.hf import Export
 from torch_dcp_backport.hf.blocks import Window
 from torch_dcp_backport.hf.companions import as_config, companions_of
-from torch_dcp_backport.hf.export import exported, target_of, write_files
-from torch_dcp_backport.hf.files import Room, replaced, sync_folder
+from torch_dcp_backport.hf.export import examined, target_of, write_files
+from torch_dcp_backport.hf.files import Room, replaced, sync_folder, write_small
 from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.moving import settle
-from torch_dcp_backport.hf.source import CONFIG
+from torch_dcp_backport.hf.source import CONFIG, Source
 from torch_dcp_backport.hf.source import Folder as Files
 from torch_dcp_backport.hf.writing import planned
 from torch_dcp_backport.megatron.agreed import other_head
+from torch_dcp_backport.megatron.bridge import with_head
 from torch_dcp_backport.megatron.cuts import Cut
 from torch_dcp_backport.megatron.names import HEAD, VALUE_HEADS
 from torch_dcp_backport.megatron.plan import Head, Spreading, check_files, head_of, left_alone
@@ -58,6 +60,8 @@ from torch_dcp_backport.transfer.spread import intersection
 CANNOT_CONVERT = "cannot convert"
 #: Of Megatron-LM: below 2.0 it takes the rows of linear_qkv for those of another order.
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
+#: What stands at the top of a sharded checkpoint; hidden files of a file system are nobody's.
+OF_A_CHECKPOINT = re.compile(rf"\..*|metadata\.json|integrity\.json|common\.pt|.*\.distcp|{HUGGING_FACE}")
 
 
 @dataclass(frozen=True)
@@ -107,9 +111,10 @@ def convert(
     folder, out = Path(source), Path(os.path.realpath(target))
     try:
         to_checkpoint = (folder / CONFIG).is_file()
-        check_apart(folder, out, to_checkpoint)
+        check_apart(folder, out)
         if to_checkpoint:
             with Call(CANNOT_CONVERT, "save", ()) as call:
+                call.problems += of_files_alone(like, how or Export())
                 return _to_checkpoint(call, folder, out, how or Export(), dry_run)
         with Call(CANNOT_CONVERT, "collect", ()) as call:
             return _to_files(call, folder, out, like, how, dry_run)
@@ -117,32 +122,42 @@ def convert(
         raise CheckpointingException(str(error)) from error
 
 
-def check_apart(folder: Path, out: Path, is_replaced: bool) -> None:
+def check_apart(folder: Path, out: Path) -> None:
     """Refuse a target that would remove the source, or change it.
-
-    Args:
-        is_replaced: whether everything in the target is replaced.
 
     Raises:
         CheckpointingException: the target is the source, is in it, or has it inside.
     """
     real = Path(os.path.realpath(folder))
-    if real == out or (not is_replaced and real in out.parents):
+    if real in (out, *out.parents):
         raise CheckpointingException(f"{CANNOT_CONVERT}: {out} is in the source, which is to stay as it is")
-    if is_replaced and out in real.parents:
+    if out in real.parents:
         raise CheckpointingException(f"{CANNOT_CONVERT}: the source {real} is in the target")
 
 
 # --- Hugging Face files to a checkpoint ---
 
 
+def of_files_alone(like: Any, how: Export) -> list[Problem]:
+    """Return problems for options that mean nothing to a checkpoint."""
+    problems = []
+    if how.dtype is not None:
+        problems.append(Problem("a checkpoint keeps the dtypes of the files", "dtype", f"{how.dtype}"))
+    if like is not None:
+        problems.append(
+            Problem("a checkpoint keeps what is beside the files that it is made of", "like", f"{like}")
+        )
+    if how.file_bytes != Export.file_bytes:
+        what = "the files of a checkpoint have the sizes of its tensors"
+        problems.append(Problem(what, "file_bytes", f"{how.file_bytes}"))
+    return problems
+
+
 def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bool) -> Converted:
-    files = Files(folder)
+    files = with_head(Files(folder))
     call.problems += files.problems
     if files.absent:
         call.problems.append(Problem("no model here", got=files.absent))
-    if how.dtype is not None:
-        call.problems.append(Problem("a checkpoint keeps the dtypes of the files", "dtype", f"{how.dtype}"))
     settle(call)
     with call.guard(CONFIG):
         shape = shape_of(files.config)
@@ -187,10 +202,8 @@ def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bo
             ) from error
         (new / HUGGING_FACE).mkdir()
         for name, content in companions_of(folder).items():
-            path = new / HUGGING_FACE / name
-            path.write_bytes(content)
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            write_small(new / HUGGING_FACE / name, content)
+            sync_folder((new / HUGGING_FACE / name).parent)
         sync_folder(new / HUGGING_FACE)
     return converted
 
@@ -218,7 +231,7 @@ def _stored_infos(
 
 
 def _parts(
-    files: Files, cuts: list[tuple[Slot, Cut]], tensors: Mapping[str, TensorInfo]
+    files: Source, cuts: list[tuple[Slot, Cut]], tensors: Mapping[str, TensorInfo]
 ) -> list[ShardedTensor]:
     """The boxes of the stored tensors: views of the mapped files, which hold no memory of this process."""
     parts = []
@@ -250,8 +263,11 @@ def _check_target(out: Path, how: Export) -> None:
     if os.path.lexists(out) and not out.is_dir():
         raise FileExistsError("it is there, and no folder")
     if out.is_dir() and os.listdir(out):
-        # A conversion replaces nothing but a checkpoint.
+        # A conversion replaces nothing but a checkpoint, and what stands beside it would go as well.
         opened_alone(out)
+        others = [name for name in sorted(os.listdir(out)) if OF_A_CHECKPOINT.fullmatch(name) is None]
+        if others:
+            raise FileExistsError(f"beside the checkpoint it has {', '.join(others[:5])}: move that away")
     old = room_of(out) / "old"
     # Both exist only between two renames: the old checkpoint has made room, the new is not in its place.
     if old.exists() and (old.parent / "new").exists():
@@ -314,11 +330,13 @@ def _to_files(
     stored = {key: everything[key] for key in model_in(everything, naming)}
     left = dict.fromkeys(sorted(set(everything) - set(stored)), "not the model's, or a second name")
     infos = {key: TensorInfo(entry.shape, entry.dtype) for key, entry in stored.items()}
-    sources, tensors = _sources(call, shape, naming, infos, target.how)
+    sources, held = _sources(call, shape, naming, infos)
     call.problems += problems_of(checkpoint, stored) if stored else []
     with call.guard(str(out)):
-        # An export replaces nothing but weights, and checks that again before it writes.
+        # An export replaces nothing but a model, and checks that again before it writes.
         replaced(out, target.how.overwrite, target.companions[CONFIG])
+    settle(call)
+    target, tensors, _ = examined(call, target, held)
     settle(call)
     files = {
         name: sum(nbytes_of(tensors[key]) for key in keys)
@@ -327,14 +345,14 @@ def _to_files(
     converted = Converted("huggingface", tensors, files, left)
     if not dry_run:
         call.tally.meter.expect(lambda: converted.nbytes)
-        write_files(call, tensors, _reading(call, checkpoint, stored, sources), target)
+        write_files(call, tensors, _reading(call, checkpoint, stored, sources, tensors), target)
     return converted
 
 
 def _sources(
-    call: Call, shape: Shape, naming: Naming, infos: Mapping[str, TensorInfo], how: Export
-) -> tuple[dict[str, list[tuple[Slot, Cut]]], dict[str, TensorInfo]]:
-    """Return (HF key -> its slots and cuts, HF key -> shape and dtype that an export writes)."""
+    call: Call, shape: Shape, naming: Naming, infos: Mapping[str, TensorInfo]
+) -> tuple[dict[str, list[tuple[Slot, Cut]]], dict[str, list[TensorInfo]]]:
+    """Return (HF key -> its slots and cuts, HF key -> its shape with the dtype of each of its slots)."""
     output = infos.get(naming.prefix + OUTPUT)
     head = Head(HEAD if output is not None and not shape.tied else None)
     if output is not None and output.shape[:1] == (1,) and shape.vocab > 1:
@@ -356,10 +374,7 @@ def _sources(
         key: [TensorInfo(spreading.size_of(key), infos[slot.key].dtype) for slot, _ in sources[key]]
         for key in spreading.spreads
     }
-    tensors: dict[str, TensorInfo] = {}
-    with call.guard():
-        tensors = exported(held, how)
-    return sources, tensors
+    return sources, held
 
 
 def _rows(infos: Mapping[str, TensorInfo], key: str, otherwise: int) -> int:
@@ -371,9 +386,10 @@ def _reading(
     checkpoint: Opened,
     stored: Mapping[str, Stored],
     sources: Mapping[str, list[tuple[Slot, Cut]]],
+    tensors: Mapping[str, TensorInfo],
 ) -> Any:
     """Return a function that fills a window of HF tensors from the checkpoint."""
-    reader = Reader(checkpoint.folder, checkpoint.holds.is_ours, call.tally.meter.add)
+    reader = Reader(checkpoint.folder, checkpoint.holds.is_ours)
 
     def bring(window: Window, write: Memory) -> None:
         reads: list[Read] = []
@@ -387,6 +403,8 @@ def _reading(
             reader.read(reads)
         except (Damaged, OSError) as error:
             raise CheckpointingException(f"{CANNOT_CONVERT}: {checkpoint.folder}: {error}") from error
+        # What is read is more, or less, where it is cast.
+        call.tally.meter.add(nbytes_of_window(window, tensors))
 
     return bring
 

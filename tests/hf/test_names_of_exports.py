@@ -1,0 +1,277 @@
+"""An export has the tensors of the class in its config.json, or is refused before a byte is written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+
+from torch_dcp_backport import hf
+from torch_dcp_backport.hf import checking
+from torch_dcp_backport.transfer.layout import whole
+
+
+def transformers() -> Any:
+    return pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_every_family_opens_as_itself(tmp_path: Path, name: str) -> None:
+    """Also of a configuration that names no class, as `from_config` leaves it."""
+    library = transformers()
+    model = families.made(name)
+    assert model.config.architectures is None
+    hf.save_state_dict(model.state_dict(), tmp_path / "m", like=model.config)
+    kind = families.FAMILIES[name][0]
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["architectures"] == [kind]
+    assert families.same(families.opened(tmp_path / "m", getattr(library, kind)), model)
+    # As of a folder, whose config.json then goes along byte for byte.
+    hf.save_state_dict(model.state_dict(), tmp_path / "n", like=tmp_path / "m")
+    texts = [(tmp_path / folder / "config.json").read_bytes() for folder in "mn"]
+    assert texts[0] == texts[1]
+
+
+def renamed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"base_model.model.{key}": value for key, value in state.items()}
+
+
+def injected(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As `model.add_adapter` of transformers names them."""
+    key = "model.layers.0.self_attn.q_proj"
+    changed = {name.replace(f"{key}.", f"{key}.base_layer."): value for name, value in state.items()}
+    return {**changed, f"{key}.lora_A.default.weight": torch.ones(2, 32)}
+
+
+def lost(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in state.items() if "layers.1.mlp.up_proj" not in key}
+
+
+def headless(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in state.items() if key != "lm_head.weight"}
+
+
+def longer(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**state, "model.embed_tokens.weight": torch.ones(41, 32)}
+
+
+HARMS = {
+    renamed: r"would draw at random what is not there: model\S+.* and \d+ more[\s\S]*names of peft",
+    injected: r"not there: model.layers.0.self_attn.q_proj.weight[\s\S]*names of peft, which no class has",
+    lost: r"of a Qwen2ForCausalLM would draw at random .*: model.layers.1.mlp.up_proj.weight\b",
+    headless: r"would draw at random what is not there: lm_head.weight",
+    longer: r"shape of a Qwen2ForCausalLM: model.embed_tokens.weight \(expected \(40, 32\), got \(41, 32\)",
+}
+
+
+def refused(api: Any, folder: Path, harm: str, like: Any) -> str:
+    torch.manual_seed(0)
+    model = families.made("a language model")
+    state = {function.__name__: function for function in HARMS}[harm](model.state_dict())
+    try:
+        api.save_state_dict(state, folder, like=model.config if like is None else like)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["the class is named", "no class is named"])
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+def test_other_names_are_refused_on_every_rank_before_a_byte(
+    ranks, tmp_path: Path, harm, named: bool
+) -> None:
+    transformers()
+    model = families.made("a language model")
+    like = {**model.config.to_dict(), "architectures": ["Qwen2ForCausalLM"]} if named else None
+    texts = set(ranks(refused, tmp_path / "m", harm.__name__, like, world=2))
+    assert len(texts) == 1
+    text = texts.pop()
+    assert re.search(HARMS[harm], text), text
+    assert "nothing was changed" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_value_head_on_the_files_of_a_language_model(tmp_path: Path) -> None:
+    """verl makes a critic of such a folder; config.json would name the class of the other."""
+    library = transformers()
+    families.made("a language model").save_pretrained(tmp_path / "base")
+    model = families.made("a value for each token")
+    hf.save_state_dict(model.state_dict(), tmp_path / "m", like=tmp_path / "base")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForTokenClassification"]
+    opened = families.opened(tmp_path / "m", library.AutoModelForTokenClassification)
+    assert opened.config.num_labels == 1
+    assert families.same(opened, model)
+
+
+def test_a_vocabulary_that_has_grown_is_not_that_of_the_old_folder(tmp_path: Path) -> None:
+    library = transformers()
+    model = families.made("a language model")
+    model.save_pretrained(tmp_path / "base")
+    model.resize_token_embeddings(48)
+    with pytest.raises(RuntimeError, match=r"not the shape of a Qwen2ForCausalLM: model.embed_tokens.weight"):
+        hf.save_state_dict(model.state_dict(), tmp_path / "m", like=tmp_path / "base")
+    hf.save_state_dict(model.state_dict(), tmp_path / "m", like=model.config)
+    assert families.same(families.opened(tmp_path / "m", library.AutoModelForCausalLM), model)
+
+
+def test_what_a_program_adds_to_a_whole_model_is_said_and_goes_along(tmp_path: Path, caplog) -> None:
+    library = transformers()
+    model = families.made("a language model")
+    state = {**model.state_dict(), "v_head.summary.weight": torch.ones(1, 32)}
+    checking._said.clear()
+    with caplog.at_level(logging.WARNING, "torch_dcp_backport.hf"):
+        hf.save_state_dict(state, tmp_path / "m", like=model.config)
+    assert "leaves out what a Qwen2ForCausalLM does not have: v_head.summary.weight" in caplog.text
+    assert "v_head.summary.weight" in hf.Folder(tmp_path / "m").tensors
+    assert families.same(library.AutoModelForCausalLM.from_pretrained(tmp_path / "m"), model)
+
+
+def test_a_head_of_its_own_where_the_configuration_says_that_it_is_the_embedding(tmp_path: Path) -> None:
+    """transformers would take the embedding for both, and say nothing."""
+    library = transformers()
+    model = families.made("a language model")
+    like = {**model.config.to_dict(), "tie_word_embeddings": True}
+    with pytest.raises(
+        RuntimeError, match=r"says that they are one .*: model.embed_tokens.weight and lm_head"
+    ):
+        hf.save_state_dict(model.state_dict(), tmp_path / "m", like=like)
+    assert not list(tmp_path.iterdir())
+    # A copy of it is written once.
+    state = {**model.state_dict(), "lm_head.weight": model.model.embed_tokens.weight.detach().clone()}
+    hf.save_state_dict(state, tmp_path / "m", like=like)
+    assert "lm_head.weight" not in hf.Folder(tmp_path / "m").tensors
+    opened = families.opened(tmp_path / "m", library.AutoModelForCausalLM)
+    assert torch.equal(opened.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def test_a_look_at_the_class_draws_no_random_number(tmp_path: Path) -> None:
+    transformers()
+    model = families.made("a tied head")
+    torch.manual_seed(3)
+    random.seed(3)
+    expected = [torch.rand(1).item(), random.random()]
+    torch.manual_seed(3)
+    random.seed(3)
+    hf.save_state_dict(model.state_dict(), tmp_path / "m", like=model.config)
+    assert [torch.rand(1).item(), random.random()] == expected
+
+
+OWN = {"model.embed_tokens.weight": torch.ones(4, 2), "model.layers.0.a.weight": torch.ones(2, 2)}
+#: Layers for further tokens, which loaders leave out; a head of another kind.
+BESIDE = {"model.layers.1.mtp.weight": torch.ones(2), "lm_head.weight": torch.ones(4, 2)}
+CODE = {"model_type": "of_its_own", "architectures": ["Own"], "num_hidden_layers": 1}
+
+
+def test_a_class_that_is_not_known_is_compared_with_the_models_own_files(tmp_path: Path) -> None:
+    hf.save_state_dict({**OWN, **BESIDE}, tmp_path / "base", like=CODE)
+    for state in ({**OWN, **BESIDE}, {**OWN, "lm_head.weight": BESIDE["lm_head.weight"]}):
+        hf.save_state_dict(state, tmp_path / "m", like=tmp_path / "base", how=hf.Export(overwrite=True))
+    hf.save_state_dict({**OWN, "score.weight": torch.ones(1, 2)}, tmp_path / "v", like=tmp_path / "base")
+    for state, says in (
+        (
+            {**BESIDE, "model.embed_tokens.weight": OWN["model.embed_tokens.weight"]},
+            "model.layers.0.a.weight",
+        ),
+        (OWN, "lm_head.weight"),
+        (renamed({**OWN, **BESIDE}), "names of peft, which no class has"),
+    ):
+        with pytest.raises(RuntimeError, match=says):
+            hf.save_state_dict(state, tmp_path / "no", like=tmp_path / "base")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_broken_export_in_the_place_of_the_files_proves_nothing(tmp_path: Path) -> None:
+    """Its names are peft's, as an export of before has them; code of a model's own may have such names."""
+    for config in (CODE, {**CODE, "auto_map": {"AutoModel": "modeling_own.Own"}}):
+        folder = tmp_path / str(len(config))
+        hf.save_state_dict(OWN, folder, like=CODE)
+        safetensors = pytest.importorskip("safetensors.torch")
+        safetensors.save_file(renamed(OWN), folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config))
+        for like, target in ((folder, folder), (folder, tmp_path / "new")):
+            how = hf.Export(overwrite=True)
+            if "auto_map" in config:
+                hf.save_state_dict(renamed(OWN), target, like=like, how=how)
+                continue
+            with pytest.raises(RuntimeError, match="names of peft"):
+                hf.save_state_dict(renamed(OWN), target, like=like, how=how)
+
+
+def test_of_a_class_that_nothing_tells_of_peft_is_refused_and_the_rest_said_once(
+    tmp_path: Path, caplog
+) -> None:
+    checking._said.clear()
+    with caplog.at_level(logging.WARNING, "torch_dcp_backport.hf"):
+        for name in "ab":
+            hf.save_state_dict(OWN, tmp_path / name, like=CODE)
+    texts = [record.message for record in caplog.records]
+    assert [text for text in texts if "are not compared with those of a Own" in text] == texts
+    assert len(texts) == 1
+    with pytest.raises(RuntimeError, match="names of peft"):
+        hf.save_state_dict(renamed(OWN), tmp_path / "c", like=CODE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_weights_that_are_not_quantised_are_not_said_to_be(tmp_path: Path) -> None:
+    quantised = {**CODE, "quantization_config": {"quant_method": "fp8"}}
+    folder = tmp_path / "base"
+    hf.save_state_dict(OWN, folder, like=CODE)
+    (folder / "config.json").write_text(json.dumps(quantised))
+    (folder / "hf_quant_config.json").write_text("{}")
+    hf.save_state_dict(OWN, tmp_path / "plain", like=folder)
+    assert json.loads((tmp_path / "plain" / "config.json").read_text()) == CODE
+    assert not (tmp_path / "plain" / "hf_quant_config.json").exists()
+    # Bytes of another dtype stay what they are.
+    packed = {**OWN, "model.layers.0.a.weight": torch.ones(2, 2, dtype=torch.uint8)}
+    hf.save_state_dict(packed, tmp_path / "packed", like=folder)
+    assert json.loads((tmp_path / "packed" / "config.json").read_text()) == quantised
+    assert (tmp_path / "packed" / "hf_quant_config.json").exists()
+
+
+def test_a_quantised_configuration_of_a_known_class(tmp_path: Path) -> None:
+    library = transformers()
+    model = families.made("a language model")
+    like = {**model.config.to_dict(), "quantization_config": {"quant_method": "fp8"}}
+    hf.save_state_dict(model.state_dict(), tmp_path / "m", like=like)
+    assert families.same(families.opened(tmp_path / "m", library.AutoModelForCausalLM), model)
+
+
+CORRECTION = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def test_buffers_keep_their_values_where_weights_are_cast(tmp_path: Path) -> None:
+    """16 values that bfloat16 cannot tell apart."""
+    transformers()
+    model = families.made("buffers", n_routed_experts=16)
+    values = 8 + torch.arange(16) / 1000
+    state = {**model.state_dict(), CORRECTION: values}
+    hf.save_state_dict(state, tmp_path / "m", like=model.config, how=hf.Export(torch.bfloat16))
+    source = hf.Folder(tmp_path / "m")
+    for key in ("lm_head.weight", "model.layers.1.mlp.experts.0.up_proj.weight"):
+        assert source.tensors.get(key, source.tensors["lm_head.weight"]).dtype == torch.bfloat16
+    kept = source.part(CORRECTION, whole((16,)))
+    assert torch.equal(kept, values)
+    # The dtype of the model is that of the others.
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) in ("bfloat16", None)
+
+
+def test_what_stays_in_fp32_where_no_class_tells(tmp_path: Path) -> None:
+    """By the name that routers have for it, and as the model's own files have it."""
+    name, other = "model.layers.0.gate.e_score_correction_bias", "model.layers.0.decay"
+    state = {**OWN, name: torch.ones(2), other: torch.ones(2)}
+    dtypes = {key: torch.float32 if key in (name, other) else torch.bfloat16 for key in state}
+    own = {key: value.to(dtypes[key]) for key, value in state.items()}
+    hf.save_state_dict(own, tmp_path / "base", like=CODE)
+    for like, kept in ((tmp_path / "base", {name, other}), (CODE, {name})):
+        how = hf.Export(torch.bfloat16, overwrite=True)
+        hf.save_state_dict(state, tmp_path / "m", like=like, how=how)
+        found = hf.Folder(tmp_path / "m").tensors
+        assert {key for key in found if found[key].dtype == torch.float32} == kept
