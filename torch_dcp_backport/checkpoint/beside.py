@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import re
-import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Optional
@@ -96,20 +96,17 @@ def saved_by(part: Any, folder: Path, what: str) -> list[str]:
     save: Optional[Callable[[str], Any]] = getattr(part, "save_pretrained", None)
     if save is None:
         return []
-    aside = folder.parent / f".{folder.name}.part"
     names: list[str] = []
-    try:
-        with told(what):
-            aside.mkdir(parents=True)
-            save(str(aside))
-            paths = sorted(path for path in aside.rglob("*") if path.is_file())
-            for path in paths:
+    with told(what):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as made:
+            aside = Path(made)
+            save(made)
+            for path in sorted(path for path in aside.rglob("*") if path.is_file()):
                 name = path.relative_to(aside).as_posix()
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(path, folder / name)
                 names.append(name)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return names
 
 
