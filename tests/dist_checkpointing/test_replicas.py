@@ -13,8 +13,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, t
 SHAPES = st.lists(st.integers(0, 40), min_size=0, max_size=4)
 
 
-def digest(tensor: torch.Tensor) -> bytes:
-    return replicas.row_digests([tensor], [0])[0]
+def digest(tensor: torch.Tensor) -> tuple[bytes, int]:
+    """By the host, and by a device."""
+    return replicas.row_digests([tensor], [0])[0], int(replicas.mixed(tensor))
+
+
+def differ(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return all(one != two for one, two in zip(digest(tensor), digest(other)))
 
 
 def made(shape: list[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -49,7 +54,7 @@ def test_another_value_has_another_digest(shape, dtype, seed: int, data) -> None
     place = data.draw(st.integers(0, tensor.numel() - 1))
     flat = other.view(-1)
     flat[place] = ~flat[place] if dtype is torch.bool else flat[place] + 1
-    assert digest(other) != digest(tensor)
+    assert differ(other, tensor)
 
 
 @pytest.mark.parametrize("numel", [3, 512, 5_000, 70_000])
@@ -58,7 +63,7 @@ def test_values_in_another_order_have_another_digest(numel: int) -> None:
     for first, second in ((0, 1), (1, numel - 1), (0, numel // 2)):
         other = tensor.clone()
         other[first], other[second] = tensor[second], tensor[first]
-        assert digest(other) != digest(tensor)
+        assert differ(other, tensor)
 
 
 def test_a_large_tensor_is_looked_at_in_pieces(monkeypatch) -> None:
@@ -69,11 +74,37 @@ def test_a_large_tensor_is_looked_at_in_pieces(monkeypatch) -> None:
         assert digest(tensor.t().contiguous().t()) == expected
         other = tensor.clone()
         other[299, 999] = 0
-        assert digest(other) != expected
+        assert differ(other, tensor)
 
 
 def test_what_differs_is_more_than_the_bits_of_a_dtype() -> None:
     zeros = [torch.zeros(4), torch.zeros(4, dtype=torch.int32), torch.zeros(2, 2), -torch.zeros(4)]
-    assert len(set(map(digest, zeros))) == 4
+    assert len({replicas.row_digests([tensor], [0])[0] for tensor in zeros}) == 4
     nothing = [torch.zeros(0), torch.zeros(0, 3), torch.zeros(())]
-    assert len(set(map(digest, nothing))) == 3
+    assert len({replicas.row_digests([tensor], [0])[0] for tensor in nothing}) == 3
+
+
+def test_differences_that_sums_do_not_see() -> None:
+    """Signs, values that change places, and small numbers whose weights could make up for them."""
+    torch.manual_seed(0)
+    large, eye = torch.randn(512, 512, dtype=torch.float64), torch.eye(64)
+    flipped, odd = large.clone(), large.clone()
+    flipped[0, 0] *= -1
+    odd[:, 1::2] *= -1
+    moved, other = torch.zeros(512, 512, dtype=torch.int64), torch.zeros(512, 512, dtype=torch.int64)
+    moved[0, 1] = other[3, 0] = 7
+    for one, two in (
+        (large, -large),
+        (large, flipped),
+        (large, odd),
+        (flipped, odd),
+        (eye, eye.flip(0)),
+        (eye, eye[torch.randperm(64)]),
+        (moved, other),
+        (torch.tensor([3, 0], dtype=torch.uint8), torch.tensor([0, 1], dtype=torch.uint8)),
+    ):
+        assert differ(one, two)
+    pairs = {digest(pair) for pair in torch.randn(3000, 2)}
+    assert len({host for host, _ in pairs}) == len({device for _, device in pairs}) == 3000
+    counts = {digest(torch.tensor(number)) for number in range(3000)}
+    assert len({host for host, _ in counts}) == len({device for _, device in counts}) == 3000

@@ -7,9 +7,10 @@ A balanced save takes parts of a tensor from any rank that holds it. Where the r
 from __future__ import annotations
 
 import hashlib
+import zlib
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,12 +19,10 @@ from torch_dcp_backport.transfer import Problem
 from torch_dcp_backport.transfer.errors import spell
 from torch_dcp_backport.transfer.staging import as_bytes
 
-#: Words of 8 bytes in a row; a digest has the sums of rows, and the sums of columns.
-ROW = 512
 #: Bytes of a tensor that are looked at together.
-PIECE = 16 * 2**20
-#: Odd, and without a pattern: sums are weighted by their places with multiples of it.
-FACTOR = 0x1E3779B97F4A7C15
+PIECE = 4 * 2**20
+#: Odd numbers without a pattern.
+FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 #: Number of a group of ranks -> the rows of this rank's table that exactly these ranks hold.
 Shared = dict[int, "array[int]"]
 #: Number of a group -> the digest of its rows.
@@ -104,49 +103,64 @@ def problems_of(
 
 @torch.no_grad()
 def row_digests(data: Sequence[torch.Tensor], rows: Iterable[int]) -> RowDigests:
-    """Return digests of some tensors: equal for equal bytes, and else different but by a rare chance.
+    """Return digests of some tensors: equal for equal values, and else different but by a rare chance.
 
-    Made by the tensors' own device, of which every device is asked once for all of its results.
+    Tensors on the host are read here; others by their own device, which is asked once for all of its results.
     """
+    facts: dict[int, bytes] = {}
     sums: dict[torch.device, list[torch.Tensor]] = {}
     numbers: dict[torch.device, list[int]] = {}
-    facts: dict[int, bytes] = {}
     for row in rows:
         tensor = data[row]
-        facts[row] = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+        facts[row] = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
         if tensor.is_quantized:
             # There is no view of its bytes: it is taken to be the same.
             continue
-        words = sums_of(tensor)
-        sums.setdefault(words.device, []).append(words)
-        numbers.setdefault(words.device, []).append(row)
-    for device, words_of in sums.items():
-        for row, word in zip(numbers[device], torch.stack(words_of).tolist()):
+        if tensor.device.type == "cpu":
+            crc = 0
+            for piece in pieces_of(tensor):
+                values: Any = piece.numpy()
+                crc = zlib.crc32(values, crc)
+            facts[row] += b"%08x" % crc
+        else:
+            sums.setdefault(tensor.device, []).append(mixed(tensor))
+            numbers.setdefault(tensor.device, []).append(row)
+    for device, words in sums.items():
+        for row, word in zip(numbers[device], torch.stack(words).tolist()):
             facts[row] += repr(word).encode()
     return {row: hashlib.blake2b(text, digest_size=16).digest() for row, text in facts.items()}
 
 
-def sums_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return weighted sums of a tensor's values, on its device. Integers wrap around, in any order alike."""
+def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the bytes of a tensor's values in order; of what is not dense, a copy of one piece at a time.
+
+    Cut by the shape alone: replicas may lie in memory in different ways.
+    """
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if not tensor.dim():
-        tensor = tensor.reshape(1)
-    # Cut by the shape alone: replicas may lie in memory in different ways, and a copy is of one piece.
-    rows = max(1, PIECE // max(1, tensor[:1].nbytes))
-    return _weighted(torch.cat([_sums_of_piece(piece) for piece in torch.split(tensor, rows)]))
+    tensor = tensor if tensor.dim() else tensor.reshape(1)
+    if tensor.numel():
+        for piece in torch.split(tensor, max(1, PIECE // tensor[:1].nbytes)):
+            yield as_bytes(piece.contiguous())
 
 
-def _sums_of_piece(piece: torch.Tensor) -> torch.Tensor:
-    flat = as_bytes(piece.contiguous())
-    if flat.storage_offset() % 8:
-        # No view as words of 8 bytes begins there.
-        flat = flat.clone()
-    whole = flat.numel() // (8 * ROW) * (8 * ROW)
-    words = flat[:whole].view(torch.int64).view(whole // (8 * ROW), ROW)
-    rest = _weighted(flat[whole:].to(torch.int64))
-    return torch.stack([_weighted(words.sum(1)), _weighted(words.sum(0)), rest])
+def mixed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's mixed words, on its device.
 
-
-def _weighted(values: torch.Tensor) -> torch.Tensor:
-    places = torch.arange(values.numel(), dtype=torch.int64, device=values.device)
-    return (values * (places * (2 * FACTOR) + FACTOR)).sum()
+    Each word of 8 bytes is mixed with its place before it is added: a sum of the words themselves, weighted
+    or not, does not see that two signs have changed.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    begin = 0
+    for piece in pieces_of(tensor):
+        if piece.numel() % 8 or piece.storage_offset() % 8:
+            # No view as words begins there, or ends.
+            piece = torch.nn.functional.pad(piece, (0, -piece.numel() % 8))
+        words = piece.view(torch.int64)
+        places = torch.arange(begin, begin + words.numel(), dtype=torch.int64, device=tensor.device)
+        words = words + places.mul_(FACTORS[0])
+        for factor in FACTORS[1:]:
+            # The upper half goes into the lower half, where a product carries it up again.
+            words.bitwise_xor_((words >> 32) & 0xFFFFFFFF).mul_(factor)
+        total += words.bitwise_xor_((words >> 29) & 0x7FFFFFFFF).sum()
+        begin += words.numel()
+    return total
