@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -397,6 +400,217 @@ def test_a_pipe_in_the_place_of_a_mark_is_not_waited_for(tmp_path: Path, name: s
         trainer.handler.finish()
 
 
+def as_link_to_a_name_too_long(path: Path, _: Path) -> None:
+    path.symlink_to("a" * 300)
+
+
+def as_loop(path: Path, _: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def as_link_to_elsewhere(path: Path, elsewhere: Path) -> None:
+    path.symlink_to(elsewhere)
+
+
+def as_deep_folder(path: Path, _: Path) -> None:
+    """Deeper than Python's calls may be, and than a path may be long: pytest cannot remove it, either."""
+    path.mkdir()
+    place = os.open(path, os.O_RDONLY)
+    for _step in range(3000):
+        os.mkdir("d", dir_fd=place)
+        below = os.open("d", os.O_RDONLY, dir_fd=place)
+        os.close(place)
+        place = below
+    os.close(place)
+
+
+ODD = (as_link_to_a_name_too_long, as_loop, as_link_to_elsewhere, as_deep_folder)
+PLACES = (
+    "global_step_9",
+    *(f".global_step_9.{kind}-01234567" for kind in ("tmp", "old", "was")),
+    store.TRACKER,
+    "global_step_1/uploading.json",
+    "global_step_1/eval",
+    "global_step_2/uploaded.txt",
+    "global_step_2/owner.json",
+    "global_step_2/manifest.json",
+    "global_step_2/data_0.pt",
+    "global_step_2/dist_ckpt",
+)
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
+def test_whatever_stands_in_a_place_of_ours_stops_no_run_and_leads_nowhere(
+    tmp_path: Path, make, name: str, capsys
+) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    trainer = Trainer(root)
+    for step in (1, 2):
+        trainer.handler.save_checkpoint(step)
+    elsewhere.mkdir()
+    # As the draft of a writer that is dead.
+    owner = {"host": socket.gethostname(), "pid": 2**22 + 1, "started": "1"}
+    (elsewhere / "owner.json").write_text(json.dumps(owner))
+    (elsewhere / "precious").write_bytes(b"of the user")
+    before = content_of(elsewhere)
+    if (root / name).is_dir():
+        shutil.rmtree(root / name)
+    else:
+        (root / name).unlink(missing_ok=True)
+    make(root / name, elsewhere)
+    with at_most(30):
+        fresh = Trainer(root, max_ckpt_to_keep=1)
+        is_damaged = name in (
+            "global_step_2/manifest.json",
+            "global_step_2/data_0.pt",
+            "global_step_2/dist_ckpt",
+        )
+        good = 1 if is_damaged else 2
+        assert fresh.handler.load_checkpoint() == good
+        assert find_latest_ckpt_path(root) == str(root / f"global_step_{good}")
+        fresh.handler.save_checkpoint(3)
+        fresh.handler.finish()
+        assert Trainer(root).handler.load_checkpoint() == 3
+        assert main(["checkpoint", "list", str(root)]) == 0
+        assert main(["checkpoint", "prune", str(root), "--keep", "1"]) == 0
+    assert content_of(elsewhere) == before
+    if make is as_deep_folder:
+        subprocess.run(["rm", "-rf", root], check=True)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json"])
+def test_a_manager_alone_does_not_read_a_file_that_grew(tmp_path: Path, name: str) -> None:
+    trainer = Trainer(tmp_path)
+    folder = trainer.handler.save_checkpoint(1)
+    os.truncate(folder / "dist_ckpt" / name, 8 * 2**30)
+    with pytest.raises(CheckpointingException, match=f"{name} has 8589934592 bytes, and had"):
+        trainer.manager.load_checkpoint(folder)
+
+
+def test_nothing_is_written_through_a_step_that_is_a_link(tmp_path: Path) -> None:
+    """Neither that it could not be loaded, nor that it was uploaded."""
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    Trainer(root).handler.save_checkpoint(1)
+    whole = Trainer(elsewhere).handler.save_checkpoint(2)
+    Trainer(elsewhere).handler.save_checkpoint(3)
+    (root / "global_step_2").symlink_to(whole)
+    before = content_of(elsewhere)
+    trainer = Trainer(root, default_hdfs_dir=str(tmp_path / "far"))
+    assert trainer.handler.load_checkpoint() == 2
+    trainer.handler.finish()
+    assert content_of(elsewhere) == before
+    # A step of another model, which fails to load.
+    other = Trainer(tmp_path / "other", torch.nn.Linear(2, 3)).handler.save_checkpoint(3)
+    (root / "global_step_3").symlink_to(other)
+    before = content_of(tmp_path / "other")
+    assert Trainer(root).handler.load_checkpoint() == 2
+    assert content_of(tmp_path / "other") == before
+
+
+def test_a_managers_own_saves_leave_no_empty_folders(tmp_path: Path) -> None:
+    """Each save would look at all of them; a trainer's own files keep theirs."""
+    trainer = Trainer(tmp_path)
+    for step in range(1, 8):
+        path = tmp_path / f"global_step_{step}" / "actor"
+        trainer.manager.save_checkpoint(path, global_step=step, max_ckpt_to_keep=2)
+        if step == 3:
+            (path.parent / "data.pt").write_bytes(b"of the trainer")
+        trainer.manager.finish()
+    assert {path.name for path in tmp_path.iterdir()} == {f"global_step_{step}" for step in (3, 6, 7)}
+    assert [path.name for path in (tmp_path / "global_step_3").iterdir()] == ["data.pt"]
+
+
+def test_verify_knows_the_step_of_a_folder(tmp_path: Path, capsys) -> None:
+    folder = Trainer(tmp_path).handler.save_checkpoint(3)
+    assert main(["checkpoint", "verify", str(folder)]) == 0
+    renamed(tmp_path)
+    assert main(["checkpoint", "verify", str(tmp_path / "global_step_70")]) == 1
+    assert "named global_step_70, and its manifest is of step 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_file_that_looks_like_the_state_of_a_loader_is_none(tmp_path: Path, is_sparse: bool) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.loader.position = 5
+    folder = trainer.handler.save_checkpoint(2)
+    if is_sparse:
+        (folder / "data_1.pt").touch()
+        os.truncate(folder / "data_1.pt", 6 * 2**30)
+    else:
+        (folder / "data_notes.pt").write_bytes(b"of the user")
+    fresh = Trainer(tmp_path)
+    assert fresh.handler.load_checkpoint() == 2
+    assert fresh.loader.position == 5
+
+
+@pytest.mark.parametrize("what", ["a file of the user's", "a damaged manifest"])
+def test_what_retention_cannot_take_is_said_once(tmp_path: Path, what: str, caplog) -> None:
+    """Also of a step that was ours when it was listed."""
+    trainer = Trainer(tmp_path, max_ckpt_to_keep=1)
+    folder = trainer.handler.save_checkpoint(1)
+    if what == "a damaged manifest":
+        os.truncate(folder / "manifest.json", 20)
+    else:
+        (folder / "notes.txt").write_bytes(b"mine")
+    before = content_of(folder)
+    inodes = []
+    for step in range(2, 7):
+        trainer.handler.save_checkpoint(step)
+        trainer.handler.finish()
+        inodes.append(folder.stat().st_ctime_ns)
+    kept = content_of(folder)
+    assert kept == (before if what == "a damaged manifest" else {"notes.txt": b"mine"})
+    # Once it is known, it is not renamed to and fro.
+    assert len(set(inodes[1:])) == 1
+    assert len([text for text in caplog.messages if "left alone" in text]) == 1
+    assert len([text for text in caplog.messages if "is kept" in text]) == (what != "a damaged manifest")
+
+
+@pytest.mark.parametrize("at", ["rename global_step_1 away", "before"])
+def test_a_step_that_another_process_saves_again_is_not_removed(tmp_path: Path, monkeypatch, at) -> None:
+    """It was the oldest when prune looked, and is the newest when prune comes to it."""
+    from torch_dcp_backport.dist_checkpointing.engine import files
+
+    trainer = Trainer(tmp_path)
+    for step in (1, 2, 3):
+        trainer.handler.save_checkpoint(step)
+
+    def other(name: str) -> None:
+        if name == at:
+            monkeypatch.setattr(files, "on_step", None)
+            Trainer(tmp_path).handler.save_checkpoint(1)
+
+    monkeypatch.setattr(files, "on_step", other)
+
+    def report(verdict: retention.Verdict) -> None:
+        if verdict.entry.step == 1:
+            other("before")
+
+    assert retention.prune(tmp_path, 1, report) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"global_step_1", "global_step_3", store.TRACKER}
+    assert find_latest_ckpt_path(tmp_path) == str(tmp_path / "global_step_1")
+
+
+@pytest.mark.parametrize("number", ["order", "size"])
+def test_a_manifest_with_a_number_that_no_step_has_is_damaged(tmp_path: Path, number: str) -> None:
+    """Its order plus 1 would be the order of the next step, which could not be written."""
+    trainer = Trainer(tmp_path)
+    trainer.handler.save_checkpoint(1)
+    folder = trainer.handler.save_checkpoint(2)
+    content = json.loads(json.loads((folder / "manifest.json").read_text())["content"])
+    content["order"] = 10**4298 if number == "order" else 7
+    content["files"]["gone"] = [10**4298 if number == "size" else 1, 1]
+    text = json.dumps(content)
+    outer = {"crc32": zlib.crc32(text.encode()), "content": text}
+    (folder / "manifest.json").write_text(json.dumps(outer))
+    fresh = Trainer(tmp_path)
+    assert fresh.handler.load_checkpoint() == 1
+    fresh.handler.save_checkpoint(3)
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    assert Trainer(tmp_path).handler.load_checkpoint() == 3
+
+
 def test_a_step_that_is_missing_a_name_with_a_newline_is_put_back(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     path = tmp_path / "global_step_1" / "the\nactor"
@@ -430,19 +644,61 @@ def fails(api: Any, root: Path, where: str, is_async: bool) -> str:
     finally:
         files.on_step = None
     dist.barrier()
+    assert not list(root.glob(".*"))
     assert Trainer(root).handler.load_checkpoint() == 2
     return str(caught.value)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(
-    "where", ["remove metadata.json", "create", "write .metadata", "write manifest.json"]
+    "where",
+    [
+        "make",
+        "write owner.json",
+        "name",
+        "remove metadata.json",
+        "create",
+        "write .metadata",
+        "write manifest.json",
+    ],
 )
 def test_a_save_that_fails_says_which_step_is_there(ranks, tmp_path: Path, where, is_async) -> None:
     (text,) = set(ranks(fails, tmp_path, where, is_async, world=2))
     assert "step 3 was not saved; the newest complete step is 2" in text
     assert "No space left" in text
     assert "the folder holds no checkpoint" not in text
+
+
+class Odd:
+    """Of a class that a load without `trust` refuses."""
+
+
+def refuses(api: Any, root: Path, what: str, is_async: bool) -> str:
+    trainer = Trainer(root, config={"async_save": is_async})
+    for step in (1, 2):
+        trainer.handler.save_checkpoint(step)
+    trainer.handler.finish()
+    rank = dist.get_rank()
+    if what == "a class":
+        trainer.schedule.odd = Odd()  # type: ignore[attr-defined]
+    elif what == "a function" and rank:
+        trainer.schedule.odd = lambda: None  # type: ignore[attr-defined]
+    elif what == "an option" and rank:
+        trainer.optimizer.param_groups[0]["weight_decay"] = 0.7
+    elif what == "a dtype":
+        trainer.model.register_buffer("more", torch.zeros(2, dtype=torch.int64 if rank else torch.int32))
+    elif what == "a state" and rank:
+        trainer.manager.get_rng_state = lambda: 1 / 0  # type: ignore[assignment,return-value]
+    with pytest.raises(CheckpointingException) as caught:
+        trainer.handler.save_checkpoint(3)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("what", ["a class", "a function", "an option", "a dtype", "a state"])
+def test_a_save_that_is_refused_says_which_step_is_there(ranks, tmp_path: Path, what, is_async) -> None:
+    (text,) = set(ranks(refuses, tmp_path, what, is_async, world=2))
+    assert "step 3 was not saved; the newest complete step is 2" in text
 
 
 def counted(api: Any, root: Path, steps: int) -> dict[str, int]:

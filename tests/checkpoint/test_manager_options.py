@@ -9,7 +9,7 @@ import time
 import types
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -79,6 +79,15 @@ class Misspelt(Verls):
     asnyc_save: bool = True
 
 
+class Named(NamedTuple):
+    save_contents: Any = ("model",)
+    asnyc_save: bool = True
+
+
+class Slotted:
+    __slots__ = ("asnyc_save", "save_contents")
+
+
 @pytest.mark.parametrize(
     ("config", "text"),
     [
@@ -87,11 +96,21 @@ class Misspelt(Verls):
         ({"load_contents": ["model"], "contents": ["model"]}, "no contents: there are save_contents"),
         (types.SimpleNamespace(loadcontents=["model"]), "did you mean load_contents"),
         (Misspelt(), "did you mean async_save"),
+        (Named(), "did you mean async_save"),
+        (Slotted(), "did you mean async_save"),
     ],
 )
 def test_a_setting_that_is_misspelt_is_refused(tmp_path: Path, config: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Trainer(tmp_path, config=config)
+
+
+class Known(NamedTuple):
+    save_contents: Any = ("model",)
+
+
+def test_the_settings_of_a_named_tuple_are_taken(tmp_path: Path) -> None:
+    assert Trainer(tmp_path, config=Known()).manager.checkpoint_save_contents == ("model",)
 
 
 def test_verls_own_settings_are_known_and_unused_ones_said_once(tmp_path: Path, caplog) -> None:

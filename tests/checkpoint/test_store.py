@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 import zlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import pytest
 from damaging import flip
@@ -272,6 +273,60 @@ def test_another_writer_of_the_same_step_is_told(tmp_path: Path, is_there: bool)
     with pytest.raises(store.AnotherWriter, match="another writer published global_step_1"):
         store.publish(draft, final, before)
     assert (final / "part/file").read_bytes() == b"theirs"
+
+
+@pytest.mark.parametrize("at", ["rename the folder that is replaced", "rename the draft"])
+def test_another_writer_between_two_renames_is_told(tmp_path: Path, monkeypatch, at: str) -> None:
+    final = published(tmp_path, 1, b"old")
+    before = store.identity_of(final)
+    draft = store.draft_of(final)
+    theirs = tmp_path / "theirs"
+    (theirs / "part").mkdir(parents=True)
+    (theirs / "part" / "file").write_bytes(b"theirs")
+
+    def other(name: str) -> None:
+        if name == at:
+            if final.exists():
+                final.rename(tmp_path / ".global_step_1.was-01234567")
+            theirs.rename(final)
+
+    monkeypatch.setattr(files, "on_step", other)
+    expected = contextlib.nullcontext() if at.endswith("replaced") else pytest.raises(store.AnotherWriter)
+    with expected:
+        store.publish(draft, final, before)
+    monkeypatch.setattr(files, "on_step", None)
+    place = final if at.endswith("draft") else next(tmp_path.glob("global_step_1.kept-*"))
+    assert (place / "part/file").read_bytes() == b"theirs"
+
+
+def test_a_draft_that_gets_its_owner_now_is_left_to_it(tmp_path: Path, monkeypatch, caplog) -> None:
+    """Another process cleans up between its folder and its mark: it is no step that lost its name."""
+    nameless = tmp_path / ".global_step_5.old-01234567"
+    nameless.mkdir()
+    native = files.walk
+
+    def walk(top: Path, *args: Any) -> Any:
+        listed = list(native(top, *args))
+        if top == nameless:
+            owners.mark(nameless / owners.OWNER)
+        return iter(listed)
+
+    monkeypatch.setattr(files, "walk", walk)
+    store.clean(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [nameless.name]
+    assert not caplog.records
+    monkeypatch.setattr(files, "walk", native)
+    store.clean(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_copy_with_a_number_of_its_own_spelling_is_no_step(tmp_path: Path) -> None:
+    for step in (3, 4):
+        published(tmp_path, step)
+    shutil.copytree(tmp_path / "global_step_3", tmp_path / "global_step_003")
+    assert states(tmp_path) == {4: "", 3: ""}
+    retire(tmp_path, 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"global_step_003", "global_step_4"}
 
 
 def dead_draft(root: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +266,40 @@ def load_whole(api: Any, root: Path, kind: str) -> dict[str, Any]:
     return facts_of(model, optimizer, schedule)
 
 
+def load_parts(api: Any, root: Path, frozen: Sequence[int], contents: Sequence[str]) -> tuple[bool, str]:
+    """Save and load two stages on the same ranks; return whether the parameters came back, and an error."""
+    rank = dist.get_rank()
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(rank)
+        model = nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)})
+        model[f"stage{rank}"].bias.requires_grad_(rank not in frozen)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return model, torch.optim.AdamW(trained, lr=0.1)
+
+    model, optimizer = made()
+    step(model, optimizer)
+    handler_of(root, model, optimizer).save_checkpoint(1)
+    saved = [parameter.clone() for parameter in model.parameters()]
+    other, fresh = made()
+    config = {"load_contents": list(contents)} if contents else None
+    try:
+        handler_of(root, other, fresh, checkpoint_config=config).load_checkpoint()
+    except CheckpointingException as error:
+        return False, str(error)
+    is_same = all(map(torch.equal, saved, other.parameters()))
+    for state in fresh.state.values():
+        is_same = is_same and float(state["step"]) == float("optimizer" in contents or not contents)
+    return is_same or contents == ["optimizer"], ""
+
+
+@pytest.mark.parametrize("frozen", [(), (1,), (0, 1)])
+@pytest.mark.parametrize("contents", [(), ["model"], ["model", "optimizer"], ["optimizer"]])
+def test_parts_of_stages_and_frozen_parameters_load(ranks, tmp_path: Path, frozen, contents) -> None:
+    """What another rank loads is not missing."""
+    assert ranks(load_parts, tmp_path, frozen, contents, world=2) == [(True, "")] * 2
+
+
 def other_stages(api: Any, root: Path) -> tuple[str, str]:
     """What is refused: a schedule of each rank on another number of ranks; a stage that no rank loads."""
     texts = []
@@ -411,6 +445,39 @@ def test_a_group_that_became_several_is_said(tmp_path: Path, caplog) -> None:
     optimizer, handler = grouped(tmp_path, ("c", 0.5), ("ba", 0.5))
     assert handler.load_checkpoint() == 1
     assert "is now groups" not in caplog.text
+
+
+def test_groups_that_were_one_have_a_rate_each(tmp_path: Path) -> None:
+    """A scheduler sets a rate in place: that of one group must not be the other's."""
+    saved, handler = grouped(tmp_path, ("abc", 0.1))
+    saved.param_groups[0]["lr"] = torch.tensor(0.25)
+    handler.save_checkpoint(1)
+    optimizer, handler = grouped(tmp_path, ("ab", 0.1), ("c", 0.1))
+    assert handler.load_checkpoint() == 1
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, [lambda step: 1.0 if step == 0 else 0.5, lambda step: 1.0]
+    )
+    optimizer.step()
+    schedule.step()
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.125, 0.25]
+
+
+def with_sets(api: Any, root: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    schedule.seen = {0, 8} if dist.get_rank() == 0 else {8, 0}  # type: ignore[attr-defined]
+    handler_of(root, model, optimizer, schedule).save_checkpoint(1)
+
+
+def test_equal_sets_are_no_difference(ranks, tmp_path: Path) -> None:
+    """In whatever order each rank made them: the schedule is one, and loads on any number of ranks."""
+    ranks(with_sets, tmp_path, world=2)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert handler_of(tmp_path, model, optimizer, schedule).load_checkpoint() == 1
+    assert schedule.seen == {0, 8}  # type: ignore[attr-defined]
 
 
 def test_the_order_of_groups_does_not_matter(tmp_path: Path, caplog) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -213,13 +214,15 @@ def test_what_cannot_be_saved_is_said_at_once(ranks, tmp_path: Path, what: str, 
     assert not list(tmp_path.iterdir())
 
 
-def of_its_own(api: Any, what: str, is_blocking: bool) -> tuple[list[str], str]:
+def of_its_own(
+    api: Any, what: str, is_blocking: bool, kind: type[BaseException] = OSError
+) -> tuple[list[str], str]:
     """A request of the user's own, of which a function raises on one rank."""
     done: list[str] = []
 
     def call(name: str) -> None:
         if name == what and dist.get_rank() == 1:
-            raise OSError(5, "Input/output error")
+            raise kind(5, "Input/output error")
         done.append(name)
 
     request = AsyncRequest(call, ("write",), [lambda: call("finalize")], preload_fn=lambda: call("preload"))
@@ -244,6 +247,55 @@ def test_a_function_that_raises_on_one_rank_finalizes_none(ranks, what: str, is_
     assert "rank 1: OSError: [Errno 5] Input/output error" in text
     assert first == ["preload", "write", "next"]
     assert second == (["next"] if what == "preload" else ["preload", "next"])
+
+
+@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError, KeyboardInterrupt])
+def test_what_would_end_its_thread_alone_finalizes_none(ranks, kind: type[BaseException]) -> None:
+    """A cancelled task of a store is no Exception."""
+    (first, text), (second, other) = ranks(of_its_own, "write", True, kind, world=2)
+    assert text == other
+    assert f"rank 1: RuntimeError: {kind.__name__}" in text
+    assert "finalize" not in first + second
+
+
+def wrapped(api: Any, folder: Path, what: str, rank: int) -> list[str]:
+    """A save whose request got a function of the user's, which raises on one rank; then the next save."""
+    request, _ = begin(folder, 1)
+    write = request.async_fn
+
+    def fail() -> None:
+        if dist.get_rank() == rank:
+            raise OSError(5, "Input/output error")
+
+    def write_and_fail() -> None:
+        write()
+        fail()
+
+    if what == "async_fn":
+        request = request._replace(async_fn=write_and_fail)
+    elif what == "preload_fn":
+        request = request._replace(preload_fn=fail)
+    else:
+        request.finalize_fns.insert(0, fail)
+    queue = AsyncCallsQueue()
+    with pytest.raises(CheckpointingException) as caught:  # noqa: PT012
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+    dist.barrier()
+    left = sorted(path.name for path in folder.iterdir())
+    save(state_of(2), folder)
+    verify(folder)
+    return [str(caught.value), *left]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", ["async_fn", "preload_fn", "finalize_fn"])
+def test_the_folder_of_a_request_that_failed_is_free(ranks, tmp_path: Path, what: str, rank: int) -> None:
+    """Also while somebody still holds the request, as a traceback does."""
+    first, second = ranks(wrapped, tmp_path, what, rank, world=2)
+    assert first == second
+    assert f"rank {rank}: OSError: [Errno 5]" in first[0]
+    assert len(first) == 1
 
 
 def never_run(api: Any, folder: Path) -> str:

@@ -117,11 +117,14 @@ class Trained:
         return None
 
 
-def fitted(root: Path, workers: int, until: int = 1000, **options: Any) -> list[list[int]]:
+def fitted(
+    root: Path, workers: int, is_stateful: bool = False, until: int = 1000, **options: Any
+) -> list[list[int]]:
     """verl's own loop over three epochs, saved at every step, and ended after `until`; its rows by steps."""
     from omegaconf import OmegaConf
     from torch.utils.data import DistributedSampler
     from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
     from verl.trainer import sft_trainer
 
     class Ended(Exception):
@@ -139,7 +142,8 @@ def fitted(root: Path, workers: int, until: int = 1000, **options: Any) -> list[
         setattr(sft_trainer, name, lambda *_, **__: None)
     trainer = object.__new__(sft_trainer.SFTTrainer)
     trainer.engine = trainer.training_client = engine = Trained()
-    trainer.train_sampler = DistributedSampler(Rows(), shuffle=True, num_replicas=1, rank=0, drop_last=True)
+    sampler = StatefulDistributedSampler if is_stateful else DistributedSampler
+    trainer.train_sampler = sampler(Rows(), shuffle=True, num_replicas=1, rank=0, drop_last=True)
     trainer.train_dataloader = StatefulDataLoader(
         Rows(), batch_size=2, sampler=trainer.train_sampler, num_workers=workers, drop_last=True
     )
@@ -169,18 +173,27 @@ def fitted(root: Path, workers: int, until: int = 1000, **options: Any) -> list[
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_stateful", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_that_is_resumed_at_any_step_trains_on_the_same_rows(tmp_path: Path, workers: int) -> None:
-    """At the end of an epoch, too: the next one begins, as it does without a stop."""
-    expected = fitted(tmp_path / "whole", workers)
+def test_a_run_that_is_resumed_at_any_step_trains_on_the_same_rows(
+    tmp_path: Path, workers: int, is_stateful: bool
+) -> None:
+    """At the end of an epoch, too: the next one begins, as it does without a stop.
+
+    A sampler that has a state of its own hears of the end, too: else it gives the rest of the old epoch.
+    """
+    expected = fitted(tmp_path / "whole", workers, is_stateful)
     assert len(expected) == 3 * STEPS
     assert expected[:STEPS] != expected[STEPS : 2 * STEPS]
     stops = (STEPS - 1, STEPS, STEPS + 1, 2 * STEPS)
     for stop in stops[1:2] if workers else stops:
         root = tmp_path / str(stop)
-        assert fitted(root, workers, stop) == expected[:stop]
-        assert fitted(root, workers) == expected
+        assert fitted(root, workers, is_stateful, stop) == expected[:stop]
+        assert fitted(root, workers, is_stateful) == expected
     # As a loop wants it that goes on with the epoch that it was in.
     root = tmp_path / "rest"
-    fitted(root, workers, STEPS)
-    assert fitted(root, workers, at_epoch_end="rest") == [*expected[:STEPS], *expected[2 * STEPS :]]
+    fitted(root, workers, is_stateful, STEPS)
+    assert fitted(root, workers, is_stateful, at_epoch_end="rest") == [
+        *expected[:STEPS],
+        *expected[2 * STEPS :],
+    ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ import torch
 from torch_dcp_backport.checkpoint import exporting, manifest, retention, store
 from torch_dcp_backport.checkpoint.exporting import export_checkpoint
 from torch_dcp_backport.checkpoint.layout import SHARDED
+from torch_dcp_backport.checkpoint.manifest import Manifest
 from torch_dcp_backport.checkpoint.retention import Verdict
 from torch_dcp_backport.checkpoint.store import Step
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, inspection
@@ -80,7 +83,7 @@ def prune(argv: list[str], prog: str) -> int:
 
 def inspect(argv: list[str], prog: str) -> int:
     """Run `checkpoint inspect`; of a step, on its sharded checkpoint."""
-    parts = [str(Path(part) / SHARDED) if (Path(part) / SHARDED).is_dir() else part for part in argv]
+    parts = [os.path.join(part, SHARDED) if os.path.isdir(Path(part, SHARDED)) else part for part in argv]
     return inspection.main(["inspect", *parts], prog.rpartition(" ")[0])
 
 
@@ -94,12 +97,12 @@ def verify(argv: list[str], prog: str) -> int:
     parser.add_argument("folder", metavar="DIR", type=Path)
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     args = parser.parse_args(argv)
-    if not (args.folder / manifest.NAME).exists():
+    if not os.path.lexists(args.folder / manifest.NAME):
         return inspection.main(["verify", *argv], prog.rpartition(" ")[0])
     nbytes = 0
     try:
         content = manifest.read(args.folder)
-        problems = list(manifest.wrong_checksums(args.folder, content))
+        problems = [*misnamed(args.folder, content), *manifest.wrong_checksums(args.folder, content)]
         nbytes = content.nbytes
     except manifest.Damaged as error:
         problems = [str(error)]
@@ -109,6 +112,13 @@ def verify(argv: list[str], prog: str) -> int:
         lines = [f"damaged: {len(problems)} problem(s)", *(f"  {problem}" for problem in problems)]
         print("\n".join(lines) if problems else f"whole: {len(content.files)} files, {nbytes:,} bytes")
     return 1 if problems else 0
+
+
+def misnamed(folder: Path, content: Manifest) -> Iterator[str]:
+    """Yield that a step folder holds another step than its name says."""
+    step = store.step_named(folder.absolute().name)
+    if step is not None and step != content.step:
+        yield f"it is named {folder.absolute().name}, and its manifest is of step {content.step}"
 
 
 def export(argv: list[str], prog: str) -> int:
@@ -181,7 +191,7 @@ def line_of(step: Step, is_verified: bool) -> str:
         return f"{step.step:>10}  {step.fault}"
     minutes = max(0.0, time.time() - content.made_at) / 60
     state, url = step.fault or ("verified" if is_verified else "complete"), store.uploaded_to(step.path)
-    if (step.path / store.NOT_LOADED).exists():
+    if retention.why_distrusted(step.path):
         state += ", could not be loaded before"
     if url or store.is_uploading(step.path):
         state += f", uploaded to {url}" if url else ", being uploaded"

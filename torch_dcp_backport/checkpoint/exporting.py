@@ -137,7 +137,7 @@ def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
             f"{CANNOT_EXPORT}: adapter={request.adapter!r} is neither {MERGE!r} nor {ALONE!r}"
         )
     target = _target(call, folder, out, request)
-    if (folder / manifest.NAME).exists():
+    if os.path.lexists(folder / manifest.NAME):
         call.problems += [Problem("not what was saved", str(folder), fault) for fault in faults_of(folder)]
     with call.guard("OUT"):
         real, within = Path(os.path.realpath(out)), Path(os.path.realpath(folder))

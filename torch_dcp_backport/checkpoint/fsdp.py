@@ -40,7 +40,7 @@ from torch_dcp_backport.dist_checkpointing.training_state import (
     OPTIMIZER,
     asked_of,
     described,
-    plain_keys,
+    names_of_others,
     restored_from,
     state_of,
     united,
@@ -206,18 +206,19 @@ class FSDPCheckpointManager(ShardedManager):
             return halves, self.viewed(halves)
 
         common, (state, views) = self.agree_on_load(path, (SAVED, WORLD, SCHEDULERS_WORLD), prepare)
+        frozen = frozen_names(self.model)
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
-            others = plain_keys(call, views)
+            others = names_of_others(call, views, frozen)
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
         is_full = set(self.checkpoint_load_contents) >= set(common[SAVED])
-        frozen = frozen_names(self.model)
+        frozen |= others.frozen
 
         def make(checkpoint: Opened) -> ShardedStateDict:
             asked = asked_of(views, checkpoint, self.process_group, self.trust)
             asked.update(self.schedule_wanted(common))
             if not is_full or frozen:
-                check_keys(asked, checkpoint.holds.tensors, is_full, frozen)
+                check_keys(asked, checkpoint.holds.tensors, is_full, others.tensors, frozen)
             if self.should_load_extra:
                 asked[extra.RNG] = extra.wanted_objects(rank, world, saved_world)
             return asked
@@ -226,7 +227,7 @@ class FSDPCheckpointManager(ShardedManager):
         loaded = load_made(
             make, path, LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
         )
-        self.restore(restored_from(state, loaded, others))
+        self.restore(restored_from(state, loaded, others.plain))
         if self.should_load_extra:
             schedule = self.schedule_in_load(loaded)
             if self.lr_scheduler is not None and schedule is not None:
@@ -373,15 +374,25 @@ def frozen_names(model: nn.Module) -> set[str]:
     return {fqn for name in names for fqn in get_fqns(model, name)}
 
 
-def check_keys(asked: ShardedStateDict, held: Iterable[str], is_full: bool, frozen: Collection[str]) -> None:
+def check_keys(
+    asked: ShardedStateDict,
+    held: Iterable[str],
+    is_full: bool,
+    elsewhere: Collection[str],
+    frozen: Collection[str],
+) -> None:
     """Refuse keys that only the checkpoint has, in the halves that are loaded.
 
     Allowed are an optimizer's states of parameters that were trained at the save, and are frozen now.
 
+    Args:
+        elsewhere: the keys that other ranks ask for.
+        frozen: of all ranks.
+
     Raises:
         CheckpointingException: naming them.
     """
-    own = set(keys_of(asked))
+    own = {*keys_of(asked), *elsewhere}
     halves = tuple(f"{name}." for name in (MODEL, OPTIMIZER) if is_full or name in asked)
     only_held = {key for key in held if key.startswith(halves) and key not in own}
     states = tuple(f"{OPTIMIZER}.state.{name}." for name in frozen)

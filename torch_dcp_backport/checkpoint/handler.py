@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Optional
 import torch.distributed as dist
 
 from torch_dcp_backport.checkpoint import manifest, remote, retention, store, together, uploads, verl
-from torch_dcp_backport.checkpoint.loaders import at_next_epoch, data_state, has_state
+from torch_dcp_backport.checkpoint.loaders import data_state, has_state, resume
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint.retention import Retention
 from torch_dcp_backport.checkpoint.saves import Saves
@@ -259,7 +259,8 @@ class CheckpointHandler:
                     retention.believe(Path(path))
                     for other, text in failures.items():
                         retention.distrust(Path(other), text)
-                    if Path(path).parent == self.default_local_dir and not self.is_uploaded(Path(path)):
+                    is_step = Path(path).parent == self.default_local_dir and not os.path.islink(path)
+                    if is_step and not self.is_uploaded(Path(path)):
                         self.upload(Path(path))
                 return step
             # Another process may have published since, and its retention may have removed these steps.
@@ -326,7 +327,7 @@ class CheckpointHandler:
             if step.fault and is_ours:
                 raise CheckpointingException(f"{path}: {step.fault}")
             return Steps([(step.step, str(path))], [], None, is_ours=is_ours)
-        if os.path.lexists(root) and not root.is_dir():
+        if os.path.lexists(root) and not os.path.isdir(root):
             raise NotADirectoryError(f"{root} is no folder")
         steps = self.shelf.steps()
         good = [(step.step, str(step.path)) for step in steps if not step.fault]
@@ -344,9 +345,7 @@ class CheckpointHandler:
             states = data_state(folder, self.data_rank, self.data_world, self.on_data, self.trust)
         self.engine.load_checkpoint(str(folder))
         if states is not None:
-            if self.at_epoch_end == "next":
-                states = at_next_epoch(states, self.train_dataloader)
-            self.train_dataloader.load_state_dict(states)
+            resume(self.train_dataloader, states, self.at_epoch_end)
 
     @property
     def shelf(self) -> Shelf:

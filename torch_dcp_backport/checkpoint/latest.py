@@ -6,7 +6,9 @@ a manifest, and only the trainer knows when all are there: it writes the tracker
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -81,17 +83,29 @@ def find_latest_ckpt_path(
 def made_of(folder: Path, step: int, tracked: Optional[int], verify: bool) -> Made:
     parts = {}
     for name, part in sorted({".": folder, **parts_in(folder)}.items()):
-        if (part / manifest.NAME).exists():
+        if os.path.lexists(part / manifest.NAME):
             found = store.examined(part, step)
             parts[name] = found.fault or (store.fault_by_checksums(found) if verify else "")
-        elif any(next(part.glob(pattern), None) for pattern in FOREIGN):
+        elif holds_foreign(part):
             # Only the tracker says that it is complete.
             parts[name] = "" if step == tracked else "it has no manifest, and the tracker does not name it"
     return Made(step, folder, parts)
 
 
+def holds_foreign(part: Path) -> bool:
+    """Return whether a folder holds what verl's own managers write."""
+    return any(path.match(pattern) for path in listed(part) for pattern in FOREIGN)
+
+
+def listed(folder: Path) -> list[Path]:
+    """Return what is in a folder; nothing where it cannot be listed."""
+    with contextlib.suppress(OSError):
+        return sorted(folder.iterdir())
+    return []
+
+
 def parts_in(folder: Path) -> dict[str, Path]:
     """Return the folders in a step by name; hidden folders by the name that a load gives back to them."""
-    paths = {path: store.HIDDEN.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()}
+    paths = {path: store.HIDDEN.fullmatch(path.name) for path in listed(folder) if os.path.isdir(path)}
     lost = {match["name"]: path for path, match in paths.items() if match and match["kind"] == "was"}
     return {**lost, **{path.name: path for path, match in paths.items() if match is None}}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
+from torch_dcp_backport.checkpoint import extra, manifest
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import files, values
 
@@ -14,6 +18,8 @@ logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 #: The most bytes of a data loader's state.
 MOST = 8 * 2**30
+#: The file of the data loader of a rank.
+STATE = re.compile(r"data_\d+\.pt")
 
 
 def has_state(loader: Any) -> bool:
@@ -26,7 +32,7 @@ def data_state(folder: Path, rank: int, world: int, on_data: str, trust: bool) -
     Raises:
         CheckpointingException: there is none, or none that is known to be this rank's.
     """
-    paths = sorted(folder.glob("data_*.pt"))
+    paths = states_in(folder)
     reason = f"{folder} has no state of a data loader"
     if len(paths) == world:
         return loaded(folder / f"data_{rank}.pt", trust)
@@ -41,16 +47,40 @@ def data_state(folder: Path, rank: int, world: int, on_data: str, trust: bool) -
     raise CheckpointingException(f"{reason} (on_data='restart' starts the data from the beginning)")
 
 
-def at_next_epoch(state: Mapping[str, Any], loader: Any) -> Mapping[str, Any]:
-    """Return a state with which the next epoch begins, where the epoch was over at the save.
+def states_in(folder: Path) -> list[Path]:
+    """Return the states of data loaders in a step; a user's files beside them are not among them."""
+    listed = None
+    with contextlib.suppress(manifest.Damaged):
+        listed = manifest.read(folder).files
+    names = os.listdir(folder) if listed is None else listed
+    return [folder / name for name in sorted(names) if STATE.fullmatch(name)]
+
+
+def resume(loader: Any, state: Mapping[str, Any], at_epoch_end: str) -> None:
+    """Set a loader to a state; with "next", to the begin of the next epoch where the epoch was over.
 
     A save in the loop's last step has all batches of an epoch, and the loader was not yet asked for another:
     restored so, it gives none, and a loop that goes on with epoch `step // steps_per_epoch` (as verl's does)
-    trains on nothing for that epoch. The state is marked as torchdata marks it once the loop has asked.
-
-    Args:
-        state: of torchdata's StatefulDataLoader; any other is returned as it is.
+    trains on nothing for that epoch. The loader is asked for the batch that is not there, as the loop would
+    have done: its sampler, too, hears that the epoch is over.
     """
+    loader.load_state_dict(state)
+    if at_epoch_end != "next" or not is_over(loader, state):
+        return
+    # What the run draws from here on are the numbers that it would have drawn.
+    random_state = extra.rng_state()
+    try:
+        none = object()
+        if next(iter(loader), none) is none:
+            logger.info("the data loader's epoch was over at the save: the next epoch begins")
+            return
+    finally:
+        extra.set_rng_state(random_state)
+    loader.load_state_dict(state)
+
+
+def is_over(loader: Any, state: Mapping[str, Any]) -> bool:
+    """Return whether a state of torchdata's StatefulDataLoader is that at the last batch of an epoch."""
     try:
         epoch = len(loader)
         snapshot = state.get("_snapshot")
@@ -59,12 +89,9 @@ def at_next_epoch(state: Mapping[str, Any], loader: Any) -> Mapping[str, Any]:
         else:
             # With workers: the batches up to the workers' last snapshot, and those since.
             yielded = snapshot["_snapshot_step"] + state["_steps_since_snapshot"]
-        is_over = not state["_iterator_finished"] and 0 < epoch <= yielded
+        return bool(not state["_iterator_finished"] and 0 < epoch <= yielded)
     except (AttributeError, KeyError, TypeError):
-        return state
-    if is_over:
-        logger.info("the data loader's epoch was over at the save: the next epoch begins")
-    return {**state, "_iterator_finished": True} if is_over else state
+        return False
 
 
 def loaded(path: Path, trust: bool) -> Mapping[str, Any]:

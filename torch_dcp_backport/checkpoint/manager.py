@@ -252,7 +252,12 @@ def names_in(config: Any) -> list[str]:
     if dataclasses.is_dataclass(config):
         return [entry.name for entry in dataclasses.fields(config)]
     # A DictConfig of OmegaConf has `keys`, and is no Mapping of Python's.
-    return list(map(str, config.keys() if hasattr(config, "keys") else vars(config)))
+    if hasattr(config, "keys"):
+        return list(map(str, config.keys()))
+    if isinstance(config, tuple):
+        return list(getattr(config, "_fields", ()))
+    slots = [name for kind in type(config).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(config, "__dict__", ()), *slots]
 
 
 @functools.cache

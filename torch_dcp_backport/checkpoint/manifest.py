@@ -21,6 +21,8 @@ FORMAT = 1
 #: Bytes that are read at once for a checksum.
 BLOCK = 4 * 2**20
 ABSENT = f"no {NAME}"
+#: No order and no file's size is larger: a made-up order would be the last, and its successor is a number.
+LARGEST = 2**53
 
 
 class Entry(NamedTuple):
@@ -85,15 +87,21 @@ def crc_of(blocks: Iterable[bytes]) -> int:
     return crc
 
 
-def paths_in(folder: Path, below: str = "") -> Iterator[str]:
-    """Yield the path of every file below a folder but its manifest, with "/" between names."""
-    with os.scandir(folder) as entries:
-        listed = sorted(entries, key=lambda entry: entry.name)
-    for entry in listed:
-        if entry.is_dir(follow_symlinks=False):
-            yield from paths_in(Path(entry.path), f"{below}{entry.name}/")
-        elif entry.is_file() and f"{below}{entry.name}" != NAME:
-            yield f"{below}{entry.name}"
+def paths_in(folder: Path) -> Iterator[str]:
+    """Yield the path of every file below a folder but its manifest, with "/" between names.
+
+    Raises:
+        OSError: a folder in it cannot be listed.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for place, entries in files.walk(folder, fail):
+        for entry in entries:
+            name = (place / entry.name).relative_to(folder).as_posix()
+            if not entry.is_dir(follow_symlinks=False) and os.path.isfile(entry.path) and name != NAME:
+                yield name
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -145,6 +153,9 @@ def parsed(data: Optional[bytes]) -> Manifest:
             raise Newer(f"{NAME} is of format {content['format']!r}; this release reads {FORMAT}")
         entries = {checked_name(name): Entry(*map(int, entry)) for name, entry in content["files"].items()}
         made_at, order = float(content["made_at"]), int(content["order"])
+        largest = max([order, *(entry.nbytes for entry in entries.values())])
+        if largest > LARGEST:
+            raise ValueError("a number that no step has")
         return Manifest(int(content["step"]), int(content["world"]), made_at, order, entries)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise Damaged(f"{NAME} cannot be read: {error!r}") from error

@@ -78,9 +78,11 @@ def last_change(folder: Path) -> float:
 
 
 def walk_times(folder: Path) -> Iterator[float]:
-    for path in [folder, *folder.rglob("*")]:
-        with contextlib.suppress(OSError):
-            yield path.stat().st_mtime
+    for place, entries in files.walk(folder):
+        paths = [str(place), *(entry.path for entry in entries)]
+        for path in paths:
+            with contextlib.suppress(OSError):
+                yield os.lstat(path).st_mtime
 
 
 def started_at(pid: int) -> Optional[str]:

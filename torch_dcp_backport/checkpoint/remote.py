@@ -282,16 +282,16 @@ def steps_at(root: Place) -> list[Step]:
     """
     steps = []
     for name in persistently(root.url, root.names):
-        match = store.STEP.fullmatch(name)
-        if match is None:
+        step = store.step_named(name)
+        if step is None:
             continue
         place = root.below(name)
         try:
             content = manifest.parsed(persistently(place.url, place.manifest_bytes))
-            fault = f"its manifest is of step {content.step}" if content.step != int(match[1]) else ""
-            steps.append(Step(int(match[1]), Path(name), content, fault))
+            fault = f"its manifest is of step {content.step}" if content.step != step else ""
+            steps.append(Step(step, Path(name), content, fault))
         except Damaged as error:
-            steps.append(Step(int(match[1]), Path(name), None, str(error)))
+            steps.append(Step(step, Path(name), None, str(error)))
     return sorted(steps, key=lambda step: step.age, reverse=True)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -89,14 +90,16 @@ class Retention:
         decided = list(verdicts(shelf.listed(), keep, fault_of))
         self._tell(shelf, [verdict for verdict in decided if verdict.action == LEAVE])
         for entry in [verdict.entry for verdict in decided if verdict.action == REMOVE]:
+            # If it stays, it is no longer what was listed, or what is left of it is not ours.
+            shelf.forget(entry.step)
             try:
-                hidden = hide(entry.path)
+                hidden = hide(entry)
             except OSError as error:
                 # A step that cannot be hidden is no reason to keep the others.
                 logger.error("%s", still_there(entry.path, error))
                 continue
             if hidden is not None:
-                self._background.add(functools.partial(removed_or_logged, hidden, entry.path))
+                self._background.add(functools.partial(removed_or_logged, hidden, entry.path, shelf.root))
 
     def _tell(self, shelf: Shelf, left: Sequence[Verdict]) -> None:
         """Warn of steps that are left alone, each once."""
@@ -126,11 +129,14 @@ class Retention:
 
 def why_distrusted(folder: Path) -> str:
     """Return that a step could not be loaded before, if it could not."""
-    return "it could not be loaded" if (folder / NOT_LOADED).exists() else ""
+    return "it could not be loaded" if os.path.lexists(folder / NOT_LOADED) else ""
 
 
 def distrust(folder: Path, reason: str) -> None:
     """Record, for later processes too, that a step could not be loaded."""
+    if os.path.islink(folder):
+        # What a link leads to is somebody's, and retention does not count it in any case.
+        return
     try:
         files.publish(folder / NOT_LOADED, reason.encode(errors="backslashreplace"))
     except FileNotFoundError:
@@ -146,8 +152,15 @@ def believe(folder: Path) -> None:
         (folder / NOT_LOADED).unlink()
 
 
-def hide(folder: Path) -> Optional[Path]:
-    """Hide a folder, and return its hidden name; None where it is being uploaded and stays, or is gone."""
+def hide(entry: Listed) -> Optional[Path]:
+    """Hide a step, and return its hidden name; None where it is gone, or stays.
+
+    It stays while it is being uploaded, and if it is no longer what was listed: another process saved the
+    step again, which makes it the newest; or its manifest was damaged.
+    """
+    folder = entry.path
+    if not is_as_listed(entry, folder):
+        return None
     files.step(f"rename {folder.name} away")
     try:
         hidden = store.taken(folder)
@@ -156,7 +169,17 @@ def hide(folder: Path) -> Optional[Path]:
         return None
     if hidden is None:
         logger.warning("%s stays until it is uploaded", folder)
+    elif not is_as_listed(entry, hidden) and not os.path.lexists(folder):
+        # Saved again between the look and the rename.
+        os.rename(hidden, folder)
+        return None
     return hidden
+
+
+def is_as_listed(entry: Listed, path: Path) -> bool:
+    """Return whether a step, now at `path`, still has the manifest that it was listed by."""
+    now = store.listed_of(path, entry.step, entry.inode)
+    return (now.order, now.foreign) == (entry.order, entry.foreign)
 
 
 def removed(hidden: Path, final: Path) -> str:
@@ -165,9 +188,10 @@ def removed(hidden: Path, final: Path) -> str:
     return next(iter(store.removed(hidden, final)), "")
 
 
-def removed_or_logged(hidden: Path, final: Path) -> str:
-    """Remove a hidden folder, and log why it could not be removed."""
+def removed_or_logged(hidden: Path, final: Path, root: Path) -> str:
+    """Remove a hidden folder, and its step's folder if that is empty; log why it could not be removed."""
     failure = removed(hidden, final)
+    store.remove_empty_parents(final, root)
     if failure:
         # No reason to fail the save: the next start tries again, and a full disk is an error by itself.
         logger.error("%s", still_there(hidden, failure))
@@ -178,13 +202,13 @@ def still_there(folder: Path, reason: object) -> str:
     return f"a step that is not kept still takes its room on the disk: {folder}: {reason}"
 
 
-def remove(folder: Path) -> str:
-    """Hide a folder, and remove it; return why it could not be removed, or ""."""
+def remove(entry: Listed) -> str:
+    """Hide a step, and remove it; return why it could not be removed, or ""."""
     try:
-        hidden = hide(folder)
+        hidden = hide(entry)
     except OSError as error:
-        return f"{folder}: {error}"
-    failure = "" if hidden is None else removed(hidden, folder)
+        return f"{entry.path}: {error}"
+    failure = "" if hidden is None else removed(hidden, entry.path)
     return failure and f"{hidden}: {failure}"
 
 
@@ -204,5 +228,5 @@ def prune(root: Path, keep: int, report: Callable[[Verdict], None], is_dry: bool
     for verdict in verdicts(Shelf(root).listed(), keep, fault_of):
         report(verdict)
         if verdict.action == REMOVE and not is_dry:
-            failures.append(remove(verdict.entry.path))
+            failures.append(remove(verdict.entry))
     return [failure for failure in failures if failure]

@@ -15,7 +15,11 @@ from typing import Optional
 from torch_dcp_backport.checkpoint import together
 from torch_dcp_backport.checkpoint.store import Shelf
 from torch_dcp_backport.checkpoint.together import Begun, Wanted
-from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from torch_dcp_backport.dist_checkpointing.strategies.async_utils import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    as_exception,
+)
 from torch_dcp_backport.transfer.groups import Group
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
@@ -98,8 +102,8 @@ def write_all(begun: Begun) -> None:
         try:
             if request.async_fn is not None:
                 request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
-        except Exception as error:
-            begun.writing.failures.append(error)
+        except BaseException as error:
+            begun.writing.failures.append(as_exception(error))
 
 
 #: Held here, as their managers may be gone before.

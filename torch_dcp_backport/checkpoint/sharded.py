@@ -18,7 +18,6 @@ from torch_dcp_backport.checkpoint.together import (
     CANNOT_SAVE,
     entries_into,
     make_folder,
-    outlook,
     run_on_first,
     write_later,
 )
@@ -33,7 +32,6 @@ from torch_dcp_backport.dist_checkpointing.options import SaveOptions
 from torch_dcp_backport.dist_checkpointing.serialization import begin_made, save_made
 from torch_dcp_backport.dist_checkpointing.training_state import are_alike
 from torch_dcp_backport.transfer import TransferError
-from torch_dcp_backport.transfer.errors import UNCHANGED
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -62,7 +60,7 @@ class ShardedManager(BaseCheckpointManager):
             with guard(call):
                 prepared.append(prepare())
             configure = functools.partial(self.write_configuration, folder / HUGGING_FACE)
-            run_on_first(call, configure, "writing the configuration", common, outlook() or UNCHANGED)
+            run_on_first(call, configure, "writing the configuration", common)
         return prepared[0]
 
     def try_hf_model(self, folder: Path, write: Callable[[], object]) -> None:
@@ -102,7 +100,7 @@ class ShardedManager(BaseCheckpointManager):
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
             with guard(call):
                 state = self.lr_scheduler.state_dict()
-            if are_alike(call, state, Topic("comparing the schedules", outlook() or UNCHANGED)):
+            if are_alike(call, state, Topic("comparing the schedules")):
                 return {SCHEDULER: state}
         rank, world = self.place()
         own = ShardedObject(SCHEDULERS, state, (world,), (rank,))
@@ -145,7 +143,6 @@ class ShardedManager(BaseCheckpointManager):
             must_load=not self.trust,
             process_group=self.process_group,
             written=entries_into(path),
-            so_far=outlook(),
             is_compared=True,
         )
         if self.is_async:

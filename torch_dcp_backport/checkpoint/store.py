@@ -105,13 +105,13 @@ class Shelf:
             inodes = {}
         listed: dict[str, Listed] = {}
         for name, inode in inodes.items():
-            match = STEP.fullmatch(name)
-            if match is None:
+            step = step_named(name)
+            if step is None:
                 continue
             entry = self.known.get(name)
             if entry is None or entry.inode != inode:
                 path = self.root / name / self.below
-                entry = listed_of(path, int(match[1]), inode) if path.is_dir() else None
+                entry = listed_of(path, step, inode) if os.path.isdir(path) else None
             if entry is not None:
                 listed[name] = entry
         self.known.clear()
@@ -134,8 +134,8 @@ class Shelf:
         if not self.below.name:
             clean(self.root)
             return
-        for path in self.root.iterdir() if self.root.is_dir() else ():
-            if STEP.fullmatch(path.name) is not None:
+        for path in self.root.iterdir() if os.path.isdir(self.root) else ():
+            if step_named(path.name) is not None:
                 clean((path / self.below).parent, re.compile(re.escape(self.below.name)))
 
 
@@ -149,6 +149,12 @@ def shelf_of(path: Path) -> Optional[Shelf]:
 
 def name_of(step: int) -> str:
     return f"global_step_{step}"
+
+
+def step_named(name: str) -> Optional[int]:
+    """Return the step whose folder has a name; None for any other name, such as a copy's, global_step_003."""
+    match = STEP.fullmatch(name)
+    return int(match[1]) if match is not None and name == name_of(int(match[1])) else None
 
 
 def steps_in(root: Path) -> list[Step]:
@@ -170,7 +176,7 @@ def foreign_of(path: Path, step: int, content: Manifest) -> str:
     """Return why a folder with a manifest of ours is not what was published; "" where it is."""
     if content.step != step:
         return f"its manifest is of step {content.step}"
-    return "a link" if path.is_symlink() else ""
+    return "a link" if os.path.islink(path) else ""
 
 
 def examined(path: Path, step: int) -> Step:
@@ -208,12 +214,13 @@ def checked_step(step: object) -> int:
 
 def draft_of(final: Path) -> Path:
     """Make and return the draft of a folder, a hidden folder; drafts of dead writers are removed before."""
-    make_parents(final)
     clean(final.parent, re.compile(re.escape(final.name)))
     for attempt in range(ATTEMPTS):
         draft, nameless = hidden_name(final, "tmp"), hidden_name(final, "old")
         files.step(f"make {draft.name[-12:]}")
         try:
+            # Another process may have removed it, as it was empty.
+            make_parents(final)
             # Until it has an owner, its name allows any process to remove it.
             nameless.mkdir()
             owners.mark(nameless / OWNER)
@@ -221,16 +228,17 @@ def draft_of(final: Path) -> Path:
             os.rename(nameless, draft)
             owners.keep_young(draft / OWNER)
             break
-        except FileNotFoundError:
-            # Another process cleaned up meanwhile.
-            if attempt == ATTEMPTS - 1:
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError) or attempt == ATTEMPTS - 1:
+                _removed_if_empty(nameless)
                 raise
+            # Another process cleaned up meanwhile.
     return draft
 
 
 def make_parents(path: Path) -> None:
     """Make the missing folders above a path, and put their names on disk."""
-    absent = [folder for folder in path.parents if not folder.exists()]
+    absent = [folder for folder in path.parents if not os.path.exists(folder)]
     path.parent.mkdir(parents=True, exist_ok=True)
     for folder in absent:
         files.sync_folder(folder.parent)
@@ -266,14 +274,17 @@ def publish(draft: Path, final: Path, before: Optional[int], synced: Collection[
     before = now
     replaced = None
     sync_tree(draft, synced)
-    if before is not None:
-        replaced = hidden_name(final, "was")
-        files.step("rename the folder that is replaced")
-        os.rename(final, replaced)
-    files.step("rename the draft")
     try:
+        if before is not None:
+            hidden = hidden_name(final, "was")
+            files.step("rename the folder that is replaced")
+            os.rename(final, hidden)
+            replaced = hidden
+        files.step("rename the draft")
         os.rename(draft, final)
-    except OSError:
+    except OSError as error:
+        if identity_of(final) not in (None, before):
+            raise AnotherWriter(f"another writer published {final.name} in {final.parent}") from error
         if replaced is not None:
             os.rename(replaced, final)
         raise
@@ -293,9 +304,9 @@ def publish(draft: Path, final: Path, before: Optional[int], synced: Collection[
 def sync_tree(folder: Path, synced: Collection[str] = ()) -> None:
     """Put the files below a folder on disk, but for those that are, and then the names of all."""
     paths, folders = list[Path](), list[Path]()
-    for place, _, names in os.walk(folder):
-        folders.append(Path(place))
-        paths += [folders[-1] / name for name in names]
+    for place, entries in files.walk(folder):
+        folders.append(place)
+        paths += [Path(entry.path) for entry in entries if not entry.is_dir(follow_symlinks=False)]
     paths = [path for path in paths if path.relative_to(folder).as_posix() not in synced]
     # Disks sync several files at once in the time of a single file.
     with ThreadPoolExecutor(8) as pool:
@@ -305,7 +316,7 @@ def sync_tree(folder: Path, synced: Collection[str] = ()) -> None:
 
 def sync_file(path: Path) -> None:
     """Put a file on disk; pipes, links to nowhere and the like have nothing there."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         return
     fd = files.opened(path)
     try:
@@ -345,7 +356,7 @@ def uploading(folder: Path) -> Iterator[None]:
 
 
 def is_uploading(folder: Path) -> bool:
-    return (folder / UPLOADING).exists() and is_alive(folder, UPLOADING)
+    return os.path.lexists(folder / UPLOADING) and is_alive(folder, UPLOADING)
 
 
 def mark_uploaded(folder: Path, url: str, mark: bytes) -> None:
@@ -391,7 +402,7 @@ def given_up(replaced: Path) -> Path:
 
 def published(folder: Path) -> Union[Manifest, str]:
     """Return the manifest by which this package published a folder; or why that cannot be proved."""
-    if folder.is_symlink():
+    if os.path.islink(folder):
         return "it is a link"
     try:
         return manifest.read(folder)
@@ -405,6 +416,9 @@ def discard(draft: Path) -> list[str]:
     Returns:
         Why parts of it are still there.
     """
+    if os.path.islink(draft):
+        # What it leads to is nobody's draft.
+        return [f"{draft} is a link"]
     reasons: list[str] = []
     try:
         parts = sorted(draft.iterdir(), key=lambda part: (part.name == OWNER, part.name))
@@ -413,16 +427,15 @@ def discard(draft: Path) -> list[str]:
     for part in [*parts, draft]:
         files.step(f"remove {part.name}")
         try:
-            if part.is_symlink() or not part.is_dir():
+            if os.path.islink(part) or not os.path.isdir(part):
                 part.unlink(missing_ok=True)
             else:
                 shutil.rmtree(part)
-        except FileNotFoundError:
-            # Another process cleans up, too.
-            shutil.rmtree(part, ignore_errors=True)
-        except OSError as error:
-            reasons.append(str(error))
-            shutil.rmtree(part, ignore_errors=True)
+        except (OSError, RecursionError) as error:
+            # Another process may clean up, too.
+            reasons += [] if isinstance(error, FileNotFoundError) else [str(error)]
+            with contextlib.suppress(RecursionError):
+                shutil.rmtree(part, ignore_errors=True)
     return reasons
 
 
@@ -449,19 +462,28 @@ def removed(hidden: Path, final: Path) -> list[str]:
     # Without a manifest, another process may have removed all that it lists.
     if _removed_if_empty(hidden):
         return []
-    others: list[str] = []
-    with contextlib.suppress(OSError):
-        others = list(itertools.islice(manifest.paths_in(hidden), 4))
+    others = list(itertools.islice(_held(hidden), 4))
+    if isinstance(content, str) and not others and not os.path.islink(hidden):
+        # The draft of another process, which has no name yet: the next clean-up comes to it if that is dead.
+        return []
     text = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-    what = f"this package did not write {text}" if isinstance(content, Manifest) and text else f"{content}"
-    return set_aside(hidden, final, what)
+    unknown = f"this package did not write {text or 'what it holds'}"
+    return set_aside(hidden, final, unknown if isinstance(content, Manifest) else content)
+
+
+def _held(folder: Path) -> Iterator[str]:
+    """Yield the paths below a folder of what is no folder, but for the mark of an owner."""
+    for _, entries in files.walk(folder):
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False) and entry.name not in (OWNER, f"{OWNER}.new"):
+                yield Path(entry.path).relative_to(folder).as_posix()
 
 
 def _removed_file(folder: Path, name: str) -> list[str]:
     """Remove a file, if no link leads out of the folder to it; return why it is still there."""
     path = folder / name
     between = [parent for parent in path.parents if folder in parent.parents]
-    if any(parent.is_symlink() for parent in between):
+    if any(map(os.path.islink, between)):
         return []
     try:
         files.step(f"remove {name}")
@@ -469,18 +491,28 @@ def _removed_file(folder: Path, name: str) -> list[str]:
     except NotADirectoryError:
         pass
     except OSError as error:
-        if not path.is_dir():
+        if not os.path.isdir(path):
             return [str(error)]
     return []
 
 
+def remove_empty_parents(final: Path, root: Path) -> None:
+    """Remove the folders between a root and a folder that was in it, where nothing is left in them."""
+    with contextlib.suppress(OSError):
+        for parent in final.parents:
+            if root not in parent.parents:
+                return
+            os.rmdir(parent)
+
+
 def _removed_if_empty(hidden: Path) -> bool:
     """Remove a folder that holds empty folders and the mark of its owner alone; return whether it is gone."""
-    if hidden.is_symlink():
+    if os.path.islink(hidden):
         return False
-    for place, _, names in os.walk(hidden, topdown=False):
+    for place, entries in reversed(list(files.walk(hidden))):
+        names = {entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)}
         with contextlib.suppress(OSError):
-            if Path(place) == hidden and not set(names) - {OWNER, f"{OWNER}.new"}:
+            if place == hidden and not names - {OWNER, f"{OWNER}.new"}:
                 files.remove([hidden / name for name in names])
             os.rmdir(place)
     return not os.path.lexists(hidden)
@@ -511,9 +543,10 @@ def clean(root: Path, names: re.Pattern[str] = STEP) -> None:
     Folders that cannot be removed stay; those that cannot be put back are logged, and so are hidden folders
     of which nothing proves that this package made them.
     """
-    hidden = {path: HIDDEN.fullmatch(path.name) for path in root.iterdir()} if root.is_dir() else {}
+    hidden = {path: HIDDEN.fullmatch(path.name) for path in root.iterdir()} if os.path.isdir(root) else {}
     left = {path: match for path, match in hidden.items() if match and names.fullmatch(match["name"])}
-    alive = {match["name"] for path, match in left.items() if match["kind"] == "tmp" and is_alive(path)}
+    drafts = [path for path, match in left.items() if match["kind"] == "tmp" and not os.path.islink(path)]
+    alive = {left[path]["name"] for path in drafts if is_alive(path)}
     for path, match in left.items():
         if match["name"] in alive and match["kind"] != "old":
             # Being written, or between the two renames of its writer.
@@ -529,7 +562,9 @@ def clean(root: Path, names: re.Pattern[str] = STEP) -> None:
             continue
         if match["kind"] != "tmp":
             removed(given_up(path) if match["kind"] == "was" else path, final)
-        elif (path / OWNER).exists():
+        elif os.path.islink(path):
+            logger.warning("%s: left alone, as it is a link, which this package never makes", path)
+        elif os.path.lexists(path / OWNER):
             logger.info("%s: left behind by a writer that is gone; removed", path)
             discard(path)
         elif not _removed_if_empty(path):

@@ -6,6 +6,7 @@ Collective. Every rank hears of any rank's failure; ranks but the first must nev
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from torch_dcp_backport.checkpoint import manifest, owners, store
+from torch_dcp_backport.checkpoint.layout import SHARDED
 from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
 from torch_dcp_backport.checkpoint.store import Shelf
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     Refusal,
@@ -30,6 +33,7 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     guard,
     problem_from,
     ranks_of,
+    saying,
 )
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -158,6 +162,7 @@ def begin_folder(
     """
     with begin(CANNOT_SAVE, "save", group) as call:
         before: Optional[int] = None
+        failures: list[OSError] = []
         final, step, common = Path(), 0, dict[str, str]()
         with guard(call):
             # The working directory may change before the rest is written.
@@ -167,20 +172,29 @@ def begin_folder(
         def start() -> tuple[str, str]:
             nonlocal before
             outlook = outlook_of(final, step, shelf_of(final))
-            draft = store.draft_of(final)
+            try:
+                draft = store.draft_of(final)
+            except OSError as error:
+                failures.append(error)
+                return "", outlook
             before = store.identity_of(final)
             return str(draft), outlook
 
         name, outlook = run_on_first(call, start, "making a folder", common)
+        if not name:
+            with guard(call):
+                for error in failures:
+                    raise error
+            consult(call, None, nothing, Topic("making the draft", outlook))
         draft = Path(name)
         writing = Writing(draft, [], {}, [], outlook)
         token = _writing.set(writing)
         try:
-            with discarding(call, draft):
+            with discarding(call, draft), saying(outlook):
                 with guard(call):
                     write(draft)
                 common = {"saves in the background": str(len(writing.requests))}
-                run_on_first(call, lambda: None, "writing", common, outlook)
+                run_on_first(call, lambda: None, "writing", common)
         finally:
             _writing.reset(token)
     return Begun(final, step, before, writing)
@@ -196,12 +210,6 @@ def outlook_of(final: Path, step: int, shelf: Optional[Shelf]) -> str:
     if newest is None:
         return f"step {step} was not saved, and {shelf.root} has no other complete step"
     return f"step {step} was not saved; the newest complete step is {newest.step}"
-
-
-def outlook() -> str:
-    """Return the words of errors on what is on the disk, while `begin_folder` is making a folder; else ""."""
-    writing = _writing.get()
-    return "" if writing is None else writing.outlook
 
 
 class Work(NamedTuple):
@@ -234,7 +242,7 @@ def finish_folder(
             call.problems += map(problem_from, begun.writing.failures)
             # Once all have written: a file may be written by another rank than its name says.
             consult(call, None, nothing, Topic("writing in the background", so_far))
-            with guard(call):
+            with guard(call), saying(so_far):
                 complete(begun.requests)
 
         def publish(own_by_rank: Mapping[int, Mapping[str, Entry]], more: Mapping[str, Entry] = {}) -> None:
@@ -423,9 +431,32 @@ def read_folder(
                     call.problems += [Problem("not what was saved", str(folder), text) for text in wrong]
                     meter.add(content.files[name].nbytes)
             consult(call, None, nothing, Topic("verifying the files"))
+        else:
+            run_on_first(call, lambda: check_sizes(folder), "looking at the files")
         with guard(call):
             read(folder)
         consult(call, None, nothing, Topic("loading", "values may have been loaded in part"))
+
+
+def check_sizes(folder: Path) -> None:
+    """Compare the files of a sharded checkpoint with the manifest by their sizes, if the folder has one.
+
+    A file that grew may be without end: it is not read. What is not there, the load misses by itself.
+
+    Raises:
+        CheckpointingException: naming files that are not as they were saved.
+    """
+    with contextlib.suppress(manifest.Damaged):
+        content = manifest.read(folder)
+        listed = ((name, folder / name, entry) for name, entry in content.files.items())
+        faults = (
+            f"{name}{manifest.fault_of(path, entry)}"
+            for name, path, entry in listed
+            if name.startswith(f"{SHARDED}/") and os.path.exists(path) and manifest.fault_of(path, entry)
+        )
+        wrong = list(itertools.islice(faults, 3))
+        if wrong:
+            raise CheckpointingException(f"{folder} is not what was saved: {'; '.join(wrong)}")
 
 
 def nothing(ranks: Mapping[int, Any]) -> Mapping[int, Any]:

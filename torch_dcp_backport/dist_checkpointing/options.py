@@ -40,8 +40,6 @@ class SaveOptions(NamedTuple):
     strict_common: bool = False
     #: Turns a common state into the state that is compared.
     preprocess: Optional[Callable[[CommonStateDict], StateDict]] = None
-    #: An error's words on the state of the files, for a folder that is only a part of what is saved.
-    so_far: str = ""
 
     def compared(self, common: CommonStateDict) -> Optional[Values]:
         """Return the values of a common state that are compared; None where they are not."""

@@ -126,7 +126,9 @@ def assigned(saved: Sequence[Group], current: Sequence[Group]) -> Iterator[dict[
     for group in current:
         place = next((place_of[fqn] for fqn in group[PARAMS] if fqn in place_of), None)
         options = {} if place is None else options_of(saved[place])
-        yield {**group, **options}
+        # Of its own: a scheduler sets a tensor in place, and groups that were one would go on with one rate.
+        own = {name: value.clone() if torch.is_tensor(value) else value for name, value in options.items()}
+        yield {**group, **own}
 
 
 def placed(saved: Iterable[Group], current: Sequence[Group]) -> Iterator[dict[str, Any]]:

@@ -134,7 +134,7 @@ def begin_made(
     with gc_context(), options.begin() as call:
         saving = saving_from(call, make, checkpoint_dir, options)
         save = begin_save(call, saving, options.process_group, clock)
-    return AsyncRequest(save.write, (), [save.commit])
+    return AsyncRequest(save.write, (), [save.commit], abandon_fns=(save.abandon,))
 
 
 def saving_from(
@@ -144,7 +144,7 @@ def saving_from(
     with guard(call):
         # The working directory may be another when a save in the background ends.
         return saving_of(split(make()), Path(checkpoint_dir).absolute(), options)
-    return Saving(Path(), so_far=options.so_far)
+    return Saving(Path())
 
 
 def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
@@ -169,7 +169,6 @@ def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
         options.written,
         options.compared(parts.common),
         options.strict_common,
-        options.so_far,
     )
 
 

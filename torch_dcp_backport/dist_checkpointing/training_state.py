@@ -6,8 +6,8 @@ The only module of this room that knows what a model is; nothing else here impor
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Optional, Union
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import nn
@@ -133,7 +133,7 @@ def load_training_state(
     with begin(CANNOT_LOAD, "load", process_group) as call:
         with guard(call):
             state = state_of(model, optimizers)
-        others = plain_keys(call, state)
+        others = names_of_others(call, state)
 
     def make(checkpoint: Opened) -> ShardedStateDict:
         return {**dict(extra or {}), **asked_of(state, checkpoint, process_group, trust)}
@@ -141,7 +141,7 @@ def load_training_state(
     loaded = load_made(make, checkpoint_dir, options)
     if isinstance(loaded, tuple):
         loaded = loaded[0]
-    restored = restored_from(state, loaded, others)
+    restored = restored_from(state, loaded, others.plain)
     if OPTIMIZER in state:
         halves = {"model_state_dict": restored[MODEL], "optim_state_dict": restored[OPTIMIZER]}
         set_state_dict(model, optimizers, **halves)
@@ -254,18 +254,49 @@ def filled(value: Mapping[Any, Any], more: Mapping[Any, Any]) -> dict[Any, Any]:
     return result
 
 
-def plain_keys(call: Call, halves: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys of the model's plain values that only other ranks have: a load leaves them to these."""
-    own: frozenset[str] = frozenset()
+class Names(NamedTuple):
+    """What a rank has of the two state dicts, and of the parameters: names alone."""
+
+    #: Paths of tensors, as `described` spells them.
+    tensors: frozenset[str] = frozenset()
+    #: Keys of the model's values that are no tensors.
+    plain: frozenset[str] = frozenset()
+    #: Parameters that are not trained.
+    frozen: frozenset[str] = frozenset()
+
+
+def names_of_others(call: Call, halves: Mapping[str, Any], frozen: Collection[str] = ()) -> Names:
+    """Return what other ranks have, and this rank has not: the stages of a pipeline. Collective.
+
+    A load leaves it to these; what no rank has is missing.
+    """
+    own = Names()
     with guard(call):
-        own = frozenset(_without_tensors(halves.get(MODEL, {})))
+        plain = frozenset(_without_tensors(halves.get(MODEL, {})))
+        own = Names(frozenset(_tensor_paths(halves, "")), plain, frozenset(frozen))
+    if are_alike(call, [sorted(names) for names in own], COMPARING):
+        return Names()
 
-    def decide(keys_by_rank: Mapping[int, frozenset[str]]) -> Mapping[int, frozenset[str]]:
-        every = frozenset().union(*keys_by_rank.values())
-        return {rank: every - keys for rank, keys in keys_by_rank.items()}
+    def decide(names_by_rank: Mapping[int, Names]) -> Mapping[int, Names]:
+        every = Names(*(frozenset().union(*sets) for sets in zip(*names_by_rank.values())))
+        return {
+            rank: Names(*(all_of - held for all_of, held in zip(every, names)))
+            for rank, names in names_by_rank.items()
+        }
 
-    others: frozenset[str] = consult(call, own, decide, COMPARING)
+    others: Names = consult(call, own, decide, COMPARING)
     return others
+
+
+def _tensor_paths(value: Any, path: str) -> Iterator[str]:
+    """Yield the paths that `described` gives to tensors."""
+    if isinstance(value, torch.Tensor):
+        yield path
+    elif path != f"{OPTIMIZER}.{GROUPS}":
+        parts = value.items() if type(value) in (dict, OrderedDict) else ()
+        parts = enumerate(value) if type(value) is list else parts
+        for name, part in parts:
+            yield from _tensor_paths(part, joined(path, name))
 
 
 def asked_of(state: Mapping[str, Any], checkpoint: Opened, group: Group, trust: bool) -> ShardedStateDict:
@@ -291,7 +322,7 @@ def restored_from(state: Mapping[str, Any], loaded: StateDict, others: Collectio
     """Return the two state dicts after a load: tensors filled in place, other values from the checkpoint.
 
     Args:
-        others: keys of the model that other ranks have, of `plain_keys`.
+        others: keys of the model's plain values that other ranks have, of `names_of_others`.
     """
     rates = loaded.pop(RATES, {})
     restored = {key: restored_of(part, loaded[key]) for key, part in state.items()}

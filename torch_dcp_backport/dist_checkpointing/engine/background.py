@@ -60,6 +60,11 @@ class Background:
             # The copies are of no more use.
             self.planned.works.clear()
 
+    def abandon(self) -> None:
+        """Leave the folder to later saves, and remove this rank's file, unless a commit was tried."""
+        self.planned.discard()
+        self.planned.claim.end()
+
     def commit(self) -> None:
         """Make a checkpoint of the ranks' records. Collective.
 
@@ -93,7 +98,7 @@ def begin_save(call: Call, saving: Saving, group: Group, clock: report.Clock) ->
     planned = plan_together(call, saving)
     with call.tally.phase("copying"), guard(call, "a copy of this rank's share"):
         copy_works(planned.works)
-    consult(call, None, lambda ranks: {}, saving.topic(COPYING))
+    consult(call, None, lambda ranks: {}, COPYING)
     return Background(planned, call, group, clock)
 
 

@@ -40,6 +40,16 @@ class Numbers(NamedTuple):
         )
 
 
+class Elements(NamedTuple):
+    """A set, with its elements packed and in order."""
+
+    kind: str
+    packed: tuple[bytes, ...]
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({', '.join(repr(pickle.loads(data)) for data in self.packed)})"
+
+
 def values_of(common: object) -> Values:
     """Return the values of nested dicts, lists and namespaces, by path."""
     return {path: _packed(value) for path, value in _leaves(common, ())}
@@ -81,6 +91,9 @@ def _packed(value: Any) -> bytes:
         if isinstance(value, torch.Tensor):
             flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
             value = Numbers(value.dtype, tuple(value.shape), bytes(flat.numpy()))
+        if isinstance(value, (set, frozenset)):
+            # Equal sets are in an order of their own.
+            value = Elements(type(value).__name__, tuple(sorted(map(_packed, value))))
         data = pickle.dumps(value)
     except Exception:  # the first rank, which has to save it, reports it
         return b""

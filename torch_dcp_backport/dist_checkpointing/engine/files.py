@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Optional, Union
 
@@ -19,6 +19,10 @@ on_step: Optional[Callable[[str], None]] = None
 def step(name: str) -> None:
     if on_step is not None:
         on_step(name)
+
+
+#: A folder, and its entries.
+Entries = tuple[Path, Sequence["os.DirEntry[str]"]]
 
 
 class Damaged(Exception):
@@ -205,6 +209,29 @@ def publish(path: Path, data: bytes, is_synced: bool = True) -> None:
             os.fsync(file.fileno())
     step(f"rename {path.name}")
     os.replace(draft, path)
+
+
+def walk(top: Path, on_error: Optional[Callable[[OSError], None]] = None) -> Iterator[Entries]:
+    """Yield each folder from the top down, with its entries by name. Links are not followed.
+
+    Folders may be nested deeper than Python's calls may be, which `os.walk` of Python 3.11 does not outlive.
+
+    Args:
+        on_error: called where a folder cannot be listed; by default it counts as empty.
+    """
+    waiting = [top]
+    while waiting:
+        folder = waiting.pop()
+        entries: list[os.DirEntry[str]] = []
+        try:
+            with os.scandir(folder) as listed:
+                entries = sorted(listed, key=lambda entry: entry.name)
+        except OSError as error:
+            if on_error is not None:
+                on_error(error)
+        below = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+        waiting += [Path(entry.path) for entry in reversed(below)]
+        yield folder, entries
 
 
 def remove(paths: Sequence[Path]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
@@ -34,6 +35,20 @@ class Topic(NamedTuple):
     so_far: str = UNCHANGED
     #: The same, where the first rank is gone before it answered; by default as above.
     unheard: str = ""
+
+
+#: Said instead of a topic's own words on the state of the files, within `saying`; "" for none.
+_outlook: ContextVar[str] = ContextVar("outlook", default="")
+
+
+@contextlib.contextmanager
+def saying(so_far: str) -> Iterator[None]:
+    """Have errors of all calls within say this of the state of the files: together they are one save."""
+    token = _outlook.set(so_far)
+    try:
+        yield
+    finally:
+        _outlook.reset(token)
 
 
 class Refusal(Exception):
@@ -105,6 +120,8 @@ def consult(
     Raises:
         CheckpointingException: a rank has a problem, is gone, or `decide` refused; the same on every rank.
     """
+    if _outlook.get():
+        topic = Topic(topic.doing, _outlook.get())
     with call.tally.phase(topic.doing):
         with guard(call):
             own = _packed(own)

@@ -114,8 +114,8 @@ def row_digests(data: Sequence[torch.Tensor], rows: Iterable[int]) -> RowDigests
         tensor = data[row]
         facts[row] = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
         if tensor.is_quantized:
-            # There is no view of its bytes: it is taken to be the same.
-            continue
+            facts[row] += quantization_of(tensor).encode()
+            tensor = tensor.int_repr()
         if tensor.device.type == "cpu":
             crc = 0
             for piece in pieces_of(tensor):
@@ -129,6 +129,14 @@ def row_digests(data: Sequence[torch.Tensor], rows: Iterable[int]) -> RowDigests
         for row, word in zip(numbers[device], torch.stack(words).tolist()):
             facts[row] += repr(word).encode()
     return {row: hashlib.blake2b(text, digest_size=16).digest() for row, text in facts.items()}
+
+
+def quantization_of(tensor: torch.Tensor) -> str:
+    """Return the scales and zero points of a quantized tensor."""
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return f"{tensor.q_scale()!r} {tensor.q_zero_point()} "
+    scales, points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return f"{tensor.q_per_channel_axis()} {scales.tolist()} {points.tolist()} "
 
 
 def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -81,16 +81,6 @@ class Saving(NamedTuple):
     compared: Optional[common.Values] = None
     #: Whether ranks may not have another common state than the first rank.
     strict_common: bool = False
-    #: An error's words on the state of the files; "" says what became of the folder itself.
-    so_far: str = ""
-
-    def topic(self, topic: Topic) -> Topic:
-        """Return the topic of a consultation with the words of this save."""
-        return topic_of(topic, self.so_far)
-
-
-def topic_of(topic: Topic, so_far: str) -> Topic:
-    return topic._replace(so_far=so_far, unheard=so_far) if so_far else topic
 
 
 def problems_of(saving: Saving) -> list[Problem]:
@@ -126,8 +116,6 @@ class Planned(NamedTuple):
     path: Path
     written: Callable[[Output], None]
     is_hashed: bool
-    #: As of `Saving`.
-    so_far: str
 
     def nothing(self) -> Output:
         """Return the output of a rank that wrote nothing."""
@@ -214,7 +202,7 @@ def plan_together(call: Call, saving: Saving) -> Planned:
     digests: replicas.Digests = {}
     with guard(call), call.tally.phase("comparing replicas"):
         digests = replicas.digests_of(saving.data, shared)
-    unlike = consult(call, digests, clear, saving.topic(CLEARING))
+    unlike = consult(call, digests, clear, CLEARING)
     if unlike:
         share, plan = from_first_holders(
             call, saving, [row for group in unlike for row in shared.get(group, ())]
@@ -235,7 +223,6 @@ def plan_together(call: Call, saving: Saving) -> Planned:
         path,
         saving.written,
         saving.is_hashed,
-        saving.so_far,
     )
 
 
@@ -267,7 +254,7 @@ def from_first_holders(call: Call, saving: Saving, rows: Sequence[int]) -> tuple
         decided.append(plans.Description(tables, shares))
         return shares
 
-    share = consult(call, (saving.table, own), plan, saving.topic(REPLICAS))
+    share = consult(call, (saving.table, own), plan, REPLICAS)
     return share, plans.Plan(b"", b"", {}, decided[0] if decided else None)
 
 
@@ -372,7 +359,7 @@ def commit_together(call: Call, planned: Planned, output: Output) -> Output:
         return {}
 
     try:
-        consult(call, output, publish, topic_of(COMMITTING, planned.so_far))
+        consult(call, output, publish, COMMITTING)
     except CheckpointingException as error:
         # Where the first rank is gone, its last step may have made this file a part of a checkpoint.
         if error.is_agreed:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Optional
 
 from torch_dcp_backport.dist_checkpointing import report
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, consult, guard
 from torch_dcp_backport.transfer.groups import Group
 
@@ -37,6 +38,8 @@ class AsyncRequest(NamedTuple):
     preload_fn: Optional[Callable[[], Any]] = None
     is_frozen: bool = False
     call_idx: int = 0
+    #: Of this package: called where the save was not finalized, on every rank.
+    abandon_fns: Sequence[Callable[[], None]] = ()
 
     def add_finalize_fn(self, fn: Callable[[], None]) -> None:
         """Add a function to be called, on every rank, after the checkpoint is complete.
@@ -62,6 +65,14 @@ class AsyncRequest(NamedTuple):
     def freeze(self) -> AsyncRequest:
         """Return the same request, to which nothing can be added."""
         return self._replace(is_frozen=True)
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Return an error of a thread as one that other ranks can hear of.
+
+    What is no Exception (a cancelled task of a store, an exit) would end its thread alone.
+    """
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class AsyncCallsQueue:
@@ -115,6 +126,10 @@ class AsyncCallsQueue:
                 function(*args, **kwargs)
         except Exception as error:
             self._failure = error
+        except BaseException as error:
+            if threading.current_thread() is threading.main_thread():
+                raise
+            self._failure = as_exception(error)
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize the request under way once every rank has written its files. Collective.
@@ -153,11 +168,18 @@ class AsyncCallsQueue:
             with guard(call):
                 if failure is not None:
                     raise failure
-            consult(call, None, lambda ranks: {}, WRITING)
-            with guard(call), report.waited(seconds):
-                for finalize in request.finalize_fns:
-                    finalize()
-            consult(call, None, lambda ranks: {}, FINALIZING)
+            try:
+                consult(call, None, lambda ranks: {}, WRITING)
+                with report.waited(seconds):
+                    for finalize in request.finalize_fns:
+                        with guard(call):
+                            finalize()
+                        # The next may be collective, and would wait for a rank that failed in this one.
+                        consult(call, None, lambda ranks: {}, FINALIZING)
+            except CheckpointingException:
+                for abandon in request.abandon_fns:
+                    abandon()
+                raise
         return [request.call_idx]
 
     def get_num_unfinalized_calls(self) -> int:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
+import torch
 from torch.optim import Optimizer
 
 from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, is_numbered, named_params
@@ -64,7 +65,12 @@ def merged(fqns: list[str], saved: Sequence[Mapping[str, Any]], group: Mapping[s
     """A param group with the values of the saved groups that hold its parameters; the last one wins."""
     result: dict[str, Any] = {PARAMS: fqns}
     for saved_group in saved:
-        values = {name: value for name, value in saved_group.items() if name != PARAMS}
+        # A scheduler sets a tensor in place: groups that were one group would go on with one rate.
+        values = {
+            name: value.clone() if torch.is_tensor(value) else value
+            for name, value in saved_group.items()
+            if name != PARAMS
+        }
         for name in values.keys() & result.keys():
             if not same(values[name], result[name]):
                 logger.warning(
