@@ -154,6 +154,20 @@ def test_buffers_are_computed_in_the_dtype_that_is_asked_for(tmp_path: Path) -> 
         assert torch.equal(found[name], buffer), name
 
 
+def test_layers_that_are_left_out_at_random(ranks, tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.OPTConfig(
+        vocab_size=small.VOCABULARY, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=32, word_embed_proj_dim=16, layerdrop=0.1, dropout=0.0,
+    )  # fmt: skip
+    transformers.OPTForCausalLM(config).save_pretrained(tmp_path)
+    texts = ranks(refused, tmp_path, {})
+    assert len(set(texts)) == 1
+    assert "ranks 0-3: ValueError: layerdrop=0.1" in texts[0]
+    assert ranks(refused, tmp_path, {"forward_only": True}) == [""] * 4
+
+
 def refused(api: Any, folder: Path, options: dict[str, Any]) -> str:
     elsewhere = options.pop("elsewhere", "")
     if dist.get_rank() == 1 and elsewhere == "files":

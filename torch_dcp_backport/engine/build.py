@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.engine import reach
 from torch_dcp_backport.engine.mesh import Grid
 from torch_dcp_backport.hf.moving import groups_of
 from torch_dcp_backport.hf.sight import look
@@ -142,7 +143,8 @@ def units_of(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
     """Return the modules that are sharded as units, inner first: blocks, and embeddings nothing else uses.
 
     Raises:
-        ValueError: a block class that does not occur, naming those that do; a tied parameter in two units.
+        ValueError: a block class that does not occur, naming those that do; a tied parameter in two units; an
+            expert of a sparse model as a unit.
     """
     wanted = getattr(model, "_no_split_modules", None) or () if blocks is None else blocks
     asked = (wanted,) if isinstance(wanted, (str, type)) else tuple(wanted)
@@ -161,6 +163,13 @@ def units_of(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
         is_tied = any(f"{path}.{name}" in shared for name, _ in module.named_parameters())
         if type(module).__name__ in names or (is_end and not is_tied):
             unit_by_path[path] = module
+    for path, unit in unit_by_path.items():
+        home = path.rpartition(".")[0]
+        if is_list_of_experts(home, model):
+            raise ValueError(
+                f"{path} cannot be a unit ({type(unit).__name__}): it runs only on ranks whose tokens reach it, and "
+                f"the ranks gather a unit's parameters together; take the block around {home}"
+            )
     for tied in names_by_parameter(model).values():
         # The innermost of nested units.
         homes = {
@@ -173,8 +182,31 @@ def units_of(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
     return list(unit_by_path.values())[::-1]
 
 
+def check_layers(model: nn.Module) -> None:
+    """Refuse to train a model that leaves out layers at random: ranks would gather parameters by turns.
+
+    Raises:
+        ValueError: its configuration says so.
+    """
+    config = getattr(model, "config", None)
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, 0.0):
+            raise ValueError(
+                f"{name}={getattr(config, name)}: each rank of a {type(model).__name__} would leave out other layers; "
+                f"set it to 0 (override_config)"
+            )
+
+
+def is_list_of_experts(path: str, model: nn.Module) -> bool:
+    """Return whether a sparse model's tokens choose among the modules at the path."""
+    is_list = isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict))
+    return is_list and "expert" in path.rpartition(".")[2].lower()
+
+
 def shard(model: nn.Module, grid: Grid, sharding: Optional[Sharding] = None, blocks: Blocks = None) -> None:
     """Apply FSDP2 to each unit, then to the model; the parameters may be on meta.
+
+    Parameters without a gradient on this rank (experts that no token reaches) are reduced as zeros.
 
     Raises:
         ValueError: as `units_of`.
@@ -183,6 +215,8 @@ def shard(model: nn.Module, grid: Grid, sharding: Optional[Sharding] = None, blo
     arguments = (sharding or Sharding()).arguments(grid)
     for module in (*units, model):
         compat.fsdp2().fully_shard(module, **arguments)
+        if grid.dp_size > 1:
+            reach.reduce_alike(module)
 
 
 def materialize(model: nn.Module, device: torch.device, *, buffers: Optional[torch.device] = None) -> None:

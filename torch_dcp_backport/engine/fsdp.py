@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.engine import batches, build, heads, lora, move, tensor_parallel
+from torch_dcp_backport.engine import batches, build, heads, lora, move, reach, tensor_parallel
 from torch_dcp_backport.engine import step as steps
 from torch_dcp_backport.engine.base import BaseEngine, EngineRegistry, default_device
 from torch_dcp_backport.engine.config import (
@@ -127,6 +127,8 @@ class FSDPEngine(BaseEngine):
                 if asked.lora_rank:
                     model = lora.adapted(model, asked)
                 build.units_of(model, blocks)
+                if not own.forward_only:
+                    build.check_layers(model)
                 tensor_parallel.styles_of(model, self.grid)
             settings_by_type = {
                 type(part).__name__: spelled(part) for part in (own, asked, self.optimizer_config)
@@ -167,9 +169,12 @@ class FSDPEngine(BaseEngine):
             try:
                 loss, output = self.forward_step(micro, common, loss_function)
                 if not forward_only:
-                    torch.autograd.backward(loss * self.scale)
+                    # In one process there is no such row, and its tokens reach no expert.
+                    is_company = reach.uncounted(self.module) if micro.is_filler else contextlib.nullcontext()
+                    with is_company:
+                        torch.autograd.backward(loss * self.scale)
             except BaseException:
-                compat.abandon_pass(self.module)
+                reach.abandon_pass(self.module)
                 raise
             outputs.append({name: value.detach() for name, value in output["model_output"].items()})
             if not micro.is_filler:
