@@ -256,5 +256,6 @@ def test_families_of_transformers(ranks, tmp_path: Path, family: str, kind: str,
     expected = by_transformers(tmp_path, kind, results[0][0])
     for _, found, _ in results:
         small.same(found, expected)
-    # Of each rank other parameters had no gradient of its own.
-    assert len({frozenset(unreached) for *_, unreached in results}) == 4
+    if family == "deepseek_v3":  # others have run all experts, up to transformers 4.51
+        # Of each rank other parameters had no gradient of its own.
+        assert len({frozenset(unreached) for *_, unreached in results}) == 4

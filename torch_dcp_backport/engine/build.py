@@ -6,6 +6,8 @@ Knows modules and FSDP2; must never hold a full model.
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +21,7 @@ from torch import nn
 from torch_dcp_backport import compat
 from torch_dcp_backport.engine import reach
 from torch_dcp_backport.engine.mesh import Grid
+from torch_dcp_backport.engine.verl import say_once
 from torch_dcp_backport.hf.moving import groups_of
 from torch_dcp_backport.hf.sight import look
 from torch_dcp_backport.hf.source import Source, source_of
@@ -80,10 +83,15 @@ def parameters_on_meta(dtype: Optional[torch.dtype] = None) -> Iterator[None]:
 
 
 def outline(model: Optional[nn.Module]) -> dict[str, str]:
-    """Return a digest of the parameters, which must be the same on every rank."""
+    """Return digests of the parameters and the configuration, which must be the same on every rank."""
     params = () if model is None else model.named_parameters()
     names = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in params]
-    return {"parameters": f"{len(names)} ({zlib.crc32(repr(names).encode()):08x})"}
+    found = {"parameters": f"{len(names)} ({zlib.crc32(repr(names).encode()):08x})"}
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    if to_dict is not None:
+        config = {name: value for name, value in to_dict().items() if name != "_name_or_path"}
+        found["configuration"] = f"{zlib.crc32(json.dumps(config, sort_keys=True, default=str).encode()):08x}"
+    return found
 
 
 def configuration(asked: Any, dtype: Optional[torch.dtype] = None) -> Any:
@@ -94,18 +102,53 @@ def configuration(asked: Any, dtype: Optional[torch.dtype] = None) -> Any:
 
     Raises:
         FileNotFoundError: no such model here; transformers would look for it on the network.
+        ValueError: an override that is not offered.
     """
     import transformers
 
-    if not Path(asked.path, "config.json").is_file():
-        raise FileNotFoundError(f"{asked.path} has no config.json")
-    config = transformers.AutoConfig.from_pretrained(asked.path, trust_remote_code=asked.trust_remote_code)
-    for name, value in asked.override_config.items():
-        # Only from_pretrained() knows it by this name.
-        setattr(config, "_attn_implementation" if name == "attn_implementation" else name, value)
+    if asked.hf_config is not None:
+        config: Any = copy.deepcopy(asked.hf_config)
+        # verl asks for flash attention where nobody has said so: the choice is transformers', as from a file.
+        config._attn_implementation = None
+    else:
+        folder = asked.hf_config_path or asked.path
+        if not Path(folder, "config.json").is_file():
+            raise FileNotFoundError(f"{folder} has no config.json")
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=asked.trust_remote_code)
+    override(config, overrides_of(asked.override_config))
     if dtype is not None:
         setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
     return config
+
+
+def overrides_of(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the overrides of a configuration, which verl also has within "model_config".
+
+    Raises:
+        ValueError: a setting beside "model_config", which verl takes for Megatron.
+    """
+    if "model_config" not in asked:
+        return dict(asked)
+    beside = {name: value for name, value in asked.items() if name not in ("model_config", "attn_implementation")}
+    for name, value in beside.items():
+        if any(value.values()) if isinstance(value, Mapping) else value:
+            raise ValueError(f"override_config has {name} beside model_config, which is not offered: got {value!r}")
+    attention = {name: asked[name] for name in ("attn_implementation",) if name in asked}
+    return {**attention, **(asked["model_config"] or {})}
+
+
+def override(config: Any, values: Mapping[str, Any]) -> None:
+    """Replace settings of a transformers configuration; a mapping replaces settings of a part of it."""
+    for name, value in values.items():
+        if name == "attn_implementation":
+            # Only from_pretrained() knows it by this name.
+            config._attn_implementation = value
+        elif isinstance(value, Mapping) and hasattr(getattr(config, name, None), "to_dict"):
+            override(getattr(config, name), value)
+        else:
+            if not hasattr(config, name):
+                say_once(f"override_config: a {type(config).__name__} has no {name}; the model may not read it")
+            setattr(config, name, value)
 
 
 def language_model(asked: Any, dtype: Optional[torch.dtype] = None) -> nn.Module:

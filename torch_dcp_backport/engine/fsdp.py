@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.engine import batches, build, heads, lora, move, reach, tensor_parallel
+from torch_dcp_backport.engine import batches, build, determinism, heads, lora, move, reach, tensor_parallel
 from torch_dcp_backport.engine import step as steps
 from torch_dcp_backport.engine.base import BaseEngine, EngineRegistry, default_device
 from torch_dcp_backport.engine.config import (
@@ -29,7 +29,8 @@ from torch_dcp_backport.engine.config import (
 from torch_dcp_backport.engine.export import whole_tensors
 from torch_dcp_backport.engine.mesh import Grid, arrange
 from torch_dcp_backport.hf.moving import agree, groups_of
-from torch_dcp_backport.transfer import Call
+from torch_dcp_backport.transfer import Call, raise_together
+from torch_dcp_backport.transfer.consensus import agree_on_mesh
 
 BACKENDS, DEVICES = ["fsdp", "fsdp2"], ["cuda", "npu", "xpu", "hpu", "cpu"]
 
@@ -60,10 +61,14 @@ class FSDPEngine(BaseEngine):
             device: a type; None is this machine's accelerator, or the CPU.
 
         Raises:
-            ValueError: a setting that is not offered, or two that exclude each other.
+            ValueError: a setting that is not offered or cannot be, or two that exclude each other; on every rank.
         """
-        self.model_config = settings(ModelConfig, model_config)
-        self.engine_config = settings(EngineConfig, engine_config)
+        with Call("cannot make the engine", "settings", groups_of()) as call:
+            with call.guard():
+                self.model_config = settings(ModelConfig, model_config)
+                self.engine_config = settings(EngineConfig, engine_config)
+            findings, _ = agree_on_mesh(call.findings, call.groups)
+            raise_together(call.title, findings, call.cause, ValueError)
         #: Read by `initialize`: until then verl's trainers still write the number of steps into it.
         self.optimizer_config = optimizer_config
         self.checkpoint_config = checkpoint_config
@@ -89,12 +94,12 @@ class FSDPEngine(BaseEngine):
             RuntimeError: as `build.fill`, `mesh.arrange` and `step.divisor_of`; on every rank.
         """
         own = self.engine_config
-        asked = self.optimizer_config = settings(OptimizerConfig, self.optimizer_config)
         self.module = self.build()
         #: Factor of losses, so that gradients are means.
         self.scale = 1.0
         if not own.forward_only:
             self.scale = steps.divisor_of(self.grid, own.sharding) / self.grid.dp_size
+            asked = self.optimizer_config
             trained = [param for param in self.module.parameters() if param.requires_grad]
             self.optimizer = asked.made(trained)
             self.lr_scheduler = steps.schedule(
@@ -120,6 +125,11 @@ class FSDPEngine(BaseEngine):
         model: Any = None
         with Call("cannot build the model", "build", groups_of()) as call:
             dtype = dtype_of(own.model_dtype)
+            with call.guard():
+                if not own.forward_only:
+                    self.optimizer_config = settings(OptimizerConfig, self.optimizer_config)
+                if own.full_determinism:
+                    determinism.enable(own.seed)
             with call.guard(), build.parameters_on_meta(dtype):
                 model = self.make_model(asked, dtype)
                 if asked.enable_gradient_checkpointing:
@@ -130,9 +140,8 @@ class FSDPEngine(BaseEngine):
                 if not own.forward_only:
                     build.check_layers(model)
                 tensor_parallel.styles_of(model, self.grid)
-            settings_by_type = {
-                type(part).__name__: spelled(part) for part in (own, asked, self.optimizer_config)
-            }
+            parts = [own, asked, *(() if own.forward_only else (self.optimizer_config,))]
+            settings_by_type = {} if call.problems else {type(part).__name__: spelled(part) for part in parts}
             agree(call, common={**settings_by_type, **build.outline(model)})
         tensor_parallel.parallelize(model, self.grid)
         build.shard(model, self.grid, own.sharding, blocks)
@@ -159,7 +168,7 @@ class FSDPEngine(BaseEngine):
         Raises:
             RuntimeError: as `batches.plan`; on every rank.
         """
-        limit, copies = self.engine_config.limit(data, forward_only), self.grid.sizes.tp
+        limit, copies = functools.partial(self.engine_config.limit, data, forward_only), self.grid.sizes.tp
         plan = batches.plan(data, limit, needs_tokens=loss_function is not None, copies=copies)
         common = {"batch_num_tokens": plan.tokens, "dp_size": self.grid.dp_size}
         outputs, losses, metrics = [], [], {}  # type: ignore[var-annotated]
@@ -190,11 +199,7 @@ class FSDPEngine(BaseEngine):
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return loss, and outputs with metrics, of a micro-batch."""
         device = compat.current_device(self.device)
-        data = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value
-            for name, value in micro.data.items()
-        }
-        data.update(common)
+        data = {**batches.on_device(micro.data, device), **common}
         inputs = batches.model_inputs(data, device)
         logits = self.module(**inputs, use_cache=False).logits
         outputs = self.prepare_model_outputs(logits, inputs, data)

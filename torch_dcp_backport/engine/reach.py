@@ -84,7 +84,7 @@ class Connected(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
+        return tensor.clone()  # a view that is written to would lose FSDP2's hook
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:

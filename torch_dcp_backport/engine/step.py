@@ -16,6 +16,7 @@ from torch import nn
 from torch_dcp_backport import compat
 from torch_dcp_backport.engine import reach
 from torch_dcp_backport.engine.build import Sharding
+from torch_dcp_backport.engine.checks import clip
 from torch_dcp_backport.engine.mesh import TITLE, Grid
 from torch_dcp_backport.transfer import layout_of
 from torch_dcp_backport.transfer.wire import device_for
@@ -115,7 +116,14 @@ def step(optimizer: torch.optim.Optimizer, max_norm: Optional[float] = None) -> 
 
     A skipped step leaves parameters and states as they were, and drops the gradients. Parameters that no token
     of any rank has reached are left alone, as by a step in one process.
+
+    Args:
+        max_norm: above 0; None clips nothing.
+
+    Raises:
+        ValueError: another `max_norm`.
     """
+    max_norm = None if max_norm is None else clip("max_norm", max_norm)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = local_gradients(params)
     norm, is_unreached = _norm_of(gradients, sum(reach.is_unreached(param.grad) for param in params))

@@ -1,0 +1,229 @@
+"""The settings of verl's configuration objects, and what the engine does with each; knows nothing of verl itself.
+
+No setting is accepted and forgotten: it is served, refused by name unless it asks for nothing, or known to change
+no value of the training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Optional
+
+logger = logging.getLogger("torch_dcp_backport.engine")
+
+SERVED = "served"
+#: verl's object does it before the engine sees it; in a mapping nothing does.
+BEFORE = "by verl's object"
+#: Speed, memory, or files beside the weights.
+NO_VALUE = "changes no value"
+REFUSED = "refused"
+
+
+class Known(NamedTuple):
+    """What the engine does with a setting of verl's."""
+
+    does: str
+    #: For the page of documentation.
+    text: str = ""
+    #: The values that ask for nothing; None is any value.
+    idle: Optional[tuple[Any, ...]] = (None, False)
+    #: Of settings within settings: those that ask for something.
+    inner: tuple[str, ...] = ()
+
+    def asked(self, name: str, value: Any) -> dict[str, Any]:
+        """Return the settings that ask for something, by name."""
+        if self.inner:
+            found = {f"{name}.{part}": _within(value, part) for part in self.inner}
+            return {part: asked for part, asked in found.items() if asked and asked not in (self.idle or ())}
+        return {} if self.idle is None or value in self.idle else {name: value}
+
+
+def _within(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+MODEL = {
+    "path": Known(SERVED, "a folder; of verl's objects `local_path`"),
+    "local_path": Known(SERVED, "the folder that verl has copied `path` to"),
+    "hf_config_path": Known(SERVED, "the folder of config.json, if it is another one"),
+    "local_hf_config_path": Known(SERVED, "as `hf_config_path`"),
+    "hf_config": Known(SERVED, "the model's configuration, but for its `attn_implementation`"),
+    "override_config": Known(
+        SERVED, 'also within "model_config"; `attn_implementation` is transformers\' own choice unless it is there'
+    ),
+    "trust_remote_code": Known(SERVED),
+    "enable_gradient_checkpointing": Known(SERVED, "not reentrant"),
+    "lora_rank": Known(SERVED),
+    "lora_alpha": Known(SERVED),
+    "target_modules": Known(SERVED),
+    "exclude_modules": Known(SERVED),
+    "architectures": Known(NO_VALUE, "the engine's class decides between a language and a value model", idle=None),
+    "tokenizer_path": Known(NO_VALUE, "no tokenizer takes part", idle=None),
+    "local_tokenizer_path": Known(NO_VALUE, "no tokenizer takes part", idle=None),
+    "load_tokenizer": Known(NO_VALUE, "no tokenizer takes part", idle=None),
+    "tokenizer": Known(NO_VALUE, "of the files beside the weights", idle=None),
+    "processor": Known(NO_VALUE, "of the files beside the weights", idle=None),
+    "generation_config": Known(NO_VALUE, "of the files beside the weights", idle=None),
+    "custom_chat_template": Known(BEFORE, "is in `tokenizer` or `processor`"),
+    "external_lib": Known(BEFORE, "is imported"),
+    "use_shm": Known(BEFORE, "`local_path` is there"),
+    "share_embeddings_and_output_weights": Known(BEFORE, "a copy of `tie_word_embeddings`"),
+    "use_remove_padding": Known(NO_VALUE, "rows are padded", idle=None),
+    "enable_activation_offload": Known(NO_VALUE, "memory; not offered"),
+    "use_liger": Known(NO_VALUE, "memory and speed; transformers' own layers run"),
+    "use_fused_kernels": Known(NO_VALUE, "memory and speed; log-probabilities are computed in chunks"),
+    "fused_kernel_options": Known(NO_VALUE, "as `use_fused_kernels`", idle=None),
+    "tiled_mlp": Known(NO_VALUE, "memory; not offered", inner=("enabled",)),
+    "target_parameters": Known(REFUSED, "adapters of parameters", idle=(None, [], ())),
+    "lora_adapter_path": Known(REFUSED, "adapters from files", idle=(None, "")),
+    "lora": Known(REFUSED, "of `merge` and `rank`; the others, Megatron's, change nothing", inner=("merge", "rank")),
+    "mtp": Known(REFUSED, "of `enable` and `enable_train`", inner=("enable", "enable_train")),
+}
+
+ENGINE = {
+    "fsdp_size": Known(SERVED),
+    "reshard_after_forward": Known(SERVED),
+    "offload_policy": Known(SERVED),
+    "param_offload": Known(SERVED),
+    "optimizer_offload": Known(SERVED),
+    "forward_only": Known(SERVED, "without verl's CPUOffloadPolicy, which `offload_policy` asks for"),
+    "model_dtype": Known(SERVED, "float16 with `forward_only` alone"),
+    "mixed_precision": Known(SERVED, "float16 with `forward_only` alone; `buffer_dtype` is float32"),
+    "dtype": Known(SERVED, "the `param_dtype` of a `mixed_precision` without any"),
+    "wrap_policy": Known(SERVED, "of it `transformer_layer_cls_to_wrap`; `min_num_params`, `disable` change no value"),
+    "use_dynamic_bsz": Known(SERVED),
+    "max_token_len_per_gpu": Known(SERVED),
+    "micro_batch_size_per_gpu": Known(SERVED),
+    "infer_max_token_len_per_gpu": Known(SERVED),
+    "infer_micro_batch_size_per_gpu": Known(SERVED),
+    "seed": Known(SERVED, "of heads and adapters that no file has; with `full_determinism` of all random numbers"),
+    "full_determinism": Known(SERVED, "random numbers of the process, and torch's deterministic algorithms"),
+    "ulysses_sequence_parallel_size": Known(SERVED, "only 1"),
+    "grad_offload": Known(NO_VALUE, "gradients go with their parameters"),
+    "forward_prefetch": Known(NO_VALUE, "speed; FSDP2 prefetches as it does by itself"),
+    "use_orig_params": Known(NO_VALUE, "of FSDP1", idle=None),
+    "use_torch_compile": Known(NO_VALUE, "speed of the entropy, which is not compiled", idle=None),
+    "entropy_from_logits_with_chunking": Known(NO_VALUE, "memory; the entropy is always computed in chunks"),
+    "entropy_checkpointing": Known(NO_VALUE, "memory; large logits are always computed again, chunk by chunk"),
+    "use_remove_padding": Known(NO_VALUE, "rows are padded", idle=None),
+    "use_fused_kernels": Known(NO_VALUE, "memory and speed; log-probabilities are computed in chunks"),
+    "strategy": Known(REFUSED, "but for fsdp and fsdp2, which are FSDP2", idle=(None, "fsdp", "fsdp2")),
+    "router_replay": Known(REFUSED, "of every `mode` but disabled", idle=("disabled",), inner=("mode",)),
+    "qat": Known(REFUSED, "of `enable`", inner=("enable",)),
+}
+
+OPTIMIZER = {
+    "optimizer": Known(SERVED, "a class of torch.optim"),
+    "lr": Known(SERVED),
+    "betas": Known(SERVED, "of Adam and the like"),
+    "weight_decay": Known(SERVED),
+    "override_optimizer_config": Known(SERVED),
+    "clip_grad": Known(SERVED, "above 0; None does not clip"),
+    "lr_scheduler_type": Known(SERVED, "constant, cosine"),
+    "lr_warmup_steps": Known(SERVED),
+    "lr_warmup_steps_ratio": Known(SERVED),
+    "total_training_steps": Known(SERVED, "until `initialize()`"),
+    "min_lr_ratio": Known(SERVED),
+    "num_cycles": Known(SERVED),
+    "grad_clip": Known(BEFORE, "is in `clip_grad`"),
+    "warmup_style": Known(BEFORE, "is in `lr_scheduler_type`"),
+    "optimizer_impl": Known(REFUSED, "but for torch.optim", idle=(None, "torch.optim")),
+    "zero_indexed_step": Known(REFUSED, "of False", idle=(None, True)),
+}
+
+CHECKPOINT = {
+    "save_contents": Known(SERVED, "by the [manager](checkpoint.md)"),
+    "load_contents": Known(SERVED, "by the manager"),
+    "async_save": Known(SERVED, "by the manager"),
+    "mbridge_config": Known(NO_VALUE, "of Megatron", idle=None),
+}
+
+#: Class of verl -> its settings.
+CLASSES = {
+    "HFModelConfig": MODEL,
+    "FSDPEngineConfig": ENGINE,
+    "FSDPOptimizerConfig": OPTIMIZER,
+    "CheckpointConfig": CHECKPOINT,
+}
+
+
+def check_object(given: Any, known: Mapping[str, Known]) -> None:
+    """Check each setting of verl's object.
+
+    Raises:
+        ValueError: a setting that is refused, or that is not known and has another value than its default.
+    """
+    for name, value, default in _entries(given):
+        if name in known:
+            _check(name, value, known[name])
+        elif value != default:
+            raise ValueError(f"{name}={value!r} is not known: this engine may do something else than what it asks for")
+        else:
+            say_once(f"{name}={value!r}, which is not known, has no effect here")
+
+
+def check_mapping(given: Mapping[str, Any], known: Mapping[str, Known], kind: str, fields: list[str]) -> None:
+    """Check each entry of a mapping that is no field of our class.
+
+    Args:
+        kind, fields: name and fields of the class.
+
+    Raises:
+        ValueError: a setting that is refused, that only verl's objects serve, or that is not known.
+    """
+    others = {str(name): value for name, value in given.items() if name not in fields}
+    unknown = sorted(set(others) - set(known))
+    if unknown:
+        raise ValueError(f"no setting of a {kind}: {', '.join(unknown)}; there are {fields}")
+    for name, value in others.items():
+        if known[name].does in (BEFORE, SERVED) and value is not None:
+            raise ValueError(f"{name}={value!r}: only verl's own objects have it ({known[name].text})")
+        _check(name, value, known[name])
+
+
+def _check(setting: str, value: Any, known: Known) -> None:
+    for name, asked in known.asked(setting, value).items():
+        if known.does == REFUSED:
+            raise ValueError(f"{name} is not offered: got {asked!r}")
+        if known.does == NO_VALUE:
+            say_once(f"{name}={asked!r} has no effect here: {known.text}")
+
+
+_said: set[str] = set()
+
+
+def say_once(text: str) -> None:
+    """Log a warning, once in a process."""
+    if text not in _said:
+        _said.add(text)
+        logger.warning("%s", text)
+
+
+def _entries(given: Any) -> Iterator[tuple[str, Any, object]]:
+    """Yield name, value and default of an object's settings; names that begin with "_" are its own."""
+    if not dataclasses.is_dataclass(given):
+        for name, value in vars(given).items():
+            if not name.startswith("_"):
+                yield name, value, None
+        return
+    for entry in dataclasses.fields(given):
+        if entry.name.startswith("_"):
+            continue
+        default: object = entry.default
+        if entry.default_factory is not dataclasses.MISSING:
+            default = entry.default_factory()
+        yield entry.name, getattr(given, entry.name, None), default
+
+
+def table() -> str:
+    """Return the settings of all classes as a table for docs/engine.md."""
+    lines = ["| setting | |", "|---|---|"]
+    for kind, known in CLASSES.items():
+        lines.append(f"| **{kind}** | |")
+        for does in (SERVED, BEFORE, NO_VALUE, REFUSED):
+            for name, entry in known.items():
+                if entry.does == does:
+                    lines.append(f"| `{name}` | {does}{': ' * bool(entry.text)}{entry.text} |")
+    return "\n".join(lines)
