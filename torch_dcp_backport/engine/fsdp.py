@@ -139,6 +139,7 @@ class FSDPEngine(BaseEngine):
                 build.units_of(model, blocks)
                 if not own.forward_only:
                     build.check_layers(model)
+                    tensor_parallel.check_dropout(model, self.grid)
                 tensor_parallel.styles_of(model, self.grid)
             parts = [own, asked, *(() if own.forward_only else (self.optimizer_config,))]
             settings_by_type = {} if call.problems else {type(part).__name__: spelled(part) for part in parts}
