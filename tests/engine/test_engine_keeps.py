@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat, engine
 from torch_dcp_backport.engine import export as exports
+from torch_dcp_backport.engine import mesh
 
 
 def there_and_back(api: Any, folder: Path, source: dict[str, Any], target: dict[str, Any]) -> Any:
@@ -40,6 +41,47 @@ def test_the_next_step_after_a_load(ranks, tmp_path: Path, source: Any, target: 
             assert last["norms"] == again["norms"]
             assert all(torch.equal(value, again["weights"][name]) for name, value in last["weights"].items())
         small.same(again, last, 1e-6)
+
+
+def groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def made_again(api: Any, folder: Path, sizes: list[int]) -> tuple[int, int, list[float]]:
+    """Process groups after an engine of each size, and after more of them; the norms of the last ones."""
+    for size in sizes:
+        small.made(folder, fsdp_size=size)
+    before = groups()
+    for size in sizes * 3:
+        made = small.made(folder, fsdp_size=size)
+    after = groups()
+    if dist.get_rank() == 1:
+        mesh.meshes_of(dist.group.WORLD).clear()  # as if it had failed there
+    made = small.made(folder, fsdp_size=sizes[0])
+    return before, after, small.trained(made, range(1))["norms"]
+
+
+def test_engines_leave_no_process_groups_behind(ranks, tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    for before, after, norms in ranks(made_again, tmp_path / "m", [2, 1, -1]):
+        assert before == after
+        assert norms == pytest.approx(small.alone(steps=1)["norms"], rel=1e-5)
+
+
+def of_another_group(api: Any, folder: str) -> list[bool]:
+    """A program may end its process group and begin another one."""
+    grids = []
+    for number in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{number}", rank=0, world_size=1)
+        grids += [engine.arrange("cpu"), engine.arrange("cpu")]
+        value = torch.ones(1)
+        dist.all_reduce(value, group=grids[-1].data.get_group())
+        dist.destroy_process_group()
+    return [grids[place].mesh is grids[place + 1].mesh for place in range(3)]
+
+
+def test_a_mesh_goes_with_its_process_group(pools, tmp_path: Path) -> None:
+    assert pools.run(of_another_group, str(tmp_path), world=0) == [[True, False, True]]
 
 
 def exported(api: Any, folder: Path, options: dict[str, Any], asked: dict[str, Any]) -> Any:
