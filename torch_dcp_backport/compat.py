@@ -237,10 +237,10 @@ def abandon_pass(model: torch.nn.Module) -> None:
 
 
 def replace_reduction(module: torch.nn.Module, make: Callable[[Any], Made]) -> Optional[Made]:
-    """Put `make(group)` in the place of the method by which FSDP2 reduces a module's gradients, and return it.
+    """Put `make(group)` in the place of the method by which FSDP2 reduces a module's gradients; return it.
 
-    FSDP2 calls the method after each backward pass through the module. None where the module has no parameters
-    but those of modules within it that FSDP2 shards apart.
+    FSDP2 calls the method after each backward pass through the module. None where FSDP2 shards all of the
+    module's parameters with modules within it.
     """
     state: Any = cast(Any, module)._get_fsdp_state()
     if state._fsdp_param_group is None:

@@ -157,7 +157,7 @@ def share(data: dict[str, torch.Tensor], rank: int, world: int) -> dict[str, tor
 
 
 def sparse_batch(step: int, world: int = 4) -> dict[str, torch.Tensor]:
-    """As `batch`, without padding, for six experts: of rank 0 all tokens choose expert 1, of rank 1 expert 2, ..."""
+    """As `batch`, without padding, for six experts: rank 0 has tokens of expert 1, rank 1 of expert 2, ..."""
     data = batch(step)
     ids = data["input_ids"] % 4 * 6
     for rank in range(world):

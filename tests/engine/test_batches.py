@@ -72,13 +72,15 @@ NAMES = list("abcdefghi")
 @pytest.mark.parametrize("limit", [batches.Limit(rows=2), batches.Limit(tokens=24)], ids=str)
 @pytest.mark.parametrize("kind", ["padded", "jagged"])
 def test_arrays_go_with_their_rows(kind: str, limit: batches.Limit) -> None:
-    """As of a DataProto of verl: of objects, of numbers, of a value for each column; also within the batch."""
+    """As a DataProto of verl has them: of objects, of numbers, of a value for each column; also in a dict."""
     data: Any = small.batch(0)
     wide = data["input_ids"].numpy()
     if kind == "jagged":
         data = small.jagged(data)
     arrays = {"uid": np.array(NAMES, dtype=object), "score": np.arange(9.0), "wide": wide}
-    data.update(arrays, extra={"deep": {"uid": arrays["uid"]}, "betas": [0] * 9}, scale=np.float64(3), two=np.ones(2))
+    data.update(
+        arrays, extra={"deep": {"uid": arrays["uid"]}, "betas": [0] * 9}, scale=np.float64(3), two=np.ones(2)
+    )
     plan = batches.plan_alone(data, limit)
     seen = []
     for micro in batches.micro_batches(data, plan):
@@ -97,7 +99,9 @@ def test_arrays_go_with_their_rows(kind: str, limit: batches.Limit) -> None:
 def named(api: Any, folder: Any) -> Any:
     made = small.made(folder)
     rows = small.own_rows(small.batch(0), made)
-    rows["uid"] = np.array([f"{dist.get_rank()}-{row}" for row in range(len(rows["input_ids"]))], dtype=object)
+    rows["uid"] = np.array(
+        [f"{dist.get_rank()}-{row}" for row in range(len(rows["input_ids"]))], dtype=object
+    )
     seen = []
 
     def loss(model_output: Any, data: Any, dp_group: Any) -> Any:

@@ -124,7 +124,9 @@ def begun(api: Any, folder: Path, options: dict[str, Any], alone: bool) -> tuple
     ],
     ids=str,
 )
-def test_a_setting_that_cannot_be_is_one_error_on_every_rank(ranks, tmp_path, options, kind, says, alone) -> None:
+def test_a_setting_that_cannot_be_is_one_error_on_every_rank(
+    ranks, tmp_path, options, kind, says, alone
+) -> None:
     small.write(tmp_path / "m")
     found = ranks(begun, tmp_path / "m", options, alone)
     assert len(set(found)) == 1
@@ -147,7 +149,9 @@ def clipped(api: Any, value: float) -> str:
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
 def test_a_largest_norm_that_is_none(ranks, value: float) -> None:
     """With 0 nothing would be trained, and with -1 the loss would grow."""
-    assert set(ranks(clipped, value)) == {f"max_norm={value}: expected a number above 0, or None to clip nothing"}
+    assert set(ranks(clipped, value)) == {
+        f"max_norm={value}: expected a number above 0, or None to clip nothing"
+    }
     assert set(ranks(clipped, float("inf"))) == {""}
 
 

@@ -106,7 +106,9 @@ def test_a_loop_of_ones_own(ranks, tmp_path: Path, size: int, change: Any) -> No
 
 def in_half_precision(api: Any, folder: Path, options: dict[str, Any]) -> Any:
     mixed = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
-    made = small.made(folder, model_config=SPARSE, mixed_precision=mixed, micro_batch_size_per_gpu=1, **options)
+    made = small.made(
+        folder, model_config=SPARSE, mixed_precision=mixed, micro_batch_size_per_gpu=1, **options
+    )
 
     def rows(data: Any, made: Any) -> Any:
         mine = small.own_rows(data, made)
@@ -160,7 +162,8 @@ def test_experts_are_no_units() -> None:
 
 SIZES: dict[str, Any] = {
     "vocab_size": small.VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "num_experts_per_tok": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+    "num_experts_per_tok": 2,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 12},
@@ -233,7 +236,9 @@ def by_transformers(folder: Path, kind: str, begun: dict[str, torch.Tensor]) -> 
         if kind == "value_model":
             values = model(**small.model_inputs(data)).logits[..., 0]
             tokens = int(data["loss_mask"].sum())
-            value_loss({"values": values}, {**data, "batch_num_tokens": tokens, "dp_size": 1}, None)[0].backward()
+            value_loss({"values": values}, {**data, "batch_num_tokens": tokens, "dp_size": 1}, None)[
+                0
+            ].backward()
         else:
             small.loss_of(model, data).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))

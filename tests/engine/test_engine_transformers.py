@@ -174,7 +174,9 @@ def of_another_configuration(api: Any, folder: Path, asked: dict[str, Any]) -> A
         return made.infer_batch(small.batch(0))["model_output"]["log_probs"]
 
 
-@pytest.mark.parametrize("way", ["overrides", "model_config", "hf_config_path", "hf_config", "hf_config and overrides"])
+@pytest.mark.parametrize(
+    "way", ["overrides", "model_config", "hf_config_path", "hf_config", "hf_config and overrides"]
+)
 def test_the_configuration_that_is_asked_for(ranks, tmp_path: Path, way: str) -> None:
     """Of verl's names; and not its choice of flash attention, where nobody made another one."""
     import transformers
@@ -187,17 +189,22 @@ def test_the_configuration_that_is_asked_for(ranks, tmp_path: Path, way: str) ->
     config._attn_implementation = "flash_attention_2"
     asked: dict[str, Any] = {
         "overrides": {"override_config": {"rms_norm_eps": 0.5}},
-        "model_config": {"override_config": {"model_config": {"rms_norm_eps": 0.5}, "moe_config": {"frozen": False}}},
+        "model_config": {
+            "override_config": {"model_config": {"rms_norm_eps": 0.5}, "moe_config": {"frozen": False}},
+        },
         "hf_config_path": {"hf_config_path": str(tmp_path / "elsewhere")},
         "hf_config": {"hf_config": config},
         "hf_config and overrides": {
-            "hf_config": model.config, "override_config": {"rms_norm_eps": 0.5, "attn_implementation": "eager"},
+            "hf_config": model.config,
+            "override_config": {"rms_norm_eps": 0.5, "attn_implementation": "eager"},
         },
     }[way]  # fmt: skip
     data = small.batch(0)
     with torch.no_grad():
         wanted, before = (
-            engine.next_log_probs(part(**small.model_inputs(data)).logits, data["input_ids"], data["attention_mask"])
+            engine.next_log_probs(
+                part(**small.model_inputs(data)).logits, data["input_ids"], data["attention_mask"]
+            )
             for part in (expected, model)
         )
     assert (wanted - before).abs().max() > 0.01
@@ -208,7 +215,10 @@ def test_the_configuration_that_is_asked_for(ranks, tmp_path: Path, way: str) ->
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"override_config": {"model_config": {}, "moe_config": {"frozen": True}}}, "ranks 0-3: .*moe_config"),
+        (
+            {"override_config": {"model_config": {}, "moe_config": {"frozen": True}}},
+            "ranks 0-3: .*moe_config",
+        ),
         ({"hf_config_path": "nowhere"}, "ranks 0-3: FileNotFoundError: nowhere has no config.json"),
         ({"differs": True}, "rank 3: not the same on every rank: ModelConfig.*0.25"),
     ],

@@ -299,7 +299,9 @@ def test_a_tensor_dict_says_itself_what_is_of_the_rows() -> None:
     names = list("abcdefghi")
     common, own = tensordict.NonTensorData(names), tensordict.NonTensorStack(*names)
     inner = tensordict.TensorDict({"score": torch.arange(9)}, batch_size=[9])
-    data = tensordict.TensorDict({**small.batch(0), "common": common, "own": own, "in": inner}, batch_size=[9])
+    data = tensordict.TensorDict(
+        {**small.batch(0), "common": common, "own": own, "in": inner}, batch_size=[9]
+    )
     plan = batches.plan_alone(data, batches.Limit(rows=2))
     first, *_ = batches.micro_batches(data, plan)
     assert first.data["common"] == names
@@ -325,7 +327,9 @@ def test_every_setting_of_its_objects_is_known() -> None:
 def model_of(folder: Path, **options: Any) -> Any:
     from verl.workers.config import HFModelConfig
 
-    asked = HFModelConfig(path=str(folder), load_tokenizer=False, enable_gradient_checkpointing=False, **options)
+    asked = HFModelConfig(
+        path=str(folder), load_tokenizer=False, enable_gradient_checkpointing=False, **options
+    )
     return config.settings(config.ModelConfig, asked)
 
 
@@ -396,13 +400,16 @@ def test_what_its_objects_ask_for_in_vain(tmp_path: Path, kind: str, options: An
     test_qwen.write(tmp_path)
     parts = {"qat": QATEngineConfig, "router_replay": EngineRouterReplayConfig, "mtp": MtpConfig}
     options = {name: parts[name](**value) if name in parts else value for name, value in options.items()}
-    with pytest.raises(ValueError, match=re.escape(says)):
+
+    def made() -> Any:
         if kind == "model":
-            model_of(tmp_path, **options)
-        elif kind == "engine":
-            config.settings(config.EngineConfig, verls.FSDPEngineConfig(strategy="fsdp2", **options))
-        else:
-            config.settings(config.OptimizerConfig, verls.FSDPOptimizerConfig(**options))
+            return model_of(tmp_path, **options)
+        if kind == "engine":
+            return config.settings(config.EngineConfig, verls.FSDPEngineConfig(strategy="fsdp2", **options))
+        return config.settings(config.OptimizerConfig, verls.FSDPOptimizerConfig(**options))
+
+    with pytest.raises(ValueError, match=re.escape(says)):
+        made()
 
 
 def test_what_changes_no_value_is_said_once(tmp_path: Path, caplog: Any) -> None:
@@ -410,4 +417,7 @@ def test_what_changes_no_value_is_said_once(tmp_path: Path, caplog: Any) -> None
     known._said.clear()
     for _ in range(2):
         model_of(tmp_path, use_liger=True, tiled_mlp={"enabled": True, "num_shards": 2})
-    assert [record.getMessage().split(" ")[0] for record in caplog.records] == ["use_liger=True", "tiled_mlp.enabled=True"]
+    assert [record.getMessage().split(" ")[0] for record in caplog.records] == [
+        "use_liger=True",
+        "tiled_mlp.enabled=True",
+    ]

@@ -32,7 +32,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "n_group": 1, "topk_group": 1,
     },
     "glm4_moe": {
-        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1,
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1,
+        "topk_group": 1,
     },
     "gpt_neox": {"attention_bias": True},
     "longcat_flash": {
@@ -54,7 +55,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def planned() -> dict[str, set[str]]:
     """Model type of each language model with a plan -> the plan's styles."""
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    configs = {name: transformers.CONFIG_MAPPING[name] for name in names if name in transformers.CONFIG_MAPPING}
+    configs = {
+        name: transformers.CONFIG_MAPPING[name] for name in names if name in transformers.CONFIG_MAPPING
+    }
     plans = {name: getattr(config, "base_model_tp_plan", None) or {} for name, config in configs.items()}
     return {name: set(plan.values()) for name, plan in plans.items() if plan}
 
@@ -119,6 +122,11 @@ def test_the_training_of_one_process(pools, tmp_path: Path) -> None:
                 raise AssertionError(family) from error
 
 
+def test_the_families_are_in_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    assert ", ".join(sorted(tensor_parallel.FAMILIES)) in " ".join(page.split())
+
+
 def refused(api: Any, folders: dict[str, Path]) -> dict[str, str]:
     texts = {}
     for family, folder in folders.items():
@@ -151,10 +159,16 @@ def test_other_families_are_refused_by_name(ranks, tmp_path: Path) -> None:
     [
         ("seed_oss", {"residual_dropout": 0.1}, "tp_size=2 is not offered with residual_dropout=0.1"),
         ("olmo", {"clip_qkv": 0.5}, "tp_size=2 is not offered with clip_qkv=0.5"),
-        ("llama", {"intermediate_size": 25}, "tp_size=2 does not divide the 25 features of model.layers.0.mlp.gate_"),
+        (
+            "llama",
+            {"intermediate_size": 25},
+            "tp_size=2 does not divide the 25 features of model.layers.0.mlp.gate_",
+        ),
     ],
 )
-def test_settings_that_it_does_not_go_with(ranks, tmp_path: Path, family: str, options: Any, says: str) -> None:
+def test_settings_that_it_does_not_go_with(
+    ranks, tmp_path: Path, family: str, options: Any, says: str
+) -> None:
     if family not in PLANS:
         pytest.skip(f"no {family} in transformers {transformers.__version__}")
     configured(family, **options).save_pretrained(tmp_path)

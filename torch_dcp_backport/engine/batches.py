@@ -1,7 +1,7 @@
 """Rows of a batch as micro-batches: the same number on every rank, and results in the order of the rows.
 
-Takes a mapping of tensors with rows first, padded or jagged (a TensorDict too), and of values of the rows or of
-the batch. Knows no model.
+Takes a mapping of tensors with rows first, padded or jagged (a TensorDict too), and of values of the rows or
+of the batch. Knows no model.
 """
 
 from __future__ import annotations
@@ -283,9 +283,9 @@ def spread(parts: Sequence[list[int]], count: int) -> list[list[int]]:
 def micro_batches(data: Any, plan: Plan) -> Iterator[Micro]:
     """Yield the micro-batches of a plan; each is made when it is asked for.
 
-    Of the rows are tensors, arrays, lists and tuples that are as long as the batch has rows, in the batch or
-    (but for lists and tuples) in a dict within it. All else is the batch's, and each micro-batch gets the whole;
-    so are lists that a TensorDict has a single time for all rows.
+    A tensor, array, list or tuple that is as long as the batch has rows is cut with the rows, also a tensor
+    or array in a dict within the batch. Each micro-batch gets the whole of everything else, and of a list
+    that a TensorDict has a single time for all rows.
     """
     for rows in plan.parts:
         spans = [plan.spans[row] for row in rows] or [(0, 1)]

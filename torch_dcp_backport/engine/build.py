@@ -129,10 +129,14 @@ def overrides_of(asked: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "model_config" not in asked:
         return dict(asked)
-    beside = {name: value for name, value in asked.items() if name not in ("model_config", "attn_implementation")}
+    beside = {
+        name: value for name, value in asked.items() if name not in ("model_config", "attn_implementation")
+    }
     for name, value in beside.items():
         if any(value.values()) if isinstance(value, Mapping) else value:
-            raise ValueError(f"override_config has {name} beside model_config, which is not offered: got {value!r}")
+            raise ValueError(
+                f"override_config has {name} beside model_config, which is not offered: got {value!r}"
+            )
     attention = {name: asked[name] for name in ("attn_implementation",) if name in asked}
     return {**attention, **(asked["model_config"] or {})}
 
@@ -147,7 +151,9 @@ def override(config: Any, values: Mapping[str, Any]) -> None:
             override(getattr(config, name), value)
         else:
             if not hasattr(config, name):
-                say_once(f"override_config: a {type(config).__name__} has no {name}; the model may not read it")
+                say_once(
+                    f"override_config: a {type(config).__name__} has no {name}; the model may not read it"
+                )
             setattr(config, name, value)
 
 
@@ -210,8 +216,8 @@ def units_of(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
         home = path.rpartition(".")[0]
         if is_list_of_experts(home, model):
             raise ValueError(
-                f"{path} cannot be a unit ({type(unit).__name__}): it runs only on ranks whose tokens reach it, and "
-                f"the ranks gather a unit's parameters together; take the block around {home}"
+                f"{path} ({type(unit).__name__}) cannot be a unit: it runs only on ranks whose tokens reach "
+                f"it, and the ranks gather a unit's parameters together; take the block around {home}"
             )
     for tied in names_by_parameter(model).values():
         # The innermost of nested units.
@@ -235,8 +241,8 @@ def check_layers(model: nn.Module) -> None:
     for name in ("layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0.0):
             raise ValueError(
-                f"{name}={getattr(config, name)}: each rank of a {type(model).__name__} would leave out other layers; "
-                f"set it to 0 (override_config)"
+                f"{name}={getattr(config, name)}: each rank would leave out other layers of a "
+                f"{type(model).__name__}; set it to 0 (override_config)"
             )
 
 

@@ -98,12 +98,17 @@ class EngineConfig:
         unknown = sorted(set(self.wrap_policy) - {BLOCKS, "min_num_params", "disable"})
         if unknown:
             raise ValueError(f"no setting of wrap_policy: {', '.join(unknown)}; there is {BLOCKS}")
+        for name in ("min_num_params", "disable"):
+            if self.wrap_policy.get(name):
+                verl.say_once(
+                    f"wrap_policy.{name}={self.wrap_policy[name]!r} has no effect here: units are blocks"
+                )
         halves = {"model_dtype": dtype_of(self.model_dtype), **self.sharding._asdict()}
         for name in ("model_dtype", "param_dtype", "reduce_dtype"):
             if halves[name] == torch.float16 and not self.forward_only:
                 raise ValueError(
-                    f"{name} is float16: gradients would vanish without a scale of the loss, which is not offered; "
-                    "take bf16 or fp32, or forward_only=True"
+                    f"{name} is float16: gradients would vanish without a scale of the loss, which is not "
+                    "offered; take bf16 or fp32, or forward_only=True"
                 )
 
     @property

@@ -15,7 +15,7 @@ VARIABLES = {
 
 
 def enable(seed: int) -> None:
-    """Seed all random numbers of this process, and let torch take deterministic algorithms where it has some."""
+    """Seed all random numbers of this process, and let torch take its deterministic algorithms."""
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     random.seed(seed)

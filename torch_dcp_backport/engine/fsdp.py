@@ -61,7 +61,8 @@ class FSDPEngine(BaseEngine):
             device: a type; None is this machine's accelerator, or the CPU.
 
         Raises:
-            ValueError: a setting that is not offered or cannot be, or two that exclude each other; on every rank.
+            ValueError: a setting that is not offered or cannot be, or two that exclude each other; on every
+                rank.
         """
         with Call("cannot make the engine", "settings", groups_of()) as call:
             with call.guard():

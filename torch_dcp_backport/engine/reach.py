@@ -1,8 +1,9 @@
 """Gradients for the parameters that a rank's tokens do not reach: the experts of sparse models.
 
-FSDP2 packs the gradients of a unit's parameters in sequence, leaves out parameters without a gradient, and lets
-the ranks reduce what is at the same place. Ranks whose tokens reach different experts would add up gradients of
-different experts. So here each rank reduces a gradient of every parameter, which is zeros where it has none.
+FSDP2 packs the gradients of a unit's parameters in sequence, leaves out parameters without a gradient, and
+lets the ranks reduce what is at the same place. Ranks whose tokens reach different experts would add up
+gradients of different experts. So here each rank reduces a gradient of every parameter, which is zeros where
+it has none.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ def complete(params: Iterable[Any]) -> None:
         if not has_gradient(param):
             param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
     if any(param.unsharded_accumulated_grad is not None for param in params):
-        # Passes without a reduction leave gradients in the dtype of the reduction. FSDP2 refuses to reduce them
-        # together with the gradient of a parameter that only the last pass has reached.
+        # Passes without a reduction leave gradients in the dtype of the reduction. FSDP2 refuses to reduce
+        # them together with the gradient of a parameter that only the last pass has reached.
         for param in params:
             param.accumulate_unsharded_grad_if_needed()
             param.to_accumulated_grad_if_needed()
@@ -161,8 +162,8 @@ def is_unreached(gradient: Any) -> bool:
 def drop_unreached(params: Iterable[torch.Tensor]) -> int:
     """Drop the gradients of parameters that no token of any rank has reached. Collective.
 
-    They are zeros, of which an optimizer still makes a step: it decays weights and moments. In one process such
-    a parameter has no gradient, and an optimizer leaves it alone.
+    They are zeros, of which an optimizer still makes a step: it decays weights and moments. In one process
+    such a parameter has no gradient, and an optimizer leaves it alone.
 
     Args:
         params: as many on every rank, in the same order.

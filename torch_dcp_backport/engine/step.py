@@ -114,8 +114,8 @@ class Stepped(NamedTuple):
 def step(optimizer: torch.optim.Optimizer, max_norm: Optional[float] = None) -> Stepped:
     """Clip the gradients by their norm and step; with any that is not finite no rank does. Collective.
 
-    A skipped step leaves parameters and states as they were, and drops the gradients. Parameters that no token
-    of any rank has reached are left alone, as by a step in one process.
+    A skipped step leaves parameters and states as they were, and drops the gradients. Parameters that no
+    token of any rank has reached are left alone, as by a step in one process.
 
     Args:
         max_norm: above 0; None clips nothing.

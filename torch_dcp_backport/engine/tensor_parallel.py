@@ -18,12 +18,12 @@ from torch_dcp_backport.engine.build import names_by_parameter, tie
 from torch_dcp_backport.engine.mesh import Grid
 
 STYLES = {"colwise": parallel.ColwiseParallel, "rowwise": parallel.RowwiseParallel}
-#: The model types of transformers whose training is that of one process (test_tensor_parallel.py). A plan alone
-#: promises nothing: another type may crash in its first batch, or compute something else.
+#: The model types of transformers whose training is that of one process (test_tensor_parallel.py). A plan
+#: alone promises nothing: another type may crash in its first batch, or compute something else.
 FAMILIES = frozenset({
     "arcee", "code_llama", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
-    "gpt_neox", "granite", "helium", "llama", "ministral", "mistral", "olmo", "phi", "qwen2", "qwen3", "qwen3_moe",
-    "seed_oss", "smollm3", "starcoder2", "vaultgemma",
+    "gpt_neox", "granite", "helium", "llama", "ministral", "mistral", "olmo", "phi", "qwen2", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "vaultgemma",
 })  # fmt: skip
 #: Model type with a plan of styles that are offered -> why it is refused all the same.
 REASONS = {
@@ -36,7 +36,14 @@ REASONS = {
 }
 #: Random zeros in what every rank computes: a rank would draw others than those beside it. Those of attention
 #: are of the rank's own heads.
-DROPOUTS = ("residual_dropout", "resid_pdrop", "embd_pdrop", "embedding_dropout", "hidden_dropout", "mlp_dropout")
+DROPOUTS = (
+    "residual_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "embedding_dropout",
+    "hidden_dropout",
+    "mlp_dropout",
+)
 #: Norms of each head of queries and keys (Qwen3, Gemma3): they see the heads of their rank alone.
 OF_HEADS = re.compile(r".*[.][qk]_(layer)?norm")
 
@@ -45,12 +52,13 @@ def styles_of(model: Any, grid: Grid) -> dict[str, Any]:
     """Return path of a module -> torch's style that cuts it; empty without tensor parallelism.
 
     Raises:
-        ValueError: a family that is not offered, a model without a plan or with a style that is not offered, or
-            sizes that do not divide.
+        ValueError: a family that is not offered, a model without a plan or with a style that is not offered,
+            or sizes that do not divide.
     """
     if grid.tp is None:
         return {}
-    asked, config = f"tp_size={grid.sizes.tp}", getattr(model, "config", None)
+    asked = f"tp_size={grid.sizes.tp}"
+    config: Any = getattr(model, "config", None)
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
         raise ValueError(f"{asked}: a {type(model).__name__} has no plan for it")
@@ -60,9 +68,13 @@ def styles_of(model: Any, grid: Grid) -> dict[str, Any]:
     family = getattr(config, "model_type", "")
     if family not in FAMILIES:
         why = REASONS.get(family, "it has not been tried")
-        raise ValueError(f"{asked} is not offered for {family!r}: {why}; there are {', '.join(sorted(FAMILIES))}")
+        raise ValueError(
+            f"{asked} is not offered for {family!r}: {why}; there are {', '.join(sorted(FAMILIES))}"
+        )
     if getattr(config, "clip_qkv", None):
-        raise ValueError(f"{asked} is not offered with clip_qkv={config.clip_qkv}, which writes to what TP returns")
+        raise ValueError(
+            f"{asked} is not offered with clip_qkv={config.clip_qkv}, which writes to what TP returns"
+        )
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (getattr(config, name, None) or 0) % grid.sizes.tp:
             raise ValueError(f"{asked} does not divide {name}={getattr(config, name)}")
@@ -96,8 +108,8 @@ def check_dropout(model: Any, grid: Grid) -> None:
     for name in DROPOUTS:
         if grid.tp is not None and getattr(config, name, None):
             raise ValueError(
-                f"tp_size={grid.sizes.tp} is not offered with {name}={getattr(config, name)}: each rank would drop "
-                f"out others; set it to 0 (override_config)"
+                f"tp_size={grid.sizes.tp} is not offered with {name}={getattr(config, name)}: each rank "
+                "would drop out others; set it to 0 (override_config)"
             )
 
 

@@ -1,7 +1,7 @@
-"""The settings of verl's configuration objects, and what the engine does with each; knows nothing of verl itself.
+"""The settings of verl's configuration objects, and what the engine does with each.
 
-No setting is accepted and forgotten: it is served, refused by name unless it asks for nothing, or known to change
-no value of the training.
+No setting is accepted and forgotten: it is served, refused by name unless it asks for nothing, or known to
+change no value of the training. Must never import verl.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, Optional
 
 logger = logging.getLogger("torch_dcp_backport.engine")
 
-SERVED = "served"
+SERVED = "serves it"
 #: verl's object does it before the engine sees it; in a mapping nothing does.
-BEFORE = "by verl's object"
+BEFORE = "finds it done"
 #: Speed, memory, or files beside the weights.
-NO_VALUE = "changes no value"
-REFUSED = "refused"
+NO_VALUE = "needs it not"
+REFUSED = "refuses it"
 
 
 class Known(NamedTuple):
@@ -45,13 +45,13 @@ def _within(value: Any, name: str) -> Any:
 
 
 MODEL = {
-    "path": Known(SERVED, "a folder; of verl's objects `local_path`"),
+    "path": Known(SERVED, "a folder; `local_path` of verl's object goes first"),
     "local_path": Known(SERVED, "the folder that verl has copied `path` to"),
-    "hf_config_path": Known(SERVED, "the folder of config.json, if it is another one"),
+    "hf_config_path": Known(SERVED, "a folder with another config.json"),
     "local_hf_config_path": Known(SERVED, "as `hf_config_path`"),
-    "hf_config": Known(SERVED, "the model's configuration, but for its `attn_implementation`"),
+    "hf_config": Known(SERVED, "the configuration of the model, except its `attn_implementation`"),
     "override_config": Known(
-        SERVED, 'also within "model_config"; `attn_implementation` is transformers\' own choice unless it is there'
+        SERVED, 'also within "model_config"; without `attn_implementation` transformers chooses'
     ),
     "trust_remote_code": Known(SERVED),
     "enable_gradient_checkpointing": Known(SERVED, "not reentrant"),
@@ -59,27 +59,31 @@ MODEL = {
     "lora_alpha": Known(SERVED),
     "target_modules": Known(SERVED),
     "exclude_modules": Known(SERVED),
-    "architectures": Known(NO_VALUE, "the engine's class decides between a language and a value model", idle=None),
-    "tokenizer_path": Known(NO_VALUE, "no tokenizer takes part", idle=None),
-    "local_tokenizer_path": Known(NO_VALUE, "no tokenizer takes part", idle=None),
-    "load_tokenizer": Known(NO_VALUE, "no tokenizer takes part", idle=None),
-    "tokenizer": Known(NO_VALUE, "of the files beside the weights", idle=None),
-    "processor": Known(NO_VALUE, "of the files beside the weights", idle=None),
-    "generation_config": Known(NO_VALUE, "of the files beside the weights", idle=None),
-    "custom_chat_template": Known(BEFORE, "is in `tokenizer` or `processor`"),
-    "external_lib": Known(BEFORE, "is imported"),
-    "use_shm": Known(BEFORE, "`local_path` is there"),
-    "share_embeddings_and_output_weights": Known(BEFORE, "a copy of `tie_word_embeddings`"),
-    "use_remove_padding": Known(NO_VALUE, "rows are padded", idle=None),
-    "enable_activation_offload": Known(NO_VALUE, "memory; not offered"),
-    "use_liger": Known(NO_VALUE, "memory and speed; transformers' own layers run"),
-    "use_fused_kernels": Known(NO_VALUE, "memory and speed; log-probabilities are computed in chunks"),
+    "architectures": Known(
+        NO_VALUE, "the class of the engine decides between a language model and a value model", idle=None
+    ),
+    "tokenizer_path": Known(NO_VALUE, "no tokenizer takes part in training", idle=None),
+    "local_tokenizer_path": Known(NO_VALUE, "no tokenizer takes part in training", idle=None),
+    "load_tokenizer": Known(NO_VALUE, "no tokenizer takes part in training", idle=None),
+    "tokenizer": Known(NO_VALUE, "a file beside the weights", idle=None),
+    "processor": Known(NO_VALUE, "a file beside the weights", idle=None),
+    "generation_config": Known(NO_VALUE, "a file beside the weights", idle=None),
+    "custom_chat_template": Known(BEFORE, "`tokenizer` or `processor` has it"),
+    "external_lib": Known(BEFORE, "it imports the library"),
+    "use_shm": Known(BEFORE, "`local_path` is the copy"),
+    "share_embeddings_and_output_weights": Known(BEFORE, "the configuration has it as `tie_word_embeddings`"),
+    "use_remove_padding": Known(NO_VALUE, "rows are padded, and padding has no loss", idle=None),
+    "enable_activation_offload": Known(NO_VALUE, "saves memory in verl; not here"),
+    "use_liger": Known(NO_VALUE, "speed and memory; the layers of transformers run"),
+    "use_fused_kernels": Known(NO_VALUE, "speed and memory; log-probabilities are computed in chunks"),
     "fused_kernel_options": Known(NO_VALUE, "as `use_fused_kernels`", idle=None),
-    "tiled_mlp": Known(NO_VALUE, "memory; not offered", inner=("enabled",)),
-    "target_parameters": Known(REFUSED, "adapters of parameters", idle=(None, [], ())),
-    "lora_adapter_path": Known(REFUSED, "adapters from files", idle=(None, "")),
-    "lora": Known(REFUSED, "of `merge` and `rank`; the others, Megatron's, change nothing", inner=("merge", "rank")),
-    "mtp": Known(REFUSED, "of `enable` and `enable_train`", inner=("enable", "enable_train")),
+    "tiled_mlp": Known(NO_VALUE, "saves memory in verl; not here", inner=("enabled",)),
+    "target_parameters": Known(REFUSED, "there are adapters of modules only", idle=(None, [], ())),
+    "lora_adapter_path": Known(REFUSED, "adapters begin anew, or with `load_checkpoint`", idle=(None, "")),
+    "lora": Known(
+        REFUSED, "if `merge` or `rank` is set; the other keys are Megatron's", inner=("merge", "rank")
+    ),
+    "mtp": Known(REFUSED, "if `enable` or `enable_train` is set", inner=("enable", "enable_train")),
 }
 
 ENGINE = {
@@ -88,56 +92,62 @@ ENGINE = {
     "offload_policy": Known(SERVED),
     "param_offload": Known(SERVED),
     "optimizer_offload": Known(SERVED),
-    "forward_only": Known(SERVED, "without verl's CPUOffloadPolicy, which `offload_policy` asks for"),
-    "model_dtype": Known(SERVED, "float16 with `forward_only` alone"),
-    "mixed_precision": Known(SERVED, "float16 with `forward_only` alone; `buffer_dtype` is float32"),
-    "dtype": Known(SERVED, "the `param_dtype` of a `mixed_precision` without any"),
-    "wrap_policy": Known(SERVED, "of it `transformer_layer_cls_to_wrap`; `min_num_params`, `disable` change no value"),
+    "forward_only": Known(SERVED, "verl also takes CPUOffloadPolicy then; here `offload_policy` asks for it"),
+    "model_dtype": Known(SERVED, "float16 only with `forward_only`"),
+    "mixed_precision": Known(SERVED, "float16 only with `forward_only`; `buffer_dtype` only float32"),
+    "dtype": Known(SERVED, "`param_dtype`, if `mixed_precision` has none"),
+    "wrap_policy": Known(
+        SERVED, "`transformer_layer_cls_to_wrap`; `min_num_params` and `disable` change no value"
+    ),
     "use_dynamic_bsz": Known(SERVED),
     "max_token_len_per_gpu": Known(SERVED),
     "micro_batch_size_per_gpu": Known(SERVED),
     "infer_max_token_len_per_gpu": Known(SERVED),
     "infer_micro_batch_size_per_gpu": Known(SERVED),
-    "seed": Known(SERVED, "of heads and adapters that no file has; with `full_determinism` of all random numbers"),
-    "full_determinism": Known(SERVED, "random numbers of the process, and torch's deterministic algorithms"),
+    "seed": Known(
+        SERVED, "for heads and adapters that no file has; with `full_determinism` for all random numbers"
+    ),
+    "full_determinism": Known(SERVED, "seeds the process, and takes deterministic algorithms"),
     "ulysses_sequence_parallel_size": Known(SERVED, "only 1"),
     "grad_offload": Known(NO_VALUE, "gradients go with their parameters"),
-    "forward_prefetch": Known(NO_VALUE, "speed; FSDP2 prefetches as it does by itself"),
-    "use_orig_params": Known(NO_VALUE, "of FSDP1", idle=None),
-    "use_torch_compile": Known(NO_VALUE, "speed of the entropy, which is not compiled", idle=None),
+    "forward_prefetch": Known(NO_VALUE, "speed; FSDP2 prefetches on its own"),
+    "use_orig_params": Known(NO_VALUE, "FSDP1 has it", idle=None),
+    "use_torch_compile": Known(NO_VALUE, "speed; the entropy is not compiled", idle=None),
     "entropy_from_logits_with_chunking": Known(NO_VALUE, "memory; the entropy is always computed in chunks"),
-    "entropy_checkpointing": Known(NO_VALUE, "memory; large logits are always computed again, chunk by chunk"),
-    "use_remove_padding": Known(NO_VALUE, "rows are padded", idle=None),
-    "use_fused_kernels": Known(NO_VALUE, "memory and speed; log-probabilities are computed in chunks"),
-    "strategy": Known(REFUSED, "but for fsdp and fsdp2, which are FSDP2", idle=(None, "fsdp", "fsdp2")),
-    "router_replay": Known(REFUSED, "of every `mode` but disabled", idle=("disabled",), inner=("mode",)),
-    "qat": Known(REFUSED, "of `enable`", inner=("enable",)),
+    "entropy_checkpointing": Known(
+        NO_VALUE, "memory; large chunks are always computed again in the backward pass"
+    ),
+    "use_remove_padding": Known(NO_VALUE, "rows are padded, and padding has no loss", idle=None),
+    "use_fused_kernels": Known(NO_VALUE, "speed and memory; log-probabilities are computed in chunks"),
+    "strategy": Known(REFUSED, "except fsdp and fsdp2; both are FSDP2", idle=(None, "fsdp", "fsdp2")),
+    "router_replay": Known(REFUSED, "if `mode` is not disabled", idle=("disabled",), inner=("mode",)),
+    "qat": Known(REFUSED, "if `enable` is set", inner=("enable",)),
 }
 
 OPTIMIZER = {
     "optimizer": Known(SERVED, "a class of torch.optim"),
     "lr": Known(SERVED),
-    "betas": Known(SERVED, "of Adam and the like"),
+    "betas": Known(SERVED, "for Adam and its variants"),
     "weight_decay": Known(SERVED),
     "override_optimizer_config": Known(SERVED),
     "clip_grad": Known(SERVED, "above 0; None does not clip"),
-    "lr_scheduler_type": Known(SERVED, "constant, cosine"),
+    "lr_scheduler_type": Known(SERVED, "constant or cosine"),
     "lr_warmup_steps": Known(SERVED),
     "lr_warmup_steps_ratio": Known(SERVED),
-    "total_training_steps": Known(SERVED, "until `initialize()`"),
+    "total_training_steps": Known(SERVED, "read by `initialize()`"),
     "min_lr_ratio": Known(SERVED),
     "num_cycles": Known(SERVED),
-    "grad_clip": Known(BEFORE, "is in `clip_grad`"),
-    "warmup_style": Known(BEFORE, "is in `lr_scheduler_type`"),
-    "optimizer_impl": Known(REFUSED, "but for torch.optim", idle=(None, "torch.optim")),
-    "zero_indexed_step": Known(REFUSED, "of False", idle=(None, True)),
+    "grad_clip": Known(BEFORE, "`clip_grad` has it"),
+    "warmup_style": Known(BEFORE, "`lr_scheduler_type` has it"),
+    "optimizer_impl": Known(REFUSED, "except torch.optim", idle=(None, "torch.optim")),
+    "zero_indexed_step": Known(REFUSED, "if False", idle=(None, True)),
 }
 
 CHECKPOINT = {
-    "save_contents": Known(SERVED, "by the [manager](checkpoint.md)"),
-    "load_contents": Known(SERVED, "by the manager"),
-    "async_save": Known(SERVED, "by the manager"),
-    "mbridge_config": Known(NO_VALUE, "of Megatron", idle=None),
+    "save_contents": Known(SERVED, "by the [checkpoint manager](checkpoint.md)"),
+    "load_contents": Known(SERVED, "by the checkpoint manager"),
+    "async_save": Known(SERVED, "by the checkpoint manager"),
+    "mbridge_config": Known(NO_VALUE, "Megatron has it", idle=None),
 }
 
 #: Class of verl -> its settings.
@@ -159,7 +169,9 @@ def check_object(given: Any, known: Mapping[str, Known]) -> None:
         if name in known:
             _check(name, value, known[name])
         elif value != default:
-            raise ValueError(f"{name}={value!r} is not known: this engine may do something else than what it asks for")
+            raise ValueError(
+                f"{name}={value!r} is not known: this engine may do something else than what it asks for"
+            )
         else:
             say_once(f"{name}={value!r}, which is not known, has no effect here")
 
@@ -219,11 +231,11 @@ def _entries(given: Any) -> Iterator[tuple[str, Any, object]]:
 
 def table() -> str:
     """Return the settings of all classes as a table for docs/engine.md."""
-    lines = ["| setting | |", "|---|---|"]
+    lines = ["| setting | the engine | |", "|---|---|---|"]
     for kind, known in CLASSES.items():
-        lines.append(f"| **{kind}** | |")
+        lines.append(f"| **{kind}** | | |")
         for does in (SERVED, BEFORE, NO_VALUE, REFUSED):
             for name, entry in known.items():
                 if entry.does == does:
-                    lines.append(f"| `{name}` | {does}{': ' * bool(entry.text)}{entry.text} |")
+                    lines.append(f"| `{name}` | {does} | {entry.text}".rstrip() + " |")
     return "\n".join(lines)
