@@ -121,6 +121,11 @@ def begun(api: Any, folder: Path, options: dict[str, Any], alone: bool) -> tuple
         ({"micro_batch_size_per_gpu": 0}, "ValueError", "micro_batch_size_per_gpu=0: expected"),
         ({"optimizer_config": {"clip_grad": -1.0}}, "RuntimeError", "ValueError: clip_grad=-1.0"),
         ({"optimizer_config": {"lr": float("nan")}}, "RuntimeError", "ValueError: lr=nan: expected"),
+        (
+            {"optimizer_config": {"override_optimizer_config": {"momentun": 0.9}}},
+            "RuntimeError",
+            "ValueError: optimizer='SGD' does not take {'lr': 0.5, 'weight_decay': 0.01, 'momentun': 0.9}: ",
+        ),
     ],
     ids=str,
 )

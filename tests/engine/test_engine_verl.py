@@ -374,6 +374,29 @@ def test_its_configuration_is_that_of_the_model(tmp_path: Path, options: dict[st
     torch.testing.assert_close(found, wanted)
 
 
+def test_its_files_are_settings(tmp_path: Path) -> None:
+    """As OmegaConf opens them, without verl's classes."""
+    import verl
+    from omegaconf import OmegaConf
+
+    folder = Path(verl.__file__).parent / "trainer" / "config"
+    files = {"engine/fsdp.yaml": config.EngineConfig, "optim/fsdp.yaml": config.OptimizerConfig}
+    for name, kind in files.items():
+        defaults = (
+            {"min_lr_ratio": 0.0}
+            if kind is config.OptimizerConfig
+            else {"wrap_policy": {"min_num_params": 0}}
+        )
+        assert config.settings(kind, OmegaConf.load(folder / name)) == kind(**defaults)
+    model = OmegaConf.load(folder / "model" / "hf_model.yaml")
+    model.target_modules = ["q_proj"]
+    found = config.settings(config.ModelConfig, model)
+    assert found == config.ModelConfig(
+        model.path, enable_gradient_checkpointing=True, target_modules=["q_proj"]
+    )
+    assert type(found.target_modules) is list
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [

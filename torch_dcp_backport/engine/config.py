@@ -48,6 +48,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (str, list, tuple, set, frozenset)):
+                # OmegaConf's lists, which peft takes for something else.
+                object.__setattr__(self, name, list(value))
 
 
 @dataclass(frozen=True)
@@ -182,11 +187,19 @@ class OptimizerConfig:
         return int(self.lr_warmup_steps_ratio * self.total_training_steps)
 
     def made(self, params: Any) -> torch.optim.Optimizer:
+        """Make the optimizer.
+
+        Raises:
+            ValueError: the optimizer does not take the settings.
+        """
         options = {"lr": self.lr, "weight_decay": self.weight_decay}
         if "Adam" in self.optimizer:
             options["betas"] = self.betas  # type: ignore[assignment]
         options.update(self.override_optimizer_config or {})
-        made: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(params, **options)
+        try:
+            made: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(params, **options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"optimizer={self.optimizer!r} does not take {options}: {error}") from error
         return made
 
 

@@ -129,6 +129,8 @@ class FSDPEngine(BaseEngine):
             with call.guard():
                 if not own.forward_only:
                     self.optimizer_config = settings(OptimizerConfig, self.optimizer_config)
+                    # Whether it takes its settings: before anything large is made.
+                    self.optimizer_config.made([torch.nn.Parameter(torch.zeros(1, 1))])
                 if own.full_determinism:
                     determinism.enable(own.seed)
             with call.guard(), build.parameters_on_meta(dtype):

@@ -185,12 +185,13 @@ def check_mapping(given: Mapping[str, Any], known: Mapping[str, Known], kind: st
     Raises:
         ValueError: a setting that is refused, that only verl's objects serve, or that is not known.
     """
-    others = {str(name): value for name, value in given.items() if name not in fields}
+    # Of a file of verl's, "_target_" is its class.
+    others = {str(name): value for name, value in given.items() if name not in (*fields, "_target_")}
     unknown = sorted(set(others) - set(known))
     if unknown:
         raise ValueError(f"no setting of a {kind}: {', '.join(unknown)}; there are {fields}")
     for name, value in others.items():
-        if known[name].does in (BEFORE, SERVED) and value is not None:
+        if known[name].does in (BEFORE, SERVED) and known[name].asked(name, value):
             raise ValueError(f"{name}={value!r}: only verl's own objects have it ({known[name].text})")
         _check(name, value, known[name])
 
