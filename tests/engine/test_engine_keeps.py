@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,29 @@ def test_an_export_has_every_name_once_and_whole_values(ranks, tmp_path: Path, o
         assert all(torch.equal(value, expected[name].bfloat16()) for name, _, value in found)
         values = {name: value for name, _, value in found}
         assert values["embed.weight"].data_ptr() == values["head.weight"].data_ptr()
+
+
+def with_more(api: Any, folder: Path) -> list[str]:
+    made, said = small.made(folder), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torch_dcp_backport.engine").addHandler(handler)
+    for _ in range(2):
+        made.save_checkpoint(folder.parent / "global_step_1", global_step=1, max_ckpts_to_keep=1)
+        made.load_checkpoint(folder.parent / "global_step_1", strict=True)
+        dict(made.get_per_tensor_param(layered_summon=True, shards=2)[0])
+    return said
+
+
+def test_options_that_no_method_knows_are_said(pools, tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    assert pools.run(with_more, tmp_path / "m", world=1) == [
+        [
+            "save_checkpoint: max_ckpts_to_keep=1 is not known, and has no effect here",
+            "load_checkpoint: strict=True is not known, and has no effect here",
+            "get_per_tensor_param: shards=2 is not known, and has no effect here",
+        ]
+    ]
 
 
 def in_buckets(api: Any, nbytes: int, first: int = 3) -> Any:

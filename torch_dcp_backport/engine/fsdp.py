@@ -15,7 +15,17 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.engine import batches, build, determinism, heads, lora, move, reach, tensor_parallel
+from torch_dcp_backport.engine import (
+    batches,
+    build,
+    determinism,
+    heads,
+    lora,
+    move,
+    reach,
+    tensor_parallel,
+    verl,
+)
 from torch_dcp_backport.engine import step as steps
 from torch_dcp_backport.engine.base import BaseEngine, EngineRegistry, default_device
 from torch_dcp_backport.engine.config import (
@@ -262,15 +272,21 @@ class FSDPEngine(BaseEngine):
         hdfs_path: Optional[str] = None,
         global_step: int = 0,
         max_ckpt_to_keep: Optional[int] = None,
-        **_: Any,
+        **unknown: Any,
     ) -> None:
         """Save as `checkpoint.FSDPCheckpointManager.save_checkpoint` does. Collective."""
+        verl.say_unknown("save_checkpoint", unknown)
         self.checkpoint_manager.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     def load_checkpoint(
-        self, local_path: Any, hdfs_path: Optional[str] = None, del_local_after_load: bool = False, **_: Any
+        self,
+        local_path: Any,
+        hdfs_path: Optional[str] = None,
+        del_local_after_load: bool = False,
+        **unknown: Any,
     ) -> None:
         """Load as `checkpoint.FSDPCheckpointManager.load_checkpoint` does. Collective."""
+        verl.say_unknown("load_checkpoint", unknown)
         self.checkpoint_manager.load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
     def get_per_tensor_param(
@@ -280,15 +296,17 @@ class FSDPEngine(BaseEngine):
         *,
         to: Optional[int] = None,
         dtype: Optional[torch.dtype] = torch.bfloat16,
-        **_: Any,
+        **unknown: Any,
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], Optional[dict[str, Any]]]:
         """Return full tensors for a rollout, in buckets, and peft's configuration. Collective as it is read.
 
         Args:
             base_sync_done: with adapters, these alone; else the model's own weights, under the files' names.
             to: the rank that receives; None is every rank.
+            layered_summon: verl's, and without effect: buckets take no more memory for all layers.
             dtype: as verl's; None is that of the parameters.
         """
+        verl.say_unknown("get_per_tensor_param", unknown)
         adapter = lora.config_of(self.module)
         tensors = build.tensors_of(self.module)
         if adapter is not None:

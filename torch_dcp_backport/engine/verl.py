@@ -214,6 +214,12 @@ def say_once(text: str) -> None:
         logger.warning("%s", text)
 
 
+def say_unknown(method: str, options: Mapping[str, Any]) -> None:
+    """Say that a method of the engine does not know options, which a later release of verl may have."""
+    for name, value in options.items():
+        say_once(f"{method}: {name}={value!r} is not known, and has no effect here")
+
+
 def _entries(given: Any) -> Iterator[tuple[str, Any, object]]:
     """Yield name, value and default of an object's settings; names that begin with "_" are its own."""
     if not dataclasses.is_dataclass(given):
