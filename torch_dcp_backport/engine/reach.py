@@ -43,14 +43,13 @@ class Reduction:
     def __call__(self, *unused: Any) -> None:
         """Reduce the gradients of all parameters, after a backward pass through the unit."""
         group, params = self.group, self.trained()
-        # FSDP2 also calls this for a unit that had no part in the pass, and twice for some that had.
-        is_first = group._training_state.name == "PRE_BACKWARD"
-        if is_first and self.is_counted:
+        if self.is_counted:
             self.reached.update(param for param in params if param._unsharded_param.grad is not None)
         if not group.reduce_grads:
             self.reduce_present(*unused)
             return
-        if is_first or any(has_gradient(param) for param in params):
+        # FSDP2 also calls this for a unit that had no part in the pass, and twice for some that had.
+        if group._training_state.name == "PRE_BACKWARD" or any(map(has_gradient, params)):
             complete(params)
         new = {param for param in params if param.sharded_param.grad is None}
         self.reduce_present(*unused)
@@ -70,13 +69,16 @@ class Reduction:
         if not torch.is_grad_enabled():
             return output
         leaves, shape = tree_flatten(output)
-        is_tensor = [isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves]
-        is_connected = any(leaf.requires_grad for leaf, is_one in zip(leaves, is_tensor) if is_one)
-        if is_connected or not any(is_tensor) or not self.trained():
+        floating = {
+            place: leaf
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        }
+        if not floating or any(leaf.requires_grad for leaf in floating.values()) or not self.trained():
             return output
-        place = is_tensor.index(True)
+        place = min(floating)
         connect: Any = Connected.apply
-        leaves[place] = connect(leaves[place], torch.zeros((), requires_grad=True))
+        leaves[place] = connect(floating[place], torch.zeros((), requires_grad=True))
         return tree_unflatten(leaves, shape)
 
 
