@@ -9,9 +9,9 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any, Optional, cast
+from typing import IO, TYPE_CHECKING, Any, Optional, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ else:
     except ImportError:  # torch 2.4 and 2.5, https://github.com/pytorch/pytorch/pull/141868
         from torch.distributed._composable.fsdp import FSDPModule
 
+Made = TypeVar("Made")
 #: Tensors with no behaviour of their own. torch 2.4 has no `Buffer`:
 #: https://github.com/pytorch/pytorch/pull/125971
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter))
@@ -233,6 +234,19 @@ def abandon_pass(model: torch.nn.Module) -> None:
             group._partial_reduce_output = None
             group.wait_for_unshard()  # one that was asked for ahead
     reshard(model)
+
+
+def replace_reduction(module: torch.nn.Module, make: Callable[[Any], Made]) -> Optional[Made]:
+    """Put `make(group)` in the place of the method by which FSDP2 reduces a module's gradients; return it.
+
+    FSDP2 calls the method after each backward pass through the module. None where FSDP2 shards all of the
+    module's parameters with modules within it.
+    """
+    state: Any = cast(Any, module)._get_fsdp_state()
+    if state._fsdp_param_group is None:
+        return None
+    made = state._fsdp_param_group.post_backward = make(state._fsdp_param_group)
+    return made
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -24,12 +24,12 @@ from torch_dcp_backport.checkpoint import (
     extract_step,
     find_latest_ckpt_path,
     get_checkpoint_tracker_filename,
-    manager,
     should_save_ckpt_esi,
     store,
 )
 from torch_dcp_backport.checkpoint.expiry import EXPIRY
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.transfer import once
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_the_settings_of_a_named_tuple_are_taken(tmp_path: Path) -> None:
 
 
 def test_verls_own_settings_are_known_and_unused_ones_said_once(tmp_path: Path, caplog) -> None:
-    manager.say_once.cache_clear()
+    once.forget()
     Trainer(tmp_path, config=Verls())
     assert "changes nothing here" not in caplog.text
     for _ in range(2):
@@ -123,7 +123,7 @@ def test_verls_own_settings_are_known_and_unused_ones_said_once(tmp_path: Path, 
 
 
 def test_verls_own_arguments_of_megatrons_manager(caplog) -> None:
-    manager.say_once.cache_clear()
+    once.forget()
     model = torch.nn.Linear(2, 2)
     MegatronCheckpointManager(model=model, bridge=None, provider=None, peft_cls=None)
     assert "changes nothing" not in caplog.text

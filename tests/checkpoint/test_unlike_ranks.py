@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, verify
+from torch_dcp_backport.transfer import once
 
 try:
     from torch.distributed.fsdp import fully_shard
@@ -50,9 +51,7 @@ class Normed(nn.Module):
 
 
 def buffers_of(api: Any, root: Path, is_async: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
-    from torch_dcp_backport.dist_checkpointing.engine import save
-
-    save._told.clear()
+    once.forget()
     torch.manual_seed(0)
     model, rank = Normed(), dist.get_rank()
     # DDP makes all ranks alike when it is made; a step has local statistics again.

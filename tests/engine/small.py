@@ -17,15 +17,29 @@ STEPS = 5
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, experts: int = 0) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         # No bias of keys: its gradient is rounding alone, which AdamW makes as large as any.
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        if experts:
+            self.experts = Experts(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, mask))
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, mask))
+        return x + self.experts(x, ids) if hasattr(self, "experts") else x
+
+
+class Experts(nn.ModuleList):
+    """As transformers has them: of those that no token chooses nothing runs. A token's number chooses."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(x)
+        for number in (ids % len(self)).unique().tolist():
+            rows, columns = torch.where(ids % len(self) == number)
+            result = result.index_put((rows, columns), self[number](x[rows, columns]))
+        return result
 
 
 class Output(NamedTuple):
@@ -38,12 +52,12 @@ class Model(nn.Module):
 
     _no_split_modules = ("Block",)
 
-    def __init__(self, is_tied: bool = True) -> None:
+    def __init__(self, is_tied: bool = True, experts: int = 0) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         angles = torch.arange(LENGTH)[:, None] * 0.7 ** torch.arange(WIDTH)
         self.register_buffer("positions", angles.sin(), persistent=False)
-        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.layers = nn.ModuleList([Block(experts) for _ in range(2)])
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if is_tied:
             self.head.weight = self.embed.weight
@@ -56,18 +70,19 @@ class Model(nn.Module):
         # A token of the padding sees itself: a softmax over nothing is none.
         mask = causal & (attention_mask.bool()[:, None, :] | torch.eye(x.shape[1], dtype=torch.bool))
         for layer in self.layers:
-            x = layer(x, mask)
+            x = layer(x, mask, input_ids)
         return Output(self.head(x))
 
 
-def model(is_tied: bool = True, seed: int = 0) -> Model:
+def model(is_tied: bool = True, seed: int = 0, experts: int = 0) -> Model:
     torch.manual_seed(seed)
-    return Model(is_tied)
+    return Model(is_tied, experts)
 
 
-def write(folder: Path, is_tied: bool = True) -> Path:
+def write(folder: Path, is_tied: bool = True, experts: int = 0) -> Path:
     """The files of `model()`, by this process alone."""
-    hf.save_state_dict(dict(model(is_tied).named_parameters()), folder, like={"model_type": "small"})
+    params = dict(model(is_tied, experts=experts).named_parameters())
+    hf.save_state_dict(params, folder, like={"model_type": "small"})
     return folder
 
 
@@ -141,6 +156,18 @@ def share(data: dict[str, torch.Tensor], rank: int, world: int) -> dict[str, tor
     return {name: value[cut[rank] : cut[rank + 1]] for name, value in data.items()}
 
 
+def sparse_batch(step: int, world: int = 4) -> dict[str, torch.Tensor]:
+    """As `batch`, without padding, for six experts: rank 0 has tokens of expert 1, rank 1 of expert 2, ..."""
+    data = batch(step)
+    ids = data["input_ids"] % 4 * 6
+    for rank in range(world):
+        share({"input_ids": ids}, rank, world)["input_ids"].add_(rank + 1)
+    whole = torch.ones_like(ids)
+    mask = whole.clone()
+    mask[:, 0] = 0
+    return {"input_ids": ids, "attention_mask": whole, "loss_mask": mask}
+
+
 def model_inputs(data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return engine.model_inputs(data, torch.device("cpu"))
 
@@ -159,16 +186,23 @@ def loss_of(model: nn.Module, data: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def alone(
-    optimizer: str = "SGD", is_tied: bool = True, steps: int = STEPS, is_frozen: bool = False
+    optimizer: str = "SGD",
+    is_tied: bool = True,
+    steps: int = STEPS,
+    is_frozen: bool = False,
+    *,
+    plain: Any = None,
+    rows: Any = batch,
 ) -> dict[str, Any]:
     """Losses, norms and weights of the training in one process, by torch alone."""
-    plain: Any = freeze(model(is_tied)) if is_frozen else model(is_tied)
+    if plain is None:
+        plain = freeze(model(is_tied)) if is_frozen else model(is_tied)
     rate = {"SGD": 0.5, "AdamW": 0.01}[optimizer]
     made = getattr(torch.optim, optimizer)(plain.parameters(), lr=rate, weight_decay=0.01)
     losses, norms = [], []
     for step in range(steps):
         made.zero_grad()
-        loss = loss_of(plain, batch(step))
+        loss = loss_of(plain, rows(step))
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(plain.parameters(), 0.3)))
         made.step()
@@ -176,12 +210,14 @@ def alone(
     return {"losses": losses, "norms": norms, "weights": dict(plain.named_parameters())}
 
 
-def trained(made: engine.FSDPEngine, steps: range = range(STEPS), rows: Any = own_rows) -> dict[str, Any]:
+def trained(
+    made: engine.FSDPEngine, steps: range = range(STEPS), rows: Any = own_rows, drawn: Any = batch
+) -> dict[str, Any]:
     """As `alone`, by an engine on all ranks."""
     losses, norms = [], []
     with made.train_mode():
         for step in steps:
-            output = made.train_batch(rows(batch(step), made), engine.sft_loss)
+            output = made.train_batch(rows(drawn(step), made), engine.sft_loss)
             total = torch.tensor(sum(output["loss"]), dtype=torch.float64)
             dist.all_reduce(total)
             # As losses are: what a rank has times the number of ranks with data of their own.

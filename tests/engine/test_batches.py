@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import small
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torch_dcp_backport import engine
 from torch_dcp_backport.engine import batches
 
 SPANS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), max_size=12)
@@ -62,6 +64,82 @@ def test_values_that_have_rows_go_with_them() -> None:
     *_, last = batches.micro_batches(data, plan)
     assert (last.data["name"], last.data["rate"], last.data["step"].item()) == (["i"], 0.5, 3)
     assert last.data["response"].tolist() == [[16, 17]]
+
+
+NAMES = list("abcdefghi")
+
+
+@pytest.mark.parametrize("limit", [batches.Limit(rows=2), batches.Limit(tokens=24)], ids=str)
+@pytest.mark.parametrize("kind", ["padded", "jagged"])
+def test_arrays_go_with_their_rows(kind: str, limit: batches.Limit) -> None:
+    """As a DataProto of verl has them: of objects, of numbers, of a value for each column; also in a dict."""
+    data: Any = small.batch(0)
+    wide = data["input_ids"].numpy()
+    if kind == "jagged":
+        data = small.jagged(data)
+    arrays = {"uid": np.array(NAMES, dtype=object), "score": np.arange(9.0), "wide": wide}
+    data.update(
+        arrays, extra={"deep": {"uid": arrays["uid"]}, "betas": [0] * 9}, scale=np.float64(3), two=np.ones(2)
+    )
+    plan = batches.plan_alone(data, limit)
+    seen = []
+    for micro in batches.micro_batches(data, plan):
+        picked = [NAMES[row] for row in micro.rows]
+        assert micro.data["uid"].tolist() == micro.data["extra"]["deep"]["uid"].tolist() == picked
+        assert micro.data["score"].tolist() == micro.rows
+        assert (micro.data["scale"], micro.data["two"].tolist()) == (3, [1, 1])
+        assert micro.data["extra"]["betas"] == [0] * 9
+        expected = wide[micro.rows]
+        columns = slice(*micro.columns) if kind == "padded" else slice(None)
+        assert np.array_equal(micro.data["wide"], expected[:, columns])
+        seen += picked
+    assert sorted(seen) == NAMES
+
+
+def named(api: Any, folder: Any) -> Any:
+    made = small.made(folder)
+    rows = small.own_rows(small.batch(0), made)
+    rows["uid"] = np.array(
+        [f"{dist.get_rank()}-{row}" for row in range(len(rows["input_ids"]))], dtype=object
+    )
+    seen = []
+
+    def loss(model_output: Any, data: Any, dp_group: Any) -> Any:
+        seen.append((len(data["input_ids"]), data["uid"].tolist()))
+        return engine.sft_loss(model_output, data)
+
+    made.train_batch(rows, loss)
+    return seen
+
+
+def test_a_loss_gets_the_arrays_of_its_rows(ranks, tmp_path) -> None:
+    small.write(tmp_path / "m")
+    for rank, seen in enumerate(ranks(named, tmp_path / "m")):
+        names = [name for _, part in seen for name in part]
+        assert [count for count, _ in seen] == [len(part) for _, part in seen]
+        assert names == [f"{rank}-{row}" for row in range(len(names))]
+
+
+def test_a_filler_has_no_rows_of_arrays() -> None:
+    data = {**small.batch(0), "uid": np.array(NAMES, dtype=object)}
+    plan = batches.plan_alone(data, batches.Limit(rows=9))
+    *_, filler = batches.micro_batches(data, plan._replace(parts=[*plan.parts, []]))
+    assert filler.data["uid"].tolist() == []
+    assert filler.data["input_ids"].tolist() == [[0]]
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"multi_modal_inputs": [{}, {"pixel_values": torch.ones(1)}, *[{}] * 7]}, "images"),
+        ({"force_group_size": 2}, "force_group_size=2"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(said: Any, says: str) -> None:
+    nothing = {"multi_modal_inputs": [{}] * 9, "force_group_size": 1}
+    batches.plan_alone({**small.batch(0), **nothing}, batches.Limit(rows=2))
+    with pytest.raises(ValueError, match=says):
+        batches.plan_alone({**small.batch(0), **said}, batches.Limit(rows=2))
 
 
 def planned(api: Any, faults: dict[int, str], limit: tuple[Any, Any] = (2, None), copies: int = 1) -> Any:

@@ -102,6 +102,83 @@ def test_moves_that_cannot_be(ranks, tmp_path: Path) -> None:
         assert "'cuda'" in elsewhere
 
 
+def begun(api: Any, folder: Path, options: dict[str, Any], alone: bool) -> tuple[str, str]:
+    """A setting that cannot be, on every rank or on rank 1."""
+    if alone and dist.get_rank() != 1:
+        options = {}
+    try:
+        small.made(folder, **options)
+    except (ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"mixed_precision": {"param_dtype": "fp16"}}, "ValueError", "ValueError: param_dtype is float16"),
+        ({"micro_batch_size_per_gpu": 0}, "ValueError", "micro_batch_size_per_gpu=0: expected"),
+        ({"optimizer_config": {"clip_grad": -1.0}}, "RuntimeError", "ValueError: clip_grad=-1.0"),
+        ({"optimizer_config": {"lr": float("nan")}}, "RuntimeError", "ValueError: lr=nan: expected"),
+        (
+            {"optimizer_config": {"override_optimizer_config": {"momentun": 0.9}}},
+            "RuntimeError",
+            "ValueError: optimizer='SGD' does not take {'lr': 0.5, 'weight_decay': 0.01, 'momentun': 0.9}: ",
+        ),
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_be_is_one_error_on_every_rank(
+    ranks, tmp_path, options, kind, says, alone
+) -> None:
+    small.write(tmp_path / "m")
+    found = ranks(begun, tmp_path / "m", options, alone)
+    assert len(set(found)) == 1
+    assert found[0][0] == kind
+    assert ("rank 1: " if alone else "ranks 0-3: ") in found[0][1]
+    assert says in found[0][1]
+
+
+def clipped(api: Any, value: float) -> str:
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    try:
+        engine.step(torch.optim.SGD([param], lr=1.0), max_norm=value)
+    except ValueError as error:
+        assert param.detach().equal(torch.ones(3))
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_a_largest_norm_that_is_none(ranks, value: float) -> None:
+    """With 0 nothing would be trained, and with -1 the loss would grow."""
+    assert set(ranks(clipped, value)) == {
+        f"max_norm={value}: expected a number above 0, or None to clip nothing"
+    }
+    assert set(ranks(clipped, float("inf"))) == {""}
+
+
+def with_settings(api: Any, folder: Path) -> str:
+    made = small.made(folder)
+    rows = small.own_rows(small.batch(0), made)
+    if dist.get_rank() == 1:
+        rows["use_dynamic_bsz"] = "False"
+    try:
+        made.forward_backward_batch(rows, engine.sft_loss)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_setting_of_a_batch_that_cannot_be(ranks, tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    texts = ranks(with_settings, tmp_path / "m")
+    assert len(set(texts)) == 1
+    assert "rank 1: use_dynamic_bsz='False': expected True or False" in texts[0]
+
+
 def arranged(api: Any, size: Any) -> str:
     try:
         engine.arrange("cpu", size[dist.get_rank()])

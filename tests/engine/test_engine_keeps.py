@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat, engine
 from torch_dcp_backport.engine import export as exports
+from torch_dcp_backport.engine import mesh
 
 
 def there_and_back(api: Any, folder: Path, source: dict[str, Any], target: dict[str, Any]) -> Any:
@@ -42,6 +44,47 @@ def test_the_next_step_after_a_load(ranks, tmp_path: Path, source: Any, target: 
         small.same(again, last, 1e-6)
 
 
+def groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def made_again(api: Any, folder: Path, sizes: list[int]) -> tuple[int, int, list[float]]:
+    """Process groups after an engine of each size, and after more of them; the norms of the last ones."""
+    for size in sizes:
+        small.made(folder, fsdp_size=size)
+    before = groups()
+    for size in sizes * 3:
+        made = small.made(folder, fsdp_size=size)
+    after = groups()
+    if dist.get_rank() == 1:
+        mesh.meshes_of(dist.group.WORLD).clear()  # as if it had failed there
+    made = small.made(folder, fsdp_size=sizes[0])
+    return before, after, small.trained(made, range(1))["norms"]
+
+
+def test_engines_leave_no_process_groups_behind(ranks, tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    for before, after, norms in ranks(made_again, tmp_path / "m", [2, 1, -1]):
+        assert before == after
+        assert norms == pytest.approx(small.alone(steps=1)["norms"], rel=1e-5)
+
+
+def of_another_group(api: Any, folder: str) -> list[bool]:
+    """A program may end its process group and begin another one."""
+    grids = []
+    for number in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{number}", rank=0, world_size=1)
+        grids += [engine.arrange("cpu"), engine.arrange("cpu")]
+        value = torch.ones(1)
+        dist.all_reduce(value, group=grids[-1].data.get_group())
+        dist.destroy_process_group()
+    return [grids[place].mesh is grids[place + 1].mesh for place in range(3)]
+
+
+def test_a_mesh_goes_with_its_process_group(pools, tmp_path: Path) -> None:
+    assert pools.run(of_another_group, str(tmp_path), world=0) == [[True, False, True]]
+
+
 def exported(api: Any, folder: Path, options: dict[str, Any], asked: dict[str, Any]) -> Any:
     made = small.made(folder, **options)
     found, adapter = made.get_per_tensor_param(**asked)
@@ -65,6 +108,29 @@ def test_an_export_has_every_name_once_and_whole_values(ranks, tmp_path: Path, o
         assert all(torch.equal(value, expected[name].bfloat16()) for name, _, value in found)
         values = {name: value for name, _, value in found}
         assert values["embed.weight"].data_ptr() == values["head.weight"].data_ptr()
+
+
+def with_more(api: Any, folder: Path) -> list[str]:
+    made, said = small.made(folder), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torch_dcp_backport.engine").addHandler(handler)
+    for _ in range(2):
+        made.save_checkpoint(folder.parent / "global_step_1", global_step=1, max_ckpts_to_keep=1)
+        made.load_checkpoint(folder.parent / "global_step_1", strict=True)
+        dict(made.get_per_tensor_param(layered_summon=True, shards=2)[0])
+    return said
+
+
+def test_options_that_no_method_knows_are_said(pools, tmp_path: Path) -> None:
+    small.write(tmp_path / "m")
+    assert pools.run(with_more, tmp_path / "m", world=1) == [
+        [
+            "save_checkpoint: max_ckpts_to_keep=1 is not known, and has no effect here",
+            "load_checkpoint: strict=True is not known, and has no effect here",
+            "get_per_tensor_param: shards=2 is not known, and has no effect here",
+        ]
+    ]
 
 
 def in_buckets(api: Any, nbytes: int, first: int = 3) -> Any:

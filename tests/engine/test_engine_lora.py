@@ -13,6 +13,7 @@ from torch_dcp_backport import compat, engine
 
 pytest.importorskip("peft")
 test_qwen = pytest.importorskip("test_engine_transformers")
+test_experts = pytest.importorskip("test_engine_experts")
 
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"]}
 
@@ -136,6 +137,52 @@ def test_a_value_model_has_adapters_too(ranks, tmp_path: Path) -> None:
         assert norm > 0
         assert base == sorted(names)
         assert trained == adapters == 2 * (2 * 7 + 1)
+
+
+EXPERTS = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["gate_proj", "down_proj"]}
+
+
+def of_experts(api: Any, folder: Path) -> Any:
+    small.cpu_fsdp.install()
+    without_torchao()
+    plain = {"mixed_precision": {"param_dtype": None, "reduce_dtype": None}, "use_dynamic_bsz": False}
+    asked = {"optimizer": "SGD", "lr": 0.5, "weight_decay": 0.1, "clip_grad": None}
+    built = engine.FSDPEngineWithLMHead(
+        {"path": str(folder), **EXPERTS}, {**plain, "micro_batch_size_per_gpu": 2}, asked, device="cpu"
+    )
+    built.initialize()
+    begun = {name: v.clone() for name, v in adapters_of(built).items()}
+    found = small.trained(built, drawn=small.sparse_batch)
+    return begun, found, adapters_of(built)
+
+
+def adapters_of(built: Any) -> dict[str, torch.Tensor]:
+    return dict(built.get_per_tensor_param(base_sync_done=True, dtype=None)[0])
+
+
+def test_adapters_of_experts_that_other_ranks_do_not_reach(ranks, tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    without_torchao()
+    test_experts.write(tmp_path, "qwen2_moe")
+    results = ranks(of_experts, tmp_path)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=EXPERTS["target_modules"])
+    alone = peft.get_peft_model(opened, config)
+    assert not peft.set_peft_model_state_dict(alone, results[0][0]).unexpected_keys
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5, weight_decay=0.1)
+    norms = []
+    for step in range(small.STEPS):
+        optimizer.zero_grad()
+        small.loss_of(alone, small.sparse_batch(step)).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(alone.parameters(), 1e9)))
+        optimizer.step()
+    trained = peft.get_peft_model_state_dict(alone)
+    for _, found, adapters in results:
+        assert found["norms"] == pytest.approx(norms, rel=1e-5)
+        for name, value in trained.items():
+            torch.testing.assert_close(adapters[name], value, atol=1e-5, rtol=1e-5)
 
 
 def transformers_state(folder: Path) -> dict[str, torch.Tensor]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import small
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_dcp_backport import engine
-from torch_dcp_backport.engine import build, config, heads
+from torch_dcp_backport.engine import build, checks, config, heads, verl
 from torch_dcp_backport.engine.base import BaseEngine
+from torch_dcp_backport.transfer import once
 
 TP = build.compat.HAS_STRIDED
 
@@ -50,7 +56,7 @@ def test_sizes_that_do_not_divide(asked: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "says"),
+    ("kind", "asked", "says"),
     [
         (config.EngineConfig, {"offload_policy": True, "param_offload": True}, "excludes param_offload=True"),
         (config.EngineConfig, {"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size=2"),
@@ -67,21 +73,183 @@ def test_sizes_that_do_not_divide(asked: Any, says: str) -> None:
         ),
         (config.ModelConfig, types.SimpleNamespace(lora={"merge": True}), "lora.merge is not offered"),
         (config.OptimizerConfig, types.SimpleNamespace(optimizer_impl="torchao.optim"), "optimizer_impl"),
+        (config.EngineConfig, {"qat": {"enable": True}}, "qat.enable is not offered: got True"),
+        (config.EngineConfig, types.SimpleNamespace(brand_new=3), "brand_new=3 is not known"),
+        (config.EngineConfig, {"mixed_precision": {"param_dtype": "fp16"}}, "param_dtype is float16"),
+        (
+            config.EngineConfig,
+            {"mixed_precision": {"reduce_dtype": torch.float16}},
+            "reduce_dtype is float16",
+        ),
+        (config.EngineConfig, {"model_dtype": "fp16"}, "model_dtype is float16"),
+        (config.EngineConfig, {"dtype": "float16"}, "param_dtype is float16"),
+        (config.EngineConfig, {"model_dtype": torch.int8}, "torch.int8 is no dtype"),
+        (config.EngineConfig, {"mixed_precision": {"buffer_dtype": "bf16"}}, "buffer_dtype='bf16'"),
+        (config.EngineConfig, {"mixed_precision": {"parma_dtype": "bf16"}}, "parma_dtype"),
+        (
+            config.EngineConfig,
+            {"wrap_policy": {"transformer_layer_cls": "Block"}},
+            "wrap_policy: transformer_layer_cls",
+        ),
+        (
+            config.EngineConfig,
+            {"micro_batch_size_per_gpu": 0},
+            "micro_batch_size_per_gpu=0: expected a whole",
+        ),
+        (config.EngineConfig, {"micro_batch_size_per_gpu": True}, "micro_batch_size_per_gpu=True"),
+        (config.EngineConfig, {"infer_max_token_len_per_gpu": 1.5}, "infer_max_token_len_per_gpu=1.5"),
+        (
+            config.EngineConfig,
+            {"use_dynamic_bsz": "False"},
+            "use_dynamic_bsz='False': expected True or False",
+        ),
+        (config.EngineConfig, {"fsdp_size": "all"}, "fsdp_size='all'"),
+        (config.EngineConfig, {"seed": -1}, "seed=-1"),
+        (config.ModelConfig, {"lora_rank": -1}, "lora_rank=-1"),
+        (config.ModelConfig, {"trust_remote_code": "no"}, "trust_remote_code='no'"),
+        (config.OptimizerConfig, {"clip_grad": 0.0}, "clip_grad=0.0: expected a number above 0, or None"),
+        (config.OptimizerConfig, {"clip_grad": -1}, "clip_grad=-1"),
+        (config.OptimizerConfig, {"clip_grad": float("nan")}, "clip_grad=nan"),
+        (
+            config.OptimizerConfig,
+            {"grad_clip": 0.5},
+            "grad_clip=0.5: only verl's own objects have it (`clip_grad` has it",
+        ),
+        (config.OptimizerConfig, {"lr": -1e-3}, "lr=-0.001: expected a number at least 0"),
+        (config.OptimizerConfig, {"lr": float("inf")}, "lr=inf"),
+        (config.OptimizerConfig, {"lr": "fast"}, "lr='fast'"),
+        (config.OptimizerConfig, {"weight_decay": -0.1}, "weight_decay=-0.1"),
+        (
+            config.OptimizerConfig,
+            {"betas": [0.9, 1.0]},
+            "betas=1.0: expected a number at least 0 and below 1",
+        ),
+        (config.OptimizerConfig, {"betas": [0.9]}, "betas=[0.9]: expected two numbers"),
+        (config.OptimizerConfig, {"lr_warmup_steps": 0.5}, "lr_warmup_steps=0.5"),
+        (config.OptimizerConfig, {"lr_warmup_steps_ratio": 1.1}, "lr_warmup_steps_ratio=1.1"),
+        (
+            config.OptimizerConfig,
+            {"lr_warmup_steps_ratio": 0.1},
+            "lr_warmup_steps_ratio=0.1 needs total_training_",
+        ),
+        (config.OptimizerConfig, {"min_lr_ratio": -0.1}, "min_lr_ratio=-0.1"),
+        (config.OptimizerConfig, {"num_cycles": float("nan")}, "num_cycles=nan"),
     ],
 )
-def test_settings_that_are_refused(kind: Any, given: Any, says: str) -> None:
+def test_settings_that_are_refused(kind: Any, asked: Any, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
-        config.settings(kind, given)
+        config.settings(kind, asked)
 
 
 def test_settings_of_other_objects_and_batches() -> None:
-    given = types.SimpleNamespace(path="a", local_path="b", lora_rank=3, use_remove_padding=True)
-    assert config.settings(config.ModelConfig, given) == config.ModelConfig(path="b", lora_rank=3)
+    asked = types.SimpleNamespace(path="a", local_path="b", lora_rank=3, use_remove_padding=True)
+    assert config.settings(config.ModelConfig, asked) == config.ModelConfig(path="b", lora_rank=3)
     own = config.settings(config.EngineConfig, {"max_token_len_per_gpu": 7, "infer_max_token_len_per_gpu": 9})
     assert own.limit({}, False) == (None, 7)
     assert own.limit({}, True) == (None, 9)
     assert own.limit({"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3}, True) == (3, None)
     assert own.sharding == build.Sharding(True, torch.bfloat16, torch.float32, False)
+
+
+def test_settings_as_yaml_has_them() -> None:
+    """Its 1e-5 is text."""
+    made = config.settings(config.OptimizerConfig, {"lr": "1e-5", "betas": ["0.8", 0.9], "clip_grad": None})
+    assert (made.lr, made.betas, made.clip_grad) == (1e-5, (0.8, 0.9), None)
+    assert config.settings(
+        config.OptimizerConfig, {"lr": None, "clip_grad": "inf"}
+    ) == config.OptimizerConfig(clip_grad=float("inf"))
+    assert config.OptimizerConfig(lr=torch.tensor(1e-3)).lr.item() == pytest.approx(1e-3)  # type: ignore[attr-defined]
+    own = config.settings(config.EngineConfig, {"micro_batch_size_per_gpu": "2", "fsdp_size": 2.0})
+    assert (own.micro_batch_size_per_gpu, own.fsdp_size) == (2, 2)
+    assert own.limit({"use_dynamic_bsz": False}, False) == (2, None)
+    assert config.EngineConfig(seed="9007199254740993").seed == 2**53 + 1  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="use_dynamic_bsz='False'"):
+        own.limit({"use_dynamic_bsz": "False"}, False)
+
+
+def test_half_precision_without_training() -> None:
+    own = config.settings(
+        config.EngineConfig,
+        {"forward_only": True, "model_dtype": "fp16", "mixed_precision": {"param_dtype": "fp16"}},
+    )
+    assert own.sharding.param_dtype == torch.float16
+
+
+def test_the_dtype_of_a_mixed_precision_without_any() -> None:
+    asked = {"dtype": "fp32", "mixed_precision": {"reduce_dtype": "bf16", "buffer_dtype": "fp32"}}
+    own = config.settings(config.EngineConfig, asked)
+    assert own.sharding == build.Sharding(True, torch.float32, torch.bfloat16, False)
+
+
+NUMBERS = st.one_of(st.integers(), st.floats(), st.booleans(), st.text(), st.none(), st.lists(st.integers()))
+
+
+@given(NUMBERS, st.booleans(), st.integers(-5, 5))
+def test_a_number_is_read_or_refused(value: Any, as_text: bool, least: int) -> None:
+    """As Python reads it; neither of a bool nor of what is not finite."""
+    asked = str(value) if as_text else value
+    try:
+        expected = None if isinstance(asked, (bool, list)) or asked is None else float(asked)
+    except (ValueError, OverflowError):
+        expected = None
+    is_right = expected is not None and math.isfinite(expected) and expected >= least
+    for read, is_taken in (
+        (checks.number(least), is_right),
+        (checks.whole(least), is_right and float(asked).is_integer()),
+        (checks.clip, expected is not None and expected > 0),
+    ):
+        if is_taken:
+            assert float(read("it", asked)) == expected
+        else:
+            with pytest.raises(ValueError, match=re.escape(f"it={asked!r}: expected a ")):
+                read("it", asked)
+
+
+def test_what_changes_no_value_is_said_once(caplog: Any) -> None:
+    once.forget()
+    for _ in range(2):
+        config.settings(config.EngineConfig, {"forward_prefetch": True, "use_torch_compile": False})
+    config.settings(config.ModelConfig, {"use_liger": False})
+    assert [record.getMessage() for record in caplog.records] == [
+        "forward_prefetch=True has no effect here: speed; FSDP2 prefetches on its own"
+    ]
+
+
+@dataclasses.dataclass
+class Later:
+    """As a later release of verl may have its settings."""
+
+    seed: int = 7
+    _target_: str = "there"
+    brand_new: float = 0.5
+
+
+def test_a_setting_that_nobody_knows_is_said_or_refused(caplog: Any) -> None:
+    once.forget()
+    assert config.settings(config.EngineConfig, Later()).seed == 7
+    assert [record.getMessage() for record in caplog.records] == [
+        "brand_new=0.5, which is not known, has no effect here"
+    ]
+    with pytest.raises(ValueError, match=re.escape("brand_new=0.7 is not known")):
+        config.settings(config.EngineConfig, Later(brand_new=0.7))
+
+
+def test_every_setting_of_ours_is_in_the_table() -> None:
+    own = {"tp_size", "gradient_sync"}  # which verl does not have
+    for kind, known in (
+        (config.ModelConfig, verl.MODEL),
+        (config.EngineConfig, verl.ENGINE),
+        (config.OptimizerConfig, verl.OPTIMIZER),
+    ):
+        names = {entry.name for entry in dataclasses.fields(kind)} - own
+        served = {name for name, entry in known.items() if entry.does == verl.SERVED}
+        # Of verl's objects alone.
+        assert served - {"local_path", "local_hf_config_path", "tokenizer", "processor"} == names
+
+
+def test_the_table_of_settings_is_in_the_documentation() -> None:
+    page = Path(__file__).parents[2] / "docs" / "engine.md"
+    assert verl.table() in page.read_text(), "print(torch_dcp_backport.engine.verl.table())"
 
 
 def test_steps_of_the_warm_up() -> None:

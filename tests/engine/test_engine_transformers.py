@@ -154,6 +154,135 @@ def test_buffers_are_computed_in_the_dtype_that_is_asked_for(tmp_path: Path) -> 
         assert torch.equal(found[name], buffer), name
 
 
+def of_another_configuration(api: Any, folder: Path, asked: dict[str, Any]) -> Any:
+    """Log-probabilities of a batch; or the error, where rank 3 has another configuration."""
+    small.cpu_fsdp.install()
+    if asked.pop("differs", False) and dist.get_rank() == 3:
+        asked["override_config"] = {"rms_norm_eps": 0.25}
+    plain = {"mixed_precision": {"param_dtype": None, "reduce_dtype": None}, "use_dynamic_bsz": False}
+    made = engine.FSDPEngineWithLMHead(
+        {"path": str(folder), **asked},
+        {**plain, "micro_batch_size_per_gpu": 3, "forward_only": True},
+        {"clip_grad": 0.0},  # which nothing reads without training
+        device="cpu",
+    )
+    try:
+        made.initialize()
+    except RuntimeError as error:
+        return str(error)
+    with made.eval_mode():
+        return made.infer_batch(small.batch(0))["model_output"]["log_probs"]
+
+
+@pytest.mark.parametrize(
+    "way", ["overrides", "model_config", "hf_config_path", "hf_config", "hf_config and overrides"]
+)
+def test_the_configuration_that_is_asked_for(ranks, tmp_path: Path, way: str) -> None:
+    """Of verl's names; and not its choice of flash attention, where nobody made another one."""
+    import transformers
+
+    model = write(tmp_path / "m").eval()
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "m")
+    config.rms_norm_eps = 0.5
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", config=config).eval()
+    config.save_pretrained(tmp_path / "elsewhere")
+    config._attn_implementation = "flash_attention_2"
+    asked: dict[str, Any] = {
+        "overrides": {"override_config": {"rms_norm_eps": 0.5}},
+        "model_config": {
+            "override_config": {"model_config": {"rms_norm_eps": 0.5}, "moe_config": {"frozen": False}},
+        },
+        "hf_config_path": {"hf_config_path": str(tmp_path / "elsewhere")},
+        "hf_config": {"hf_config": config},
+        "hf_config and overrides": {
+            "hf_config": model.config,
+            "override_config": {"rms_norm_eps": 0.5, "attn_implementation": "eager"},
+        },
+    }[way]  # fmt: skip
+    data = small.batch(0)
+    with torch.no_grad():
+        wanted, before = (
+            engine.next_log_probs(
+                part(**small.model_inputs(data)).logits, data["input_ids"], data["attention_mask"]
+            )
+            for part in (expected, model)
+        )
+    assert (wanted - before).abs().max() > 0.01
+    for found in ranks(of_another_configuration, tmp_path / "m", asked):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (
+            {"override_config": {"model_config": {}, "moe_config": {"frozen": True}}},
+            "ranks 0-3: .*moe_config",
+        ),
+        ({"hf_config_path": "nowhere"}, "ranks 0-3: FileNotFoundError: nowhere has no config.json"),
+        ({"differs": True}, "rank 3: not the same on every rank: ModelConfig.*0.25"),
+    ],
+    ids=str,
+)
+def test_configurations_that_cannot_be(ranks, tmp_path: Path, asked: Any, says: str) -> None:
+    write(tmp_path)
+    texts = ranks(of_another_configuration, tmp_path, asked)
+    assert len(set(texts)) == 1
+    assert re.search(says, texts[0], re.DOTALL), texts[0]
+
+
+def of_another_file(api: Any, folder: Path) -> Any:
+    """As where the folder of one rank is of an older revision: with the same weights."""
+    return of_another_configuration(api, folder / ("a" if dist.get_rank() == 2 else "b"), {})
+
+
+def test_ranks_with_other_configurations(ranks, tmp_path: Path) -> None:
+    model = write(tmp_path / "a")
+    model.config.rope_theta = 5.0
+    model.save_pretrained(tmp_path / "b")
+    texts = ranks(of_another_file, tmp_path)
+    assert len(set(texts)) == 1
+    assert "rank 2: not the same on every rank: configuration" in texts[0]
+
+
+def test_an_override_that_no_model_reads_is_said(tmp_path: Path, caplog: Any) -> None:
+    write(tmp_path)
+    asked = engine.ModelConfig(str(tmp_path), {"rms_norm_epz": 0.5})
+    with engine.parameters_on_meta():
+        engine.language_model(asked)
+    assert "a Qwen2Config has no rms_norm_epz" in caplog.text
+
+
+def determined(api: Any, folder: Path) -> Any:
+    made(folder, full_determinism=True, seed=5)
+    try:
+        return torch.are_deterministic_algorithms_enabled(), torch.rand(2).tolist()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+
+
+def test_full_determinism(ranks, tmp_path: Path) -> None:
+    write(tmp_path)
+    (is_on, first), *others = ranks(determined, tmp_path)
+    assert is_on
+    assert all(found == (is_on, first) for found in (*others, *ranks(determined, tmp_path)))
+
+
+def test_layers_that_are_left_out_at_random(ranks, tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.OPTConfig(
+        vocab_size=small.VOCABULARY, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=32, word_embed_proj_dim=16, layerdrop=0.1, dropout=0.0,
+    )  # fmt: skip
+    transformers.OPTForCausalLM(config).save_pretrained(tmp_path)
+    texts = ranks(refused, tmp_path, {})
+    assert len(set(texts)) == 1
+    assert "ranks 0-3: ValueError: layerdrop=0.1" in texts[0]
+    assert ranks(refused, tmp_path, {"forward_only": True}) == [""] * 4
+
+
 def refused(api: Any, folder: Path, options: dict[str, Any]) -> str:
     elsewhere = options.pop("elsewhere", "")
     if dist.get_rank() == 1 and elsewhere == "files":

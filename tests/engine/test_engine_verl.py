@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ import torch.distributed as dist
 from pool import Pool
 
 from torch_dcp_backport import engine
+from torch_dcp_backport.engine import batches, config
+from torch_dcp_backport.engine import verl as known
+from torch_dcp_backport.transfer import once
 
 try:
     VERSION = importlib.metadata.version("verl")
@@ -287,3 +292,156 @@ def test_its_worker_infers_what_one_process_does(workers: Any, tmp_path: Path) -
             for number, row in enumerate(rows):
                 want = wanted[name][rank * ROWS // WORLD + number]
                 torch.testing.assert_close(row, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_tensor_dict_says_itself_what_is_of_the_rows() -> None:
+    import tensordict
+
+    names = list("abcdefghi")
+    common, own = tensordict.NonTensorData(names), tensordict.NonTensorStack(*names)
+    inner = tensordict.TensorDict({"score": torch.arange(9)}, batch_size=[9])
+    data = tensordict.TensorDict(
+        {**small.batch(0), "common": common, "own": own, "in": inner}, batch_size=[9]
+    )
+    plan = batches.plan_alone(data, batches.Limit(rows=2))
+    first, *_ = batches.micro_batches(data, plan)
+    assert first.data["common"] == names
+    assert first.data["own"] == names[:2]
+    assert first.data["in"]["score"].tolist() == [0, 1]
+
+
+def keys_of(kind: Any) -> set[str]:
+    return {entry.name for entry in dataclasses.fields(kind) if not entry.name.startswith("_")}
+
+
+def test_every_setting_of_its_objects_is_known() -> None:
+    """A setting that a release adds has to be served, refused, or known to change nothing."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+
+    for kind in (HFModelConfig, FSDPEngineConfig, FSDPOptimizerConfig, CheckpointConfig):
+        names = set(known.CLASSES[kind.__name__])
+        computed = {"share_embeddings_and_output_weights"} & names
+        assert keys_of(kind) | computed == names, kind
+
+
+def model_of(folder: Path, **options: Any) -> Any:
+    from verl.workers.config import HFModelConfig
+
+    asked = HFModelConfig(
+        path=str(folder), load_tokenizer=False, enable_gradient_checkpointing=False, **options
+    )
+    return config.settings(config.ModelConfig, asked)
+
+
+def test_its_defaults_are_served_without_a_word(tmp_path: Path, caplog: Any) -> None:
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
+
+    test_qwen.write(tmp_path)
+    model_of(tmp_path)
+    config.settings(config.EngineConfig, FSDPEngineConfig(strategy="fsdp2"))
+    config.settings(config.OptimizerConfig, FSDPOptimizerConfig())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"override_config": {"model_config": {"rms_norm_eps": 0.5}}},
+        {"override_config": {"rms_norm_eps": 0.5}},
+        {"hf_config_path": "elsewhere"},
+    ],
+    ids=str,
+)
+def test_its_configuration_is_that_of_the_model(tmp_path: Path, options: dict[str, Any]) -> None:
+    """With the weights of another: as verl's own engine makes it of `hf_config`."""
+    import transformers
+
+    model = test_qwen.write(tmp_path / "m").eval()
+    elsewhere = transformers.AutoConfig.from_pretrained(tmp_path / "m")
+    elsewhere.rms_norm_eps = 0.5
+    elsewhere.save_pretrained(tmp_path / "elsewhere")
+    if "hf_config_path" in options:
+        options = {"hf_config_path": str(tmp_path / "elsewhere")}
+    with engine.parameters_on_meta(torch.float32):
+        made = engine.language_model(model_of(tmp_path / "m", **options), torch.float32)
+    engine.materialize(made, torch.device("cpu"))
+    made.load_state_dict(model.state_dict())
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", config=elsewhere).eval()
+    inputs = small.model_inputs(small.batch(0))
+    with torch.no_grad():
+        wanted, before, found = (part(**inputs).logits for part in (expected, model, made.eval()))
+    assert (wanted - before).abs().max() > 1e-3
+    torch.testing.assert_close(found, wanted)
+
+
+def test_its_files_are_settings(tmp_path: Path) -> None:
+    """As OmegaConf opens them, without verl's classes."""
+    import verl
+    from omegaconf import OmegaConf
+
+    folder = Path(verl.__file__).parent / "trainer" / "config"
+    files = {"engine/fsdp.yaml": config.EngineConfig, "optim/fsdp.yaml": config.OptimizerConfig}
+    for name, kind in files.items():
+        defaults = (
+            {"min_lr_ratio": 0.0}
+            if kind is config.OptimizerConfig
+            else {"wrap_policy": {"min_num_params": 0}}
+        )
+        assert config.settings(kind, OmegaConf.load(folder / name)) == kind(**defaults)
+    model = OmegaConf.load(folder / "model" / "hf_model.yaml")
+    model.target_modules = ["q_proj"]
+    found = config.settings(config.ModelConfig, model)
+    assert found == config.ModelConfig(
+        model.path, enable_gradient_checkpointing=True, target_modules=["q_proj"]
+    )
+    assert type(found.target_modules) is list
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        ("model", {"target_parameters": ["a"]}, "target_parameters is not offered"),
+        ("model", {"lora": {"rank": 4}}, "lora.rank is not offered"),
+        ("model", {"lora_adapter_path": "there"}, "lora_adapter_path is not offered"),
+        ("model", {"mtp": {"enable": True}}, "mtp.enable is not offered"),
+        ("engine", {"qat": {"enable": True}}, "qat.enable is not offered"),
+        ("engine", {"router_replay": {"mode": "R2"}}, "router_replay.mode is not offered: got 'R2'"),
+        ("engine", {"dtype": "float16"}, "param_dtype is float16"),
+        ("engine", {"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size=2"),
+        ("optimizer", {"optimizer_impl": "torchao.optim"}, "optimizer_impl is not offered"),
+        ("optimizer", {"zero_indexed_step": False}, "zero_indexed_step is not offered"),
+        ("optimizer", {"grad_clip": -1.0}, "clip_grad=-1.0"),
+        ("optimizer", {"warmup_style": "cosine"}, "'cosine' needs total_training_steps"),
+    ],
+    ids=str,
+)
+def test_what_its_objects_ask_for_in_vain(tmp_path: Path, kind: str, options: Any, says: str) -> None:
+    from verl.workers import config as verls
+    from verl.workers.config.engine import EngineRouterReplayConfig, QATEngineConfig
+    from verl.workers.config.model import MtpConfig
+
+    test_qwen.write(tmp_path)
+    parts = {"qat": QATEngineConfig, "router_replay": EngineRouterReplayConfig, "mtp": MtpConfig}
+    options = {name: parts[name](**value) if name in parts else value for name, value in options.items()}
+
+    def made() -> Any:
+        if kind == "model":
+            return model_of(tmp_path, **options)
+        if kind == "engine":
+            return config.settings(config.EngineConfig, verls.FSDPEngineConfig(strategy="fsdp2", **options))
+        return config.settings(config.OptimizerConfig, verls.FSDPOptimizerConfig(**options))
+
+    with pytest.raises(ValueError, match=re.escape(says)):
+        made()
+
+
+def test_what_changes_no_value_is_said_once(tmp_path: Path, caplog: Any) -> None:
+    test_qwen.write(tmp_path)
+    once.forget()
+    for _ in range(2):
+        model_of(tmp_path, use_liger=True, tiled_mlp={"enabled": True, "num_shards": 2})
+    assert [record.getMessage().split(" ")[0] for record in caplog.records] == [
+        "use_liger=True",
+        "tiled_mlp.enabled=True",
+    ]

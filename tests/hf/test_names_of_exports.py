@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torch_dcp_backport import hf
-from torch_dcp_backport.hf import checking
+from torch_dcp_backport.transfer import once
 from torch_dcp_backport.transfer.layout import whole
 
 
@@ -125,7 +125,7 @@ def test_what_a_program_adds_to_a_whole_model_is_said_and_goes_along(tmp_path: P
     library = transformers()
     model = families.made("a language model")
     state = {**model.state_dict(), "v_head.summary.weight": torch.ones(1, 32)}
-    checking._said.clear()
+    once.forget()
     with caplog.at_level(logging.WARNING, "torch_dcp_backport.hf"):
         hf.save_state_dict(state, tmp_path / "m", like=model.config)
     assert "leaves out what a Qwen2ForCausalLM does not have: v_head.summary.weight" in caplog.text
@@ -207,7 +207,7 @@ def test_a_broken_export_in_the_place_of_the_files_proves_nothing(tmp_path: Path
 def test_of_a_class_that_nothing_tells_of_peft_is_refused_and_the_rest_said_once(
     tmp_path: Path, caplog
 ) -> None:
-    checking._said.clear()
+    once.forget()
     with caplog.at_level(logging.WARNING, "torch_dcp_backport.hf"):
         for name in "ab":
             hf.save_state_dict(OWN, tmp_path / name, like=CODE)

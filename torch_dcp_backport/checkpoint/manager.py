@@ -24,6 +24,7 @@ from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
 from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.once import warn_once
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -242,7 +243,7 @@ def check_settings(config: Any) -> None:
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
             raise ValueError(f"checkpoint_config has no {name}: there are {', '.join(SETTINGS)}{hint}")
         if setting(config, name):
-            say_once(f"checkpoint_config's {name} changes nothing here: {UNUSED[name]}")
+            warn_once(logger, f"checkpoint_config's {name} changes nothing here: {UNUSED[name]}")
 
 
 def names_in(config: Any) -> list[str]:
@@ -258,12 +259,6 @@ def names_in(config: Any) -> list[str]:
         return list(getattr(config, "_fields", ()))
     slots = [name for kind in type(config).__mro__ for name in getattr(kind, "__slots__", ())]
     return [*getattr(config, "__dict__", ()), *slots]
-
-
-@functools.cache
-def say_once(text: str) -> None:
-    """Log a warning, once in this process."""
-    logger.warning("%s", text)
 
 
 def contents_of(config: Any, name: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -25,7 +25,6 @@ from torch_dcp_backport.checkpoint.layout import (
     SHARDED,
     WORLD,
 )
-from torch_dcp_backport.checkpoint.manager import say_once
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
 from torch_dcp_backport.checkpoint.together import CANNOT_SAVE, make_folder
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, param_groups
@@ -45,6 +44,7 @@ from torch_dcp_backport.hf import Export
 from torch_dcp_backport.megatron import Parallel, save_hf
 from torch_dcp_backport.state_dict.optim.initial import init_optim_state
 from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.once import warn_once
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -138,7 +138,9 @@ class MegatronCheckpointManager(ShardedManager):
         asked = [name for name, value in others.items() if value is not None]
         asked += [] if use_dist_checkpointing else ["use_dist_checkpointing=False"]
         if asked:
-            say_once(f"{', '.join(asked)}: changes nothing here; all is saved as a sharded checkpoint")
+            warn_once(
+                logger, f"{', '.join(asked)}: changes nothing here; all is saved as a sharded checkpoint"
+            )
         chunks = [model] if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList) else model
         super().__init__(
             chunks,

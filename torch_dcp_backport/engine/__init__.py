@@ -23,12 +23,13 @@ from torch_dcp_backport.engine.fsdp import FSDPEngine, FSDPEngineWithLMHead, FSD
 from torch_dcp_backport.engine.heads import entropy, log_probs, next_log_probs, sft_loss, values
 from torch_dcp_backport.engine.mesh import Grid, Sizes, arrange, sizes_of
 from torch_dcp_backport.engine.move import move_model, move_optimizer
+from torch_dcp_backport.engine.reach import drop_unreached
 from torch_dcp_backport.engine.step import Stepped, divisor_of, grad_norm, schedule, step
 
 __all__ = [
     "BaseEngine", "EngineConfig", "EngineContext", "EngineRegistry", "FSDPEngine", "FSDPEngineWithLMHead",
     "FSDPEngineWithValueHead", "Grid", "Limit", "Micro", "ModelConfig", "OptimizerConfig", "Plan",
-    "Sharding", "Sizes", "Stepped", "arrange", "divisor_of", "entropy", "fill", "grad_norm",
+    "Sharding", "Sizes", "Stepped", "arrange", "divisor_of", "drop_unreached", "entropy", "fill", "grad_norm",
     "language_model", "log_probs", "materialize", "micro_batches", "model_inputs", "move_model",
     "move_optimizer", "next_log_probs", "parameters_on_meta", "plan", "restored", "schedule", "sft_loss",
     "shard", "sizes_of", "step", "tensors_of", "units_of", "value_model", "values", "whole_tensors",

@@ -1,18 +1,22 @@
 """Rows of a batch as micro-batches: the same number on every rank, and results in the order of the rows.
 
-Takes a mapping of tensors with rows first, padded or jagged (a TensorDict too). Knows no model.
+Takes a mapping of tensors with rows first, padded or jagged (a TensorDict too), and of values of the rows or
+of the batch. Knows no model.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
+from torch_dcp_backport.engine.checks import whole
 from torch_dcp_backport.transfer import Problem, problem_of, raise_together
 from torch_dcp_backport.transfer.consensus import share_findings
 from torch_dcp_backport.transfer.groups import Group, group_ranks
@@ -57,10 +61,18 @@ class Micro(NamedTuple):
         return not self.rows
 
 
-def plan(data: Any, limit: Limit, group: Group = None, *, needs_tokens: bool = True, copies: int = 1) -> Plan:
+def plan(
+    data: Any,
+    limit: Union[Limit, Callable[[], Limit]],
+    group: Group = None,
+    *,
+    needs_tokens: bool = True,
+    copies: int = 1,
+) -> Plan:
     """Cut a batch into the same number of micro-batches on every rank. Collective.
 
     Args:
+        limit: or a function that finds it: an error of the function is raised on every rank, too.
         needs_tokens: whether a batch without any token of a loss is an error.
         copies: the number of consecutive ranks that have the same rows (tensor parallelism).
 
@@ -71,7 +83,7 @@ def plan(data: Any, limit: Limit, group: Group = None, *, needs_tokens: bool = T
     problems: list[Problem] = []
     own = Plan([], [], 0, None)
     try:
-        own = plan_alone(data, limit, needs_tokens)
+        own = plan_alone(data, limit() if callable(limit) else limit, needs_tokens)
     except Exception as error:
         # Of any kind: the other ranks wait in the collective below.
         known = isinstance(error, (ValueError, KeyError))
@@ -110,10 +122,9 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
         ValueError: a row above the limit, an invalid limit, columns that do not fit.
         KeyError: a batch without a key that is needed.
     """
-    wanted = [name for name in ("rows", "tokens") if getattr(limit, name) is not None]
-    if len(wanted) != 1 or getattr(limit, wanted[0]) < 1:
-        raise ValueError(f"{limit}: expected a positive number of either rows or tokens")
+    limit = checked_limit(limit)
     keys = set(data.keys())
+    check_offered(data, keys)
     for key in (IDS, LOSS_MASK) if needs_tokens else (IDS,):
         if key not in keys:
             raise KeyError(f"the batch has no {key}; it has {', '.join(sorted(map(str, keys)))}")
@@ -131,6 +142,32 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
     else:
         parts = by_tokens(spans, limit.tokens or 0)
     return Plan(parts, spans, tokens, None if ids.is_nested else int(ids.shape[1]))
+
+
+def checked_limit(limit: Limit) -> Limit:
+    """Return a limit as a whole number, which may be given as text.
+
+    Raises:
+        ValueError: no number, or two of them.
+    """
+    with contextlib.suppress(ValueError):
+        sizes = {name: whole(1)(name, size) for name, size in limit._asdict().items() if size is not None}
+        if len(sizes) == 1:
+            return Limit(**sizes)
+    raise ValueError(f"{limit}: expected a positive number of either rows or tokens")
+
+
+def check_offered(data: Any, keys: set[Any]) -> None:
+    """Refuse what verl's own engines read of a batch, and which would have no effect.
+
+    Raises:
+        ValueError: images, or rows that have to stay together.
+    """
+    if "multi_modal_inputs" in keys and any(len(row or ()) for row in data["multi_modal_inputs"]):
+        raise ValueError("multi_modal_inputs: images and the like are not offered")
+    if "force_group_size" in keys and data["force_group_size"] not in (None, 1):
+        got = data["force_group_size"]
+        raise ValueError(f"force_group_size={got}: rows that stay together in a micro-batch are not offered")
 
 
 def digest_of(data: Any) -> int:
@@ -244,30 +281,66 @@ def spread(parts: Sequence[list[int]], count: int) -> list[list[int]]:
 
 
 def micro_batches(data: Any, plan: Plan) -> Iterator[Micro]:
-    """Yield the micro-batches of a plan; each is made when it is asked for."""
+    """Yield the micro-batches of a plan; each is made when it is asked for.
+
+    A tensor, array, list or tuple that is as long as the batch has rows is cut with the rows, also a tensor
+    or array in a dict within the batch. Each micro-batch gets the whole of everything else, and of a list
+    that a TensorDict has a single time for all rows.
+    """
     for rows in plan.parts:
         spans = [plan.spans[row] for row in rows] or [(0, 1)]
         columns = min(start for start, _ in spans), max(stop for _, stop in spans)
-        keys = list(data.keys())  # a TensorDict iterates over rows
-        yield Micro({key: _selected(key, data[key], rows, columns, plan) for key in keys}, rows, columns)
+        micro = {}
+        for key in list(data.keys()):  # a TensorDict iterates over rows
+            # Otherwise a list that happens to be as long as the batch would be cut.
+            is_common = type(data.get(key)).__name__ == "NonTensorData"
+            micro[key] = data[key] if is_common else _selected(key, data[key], rows, columns, plan)
+        yield Micro(micro, rows, columns)
 
 
 def _selected(key: str, value: Any, rows: list[int], columns: Span, plan: Plan) -> Any:
-    """Return the rows of a value; for a filler a single row of zeros."""
+    """Return the rows of a value; for a filler a single row of zeros of tensors, and nothing of all else."""
     count = len(plan.spans)
-    if not isinstance(value, torch.Tensor):
-        has_rows = isinstance(value, (list, tuple)) and len(value) == count
-        return [value[row] for row in rows] if has_rows else value
+    if isinstance(value, torch.Tensor):
+        return _selected_tensor(key, value, rows, columns, plan)
+    if isinstance(value, (list, tuple)):
+        return [value[row] for row in rows] if len(value) == count else value
+    if type(value) is dict or (isinstance(value, Mapping) and hasattr(value, "batch_size")):
+        parts = {name: value[name] for name in list(value.keys())}
+        return {
+            name: part if isinstance(part, (list, tuple)) else _selected(name, part, rows, columns, plan)
+            for name, part in parts.items()
+        }
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray) or not value.ndim or len(value) != count:
+        return value
+    picked = value[rows]
+    is_padded = plan.width is not None and value.ndim > 1 and value.shape[1] == plan.width
+    return picked[:, slice(*columns)] if is_padded else picked
+
+
+def _selected_tensor(key: str, value: Any, rows: list[int], columns: Span, plan: Plan) -> Any:
     if value.is_nested:
         made = value.unbind()
         picked = [made[row] for row in rows] or [value.values().new_zeros((1, *value.values().shape[1:]))]
         return torch.nested.as_nested_tensor(picked, layout=torch.jagged)
-    if not value.dim() or len(value) != count:
+    if not value.dim() or len(value) != len(plan.spans):
         return value
     picked_rows = value[rows] if rows else value.new_full((1, *value.shape[1:]), key == MASK)
     if plan.width is not None and value.dim() > 1 and value.shape[1] == plan.width:
         return picked_rows[:, slice(*columns)]
     return picked_rows
+
+
+def on_device(data: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a micro-batch with its tensors on a device, also those in dicts within it."""
+    moved: dict[str, Any] = {}
+    for name, value in data.items():
+        if type(value) is dict:
+            moved[name] = on_device(value, device)
+        else:
+            moved[name] = value.to(device) if isinstance(value, torch.Tensor) else value
+    return moved
 
 
 def model_inputs(data: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:

@@ -6,6 +6,9 @@ Knows modules and FSDP2; must never hold a full model.
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
+import logging
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +20,7 @@ import torch
 from torch import nn
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.engine import reach
 from torch_dcp_backport.engine.mesh import Grid
 from torch_dcp_backport.hf.moving import groups_of
 from torch_dcp_backport.hf.opening import opened
@@ -25,7 +29,10 @@ from torch_dcp_backport.hf.source import Source
 from torch_dcp_backport.hf.state import LOAD, Filled, load_state_dict
 from torch_dcp_backport.transfer import Call, layout_of
 from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.once import warn_once
 from torch_dcp_backport.transfer.staging import part_of
+
+logger = logging.getLogger("torch_dcp_backport.engine")
 
 #: Fills a full tensor with first values.
 Draw = Callable[[torch.Tensor, torch.Generator], None]
@@ -80,10 +87,15 @@ def parameters_on_meta(dtype: Optional[torch.dtype] = None) -> Iterator[None]:
 
 
 def outline(model: Optional[nn.Module]) -> dict[str, str]:
-    """Return a digest of the parameters, which must be the same on every rank."""
+    """Return digests of the parameters and the configuration, which must be the same on every rank."""
     params = () if model is None else model.named_parameters()
     names = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in params]
-    return {"parameters": f"{len(names)} ({zlib.crc32(repr(names).encode()):08x})"}
+    found = {"parameters": f"{len(names)} ({zlib.crc32(repr(names).encode()):08x})"}
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    if to_dict is not None:
+        config = {name: value for name, value in to_dict().items() if name != "_name_or_path"}
+        found["configuration"] = f"{zlib.crc32(json.dumps(config, sort_keys=True, default=str).encode()):08x}"
+    return found
 
 
 def configuration(asked: Any, dtype: Optional[torch.dtype] = None) -> Any:
@@ -94,18 +106,60 @@ def configuration(asked: Any, dtype: Optional[torch.dtype] = None) -> Any:
 
     Raises:
         FileNotFoundError: no such model here; transformers would look for it on the network.
+        ValueError: an override that is not offered.
     """
     import transformers
 
-    if not Path(asked.path, "config.json").is_file():
-        raise FileNotFoundError(f"{asked.path} has no config.json")
-    config = transformers.AutoConfig.from_pretrained(asked.path, trust_remote_code=asked.trust_remote_code)
-    for name, value in asked.override_config.items():
-        # Only from_pretrained() knows it by this name.
-        setattr(config, "_attn_implementation" if name == "attn_implementation" else name, value)
+    if asked.hf_config is not None:
+        config: Any = copy.deepcopy(asked.hf_config)
+        # verl asks for flash attention where nobody has said so: the choice is transformers', as from a file.
+        config._attn_implementation = None
+    else:
+        folder = asked.hf_config_path or asked.path
+        if not Path(folder, "config.json").is_file():
+            raise FileNotFoundError(f"{folder} has no config.json")
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=asked.trust_remote_code)
+    override(config, overrides_of(asked.override_config))
     if dtype is not None:
         setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
     return config
+
+
+def overrides_of(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the overrides of a configuration, which verl also has within "model_config".
+
+    Raises:
+        ValueError: a setting beside "model_config", which verl takes for Megatron.
+    """
+    if "model_config" not in asked:
+        return dict(asked)
+    beside = {
+        name: value for name, value in asked.items() if name not in ("model_config", "attn_implementation")
+    }
+    for name, value in beside.items():
+        if any(value.values()) if isinstance(value, Mapping) else value:
+            raise ValueError(
+                f"override_config has {name} beside model_config, which is not offered: got {value!r}"
+            )
+    attention = {name: asked[name] for name in ("attn_implementation",) if name in asked}
+    return {**attention, **(asked["model_config"] or {})}
+
+
+def override(config: Any, values: Mapping[str, Any]) -> None:
+    """Replace settings of a transformers configuration; a mapping replaces settings of a part of it."""
+    for name, value in values.items():
+        if name == "attn_implementation":
+            # Only from_pretrained() knows it by this name.
+            config._attn_implementation = value
+        elif isinstance(value, Mapping) and hasattr(getattr(config, name, None), "to_dict"):
+            override(getattr(config, name), value)
+        else:
+            if not hasattr(config, name):
+                warn_once(
+                    logger,
+                    f"override_config: a {type(config).__name__} has no {name}; the model may not read it",
+                )
+            setattr(config, name, value)
 
 
 def language_model(asked: Any, dtype: Optional[torch.dtype] = None) -> nn.Module:
@@ -143,7 +197,8 @@ def units_of(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
     """Return the modules that are sharded as units, inner first: blocks, and embeddings nothing else uses.
 
     Raises:
-        ValueError: a block class that does not occur, naming those that do; a tied parameter in two units.
+        ValueError: a block class that does not occur, naming those that do; a tied parameter in two units; an
+            expert of a sparse model as a unit.
     """
     wanted = getattr(model, "_no_split_modules", None) or () if blocks is None else blocks
     asked = (wanted,) if isinstance(wanted, (str, type)) else tuple(wanted)
@@ -162,6 +217,13 @@ def units_of(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
         is_tied = any(f"{path}.{name}" in shared for name, _ in module.named_parameters())
         if type(module).__name__ in names or (is_end and not is_tied):
             unit_by_path[path] = module
+    for path, unit in unit_by_path.items():
+        home = path.rpartition(".")[0]
+        if is_list_of_experts(home, model):
+            raise ValueError(
+                f"{path} ({type(unit).__name__}) cannot be a unit: it runs only on ranks whose tokens reach "
+                f"it, and the ranks gather a unit's parameters together; take the block around {home}"
+            )
     for tied in names_by_parameter(model).values():
         # The innermost of nested units.
         homes = {
@@ -174,8 +236,31 @@ def units_of(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
     return list(unit_by_path.values())[::-1]
 
 
+def check_layers(model: nn.Module) -> None:
+    """Refuse to train a model that leaves out layers at random: ranks would gather parameters by turns.
+
+    Raises:
+        ValueError: its configuration says so.
+    """
+    config = getattr(model, "config", None)
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, 0.0):
+            raise ValueError(
+                f"{name}={getattr(config, name)}: each rank would leave out other layers of a "
+                f"{type(model).__name__}; set it to 0 (override_config)"
+            )
+
+
+def is_list_of_experts(path: str, model: nn.Module) -> bool:
+    """Return whether a sparse model's tokens choose among the modules at the path."""
+    is_list = isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict))
+    return is_list and "expert" in path.rpartition(".")[2].lower()
+
+
 def shard(model: nn.Module, grid: Grid, sharding: Optional[Sharding] = None, blocks: Blocks = None) -> None:
     """Apply FSDP2 to each unit, then to the model; the parameters may be on meta.
+
+    Parameters without a gradient on this rank (experts that no token reaches) are reduced as zeros.
 
     Raises:
         ValueError: as `units_of`.
@@ -184,6 +269,8 @@ def shard(model: nn.Module, grid: Grid, sharding: Optional[Sharding] = None, blo
     arguments = (sharding or Sharding()).arguments(grid)
     for module in (*units, model):
         compat.fsdp2().fully_shard(module, **arguments)
+        if grid.dp_size > 1:
+            reach.reduce_alike(module)
 
 
 def materialize(model: nn.Module, device: torch.device, *, buffers: Optional[torch.device] = None) -> None:

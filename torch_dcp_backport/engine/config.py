@@ -6,16 +6,24 @@ All are checked before anything is made.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional, TypeVar, Union
 
 import torch
 
+from torch_dcp_backport.engine import verl
 from torch_dcp_backport.engine.batches import Limit
 from torch_dcp_backport.engine.build import Sharding
+from torch_dcp_backport.engine.checks import check_fields, clip, flag, number, optional, setting, whole
 from torch_dcp_backport.engine.step import check_schedule
+from torch_dcp_backport.transfer.once import warn_once
 
+logger = logging.getLogger("torch_dcp_backport.engine")
+
+#: Key of `wrap_policy`.
+BLOCKS = "transformer_layer_cls_to_wrap"
 DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
     "fp16": torch.float16, "float16": torch.float16,
@@ -28,30 +36,42 @@ class ModelConfig:
 
     #: A folder with config.json and safetensors files.
     path: str = ""
-    #: Settings that replace those of its configuration.
+    #: Settings that replace those of its configuration; also as verl has them, within "model_config".
     override_config: Mapping[str, Any] = field(default_factory=dict)
-    trust_remote_code: bool = False
-    enable_gradient_checkpointing: bool = False
+    trust_remote_code: bool = setting(False, flag)
+    enable_gradient_checkpointing: bool = setting(False, flag)
     #: Adapters of peft, which alone are trained; 0 is none.
-    lora_rank: int = 0
-    lora_alpha: int = 16
+    lora_rank: int = setting(0, whole(0))
+    lora_alpha: int = setting(16, whole(1))
     target_modules: Any = "all-linear"
     exclude_modules: Any = None
+    #: A folder with another config.json.
+    hf_config_path: Optional[str] = None
+    #: transformers' configuration itself, instead of any file.
+    hf_config: Any = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (str, list, tuple, set, frozenset)):
+                # OmegaConf's lists, which peft takes for something else.
+                object.__setattr__(self, name, list(value))
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """The arrangement of ranks, the sharding of the model, and the cutting of batches."""
 
-    fsdp_size: int = -1
-    tp_size: int = 1
-    ulysses_sequence_parallel_size: int = 1
-    reshard_after_forward: bool = True
+    fsdp_size: int = setting(-1, whole(-1))
+    tp_size: int = setting(1, whole(1))
+    ulysses_sequence_parallel_size: int = setting(1, whole(1))
+    reshard_after_forward: bool = setting(True, flag)
     #: By FSDP2, all the time; or by `to()`, between train_mode() and eval_mode().
-    offload_policy: bool = False
-    param_offload: bool = False
-    optimizer_offload: bool = False
-    forward_only: bool = False
+    offload_policy: bool = setting(False, flag)
+    param_offload: bool = setting(False, flag)
+    optimizer_offload: bool = setting(False, flag)
+    forward_only: bool = setting(False, flag)
     #: Of the parameters themselves.
     model_dtype: str = "fp32"
     #: param_dtype, reduce_dtype; as in verl bf16 and fp32 where nothing is set.
@@ -59,16 +79,21 @@ class EngineConfig:
     #: {"transformer_layer_cls_to_wrap": names of classes}
     wrap_policy: Mapping[str, Any] = field(default_factory=dict)
     #: By tokens; else by rows. A batch's own settings go first.
-    use_dynamic_bsz: bool = True
-    max_token_len_per_gpu: Optional[int] = None
-    micro_batch_size_per_gpu: Optional[int] = None
-    infer_max_token_len_per_gpu: Optional[int] = None
-    infer_micro_batch_size_per_gpu: Optional[int] = None
+    use_dynamic_bsz: bool = setting(True, flag)
+    max_token_len_per_gpu: Optional[int] = setting(None, optional(whole(1)))
+    micro_batch_size_per_gpu: Optional[int] = setting(None, optional(whole(1)))
+    infer_max_token_len_per_gpu: Optional[int] = setting(None, optional(whole(1)))
+    infer_micro_batch_size_per_gpu: Optional[int] = setting(None, optional(whole(1)))
     #: Gradients are reduced after "each" micro-batch, or after the "last": full ones are kept until then.
     gradient_sync: str = "each"
-    seed: int = 42
+    seed: int = setting(42, whole(0))
+    #: Seed all random numbers of the process, and take deterministic algorithms where there are any.
+    full_determinism: bool = setting(False, flag)
+    #: The param_dtype of a `mixed_precision` without any.
+    dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.ulysses_sequence_parallel_size != 1:
             got = self.ulysses_sequence_parallel_size
             raise ValueError(f"ulysses_sequence_parallel_size={got}: sequence parallelism is not offered")
@@ -79,30 +104,50 @@ class EngineConfig:
             )
         if self.gradient_sync not in ("each", "last"):
             raise ValueError(f"gradient_sync={self.gradient_sync!r} is neither 'each' nor 'last'")
-        dtype_of(self.model_dtype)
-        _ = self.sharding
+        unknown = sorted(set(self.wrap_policy) - {BLOCKS, "min_num_params", "disable"})
+        if unknown:
+            raise ValueError(f"no setting of wrap_policy: {', '.join(unknown)}; there is {BLOCKS}")
+        for name in ("min_num_params", "disable"):
+            if self.wrap_policy.get(name):
+                warn_once(
+                    logger,
+                    f"wrap_policy.{name}={self.wrap_policy[name]!r} has no effect here: units are blocks",
+                )
+        halves = {"model_dtype": dtype_of(self.model_dtype), **self.sharding._asdict()}
+        for name in ("model_dtype", "param_dtype", "reduce_dtype"):
+            if halves[name] == torch.float16 and not self.forward_only:
+                raise ValueError(
+                    f"{name} is float16: gradients would vanish without a scale of the loss, which is not "
+                    "offered; take bf16 or fp32, or forward_only=True"
+                )
 
     @property
     def sharding(self) -> Sharding:
-        unknown = sorted(set(self.mixed_precision or {}) - {"param_dtype", "reduce_dtype", "buffer_dtype"})
+        asked = {"param_dtype": self.dtype, "reduce_dtype": "fp32", **(self.mixed_precision or {})}
+        unknown = sorted(set(asked) - {"param_dtype", "reduce_dtype", "buffer_dtype"})
         if unknown:
             raise ValueError(f"no setting of mixed_precision: {', '.join(unknown)}")
-        asked = {"param_dtype": "bf16", "reduce_dtype": "fp32", **(self.mixed_precision or {})}
+        if dtype_of(asked.get("buffer_dtype")) not in (None, torch.float32):
+            raise ValueError(f"buffer_dtype={asked['buffer_dtype']!r}: FSDP2 leaves buffers as they are")
         param_dtype, reduce_dtype = (dtype_of(asked[name]) for name in ("param_dtype", "reduce_dtype"))
         return Sharding(self.reshard_after_forward, param_dtype, reduce_dtype, self.offload_policy)
 
     def limit(self, data: Any, is_inference: bool) -> Limit:
-        """Return the size of a batch's micro-batches."""
+        """Return the size of a batch's micro-batches.
 
-        def setting(name: str) -> Any:
+        Raises:
+            ValueError: a setting of the batch that cannot be.
+        """
+
+        def setting_of(name: str) -> Any:
             if name in set(data.keys()):  # a TensorDict iterates over rows
                 return data[name]
             own = getattr(self, f"infer_{name}", None) if is_inference else None
             return getattr(self, name) if own is None else own
 
-        if setting("use_dynamic_bsz"):
-            return Limit(tokens=setting("max_token_len_per_gpu"))
-        return Limit(rows=setting("micro_batch_size_per_gpu"))
+        if flag("use_dynamic_bsz", setting_of("use_dynamic_bsz")):
+            return Limit(tokens=setting_of("max_token_len_per_gpu"))
+        return Limit(rows=setting_of("micro_batch_size_per_gpu"))
 
 
 @dataclass(frozen=True)
@@ -110,23 +155,34 @@ class OptimizerConfig:
     """The optimizer, a class of torch.optim, and its schedule."""
 
     optimizer: str = "AdamW"
-    lr: float = 1e-3
+    lr: float = setting(1e-3, number(0))
     betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.01
+    weight_decay: float = setting(0.01, number(0))
     override_optimizer_config: Optional[Mapping[str, Any]] = None
-    clip_grad: Optional[float] = 1.0
+    #: None does not clip.
+    clip_grad: Optional[float] = setting(1.0, optional(clip))
     lr_scheduler_type: str = "constant"
-    lr_warmup_steps: Optional[int] = -1
-    lr_warmup_steps_ratio: float = 0.0
-    total_training_steps: int = -1
-    min_lr_ratio: Optional[float] = None
-    num_cycles: float = 0.5
+    lr_warmup_steps: Optional[int] = setting(-1, optional(whole()))
+    lr_warmup_steps_ratio: float = setting(0.0, number(0, 1))
+    total_training_steps: int = setting(-1, whole())
+    min_lr_ratio: Optional[float] = setting(None, optional(number(0, 1)))
+    num_cycles: float = setting(0.5, number(0))
 
     def __post_init__(self) -> None:
+        check_fields(self)
         kind = getattr(torch.optim, self.optimizer, None)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ValueError(f"optimizer={self.optimizer!r} is none of torch.optim")
+        if len(tuple(self.betas)) != 2:
+            raise ValueError(f"betas={self.betas!r}: expected two numbers")
+        below_one = number(0, below=1)
+        object.__setattr__(self, "betas", tuple(below_one("betas", beta) for beta in self.betas))
         check_schedule(self.lr_scheduler_type, self.total_training_steps)
+        if self.lr_warmup_steps_ratio and (self.lr_warmup_steps or 0) <= 0 and self.total_training_steps <= 0:
+            raise ValueError(
+                f"lr_warmup_steps_ratio={self.lr_warmup_steps_ratio} needs total_training_steps, "
+                f"got {self.total_training_steps}"
+            )
 
     @property
     def warmup(self) -> int:
@@ -136,11 +192,19 @@ class OptimizerConfig:
         return int(self.lr_warmup_steps_ratio * self.total_training_steps)
 
     def made(self, params: Any) -> torch.optim.Optimizer:
+        """Make the optimizer.
+
+        Raises:
+            ValueError: the optimizer does not take the settings.
+        """
         options = {"lr": self.lr, "weight_decay": self.weight_decay}
         if "Adam" in self.optimizer:
             options["betas"] = self.betas  # type: ignore[assignment]
         options.update(self.override_optimizer_config or {})
-        made: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(params, **options)
+        try:
+            made: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(params, **options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"optimizer={self.optimizer!r} does not take {options}: {error}") from error
         return made
 
 
@@ -150,17 +214,18 @@ def dtype_of(name: Union[str, torch.dtype, None]) -> Optional[torch.dtype]:
     Raises:
         ValueError: another name.
     """
-    if name is None or isinstance(name, torch.dtype):
-        return name
+    if name is None or name in DTYPES.values():
+        return name  # type: ignore[return-value]
     if name not in DTYPES:
         raise ValueError(f"{name!r} is no dtype; there are {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return DTYPES[name]  # type: ignore[index]
 
 
 def spelled(config: Any) -> str:
-    """Return settings as text, the same in every process; without paths, which may differ."""
+    """Return settings as text, the same in every process; without paths and what they lead to."""
     fields = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
-    fields.pop("path", None)
+    for name in ("path", "hf_config_path", "hf_config"):
+        fields.pop(name, None)
     return ", ".join(f"{name}={_ordered(value)!r}" for name, value in fields.items())
 
 
@@ -175,33 +240,27 @@ Kind = TypeVar("Kind", ModelConfig, EngineConfig, OptimizerConfig)
 
 
 def settings(kind: type[Kind], given: Any) -> Kind:
-    """Return settings from an object or a mapping with fields of the same names; None is the defaults.
+    """Return settings from a mapping, or from an object of verl's; None is the defaults.
 
     Raises:
-        ValueError: a mapping with other names, a value that is not offered, ...
+        ValueError: a setting that is not known or not offered, or a value that cannot be.
     """
     if isinstance(given, kind):
         return given
-    names = [entry.name for entry in dataclasses.fields(kind)]
     if given is None:
         return kind()
-    # verl's own are mappings and dataclasses, and have more fields.
+    known = {ModelConfig: verl.MODEL, EngineConfig: verl.ENGINE, OptimizerConfig: verl.OPTIMIZER}[kind]
+    entries = {entry.name: entry for entry in dataclasses.fields(kind)}
+    # verl's own objects are mappings, too.
     if isinstance(given, Mapping) and not dataclasses.is_dataclass(given):
-        unknown = sorted(set(map(str, given)) - set(names))
-        if unknown:
-            raise ValueError(f"no setting of a {kind.__name__}: {', '.join(unknown)}; there are {names}")
-        return kind(**given)
-    would_change = {
-        "qat": getattr(getattr(given, "qat", None), "enable", False),
-        "zero_indexed_step=False": not getattr(given, "zero_indexed_step", True),
-        "optimizer_impl": getattr(given, "optimizer_impl", "torch.optim") != "torch.optim",
-        "lora_adapter_path": getattr(given, "lora_adapter_path", None),
-        "lora.merge": (getattr(given, "lora", None) or {}).get("merge", False),
-        "target_parameters": getattr(given, "target_parameters", None),
-    }
-    for name, is_asked in would_change.items():
-        if is_asked:
-            raise ValueError(f"{name} is not offered")
-    values = {name: getattr(given, name) for name in names if getattr(given, name, None) is not None}
-    local = getattr(given, "local_path", None)
-    return kind(**{**values, "path": local} if local and "path" in names else values)
+        verl.check_mapping(given, known, kind.__name__, list(entries))
+        values = {name: given[name] for name in entries if name in given}
+    else:
+        verl.check_object(given, known)
+        values = {name: getattr(given, name) for name in entries if hasattr(given, name)}
+        for name, local in (("path", "local_path"), ("hf_config_path", "local_hf_config_path")):
+            if name in entries and getattr(given, local, None):
+                values[name] = getattr(given, local)
+    # Of most settings None stands for the default, of some it is a value.
+    is_value = {name: "Optional" in str(entry.type) for name, entry in entries.items()}
+    return kind(**{name: value for name, value in values.items() if value is not None or is_value[name]})

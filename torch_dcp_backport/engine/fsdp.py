@@ -15,7 +15,17 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.engine import batches, build, heads, lora, move, tensor_parallel
+from torch_dcp_backport.engine import (
+    batches,
+    build,
+    determinism,
+    heads,
+    lora,
+    move,
+    reach,
+    tensor_parallel,
+    verl,
+)
 from torch_dcp_backport.engine import step as steps
 from torch_dcp_backport.engine.base import BaseEngine, EngineRegistry, default_device
 from torch_dcp_backport.engine.config import (
@@ -29,7 +39,8 @@ from torch_dcp_backport.engine.config import (
 from torch_dcp_backport.engine.export import whole_tensors
 from torch_dcp_backport.engine.mesh import Grid, arrange
 from torch_dcp_backport.hf.moving import agree, groups_of
-from torch_dcp_backport.transfer import Call
+from torch_dcp_backport.transfer import Call, raise_together
+from torch_dcp_backport.transfer.consensus import agree_on_mesh
 
 BACKENDS, DEVICES = ["fsdp", "fsdp2"], ["cuda", "npu", "xpu", "hpu", "cpu"]
 
@@ -60,14 +71,19 @@ class FSDPEngine(BaseEngine):
             device: a type; None is this machine's accelerator, or the CPU.
 
         Raises:
-            ValueError: a setting that is not offered, or two that exclude each other.
+            ValueError: a setting that is not offered or cannot be, or two that exclude each other; on every
+                rank.
         """
-        self.model_config = settings(ModelConfig, model_config)
+        with Call("cannot make the engine", "settings", groups_of()) as call:
+            with call.guard():
+                self.model_config = settings(ModelConfig, model_config)
+                self.engine_config = settings(EngineConfig, engine_config)
+            findings, _ = agree_on_mesh(call.findings, call.groups)
+            raise_together(call.title, findings, call.cause, ValueError)
         #: A tokenizer or processor, where verl's object has it: its files go into every checkpoint.
         self.processing_class = getattr(model_config, "processor", None) or getattr(
             model_config, "tokenizer", None
         )
-        self.engine_config = settings(EngineConfig, engine_config)
         #: Read by `initialize`: until then verl's trainers still write the number of steps into it.
         self.optimizer_config = optimizer_config
         self.checkpoint_config = checkpoint_config
@@ -93,12 +109,12 @@ class FSDPEngine(BaseEngine):
             RuntimeError: as `build.fill`, `mesh.arrange` and `step.divisor_of`; on every rank.
         """
         own = self.engine_config
-        asked = self.optimizer_config = settings(OptimizerConfig, self.optimizer_config)
         self.module = self.build()
         #: Factor of losses, so that gradients are means.
         self.scale = 1.0
         if not own.forward_only:
             self.scale = steps.divisor_of(self.grid, own.sharding) / self.grid.dp_size
+            asked = self.optimizer_config
             trained = [param for param in self.module.parameters() if param.requires_grad]
             self.optimizer = asked.made(trained)
             self.lr_scheduler = steps.schedule(
@@ -128,6 +144,13 @@ class FSDPEngine(BaseEngine):
         model: Any = None
         with Call("cannot build the model", "build", groups_of()) as call:
             dtype = dtype_of(own.model_dtype)
+            with call.guard():
+                if not own.forward_only:
+                    self.optimizer_config = settings(OptimizerConfig, self.optimizer_config)
+                    # Whether it takes its settings: before anything large is made.
+                    self.optimizer_config.made([torch.nn.Parameter(torch.zeros(1, 1))])
+                if own.full_determinism:
+                    determinism.enable(own.seed)
             with call.guard(), build.parameters_on_meta(dtype):
                 model = self.make_model(asked, dtype)
                 if asked.enable_gradient_checkpointing:
@@ -135,10 +158,12 @@ class FSDPEngine(BaseEngine):
                 if asked.lora_rank:
                     model = lora.adapted(model, asked)
                 build.units_of(model, blocks)
+                if not own.forward_only:
+                    build.check_layers(model)
+                    tensor_parallel.check_dropout(model, self.grid)
                 tensor_parallel.styles_of(model, self.grid)
-            settings_by_type = {
-                type(part).__name__: spelled(part) for part in (own, asked, self.optimizer_config)
-            }
+            parts = [own, asked, *(() if own.forward_only else (self.optimizer_config,))]
+            settings_by_type = {} if call.problems else {type(part).__name__: spelled(part) for part in parts}
             agree(call, common={**settings_by_type, **build.outline(model)})
         tensor_parallel.parallelize(model, self.grid)
         build.shard(model, self.grid, own.sharding, blocks)
@@ -165,7 +190,7 @@ class FSDPEngine(BaseEngine):
         Raises:
             RuntimeError: as `batches.plan`; on every rank.
         """
-        limit, copies = self.engine_config.limit(data, forward_only), self.grid.sizes.tp
+        limit, copies = functools.partial(self.engine_config.limit, data, forward_only), self.grid.sizes.tp
         plan = batches.plan(data, limit, needs_tokens=loss_function is not None, copies=copies)
         common = {"batch_num_tokens": plan.tokens, "dp_size": self.grid.dp_size}
         outputs, losses, metrics = [], [], {}  # type: ignore[var-annotated]
@@ -175,9 +200,12 @@ class FSDPEngine(BaseEngine):
             try:
                 loss, output = self.forward_step(micro, common, loss_function)
                 if not forward_only:
-                    torch.autograd.backward(loss * self.scale)
+                    # In one process there is no such row, and its tokens reach no expert.
+                    is_company = reach.uncounted(self.module) if micro.is_filler else contextlib.nullcontext()
+                    with is_company:
+                        torch.autograd.backward(loss * self.scale)
             except BaseException:
-                compat.abandon_pass(self.module)
+                reach.abandon_pass(self.module)
                 raise
             outputs.append({name: value.detach() for name, value in output["model_output"].items()})
             if not micro.is_filler:
@@ -193,11 +221,7 @@ class FSDPEngine(BaseEngine):
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return loss, and outputs with metrics, of a micro-batch."""
         device = compat.current_device(self.device)
-        data = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value
-            for name, value in micro.data.items()
-        }
-        data.update(common)
+        data = {**batches.on_device(micro.data, device), **common}
         inputs = batches.model_inputs(data, device)
         logits = self.module(**inputs, use_cache=False).logits
         outputs = self.prepare_model_outputs(logits, inputs, data)
@@ -256,15 +280,21 @@ class FSDPEngine(BaseEngine):
         hdfs_path: Optional[str] = None,
         global_step: int = 0,
         max_ckpt_to_keep: Optional[int] = None,
-        **_: Any,
+        **unknown: Any,
     ) -> None:
         """Save as `checkpoint.FSDPCheckpointManager.save_checkpoint` does. Collective."""
+        verl.say_unknown("save_checkpoint", unknown)
         self.checkpoint_manager.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     def load_checkpoint(
-        self, local_path: Any, hdfs_path: Optional[str] = None, del_local_after_load: bool = False, **_: Any
+        self,
+        local_path: Any,
+        hdfs_path: Optional[str] = None,
+        del_local_after_load: bool = False,
+        **unknown: Any,
     ) -> None:
         """Load as `checkpoint.FSDPCheckpointManager.load_checkpoint` does. Collective."""
+        verl.say_unknown("load_checkpoint", unknown)
         self.checkpoint_manager.load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
     def get_per_tensor_param(
@@ -274,15 +304,17 @@ class FSDPEngine(BaseEngine):
         *,
         to: Optional[int] = None,
         dtype: Optional[torch.dtype] = torch.bfloat16,
-        **_: Any,
+        **unknown: Any,
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], Optional[dict[str, Any]]]:
         """Return full tensors for a rollout, in buckets, and peft's configuration. Collective as it is read.
 
         Args:
             base_sync_done: with adapters, these alone; else the model's own weights, under the files' names.
             to: the rank that receives; None is every rank.
+            layered_summon: verl's, and without effect: buckets take no more memory for all layers.
             dtype: as verl's; None is that of the parameters.
         """
+        verl.say_unknown("get_per_tensor_param", unknown)
         adapter = lora.config_of(self.module)
         tensors = build.tensors_of(self.module)
         if adapter is not None:

@@ -5,7 +5,7 @@ Must never leave ranks that share nothing without saying so: a shard size of 1 i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch.distributed as dist
 from torch.distributed import device_mesh
@@ -78,6 +78,30 @@ def sizes_of(world: int, fsdp_size: int = -1, tp_size: int = 1) -> Sizes:
     return Sizes(data // shard, shard, tp_size)
 
 
+#: The default process group of the meshes, and the meshes by type of device and sizes.
+_made: tuple[Any, dict[tuple[str, Sizes], DeviceMesh]] = (None, {})
+
+
+def meshes_of(world: Any) -> dict[tuple[str, Sizes], DeviceMesh]:
+    """Return the meshes that were made of the ranks of the default process group.
+
+    torch makes process groups for each mesh, and keeps them until the program ends: an engine after another
+    takes the same mesh.
+    """
+    global _made
+    if _made[0] is not world:
+        _made = (world, {})
+    return _made[1]
+
+
+def mesh_of(device_type: str, sizes: Sizes) -> DeviceMesh:
+    """Make a mesh under verl's names. Collective."""
+    extents = {"ddp": sizes.replicate, "fsdp": sizes.shard, "tp": sizes.tp}
+    # A dimension of one rank is left out, but never the one that shards.
+    dims = {name: size for name, size in extents.items() if size > 1 or name == "fsdp"}
+    return device_mesh.init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+
+
 def arrange(device_type: str, fsdp_size: int = -1, tp_size: int = 1) -> Grid:
     """Arrange the ranks of the default process group. Collective.
 
@@ -91,11 +115,12 @@ def arrange(device_type: str, fsdp_size: int = -1, tp_size: int = 1) -> Grid:
         with call.guard():
             sizes = sizes_of(dist.get_world_size(), fsdp_size, tp_size)
         asked = {"device": device_type, "fsdp_size": str(fsdp_size), "tp_size": str(tp_size)}
-        agree(call, common=asked)
-    extents = {"ddp": sizes.replicate, "fsdp": sizes.shard, "tp": sizes.tp}
-    # verl's names. A dimension of one rank is left out, but never the one that shards.
-    dims = {name: size for name, size in extents.items() if size > 1 or name == "fsdp"}
-    mesh = device_mesh.init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        made = meshes_of(dist.group.WORLD)
+        is_made = (device_type, sizes) in made
+        tables = agree(call, condition=str(is_made), note=is_made, common=asked).tables
+    if not all(table.note for table in tables):
+        made[device_type, sizes] = mesh_of(device_type, sizes)
+    mesh = made[device_type, sizes]
     if sizes.tp == 1:
         return Grid(sizes, mesh, mesh, None)
     return Grid(sizes, mesh, mesh["fsdp"], mesh["tp"])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.engine import reach
 
 
 @torch.no_grad()
@@ -29,9 +30,12 @@ def move_model(model: nn.Module, device: torch.device) -> None:
             f"cannot move the model to {device}: offload_policy=True keeps its parameters on the host, and "
             "brings them to the device itself; use either that or param_offload and to()"
         )
+    unreached = [param for param in model.parameters() if reach.is_unreached(param.grad)]
     # FSDP2 looks at its shards anew in `_apply`, and nowhere else.
     apply: Any = model._apply
     apply(lambda tensor: tensor.to(device))
+    for param in unreached:
+        reach.mark(param.grad)
     _give_back(device)
 
 

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.engine import reach
 from torch_dcp_backport.engine.build import Sharding
+from torch_dcp_backport.engine.checks import clip
 from torch_dcp_backport.engine.mesh import TITLE, Grid
 from torch_dcp_backport.transfer import layout_of
 from torch_dcp_backport.transfer.wire import device_for
@@ -77,10 +79,11 @@ def grad_norm(params: Iterable[torch.Tensor]) -> float:
     The gradients may be on different meshes, or on the host, where torch's own helpers give up. Meshes of a
     part of the ranks count as replicas of each other: pipeline stages are not offered.
     """
-    return _norm_of(local_gradients(params))
+    return _norm_of(local_gradients(params))[0]
 
 
-def _norm_of(gradients: Sequence[tuple[torch.Tensor, float]]) -> float:
+def _norm_of(gradients: Sequence[tuple[torch.Tensor, float]], unreached: int = 0) -> tuple[float, bool]:
+    """Return the norm, and whether a rank has gradients of parameters that its tokens did not reach."""
     total = torch.zeros((), dtype=torch.float64)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for local, part in gradients:
@@ -91,10 +94,12 @@ def _norm_of(gradients: Sequence[tuple[torch.Tensor, float]]) -> float:
             by_device.setdefault(local.device, []).append(norm.double().square() * part)
     for squares in by_device.values():
         total += torch.stack(squares).sum().cpu()
+    sums = torch.stack([total, total.new_tensor(unreached)])
     if dist.get_world_size() > 1:
-        total = total.to(device_for(None))
-        dist.all_reduce(total)
-    return math.sqrt(total.item())
+        sums = sums.to(device_for(None))
+        dist.all_reduce(sums)
+    square, count = sums.tolist()
+    return math.sqrt(square), count > 0
 
 
 class Stepped(NamedTuple):
@@ -109,13 +114,24 @@ class Stepped(NamedTuple):
 def step(optimizer: torch.optim.Optimizer, max_norm: Optional[float] = None) -> Stepped:
     """Clip the gradients by their norm and step; with any that is not finite no rank does. Collective.
 
-    A skipped step leaves parameters and states as they were, and drops the gradients.
+    A skipped step leaves parameters and states as they were, and drops the gradients. Parameters that no
+    token of any rank has reached are left alone, as by a step in one process.
+
+    Args:
+        max_norm: above 0; None clips nothing.
+
+    Raises:
+        ValueError: another `max_norm`.
     """
-    gradients = local_gradients(param for group in optimizer.param_groups for param in group["params"])
-    norm = _norm_of(gradients)
+    max_norm = None if max_norm is None else clip("max_norm", max_norm)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    gradients = local_gradients(params)
+    norm, is_unreached = _norm_of(gradients, sum(reach.is_unreached(param.grad) for param in params))
     if not math.isfinite(norm):
         optimizer.zero_grad()
         return Stepped(norm, True)
+    if is_unreached:
+        reach.drop_unreached(params)
     if gradients and max_norm is not None and norm + 1e-6 > max_norm:
         torch._foreach_mul_([local for local, _ in gradients], max_norm / (norm + 1e-6))
     optimizer.step()

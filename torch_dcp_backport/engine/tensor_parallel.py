@@ -18,6 +18,32 @@ from torch_dcp_backport.engine.build import names_by_parameter, tie
 from torch_dcp_backport.engine.mesh import Grid
 
 STYLES = {"colwise": parallel.ColwiseParallel, "rowwise": parallel.RowwiseParallel}
+#: The model types of transformers whose training is that of one process (test_tensor_parallel.py). A plan
+#: alone promises nothing: another type may crash in its first batch, or compute something else.
+FAMILIES = frozenset({
+    "arcee", "code_llama", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
+    "gpt_neox", "granite", "helium", "llama", "ministral", "mistral", "olmo", "phi", "qwen2", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "vaultgemma",
+})  # fmt: skip
+#: Model type with a plan of styles that are offered -> why it is refused all the same.
+REASONS = {
+    "aria_text": "its experts write to parts of a plain tensor",
+    "deepseek_v2": "its attention has projections that all heads share",
+    "glm4_moe": "its router adds a plain buffer to its scores",
+    "longcat_flash": "its router computes with the weight of a module within it",
+    "qwen2_moe": "its attention takes hidden_size for the width of its heads",
+    "qwen3_next": "its linear attention has parameters beside its modules",
+}
+#: Random zeros in what every rank computes: a rank would draw others than those beside it. Those of attention
+#: are of the rank's own heads.
+DROPOUTS = (
+    "residual_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "embedding_dropout",
+    "hidden_dropout",
+    "mlp_dropout",
+)
 #: Norms of each head of queries and keys (Qwen3, Gemma3): they see the heads of their rank alone.
 OF_HEADS = re.compile(r".*[.][qk]_(layer)?norm")
 
@@ -26,19 +52,32 @@ def styles_of(model: Any, grid: Grid) -> dict[str, Any]:
     """Return path of a module -> torch's style that cuts it; empty without tensor parallelism.
 
     Raises:
-        ValueError: a model without a plan, with a style that is not offered, or heads that do not divide.
+        ValueError: a family that is not offered, a model without a plan or with a style that is not offered,
+            or sizes that do not divide.
     """
     if grid.tp is None:
         return {}
-    plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    asked = f"tp_size={grid.sizes.tp}"
+    config: Any = getattr(model, "config", None)
+    plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
-        raise ValueError(f"tp_size={grid.sizes.tp}: a {type(model).__name__} has no plan for it")
+        raise ValueError(f"{asked}: a {type(model).__name__} has no plan for it")
     unknown = sorted({style for style in plan.values() if style not in STYLES})
     if unknown:
-        raise ValueError(f"tp_size={grid.sizes.tp}: the plan of a {type(model).__name__} has {unknown}")
+        raise ValueError(f"{asked}: the plan of a {type(model).__name__} has {unknown}")
+    family = getattr(config, "model_type", "")
+    if family not in FAMILIES:
+        why = REASONS.get(family, "it has not been tried")
+        raise ValueError(
+            f"{asked} is not offered for {family!r}: {why}; there are {', '.join(sorted(FAMILIES))}"
+        )
+    if getattr(config, "clip_qkv", None):
+        raise ValueError(
+            f"{asked} is not offered with clip_qkv={config.clip_qkv}, which writes to what TP returns"
+        )
     for name in ("num_attention_heads", "num_key_value_heads"):
-        if (getattr(model.config, name, None) or 0) % grid.sizes.tp:
-            raise ValueError(f"tp_size={grid.sizes.tp} does not divide {name}={getattr(model.config, name)}")
+        if (getattr(config, name, None) or 0) % grid.sizes.tp:
+            raise ValueError(f"{asked} does not divide {name}={getattr(config, name)}")
     styles = {}
     for path, module in model.named_modules():
         for pattern, style in plan.items():
@@ -49,10 +88,29 @@ def styles_of(model: Any, grid: Grid) -> dict[str, Any]:
                     # Of an adapter's two matrices only this has the dimension that is cut.
                     inner = "lora_B" if style == "colwise" else "lora_A"
                     cut = [f"{path}.base_layer", *(f"{path}.{inner}.{name}" for name in module.lora_A)]
+                for name in cut:
+                    size = model.get_submodule(name).weight.shape[0 if style == "colwise" else 1]
+                    if size % grid.sizes.tp:
+                        raise ValueError(f"{asked} does not divide the {size} features of {name}")
                 styles.update({name: STYLES[style]() for name in cut})
     if not styles:
-        raise ValueError(f"tp_size={grid.sizes.tp}: a {type(model).__name__} has none of {sorted(plan)}")
+        raise ValueError(f"{asked}: a {type(model).__name__} has none of {sorted(plan)}")
     return styles
+
+
+def check_dropout(model: Any, grid: Grid) -> None:
+    """Refuse to train with random zeros that ranks which compute the same would not draw alike.
+
+    Raises:
+        ValueError: the model's configuration asks for some.
+    """
+    config = getattr(model, "config", None)
+    for name in DROPOUTS:
+        if grid.tp is not None and getattr(config, name, None):
+            raise ValueError(
+                f"tp_size={grid.sizes.tp} is not offered with {name}={getattr(config, name)}: each rank "
+                "would drop out others; set it to 0 (override_config)"
+            )
 
 
 def parallelize(model: nn.Module, grid: Grid) -> None:

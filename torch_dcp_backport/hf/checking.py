@@ -21,6 +21,7 @@ from torch_dcp_backport.hf.format import is_plain
 from torch_dcp_backport.hf.source import INDEX
 from torch_dcp_backport.hf.source import Folder as Files
 from torch_dcp_backport.transfer import Problem, TensorInfo
+from torch_dcp_backport.transfer.once import warn_once
 
 logger = logging.getLogger("torch_dcp_backport.hf")
 
@@ -37,7 +38,6 @@ LAYER = re.compile(r"\.layers\.(\d+)\.")
 COMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 SHOWN = 3
 #: What was said already in this process.
-_said: set[str] = set()
 
 
 class Verdict(NamedTuple):
@@ -70,7 +70,9 @@ def examine(
     """
     changed, has_quantised = dict(config), any(map(is_quantised, tensors.values()))
     if changed.get(QUANTISED) and not has_quantised:
-        say(f"the weights are not quantised: config.json goes without the {QUANTISED} that it had")
+        warn_once(
+            logger, f"the weights are not quantised: config.json goes without the {QUANTISED} that it had"
+        )
         del changed[QUANTISED]
     source = infos_in(origin)
     if not has_quantised and any(info is not None and is_quantised(info) for info in source.values()):
@@ -101,7 +103,10 @@ def examine(
         routes = found.reading.routes
         kept |= {route.key for name, route in routes.items() if name in names and not route.steps}
     if found.reading.unexpected:
-        say(f"from_pretrained leaves out what a {found.name} does not have: {some(found.reading.unexpected)}")
+        warn_once(
+            logger,
+            f"from_pretrained leaves out what a {found.name} does not have: {some(found.reading.unexpected)}",
+        )
     return Verdict(found.config, [], frozenset(kept), tuple(found.reading.tied))
 
 
@@ -156,7 +161,10 @@ def _class_of(config: dict[str, Any], tensors: Mapping[str, TensorInfo], asked: 
     if chosen is None:
         return every[0]._replace(problems=misfits(every[0])) if every else None
     if chosen.name != asked and asked:
-        say(f"these are the tensors of a {chosen.name}: the export's config.json names it, not {asked}")
+        warn_once(
+            logger,
+            f"these are the tensors of a {chosen.name}: the export's config.json names it, not {asked}",
+        )
     if chosen.name == asked and chosen.config[ARCHITECTURES] != config[ARCHITECTURES]:
         return chosen._replace(config={**chosen.config, ARCHITECTURES: config[ARCHITECTURES]})
     return chosen
@@ -228,7 +236,10 @@ def _by_names(
         problems = of_peft(tensors)
         kind = _declared(config) or config.get("model_type")
         if not problems:
-            say(f"the tensors' names are not compared with those of a {kind} ({why}, and no files of it)")
+            warn_once(
+                logger,
+                f"the tensors' names are not compared with those of a {kind} ({why}, and no files of it)",
+            )
         return problems
     missing = missing_from(tensors, source, config)
     problems = [Problem(f"not in the export, and in the model's own files ({why})", some(missing))]
@@ -319,10 +330,3 @@ def some(names: Collection[str]) -> str:
     """Return the first of some names as text, and how many more there are."""
     shown = ", ".join(list(names)[:SHOWN])
     return shown + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-
-
-def say(text: str) -> None:
-    """Warn, once in a process."""
-    if text not in _said:
-        _said.add(text)
-        logger.warning("%s", text)

@@ -45,6 +45,7 @@ from torch_dcp_backport.dist_checkpointing.engine.table import (
 )
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
 from torch_dcp_backport.transfer import Box, Call, Problem, problem_of
+from torch_dcp_backport.transfer.once import warn_once
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
@@ -258,22 +259,13 @@ def from_first_holders(call: Call, saving: Saving, rows: Sequence[int]) -> tuple
     return share, plans.Plan(b"", b"", {}, decided[0] if decided else None)
 
 
-#: The keys of replicas that differed, and were named in the log: buffers of a model differ at every save.
-_told: set[tuple[str, ...]] = set()
-
-
 def warn_of_replicas(folder: Path, problems: Mapping[str, Problem]) -> None:
     """Warn of replicas that differ, once of the same keys."""
+    # Buffers of a model differ at every save.
     keys = tuple(sorted(problems))
-    if keys not in _told:
-        _told.add(keys)
-        logger.warning(
-            "%s: %d tensors differ between the ranks that hold them; the first of these ranks is saved: %s%s",
-            folder,
-            len(keys),
-            "; ".join(str(problems[key]) for key in keys[:5]),
-            ", ..." if len(keys) > 5 else "",
-        )
+    texts, more = "; ".join(str(problems[key]) for key in keys[:5]), ", ..." if len(keys) > 5 else ""
+    what = f"{len(keys)} tensors differ between the ranks that hold them; the first of these ranks is saved"
+    warn_once(logger, f"{folder}: {what}: {texts}{more}", about=keys)
 
 
 def planned_share(call: Call, saving: Saving) -> tuple[Share, plans.Plan, replicas.Shared]:

@@ -1,0 +1,123 @@
+"""What settings may be: flags, whole numbers, numbers within limits.
+
+Text that says a number is read as a number, since YAML's 1e-5 is text; nothing else is guessed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+
+#: Takes a setting's name and value, and returns the value to use, or raises ValueError.
+Read = Callable[[str, Any], Any]
+READ = "read"
+
+
+def setting(default: Any, read: Read) -> Any:
+    """Return a dataclass field whose values are checked by `read`."""
+    return dataclasses.field(default=default, metadata={READ: read})
+
+
+def check_fields(config: Any) -> None:
+    """Check the fields of a frozen dataclass that were made by `setting`.
+
+    Raises:
+        ValueError: a value that cannot be; the text has name and value.
+    """
+    for entry in dataclasses.fields(config):
+        if READ in entry.metadata:
+            value = entry.metadata[READ](entry.name, getattr(config, entry.name))
+            object.__setattr__(config, entry.name, value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Read True or False; of text "false" would be true."""
+    is_numpys = type(value).__module__ == "numpy" and type(value).__name__ in ("bool_", "bool")
+    if not isinstance(value, bool) and not is_numpys:
+        raise ValueError(f"{name}={value!r}: expected True or False")
+    return bool(value)
+
+
+def optional(read: Read) -> Read:
+    """Return a reader that also takes None."""
+
+    def checked(name: str, value: Any) -> Any:
+        return None if value is None else read(name, value)
+
+    return checked
+
+
+def whole(least: Optional[int] = None) -> Read:
+    """Return a reader of whole numbers."""
+
+    def checked(name: str, value: Any) -> int:
+        found = _number(value)
+        if found is None or not found.is_integer() or (least is not None and found < least):
+            limit = "" if least is None else f" of at least {least}"
+            raise ValueError(f"{name}={value!r}: expected a whole number{limit}")
+        with contextlib.suppress(ValueError):
+            # Of more digits than a float has.
+            return int(value) if isinstance(value, (numbers.Integral, str)) else int(found)
+        return int(found)
+
+    return checked
+
+
+def number(
+    least: float = -math.inf, most: float = math.inf, *, above: float = -math.inf, below: float = math.inf
+) -> Read:
+    """Return a reader of finite numbers; a tensor of a single number stays a tensor.
+
+    Args:
+        least, most, above, below: limits, of which the last two are no value themselves.
+    """
+
+    def checked(name: str, value: Any) -> Any:
+        found = _number(value)
+        if (
+            found is None
+            or not math.isfinite(found)
+            or not (least <= found <= most)
+            or not (above < found < below)
+        ):
+            limits = [
+                text.format(limit)
+                for text, limit in (
+                    ("at least {}", least),
+                    ("at most {}", most),
+                    ("above {}", above),
+                    ("below {}", below),
+                )
+                if math.isfinite(limit)
+            ]
+            raise ValueError(f"{name}={value!r}: expected a number {' and '.join(limits)}".rstrip())
+        return value if isinstance(value, torch.Tensor) else found
+
+    return checked
+
+
+def clip(name: str, value: Any) -> float:
+    """Read a largest norm of gradients: with 0 nothing would be trained, and below 0 the loss would grow."""
+    found = _number(value)
+    if found is None or not found > 0:
+        raise ValueError(f"{name}={value!r}: expected a number above 0, or None to clip nothing")
+    return found
+
+
+def _number(value: Any) -> Optional[float]:
+    """Return a number, also of text; None where it is none."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if isinstance(value, torch.Tensor):
+        is_number = value.numel() == 1 and value.dtype != torch.bool
+    if not is_number and not isinstance(value, str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
