@@ -121,6 +121,9 @@ def groups() -> list[Any]:
     return [dist.new_group([0, 2]), dist.new_group([1, 3])]
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.4"), reason="torch 2.4 has no state_dict() of a module under HSDP"
+)
 def test_replicas_of_shards_that_differ(ranks, tmp_path: Path) -> None:
     said = ranks(replicas_of_shards, tmp_path, world=4)
     assert "model.weight (expected those of rank 0, got other values on rank 2)" in said[0][0]
