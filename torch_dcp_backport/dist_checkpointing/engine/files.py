@@ -69,7 +69,9 @@ def read_whole(path: Path, most: int = MOST_SMALL) -> bytes:
     """
     with open(opened(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
-        data = file.read(most + 1) if nbytes <= most else b""
+        # `read` takes memory for all that it is asked for: the file's size, and what was added since.
+        data = file.read(nbytes + 1) if nbytes <= most else b""
+        data += file.read(most + 1 - nbytes) if len(data) > nbytes else b""
     if nbytes > most or len(data) > most:
         raise OSError(errno.EFBIG, f"has {nbytes} bytes, where {most} are the most", str(path))
     return data
