@@ -281,8 +281,39 @@ def backend_device_types(group: dist.ProcessGroup) -> list[str]:
     ]
 
 
-def host_buffer(nbytes: int) -> torch.Tensor:
-    """Uninitialised bytes on the host, pinned where an accelerator can read them directly."""
+def backend_name(group: dist.ProcessGroup, kind: str) -> str:
+    """The name of the backend that carries messages on a device type; "" where it has none."""
+    asked: Any = group
+    try:
+        return str(asked._get_backend(torch.device(kind)).name())
+    except (RuntimeError, ValueError):
+        return ""
+
+
+def bound_device(group: dist.ProcessGroup) -> Optional[torch.device]:
+    """The device that a group was made for (`device_id=`); None where none was given."""
+    bound: Optional[torch.device] = getattr(group, "bound_device_id", None)
+    return bound
+
+
+def is_in_use(kind: str) -> bool:
+    """Whether this process has begun to use an accelerator of a type."""
+    try:
+        return bool(getattr(getattr(torch, kind, None), "is_initialized", bool)())
+    except Exception:  # a plugin that cannot say
+        return False
+
+
+def host_buffer(nbytes: int, kind: str = "") -> torch.Tensor:
+    """Uninitialised bytes on the host, pinned where the accelerator in use can read them directly.
+
+    Args:
+        kind: the accelerator's type; any that this process uses by default. In a process that uses none,
+            memory is not pinned: that would begin to use one, and take memory of the first device.
+    """
+    other = torch._C._get_privateuse1_backend_name()
+    if not any(map(is_in_use, [kind] if kind else ("cuda", "xpu", *PLUGINS, other))):
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
     except (RuntimeError, AssertionError):  # no accelerator, or one that pins in another way

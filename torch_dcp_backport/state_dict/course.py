@@ -24,7 +24,7 @@ from torch_dcp_backport.transfer import (
     spell_key,
 )
 from torch_dcp_backport.transfer.errors import DOUBTFUL, as_transfer_error, spell_broken_off
-from torch_dcp_backport.transfer.groups import device_types
+from torch_dcp_backport.transfer.groups import comm_device_type, device_types, note_device
 from torch_dcp_backport.transfer.layout import Mesh, mesh_of
 from torch_dcp_backport.transfer.plan import Terms
 from torch_dcp_backport.transfer.scatter import Offer, Reader
@@ -167,6 +167,7 @@ class Broadcast(Course):
 
     def agree(self) -> None:
         call = self.call
+        note_device(call.group, self.planner.live())
         with call.tally.phase("inventory"):
             inventory = self.inventory_of_source(whole_only=True) if self.is_source else None
             if inventory and len(call.ranks) > 1 and not call.problems:
@@ -192,29 +193,31 @@ class Broadcast(Course):
             plan = self.plan
             # Counters of steps are on the host with an accelerator's optimizer too.
             kinds = {wanted.device.type for wanted in plan.destinations.values() if wanted.layout.shape}
-            self.relays = self.relay_groups()
+            device = kinds.pop() if len(kinds) == 1 else ""
+            carrier = comm_device_type(call.group, device or "cpu")
+            self.relays = self.relay_groups(carrier)
             wants, note = wants_of(plan.destinations), list(plan.stages)
         self.agreement = call.agree(
             wants,
             Terms(
-                device=kinds.pop() if len(kinds) == 1 else "",
-                condition=repr(note),
+                device=device,
+                # Where ranks differ in it, none of them passes anything on.
+                condition=f"{note} {carrier if self.relays else ''}",
                 user_code=plan.user_code,
                 relays=self.relays is not None,
                 note=note,
             ),
         )
 
-    def relay_groups(self) -> Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]]:
-        """The groups along which replicas pass a box on; None where they lack a backend that `group` has."""
+    def relay_groups(self, carrier: str) -> Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]]:
+        """The groups along which replicas pass a box on; None where one cannot, on the device of the messages."""
         if not any(wanted.layout.replica_dims for wanted in self.plan.destinations.values()):
             return {}
         try:
             relays = {mesh_of(mesh): compat.mesh_groups(mesh) for mesh in meshes_of(self.planner)}
         except Exception:  # a mesh without process groups; the source sends to every replica itself then
             return None
-        needed = set(device_types(self.call.group))
-        carried = all(needed <= set(device_types(group)) for groups in relays.values() for group in groups)
+        carried = all(carrier in device_types(group) for groups in relays.values() for group in groups)
         return relays if carried else None
 
     def fetch(self, stage: str) -> None:

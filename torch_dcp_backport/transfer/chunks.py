@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,9 @@ from torch_dcp_backport.transfer.layout import Box, row_of
 Key = Hashable
 #: A box of a key's tensor, and the dtype that travels.
 KeyedBox = tuple[Key, Box, torch.dtype]
+
+#: The same for a collective of an accelerator, whose start costs as much as 1 MiB, and without such caches.
+LARGEST_COLLECTIVE = 16 * 2**20
 
 #: Every piece of a chunk starts at a multiple of this, so that it can be viewed as any dtype.
 ALIGNMENT = 16
@@ -29,6 +33,46 @@ class Piece(NamedTuple):
     #: In bytes, from the start of the chunk.
     start: int
     nbytes: int
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return self.box.size
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return row_major(self.box.size)
+
+
+class Cut(NamedTuple):
+    """Elements of a chunk that do not lie one after the other: a part of a piece, or of many ranks' pieces."""
+
+    key: Key
+    dtype: torch.dtype
+    #: In bytes, from the start of the chunk; `nbytes` later is the end of the last element.
+    start: int
+    nbytes: int
+    #: In elements.
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def cut_of(piece: Piece, box: Box) -> Cut:
+    """The part of a piece that lies in a box within its own."""
+    dtype, stride = piece.dtype, row_major(piece.box.size)
+    first = sum((b - a) * step for b, a, step in zip(box.offset, piece.box.offset, stride))
+    span = 1 + sum((extent - 1) * step for extent, step in zip(box.size, stride))
+    start = piece.start + first * dtype.itemsize
+    return Cut(piece.key, dtype, start, span * dtype.itemsize, box.size, stride)
+
+
+@functools.lru_cache(maxsize=4096)
+def row_major(size: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a dense tensor of this size."""
+    strides, step = [], 1
+    for extent in reversed(size):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
 
 
 def chunks(boxes: Iterable[KeyedBox], capacity: int) -> Iterator[list[Piece]]:
@@ -79,17 +123,6 @@ def total_bytes(boxes: Iterable[KeyedBox]) -> int:
     return sum(aligned(box.numel * dtype.itemsize) for _, box, dtype in boxes)
 
 
-def round_sizes(boxes_by_rank: Iterable[Iterable[KeyedBox]], capacity: int) -> list[int]:
-    """Bytes per rank of each round: that of the rank that needs most in it."""
-    sizes: list[int] = []
-    for boxes in boxes_by_rank:
-        for number, pieces in enumerate(chunks(boxes, capacity)):
-            if number == len(sizes):
-                sizes.append(0)
-            sizes[number] = max(sizes[number], chunk_bytes(pieces))
-    return sizes
-
-
 def in_turn(streams: Mapping[int, Iterator[list[Piece]]]) -> Iterator[tuple[int, int, list[Piece]]]:
     """(round from 1 on, rank, chunk): in every round a chunk of each rank that has one left."""
     waiting, number = dict(streams), 1
@@ -115,6 +148,6 @@ def slots_of(ranks: Sequence[int]) -> int:
     return max(2, min(2 * (len(ranks) - 1), MOST_SLOTS))
 
 
-def capacity_of(staging_bytes: int, buffers: int) -> int:
+def capacity_of(staging_bytes: int, buffers: int, largest: int = LARGEST_CHUNK) -> int:
     """Bytes of one of so many buffers. One more is left free for what the backend needs meanwhile."""
-    return max(min(staging_bytes // (buffers + 1), LARGEST_CHUNK) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+    return max(min(staging_bytes // (buffers + 1), largest) // ALIGNMENT * ALIGNMENT, ALIGNMENT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,10 @@ from torch_dcp_backport.transfer.wire import (
     count_agreement,
     device_for,
     finish,
+    gather_objects,
+    gather_rows,
     post,
+    takes_collectives,
     tensor_of,
 )
 
@@ -71,7 +74,7 @@ def common_device(types: Iterable[str]) -> str:
 def agree_on_mark(mark: Mark, group: Group, so_far: str = UNCHANGED) -> Mark:
     """The common mark of all ranks, on every rank; `so_far` is part of the error where none comes about.
 
-    To the first rank and back: an all-gather takes as many steps as there are ranks on some backends.
+    To the first rank and back where that is cheap: an all-gather takes as many steps there as there are ranks.
     """
     ranks = group_ranks(group)
 
@@ -89,6 +92,9 @@ def agree_on_mark(mark: Mark, group: Group, so_far: str = UNCHANGED) -> Mark:
 
 def _agree_on_mark(mark: Mark, ranks: Sequence[int], group: Group) -> Mark:
     first, others, device = ranks[0], ranks[1:], device_for(group)
+    if takes_collectives(group):
+        rows = gather_rows(tensor_of(mark.to_bytes()).to(device), group).cpu()
+        return common_mark([Mark.from_bytes(bytes_of(row)) for row in rows])
     if dist.get_rank() != first:
         own, common = tensor_of(mark.to_bytes()).to(device), empty_mark(device)
         finish(post([(dist.isend, own, first), (dist.irecv, common, first)], group))
@@ -126,6 +132,5 @@ def share_findings(findings: Sequence[Finding], group: Group) -> list[Finding]:
 
     One message for every kind of agreement: a rank that failed takes part in whichever the others are in.
     """
-    by_rank: list[Any] = [None] * len(group_ranks(group))
-    dist.all_gather_object(by_rank, list(findings), group=group)
+    by_rank = gather_objects(list(findings), group)
     return [(rank, Problem(*problem)) for received in by_rank for rank, problem in received]

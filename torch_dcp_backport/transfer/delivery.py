@@ -9,7 +9,16 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from torch_dcp_backport.transfer.chunks import LARGEST_CHUNK, Key, KeyedBox, box_bytes, total_bytes
+from torch_dcp_backport.transfer.chunks import (
+    LARGEST_CHUNK,
+    Key,
+    KeyedBox,
+    Piece,
+    box_bytes,
+    chunks,
+    total_bytes,
+)
+from torch_dcp_backport.transfer.lanes import Lane
 from torch_dcp_backport.transfer.layout import Mesh, whole
 from torch_dcp_backport.transfer.plan import Agreement, Table, TensorInfo
 
@@ -39,7 +48,7 @@ class Relay(NamedTuple):
 class Window(NamedTuple):
     """The keys of tensors that the source holds at the same time."""
 
-    #: Those that every rank wants whole.
+    #: Those that go to every rank: it wants them whole, or keeps its parts.
     common: list[Key]
     #: The others, by the way that they take; in the same order on every rank that takes part.
     ways: dict[Optional[Relay], list[Key]]
@@ -55,11 +64,14 @@ class Delivery:
         inventory: Mapping[Key, object],
         agreement: Agreement,
         by_window: bool,
+        lane: Lane = Lane.MESSAGES,
     ) -> None:
         self.ranks = ranks
         self.rank = rank
         self.source = ranks[0]
         self.agreement = agreement
+        #: Whether every tensor goes to every rank.
+        self.to_all = lane is Lane.BROADCAST
         self._wanted: dict[tuple[int, tuple[int, ...]], tuple[Sequence[Key], list[Key]]] = {}
         self.own_wants = agreement.table_of(rank).wants
         self.tensors = {key: info for key, info in inventory.items() if isinstance(info, TensorInfo)}
@@ -89,6 +101,8 @@ class Delivery:
     def window_of(self, keys: Iterable[Key]) -> Window:
         common: list[Key] = []
         ways: dict[Optional[Relay], list[Key]] = {}
+        if self.to_all:
+            return Window([key for key in keys if self.is_wanted(key)], ways)
         if self.rank != self.source:
             # Other keys go past this rank.
             keys = [key for key in keys if key in self.own_wants]
@@ -108,6 +122,9 @@ class Delivery:
             if layout is not None:
                 known[layout] = way
         return Window(common, dict(sorted(ways.items(), key=lambda item: Relay.order(item[0]))))
+
+    def is_wanted(self, key: Key) -> bool:
+        return any(key in table.wants for table in self.agreement.tables)
 
     def is_wanted_whole_by_all(self, key: Key, tables: list[Table]) -> bool:
         wants = [table.wants[key] for table in tables]
@@ -152,7 +169,24 @@ class Delivery:
 
     def boxes_for_all(self, common: Iterable[Key]) -> Iterator[KeyedBox]:
         for key in common:
-            yield key, whole(self.tensors[key].shape), self.dtype_for(key, self.own_wants[key].dtype)
+            yield key, whole(self.tensors[key].shape), self.dtype_for_all(key)
+
+    def dtype_for_all(self, key: Key) -> torch.dtype:
+        """As `dtype_for`; the source's where ranks want several."""
+        wanted = {table.wants[key].dtype for table in self.agreement.tables if key in table.wants}
+        return self.dtype_for(key, wanted.pop()) if len(wanted) == 1 else self.tensors[key].dtype
+
+    def chunks_for_all(self, common: Sequence[Key], capacity: int) -> Iterator[list[Piece]]:
+        """Chunks of tensors that go to every rank.
+
+        Where all go so, no scalar shares one with other tensors: counters of steps are on the host, whatever
+        the device of a parameter's other states.
+        """
+        counters = [key for key in common if self.to_all and self.tensors[key].shape == ()]
+        apart = set(counters)
+        others = [key for key in common if key not in apart]
+        for keys in (counters, others):
+            yield from chunks(self.boxes_for_all(keys), capacity)
 
     def receivers(self, relay: Optional[Relay]) -> list[int]:
         """The ranks that receive directly from the source."""
@@ -168,7 +202,7 @@ class Delivery:
 
     def expected(self) -> int:
         """Bytes that this rank sends and receives."""
-        nbytes = self.bytes_for(self.rank, self.all.common)
+        nbytes = box_bytes(self.boxes_for_all(self.all.common))
         for relay, keys in self.all.ways.items():
             if self.rank == self.source:
                 nbytes += sum(self.bytes_for(rank, keys) for rank in self.receivers(relay))

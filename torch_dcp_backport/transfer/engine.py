@@ -9,16 +9,17 @@ import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import Key, KeyedBox, Piece, chunk_bytes, moved
 from torch_dcp_backport.transfer.consensus import NO_DIGEST, Mark
 from torch_dcp_backport.transfer.errors import as_transfer_error, spell_broken_off
+from torch_dcp_backport.transfer.groups import device_in, note_device
 from torch_dcp_backport.transfer.layout import Box
 from torch_dcp_backport.transfer.memory import is_same_view
 from torch_dcp_backport.transfer.plan import Agreement
@@ -59,6 +60,7 @@ class Engine:
         self.written: dict[Key, None] = {}
         self.ring = Ring()
         self.staging: Staging
+        note_device(call.group, (tensor for tensor, _ in chain(sources.values(), targets.values())))
 
     def staging_bytes(self, budget: int) -> int:
         """Bytes of this rank's buffers, within a budget."""
@@ -127,7 +129,7 @@ class Engine:
 
     def allocate(self, budget: int) -> Staging:
         nbytes = self.tally.staging_bytes = self.staging_bytes(budget)
-        return Staging(compat.current_device(self.agreement.device), nbytes)
+        return Staging(device_in(self.group, self.agreement.device), nbytes)
 
     def story(self) -> str:
         verb, pieces = self.doing

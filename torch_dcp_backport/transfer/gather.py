@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 
+from torch_dcp_backport.transfer.allgather import AllGather
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import (
     Key,
@@ -20,14 +22,14 @@ from torch_dcp_backport.transfer.chunks import (
     chunks,
     in_turn,
     moved,
-    round_sizes,
     slots_of,
     total_bytes,
 )
 from torch_dcp_backport.transfer.consensus import common_device
 from torch_dcp_backport.transfer.engine import Engine
 from torch_dcp_backport.transfer.errors import Problem, spell_doing, spell_key
-from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.groups import Group, backend_of, note_device
+from torch_dcp_backport.transfer.lanes import Lane, is_collective, lane_of
 from torch_dcp_backport.transfer.layout import Layout, whole
 from torch_dcp_backport.transfer.plan import Agreement, Terms, Want, misfit
 from torch_dcp_backport.transfer.wire import post
@@ -71,6 +73,7 @@ def gather(
         TransferError: a rank is gone, or the group's timeout is over.
     """
     with Call(TITLE, "gather", [group]) as call:
+        note_device(group, (tensor for tensor, _ in held.values()))
         agreement = agree_on_all(held, call, staging_bytes)
         out: dict[Key, torch.Tensor] = {}
         with call.tally.phase("prepare"), call.room_for("whole tensors"):
@@ -78,15 +81,31 @@ def gather(
                 out.update((key, make(key)) for key in held)
         if call.problems:
             out.clear()
-        engine = Gather(call, agreement, held, out, to)
-        engine.run(box_bytes(engine.whole_boxes()))
+        engine_of(call, agreement, held, out, to).run(
+            sum(math.prod(layout.shape) * tensor.dtype.itemsize for tensor, layout in held.values())
+        )
         call.tally.tensors = len(held)
         call.tally.close()
         return out
 
 
+def engine_of(
+    call: Call,
+    agreement: Agreement,
+    held: Mapping[Key, Held],
+    out: Mapping[Key, torch.Tensor],
+    to: Optional[int],
+) -> Engine:
+    count = len(call.ranks)
+    backend = backend_of(call.group, agreement.device) if count > 1 else ""
+    lane = lane_of(backend, senders=count, receivers=count if to is None else 1, ranks=count)
+    if lane is Lane.ALL_GATHER or to is None:
+        return AllGather(call, agreement, held, out, is_copied=not is_collective(backend))
+    return Gather(call, agreement, held, out, to)
+
+
 class Gather(Engine):
-    """One gather under way."""
+    """One gather to one rank under way, by a message for each chunk."""
 
     def __init__(
         self,
@@ -94,7 +113,7 @@ class Gather(Engine):
         agreement: Agreement,
         held: Mapping[Key, Held],
         out: Mapping[Key, torch.Tensor],
-        to: Optional[int],
+        to: int,
     ) -> None:
         sources = {key: (tensor, layout.own_box(call.rank)) for key, (tensor, layout) in held.items()}
         targets = {key: (tensor, whole(tuple(tensor.shape))) for key, tensor in out.items()}
@@ -102,8 +121,6 @@ class Gather(Engine):
         self.held = held
         self.to = to
         self.slots = slots_of(call.ranks)
-        #: By budget.
-        self.round_sizes: dict[int, list[int]] = {}
 
     def story(self) -> str:
         verb, pieces = self.doing
@@ -128,30 +145,16 @@ class Gather(Engine):
 
     def sizes(self, budget: int) -> tuple[int, int]:
         """(buffers, bytes of one)."""
-        if self.to is None:
-            return 2, max(self.rounds(budget), default=0) * (len(self.ranks) + 1)
         if self.to != self.rank:
             return 2, min(self.portion(budget), total_bytes(self.boxes_of(self.rank)))
         return self.slots, min(self.portion(budget), total_bytes(self.whole_boxes()))
 
     def portion(self, budget: int) -> int:
-        if self.to is not None:
-            return capacity_of(budget, self.slots)
-        # Two all-gathers are under way, and a backend may keep a copy of each one's result.
-        return capacity_of(budget, 4 * len(self.ranks) + 2)
-
-    def rounds(self, budget: int) -> list[int]:
-        """Bytes per rank of each round: every rank derives them from every sender's chunks."""
-        if budget not in self.round_sizes:
-            boxes = (self.boxes_of(sender) for sender in self.ranks)
-            self.round_sizes[budget] = round_sizes(boxes, self.portion(budget))
-        return self.round_sizes[budget]
+        return capacity_of(budget, self.slots)
 
     def move(self, budget: int) -> None:
         self.ring = self.staging.ring(*self.sizes(budget))
-        if self.to is None:
-            self.to_all(budget)
-        elif self.to == self.rank:
+        if self.to == self.rank:
             self.receive(self.portion(budget))
         else:
             self.give(self.to, self.portion(budget))
@@ -175,30 +178,6 @@ class Gather(Engine):
             self.tally.rounds = number
         # Meanwhile the last chunks travel.
         self.copy_own(self.boxes_of(self.rank))
-
-    def to_all(self, budget: int) -> None:
-        self.tally.meter.expect(lambda: box_bytes(self.boxes_of_all(self.ranks)))
-        place = self.ranks.index(self.rank)
-        streams = [chunks(self.boxes_of(sender), self.portion(budget)) for sender in self.ranks]
-        for size in self.rounds(budget):
-            chunk_by_rank = [next(stream, []) for stream in streams]
-            buffer, *buffers = torch.split(self.ring.take(size * (len(self.ranks) + 1)), size)
-            if chunk_by_rank[place]:
-                self.pack(buffer, chunk_by_rank[place])
-                self.tally.sent(moved(chunk_by_rank[place]))
-            self.doing = "gathering", [piece for pieces in chunk_by_rank for piece in pieces]
-            work = dist.all_gather(buffers, buffer, group=self.group, async_op=True)
-            self.ring.use(functools.partial(self.arrive_from_all, buffers, chunk_by_rank, work))
-            self.tally.rounds += 1
-        self.copy_own(self.boxes_of(self.rank))
-
-    def arrive_from_all(
-        self, buffers: Sequence[torch.Tensor], chunk_by_rank: Sequence[Sequence[Piece]], work: Any
-    ) -> None:
-        work.wait()
-        for rank, buffer, pieces in zip(self.ranks, buffers, chunk_by_rank):
-            if rank != self.rank and pieces:
-                self.arrive(buffer, pieces, (), rank)
 
 
 def agree_on_all(held: Mapping[Key, Held], call: Call, staging_bytes: Optional[int]) -> Agreement:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Optional, cast
 
+import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat
@@ -27,6 +28,10 @@ class GroupInfo:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         #: Of messages; looked up when first asked for.
         self.device_types: Optional[list[str]] = None
+        #: Device type -> the backend that carries messages there.
+        self.backends: dict[str, str] = {}
+        #: Accelerator type -> the device of this rank's tensors, as last seen.
+        self.devices: dict[str, torch.device] = {}
         #: Thread and title of the transfer under way.
         self.claim: Optional[tuple[int, str]] = None
         #: Of `wire`.
@@ -74,6 +79,39 @@ def comm_device_type(group: Group, preferred: str) -> str:
     if preferred in types or not types:
         return preferred if types else "cpu"
     return "cpu" if "cpu" in types else types[0]
+
+
+def backend_of(group: Group, kind: str) -> str:
+    """The name of the backend that carries a group's messages on a device type."""
+    known = info_of(group).backends
+    if kind not in known:
+        known[kind] = compat.backend_name(members(group), kind)
+    return known[kind]
+
+
+def note_device(group: Group, values: Iterable[object]) -> None:
+    """Note the accelerator that this rank's tensors are on, for its messages in a group.
+
+    The current device is not asked: nobody needs to have set it, and two ranks with messages on one device
+    are an error of NCCL ("Duplicate GPU").
+    """
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            continue
+        device = (compat.local_part(value) if isinstance(value, compat.DTensor) else value).device
+        if device.type not in ("cpu", "meta"):
+            info_of(group).devices[device.type] = device
+            return
+
+
+def device_in(group: Group, kind: str) -> torch.device:
+    """This rank's device of a type: that of its tensors, or that which the group is bound to, or the current."""
+    if kind in ("cpu", "meta"):
+        return torch.device(kind)
+    device = info_of(group).devices.get(kind)
+    if device is None:
+        device = compat.bound_device(members(group))
+    return device if device is not None and device.type == kind else compat.current_device(kind)
 
 
 @contextlib.contextmanager

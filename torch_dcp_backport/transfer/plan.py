@@ -25,7 +25,7 @@ from torch_dcp_backport.transfer.errors import (
 )
 from torch_dcp_backport.transfer.groups import Group, group_ranks
 from torch_dcp_backport.transfer.layout import Layout
-from torch_dcp_backport.transfer.wire import broadcast_bytes, share_bytes
+from torch_dcp_backport.transfer.wire import broadcast_bytes, gather_objects, share_bytes
 
 
 class TensorInfo(NamedTuple):
@@ -162,10 +162,9 @@ def share_tables(own: Table, digest: bytes, title: str, group: Group, so_far: st
         data = packed(own)
     except Exception as error:
         problem = problem_of(error)
-    rows: list[Any] = [None] * len(ranks)
     # One story: with any of the messages missing, the wants are not known everywhere.
     with as_transfer_error(lambda: f"{so_far}; what the ranks want did not arrive everywhere"):
-        dist.all_gather_object(rows, (digest, len(data), problem), group=group)
+        rows = gather_objects((digest, len(data), problem), group)
         findings = [(rank, Problem(*fields)) for rank, (*_, fields) in zip(ranks, rows) if fields]
         ranks_by_digest: dict[bytes, list[int]] = {}
         sizes: dict[int, int] = {}

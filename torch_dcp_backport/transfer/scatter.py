@@ -1,13 +1,16 @@
-"""From the source rank to every rank's shards: each rank receives its own boxes once, in bounded chunks.
+"""From the source rank to every rank's shards, in bounded chunks.
 
-Tensors that every rank wants whole are broadcast. Everything else goes from the source to the first holder
-of its box alone, which passes it on to the replicas.
+Where messages between two ranks are cheap, each rank receives its own boxes once: from the source, or from the
+first holder of its box, which passes it on to the replicas. Tensors that every rank wants whole are broadcast.
+
+On an accelerator's backend all tensors are: each rank keeps its parts. The source packs each tensor once, not
+once for each rank, and no rank has a peer, for which the backend would keep buffers.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Optional, Protocol
 
@@ -16,20 +19,27 @@ import torch.distributed as dist
 
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import (
+    LARGEST_CHUNK,
+    LARGEST_COLLECTIVE,
     Key,
     KeyedBox,
     Piece,
     capacity_of,
     chunk_bytes,
     chunks,
+    cut_of,
     in_turn,
     moved,
     slots_of,
 )
 from torch_dcp_backport.transfer.delivery import Delivery, Relay, Window
 from torch_dcp_backport.transfer.engine import Engine
+from torch_dcp_backport.transfer.groups import backend_of
+from torch_dcp_backport.transfer.lanes import Lane, lane_of
 from torch_dcp_backport.transfer.layout import Box, Mesh
 from torch_dcp_backport.transfer.plan import Agreement
+from torch_dcp_backport.transfer.spread import intersection
+from torch_dcp_backport.transfer.staging import Move, part_of
 from torch_dcp_backport.transfer.wire import post
 
 #: Of the Python objects that say where a tensor goes, on a rank: with thousands of small tensors as much as
@@ -114,7 +124,14 @@ class Scatter(Engine):
     ) -> None:
         super().__init__(call, agreement, {}, targets)
         self.reader = offer.reader
-        self.delivery = Delivery(call.ranks, call.rank, offer.inventory, agreement, offer.by_window)
+        backend = backend_of(call.group, agreement.device) if len(call.ranks) > 1 else ""
+        others = len(call.ranks) - 1
+        self.lane = lane_of(backend, senders=1, receivers=others, ranks=len(call.ranks))
+        self.delivery = Delivery(
+            call.ranks, call.rank, offer.inventory, agreement, offer.by_window, self.lane
+        )
+        #: Keys of the source's own targets that it fills from the chunks: on another device than what it reads.
+        self.crossing: set[Key] = set()
         self.relay_groups = relay_groups
         self.source = call.ranks[0]
         self.is_source = call.rank == self.source
@@ -124,10 +141,44 @@ class Scatter(Engine):
         assert self.reader is not None, "only the source reads"
         return self.reader.piece(key, box, self.delivery.tensors[key].shape)
 
+    def pack(self, buffer: torch.Tensor, pieces: Iterable[Piece]) -> None:
+        if self.lane is not Lane.BROADCAST:
+            super().pack(buffer, pieces)
+            return
+        parts = [(piece, self.read(piece.key, piece.box)) for piece in pieces]
+        for piece, part in parts:
+            target = self.targets.get(piece.key)
+            if target is not None and target[0].device == buffer.device != part.device:
+                self.crossing.add(piece.key)
+        self.staging.pack(buffer, parts)
+
     def unpack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        if self.lane is Lane.BROADCAST:
+            self.keep(buffer, pieces)
         # The source copies its own boxes.
-        if not self.is_source:
+        elif not self.is_source:
             super().unpack(buffer, pieces)
+
+    def keep(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        """Copy this rank's parts out of a chunk of whole tensors.
+
+        The source's own parts come from there where they would go to its device a second time; the others may
+        share memory with what it still has to read.
+        """
+
+        def moves() -> Iterator[Move]:
+            for piece in pieces:
+                target = self.targets.get(piece.key)
+                if target is None or (self.is_source and piece.key not in self.crossing):
+                    continue
+                part = intersection(piece.box, target[1])
+                if part is not None:
+                    self.written[piece.key] = None
+                    yield cut_of(piece, part), part_of(*target, part)
+
+        self.staging.unpack(buffer, moves())
+        if not self.is_source:
+            self.tally.received(moved(pieces))
 
     def staging_bytes(self, budget: int) -> int:
         if len(self.ranks) == 1:
@@ -139,12 +190,17 @@ class Scatter(Engine):
         """(buffers of own chunks, bytes of such a buffer, bytes of one of the two for common chunks)."""
         own, common = self.delivery.largest
         count = self.slots if self.is_source else 2
-        return count, min(own, self.capacity(budget, self.slots)), min(common, self.capacity(budget, 2))
+        return count, min(own, self.capacity(budget, self.slots)), min(common, self.capacity_for_all(budget))
 
-    def capacity(self, budget: int, buffers: int) -> int:
+    def capacity(self, budget: int, buffers: int, largest: int = LARGEST_CHUNK) -> int:
         """Bytes of one of so many buffers, beside the plans of all tensors; the same on every rank."""
         plans = min(PLAN_BYTES * len(self.delivery.tensors), budget // 2)
-        return capacity_of(budget - plans, buffers)
+        return capacity_of(budget - plans, buffers, largest)
+
+    def capacity_for_all(self, budget: int) -> int:
+        """Bytes of one of the two buffers of chunks that go to all."""
+        largest = LARGEST_COLLECTIVE if self.lane is Lane.BROADCAST else LARGEST_CHUNK
+        return self.capacity(budget, 2, largest)
 
     def move(self, budget: int) -> None:
         self.tally.meter.expect(self.delivery.expected)
@@ -161,14 +217,14 @@ class Scatter(Engine):
         for key in chain(window.common, *window.ways.values()) if self.is_source else ():
             if key in self.targets:
                 tensor, box = self.targets[key]
-                if box.numel:
+                if box.numel and key not in self.crossing:
                     yield key, box, tensor.dtype
 
     def move_window(self, window: Window, own: Iterator[KeyedBox], budget: int) -> None:
         count, size, common_size = self.sizes(budget)
         if window.common:
             self.ring = self.staging.ring(2, common_size)
-            for pieces in chunks(self.delivery.boxes_for_all(window.common), self.capacity(budget, 2)):
+            for pieces in self.delivery.chunks_for_all(window.common, self.capacity_for_all(budget)):
                 self.broadcast(pieces)
                 self.tally.rounds += 1
             self.ring.drain()
@@ -182,7 +238,7 @@ class Scatter(Engine):
             self.ring.drain()
 
     def broadcast(self, pieces: Sequence[Piece]) -> None:
-        """A chunk that every rank wants whole (DDP, plain modules, replicas)."""
+        """A chunk that goes to every rank."""
         buffer = self.ring.take(chunk_bytes(pieces))
         if self.is_source:
             self.pack(buffer, pieces)

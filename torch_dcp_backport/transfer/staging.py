@@ -5,19 +5,19 @@ Knows nothing of ranks.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Union
 
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer.chunks import Piece
+from torch_dcp_backport.transfer.chunks import Cut, Piece
 from torch_dcp_backport.transfer.layout import Box
 from torch_dcp_backport.transfer.memory import is_same_view
 
-#: A piece of a chunk, and the part of a tensor that it is copied from or to; between two dtypes that casts.
-Move = tuple[Piece, torch.Tensor]
+#: Elements of a chunk, and the part of a tensor that they are copied from or to; between two dtypes that casts.
+Move = tuple[Union[Piece, Cut], torch.Tensor]
 
 
 class Views:
@@ -28,7 +28,7 @@ class Views:
         self.nbytes = buffer.numel()
         self.typed: dict[torch.dtype, torch.Tensor] = {}
 
-    def __call__(self, piece: Piece) -> torch.Tensor:
+    def __call__(self, piece: Union[Piece, Cut]) -> torch.Tensor:
         dtype = piece.dtype
         typed = self.typed.get(dtype)
         if typed is None:
@@ -37,19 +37,9 @@ class Views:
         if piece.start + piece.nbytes > self.nbytes:
             # The bytes behind this buffer are another one's.
             raise RuntimeError(f"{piece.nbytes} bytes at {piece.start} in a buffer of {self.nbytes}")
-        start, size = typed.storage_offset() + piece.start // dtype.itemsize, piece.box.size
+        start = typed.storage_offset() + piece.start // dtype.itemsize
         # In one step: narrow() and view() cost as much as the copy of a small piece.
-        return typed.as_strided(size, row_major(size), start)
-
-
-@functools.lru_cache(maxsize=4096)
-def row_major(size: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor of this size."""
-    strides, step = [], 1
-    for extent in reversed(size):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
+        return typed.as_strided(piece.size, piece.stride, start)
 
 
 def part_of(tensor: torch.Tensor, holds: Box, box: Box) -> torch.Tensor:
@@ -105,9 +95,9 @@ class Staging:
         return self.store.device
 
     def pack(self, buffer: torch.Tensor, moves: Iterable[Move]) -> None:
-        """Fill a chunk. Parts on the host go to an accelerator in one copy."""
+        """Fill a chunk. Parts on the host go to an accelerator in one copy, where they are most of it."""
         views = Views(buffer)
-        direct, crossing = self.by_side(moves)
+        direct, crossing = self.by_side(moves, buffer.numel())
         if crossing:
             mirror = self.mirror(buffer)
             mirror_views = Views(mirror)
@@ -119,9 +109,9 @@ class Staging:
             views(piece).copy_(part)
 
     def unpack(self, buffer: torch.Tensor, moves: Iterable[Move]) -> None:
-        """Empty a chunk. Parts on the host come from an accelerator in one copy."""
+        """Empty a chunk. Parts on the host come from an accelerator in one copy, where they are most of it."""
         views = Views(buffer)
-        direct, crossing = self.by_side(moves)
+        direct, crossing = self.by_side(moves, buffer.numel())
         if crossing:
             mirror_views = Views(self.mirror(buffer).copy_(buffer))
             for piece, part in crossing:
@@ -133,14 +123,19 @@ class Staging:
     def may_cross(self) -> bool:
         return self.store.device.type != "cpu"
 
-    def by_side(self, moves: Iterable[Move]) -> tuple[Iterable[Move], Sequence[Move]]:
-        """(moves on the buffers' side, moves between host and accelerator)."""
+    def by_side(self, moves: Iterable[Move], nbytes: int) -> tuple[Iterable[Move], Sequence[Move]]:
+        """(moves that are made one by one, moves that cross together with the whole chunk of so many bytes).
+
+        A few host counters among an accelerator's states must not take all of these to the host and back.
+        """
         if not self.may_cross:
             return moves, ()
         sides: tuple[list[Move], list[Move]] = ([], [])
         for move in moves:
             sides[self.crosses(move[1])].append(move)
-        return sides
+        direct, crossing = sides
+        crossed = sum(part.numel() * piece.dtype.itemsize for piece, part in crossing)
+        return sides if 2 * crossed >= nbytes else ([*direct, *crossing], ())
 
     def crosses(self, part: torch.Tensor) -> bool:
         """Whether a part lies on the host and the buffers do not."""
@@ -149,7 +144,7 @@ class Staging:
     def mirror(self, buffer: torch.Tensor) -> torch.Tensor:
         """Host memory of a chunk's size, pinned where that is possible."""
         if self._mirror.numel() < buffer.numel():
-            self._mirror = compat.host_buffer(buffer.numel())
+            self._mirror = compat.host_buffer(buffer.numel(), self.device.type)
         return self._mirror[: buffer.numel()]
 
     def ring(self, count: int, size: int) -> Ring:

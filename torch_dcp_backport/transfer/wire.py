@@ -6,6 +6,7 @@ Knows no tensors but the bytes that it sends.
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,26 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.errors import UNCHANGED, as_transfer_error, spell
-from torch_dcp_backport.transfer.groups import Group, comm_device_type, group_ranks, info_of
+from torch_dcp_backport.transfer.groups import (
+    Group,
+    backend_of,
+    comm_device_type,
+    device_in,
+    group_ranks,
+    info_of,
+)
+from torch_dcp_backport.transfer.lanes import is_collective
 
 #: Up to so many bytes take one message: a collective's cost is its start.
 BLOCK = 32 * 1024
 LENGTH = 8
 #: A source may announce so many bytes: no rank allocates more on its word. A key takes about 100.
 MOST = 2 * 2**30
+
+#: Bytes of each rank in one gathering of messages: most are shorter.
+HEAD = 1024
+#: Bytes of all ranks in one gathering of what is left of longer ones.
+MOST_GATHERED = 16 * 2**20
 
 #: (`dist.isend` or `dist.irecv`, the buffer, the global rank of the peer)
 Message = tuple[Callable[..., Any], torch.Tensor, int]
@@ -56,11 +70,13 @@ def broadcast_bytes(data: bytes, group: Group) -> bytes:
 
     check_in(group)
     with as_transfer_error(story):
-        return _broadcast_bytes(data, source, group)
+        return broadcast_from_first(data, group)
 
 
-def _broadcast_bytes(data: bytes, source: int, group: Group) -> bytes:
-    device, is_source = device_for(group), dist.get_rank() == source
+def broadcast_from_first(data: bytes, group: Group) -> bytes:
+    """As `broadcast_bytes`, within another agreement: its error is the backend's own."""
+    source, device = group_ranks(group)[0], device_for(group)
+    is_source = dist.get_rank() == source
     block = torch.zeros(BLOCK, dtype=torch.uint8, device=device)
     if is_source:
         head = (len(data).to_bytes(LENGTH, "big") + data)[:BLOCK]
@@ -85,7 +101,7 @@ def share_bytes(data: bytes, sizes: Mapping[int, int], group: Group) -> dict[int
     """The bytes of some ranks, on every rank of the group.
 
     To the first rank, and from there to all at once: the number of messages in a row is the same for any
-    number of ranks.
+    number of ranks. Where collectives are better, from each sender to all.
 
     Args:
         data: this rank's bytes, where it is one of the senders.
@@ -96,12 +112,66 @@ def share_bytes(data: bytes, sizes: Mapping[int, int], group: Group) -> dict[int
     parts = dict(zip(sizes, torch.split(buffer, list(sizes.values()))))
     if rank in parts:
         parts[rank].copy_(tensor_of(data))
+    if takes_collectives(group):
+        finish([dist.broadcast(part, sender, group, async_op=True) for sender, part in parts.items()])
+        return {sender: bytes_of(part) for sender, part in parts.items()}
     if rank == first:
         finish(post([(dist.irecv, part, sender) for sender, part in parts.items() if sender != first], group))
     elif rank in parts:
         finish(post([(dist.isend, parts[rank], first)], group))
     dist.broadcast(buffer, src=first, group=group)
     return {sender: bytes_of(part) for sender, part in parts.items()}
+
+
+def gather_rows(row: torch.Tensor, group: Group) -> torch.Tensor:
+    """Every rank's row of bytes, on every rank, in the order of the group; rows have one length.
+
+    Args:
+        row: on the device of the group's messages.
+    """
+    ranks = group_ranks(group)
+    rows = torch.empty(len(ranks) * row.numel(), dtype=torch.uint8, device=row.device)
+    dist.all_gather_into_tensor(rows, row, group=group)
+    return rows.view(len(ranks), -1)
+
+
+def gather_bytes(data: bytes, group: Group) -> dict[int, bytes]:
+    """Every rank's bytes, of any length, on every rank: global rank -> bytes."""
+    ranks, device = group_ranks(group), device_for(group)
+
+    def rows_of(part: bytes, nbytes: int) -> list[bytes]:
+        row = tensor_of(part.ljust(nbytes, b"\0")).to(device)
+        return [bytes_of(received) for received in gather_rows(row, group)]
+
+    rows = rows_of(len(data).to_bytes(LENGTH, "big") + data[: HEAD - LENGTH], HEAD)
+    lengths = [int.from_bytes(row[:LENGTH], "big") for row in rows]
+    received = [bytearray(row[LENGTH:]) for row in rows]
+    longest = max(lengths)
+    if longest > MOST:
+        raise ValueError(f"a message of {longest} bytes, where {MOST} are the most")
+    portion = max(MOST_GATHERED // len(ranks), HEAD)
+    for start in range(HEAD - LENGTH, longest, portion):
+        nbytes = min(portion, longest - start)
+        for whole, row in zip(received, rows_of(data[start : start + nbytes], nbytes)):
+            whole += row
+    return {rank: bytes(whole[:length]) for rank, whole, length in zip(ranks, received, lengths)}
+
+
+def gather_objects(value: object, group: Group) -> list[Any]:
+    """Every rank's value, on every rank, in the order of the group; pickled, as torch's own function does.
+
+    torch's takes the current device, which another rank may have, too.
+    """
+    if takes_collectives(group):
+        return [pickle.loads(data) for data in gather_bytes(pickle.dumps(value), group).values()]
+    values: list[Any] = [None] * len(group_ranks(group))
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def takes_collectives(group: Group) -> bool:
+    """Whether small messages of a group are collectives."""
+    return is_collective(backend_of(group, comm_device_type(group, "cpu")))
 
 
 def open_lane(device: torch.device, group: Group) -> None:
@@ -123,7 +193,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 def device_for(group: Group) -> torch.device:
     """The device of small messages."""
-    return compat.current_device(comm_device_type(group, "cpu"))
+    return device_in(group, comm_device_type(group, "cpu"))
 
 
 # --- the roll call: an entry in the store that no rank waits for. It never raises; errors' texts have it. ---

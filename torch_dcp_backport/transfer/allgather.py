@@ -1,0 +1,124 @@
+"""From every rank's shards to whole tensors by all-gathers: on every rank, or on one while the others drop them.
+
+Every rank plans the same rounds from the largest block of each tensor, whatever the number of ranks. A round has
+a row of each rank, and all rows together are within the budget.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport.transfer.call import Call
+from torch_dcp_backport.transfer.chunks import (
+    LARGEST_CHUNK,
+    LARGEST_COLLECTIVE,
+    Key,
+    KeyedBox,
+    Piece,
+    capacity_of,
+    chunk_bytes,
+    chunks,
+    cut_of,
+    moved,
+    total_bytes,
+)
+from torch_dcp_backport.transfer.engine import Engine
+from torch_dcp_backport.transfer.errors import spell_doing
+from torch_dcp_backport.transfer.grid import largest_block, moves_of
+from torch_dcp_backport.transfer.layout import Box, whole
+from torch_dcp_backport.transfer.plan import Agreement
+from torch_dcp_backport.transfer.spread import intersection
+from torch_dcp_backport.transfer.staging import Move, copy_to, part_of
+
+if TYPE_CHECKING:
+    from torch_dcp_backport.transfer.gather import Held
+
+#: Rounds under way: one travels while the other is filled or emptied.
+BUFFERS = 2
+
+
+class AllGather(Engine):
+    """One gather by all-gathers under way."""
+
+    def __init__(
+        self,
+        call: Call,
+        agreement: Agreement,
+        held: Mapping[Key, Held],
+        out: Mapping[Key, torch.Tensor],
+        is_copied: bool,
+    ) -> None:
+        """`out`: whole tensors, on a receiving rank. `is_copied`: whether the backend has a copy of each round."""
+        sources = {key: (tensor, whole(tuple(tensor.shape))) for key, (tensor, _) in held.items()}
+        super().__init__(call, agreement, sources, {})
+        self.layouts = {key: layout for key, (_, layout) in held.items()}
+        self.out = out
+        self.copies = 2 if is_copied else 1
+        self.place = call.ranks.index(call.rank)
+
+    def story(self) -> str:
+        verb, pieces = self.doing
+        doing = spell_doing(verb, (piece.key for piece in pieces))
+        return f"{self.call.title}: broken off while {doing}"
+
+    def blocks(self) -> Iterator[KeyedBox]:
+        """The largest block of each tensor, counted from its own beginning."""
+        for key, layout in self.layouts.items():
+            if layout.mesh is not None:
+                yield key, whole(largest_block(layout)), self.sources[key][0].dtype
+
+    def staging_bytes(self, budget: int) -> int:
+        return BUFFERS * len(self.ranks) * self.row_bytes(budget)
+
+    def row_bytes(self, budget: int) -> int:
+        """Bytes of a rank's row in the largest round."""
+        return min(self.portion(budget), total_bytes(self.blocks()))
+
+    def portion(self, budget: int) -> int:
+        largest = LARGEST_CHUNK if self.copies > 1 else LARGEST_COLLECTIVE
+        return capacity_of(budget, self.copies * BUFFERS * len(self.ranks), largest)
+
+    def move(self, budget: int) -> None:
+        count = len(self.ranks)
+        self.tally.meter.expect(lambda: count * total_bytes(self.blocks()))
+        self.ring = self.staging.ring(BUFFERS, count * self.row_bytes(budget))
+        for pieces in chunks(self.blocks(), self.portion(budget)):
+            nbytes = chunk_bytes(pieces)
+            rows = self.ring.take(count * nbytes)
+            own = rows[self.place * nbytes : (self.place + 1) * nbytes]
+            self.staging.pack(own, self.own_moves(pieces))
+            self.tally.sent(moved(pieces))
+            self.doing = "gathering", pieces
+            work = dist.all_gather_into_tensor(rows, own, group=self.group, async_op=True)
+            self.ring.use(functools.partial(self.arrive_in_rows, rows, nbytes, pieces, work))
+            self.tally.rounds += 1
+        for key, layout in self.layouts.items():
+            if layout.mesh is None and key in self.out:
+                copy_to(self.out[key], self.sources[key][0])
+        self.ring.drain()
+
+    def own_moves(self, pieces: Sequence[Piece]) -> Iterator[Move]:
+        """What this rank's row gets; replicas other than the first leave it as it is."""
+        for piece in pieces:
+            if not self.layouts[piece.key].is_first_holder(self.rank):
+                continue
+            local, block = self.sources[piece.key]
+            part = intersection(piece.box, block)
+            if part is not None:
+                yield cut_of(piece, part), part_of(local, block, part)
+
+    def arrive_in_rows(self, rows: torch.Tensor, nbytes: int, pieces: Sequence[Piece], work: Any) -> None:
+        self.wait("gathering", pieces, [work])
+        self.staging.unpack(rows, self.moves_from(pieces, nbytes))
+        self.tally.received((len(self.ranks) - 1) * moved(pieces))
+
+    def moves_from(self, pieces: Sequence[Piece], nbytes: int) -> Iterator[Move]:
+        for piece in pieces:
+            target: Optional[torch.Tensor] = self.out.get(piece.key)
+            if target is not None:
+                yield from moves_of(self.layouts[piece.key], self.ranks, piece, nbytes, target)
