@@ -16,7 +16,8 @@ from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.consensus import agree_on_mesh
 from torch_dcp_backport.transfer.errors import DOUBTFUL, UNCHANGED, Finding
 from torch_dcp_backport.transfer.exchange import Route
-from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.groups import Group, backend_of
+from torch_dcp_backport.transfer.lanes import Lane, lane_of
 from torch_dcp_backport.transfer.memories import Memories, Memory, move
 from torch_dcp_backport.transfer.plan import Agreement, Table, Terms
 from torch_dcp_backport.transfer.spread import Boxes
@@ -96,10 +97,12 @@ def settle(call: Call, so_far: str = UNCHANGED, lost: str = "") -> None:
 def send_window(call: Call, agreement: Agreement, share: Share, window: Window, read: Memory) -> None:
     """Bring a window from the first rank, which reads it, to every rank's parts.
 
-    A replicated block goes to a single holder: after every turn twice as many have it, from a neighbour.
+    A replicated block goes to a single holder: after every turn twice as many have it, from a neighbour. If
+    the window is broadcast, all have it at once.
     """
     want = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
-    turns = {key: turns_of(want[key], first_rank(call)) for key in window if key in share.relayed}
+    relayed = () if goes_to_all(call, agreement) else share.relayed
+    turns = {key: turns_of(want[key], first_rank(call)) for key in window if key in relayed}
     have = {key: at_first(call, share, window, key) for key in window}
     direct = {key: turns[key][0][1] if key in turns else want[key] for key in window}
     move(call, agreement, _routes(share, have, direct), Memories(read, share.view, DOUBTFUL))
@@ -108,6 +111,12 @@ def send_window(call: Call, agreement: Agreement, share: Share, window: Window, 
             key: Route(*turns[key][number], share.relayed[key]) for key in turns if number < len(turns[key])
         }
         move(call, agreement, routes, Memories(share.view, share.view, DOUBTFUL))
+
+
+def goes_to_all(call: Call, agreement: Agreement) -> bool:
+    """Whether what the first rank sends is broadcast."""
+    count = len(call.ranks) if call.groups else 1
+    return count > 1 and lane_of(backend_of(call.group, agreement.device), senders=1) is Lane.BROADCAST
 
 
 def turns_of(want: Boxes, first: int) -> list[tuple[Boxes, Boxes]]:

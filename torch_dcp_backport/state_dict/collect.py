@@ -17,7 +17,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.tree import Path, leaves, rebuild
 from torch_dcp_backport.transfer import Held, Layout, Mesh, gather, layout_of
-from torch_dcp_backport.transfer.groups import group_ranks
+from torch_dcp_backport.transfer.groups import device_in, group_ranks
 from torch_dcp_backport.transfer.layout import Placement, mesh_of
 
 Group = Optional[dist.ProcessGroup]
@@ -154,7 +154,9 @@ def full_tensors(
 
     def make(path: Any) -> torch.Tensor:
         like = tensors[path].tensor
-        device = compat.current_device("cpu" if cpu_offload else like.device_mesh.device_type)
+        local = compat.local_part(like).device
+        kind = "cpu" if cpu_offload else like.device_mesh.device_type
+        device = local if local.type == kind else device_in(group, kind)
         return torch.empty(like.shape, dtype=like.dtype, device=device)
 
     members = group_ranks(group) if moving else ()

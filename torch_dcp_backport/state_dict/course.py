@@ -210,7 +210,7 @@ class Broadcast(Course):
         )
 
     def relay_groups(self, carrier: str) -> Optional[Mapping[Mesh, Sequence[dist.ProcessGroup]]]:
-        """The groups along which replicas pass a box on; None where one cannot, on the device of the messages."""
+        """The groups along which replicas pass a box on; None where one has no such backend."""
         if not any(wanted.layout.replica_dims for wanted in self.plan.destinations.values()):
             return {}
         try:

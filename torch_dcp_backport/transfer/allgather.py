@@ -1,7 +1,7 @@
-"""From every rank's shards to whole tensors by all-gathers: on every rank, or on one while the others drop them.
+"""From every rank's shards to whole tensors by all-gathers, on every rank or on one: the others drop them.
 
-Every rank plans the same rounds from the largest block of each tensor, whatever the number of ranks. A round has
-a row of each rank, and all rows together are within the budget.
+Every rank plans the same rounds from the largest block of each tensor, whatever the number of ranks. A round
+has a row of each rank, and all rows together are within the budget.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch_dcp_backport.transfer.chunks import (
 from torch_dcp_backport.transfer.engine import Engine
 from torch_dcp_backport.transfer.errors import spell_doing
 from torch_dcp_backport.transfer.grid import largest_block, moves_of
-from torch_dcp_backport.transfer.layout import Box, whole
+from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.plan import Agreement
 from torch_dcp_backport.transfer.spread import intersection
 from torch_dcp_backport.transfer.staging import Move, copy_to, part_of
@@ -53,7 +53,12 @@ class AllGather(Engine):
         out: Mapping[Key, torch.Tensor],
         is_copied: bool,
     ) -> None:
-        """`out`: whole tensors, on a receiving rank. `is_copied`: whether the backend has a copy of each round."""
+        """Set up.
+
+        Args:
+            out: whole tensors, on a receiving rank.
+            is_copied: whether the backend makes a copy of each round.
+        """
         sources = {key: (tensor, whole(tuple(tensor.shape))) for key, (tensor, _) in held.items()}
         super().__init__(call, agreement, sources, {})
         self.layouts = {key: layout for key, (_, layout) in held.items()}

@@ -44,12 +44,13 @@ class Piece(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Elements of a chunk that do not lie one after the other: a part of a piece, or of many ranks' pieces."""
+    """Elements of a chunk at any strides: a part of a piece, or of the pieces of many ranks."""
 
     key: Key
     dtype: torch.dtype
-    #: In bytes, from the start of the chunk; `nbytes` later is the end of the last element.
+    #: In bytes, from the start of the chunk.
     start: int
+    #: From the first element to behind the last one.
     nbytes: int
     #: In elements.
     size: tuple[int, ...]

@@ -3,6 +3,8 @@
 A box that its rank holds already never travels, and no box comes twice. In round k every rank sends to the
 k-th after it and receives from the k-th before it: each pair has one round, and no rank waits for a rank that
 waits for it.
+
+On an accelerator's backend what a single rank holds is broadcast, and each rank keeps its parts.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import (
+    LARGEST_COLLECTIVE,
     Key,
     KeyedBox,
     Piece,
@@ -25,13 +28,26 @@ from torch_dcp_backport.transfer.chunks import (
     capacity_of,
     chunk_bytes,
     chunks,
+    cut_of,
     moved,
+    total_bytes,
 )
 from torch_dcp_backport.transfer.engine import Engine, Local
 from torch_dcp_backport.transfer.errors import Problem, spell_key
+from torch_dcp_backport.transfer.groups import backend_of
+from torch_dcp_backport.transfer.lanes import Lane, lane_of
 from torch_dcp_backport.transfer.layout import Box
 from torch_dcp_backport.transfer.plan import Agreement
-from torch_dcp_backport.transfer.spread import Spread, Ways, problems_of_spreads, ways_of
+from torch_dcp_backport.transfer.spread import (
+    Spread,
+    Ways,
+    boxes_of,
+    holders_of,
+    intersection,
+    problems_of_spreads,
+    ways_of,
+)
+from torch_dcp_backport.transfer.staging import Move
 from torch_dcp_backport.transfer.wire import Message, post
 
 #: A chunk to send and one to receive, of two steps.
@@ -93,6 +109,7 @@ class Plan:
         keys_by_route: dict[Route, list[Key]] = {}
         for key, route in routes.items():
             keys_by_route.setdefault(route, []).append(key)
+        self.ranks, self.rank = ranks, rank
         self.alike = [
             Alike(route, ways_of(route.have, route.want, ranks, rank), keys)
             for route, keys in keys_by_route.items()
@@ -110,6 +127,31 @@ class Plan:
         """The boxes that this rank wants and holds."""
         for alike in self.alike:
             yield from alike.keyed(alike.ways.own)
+
+    @functools.cached_property
+    def only_holder(self) -> Optional[int]:
+        """The rank that holds all boxes of all tensors; None where there are several."""
+        holders = {
+            holder
+            for alike in self.alike
+            for members in holders_of(alike.route.have, self.ranks).values()
+            for holder in members
+        }
+        return holders.pop() if len(holders) == 1 else None
+
+    def held(self) -> Iterator[KeyedBox]:
+        """The boxes of all ranks that hold some."""
+        for alike in self.alike:
+            yield from alike.keyed(list(holders_of(alike.route.have, self.ranks)))
+
+    @functools.cached_property
+    def wanted(self) -> dict[Key, Sequence[Box]]:
+        """The boxes that this rank wants, by key."""
+        wanted: dict[Key, Sequence[Box]] = {}
+        for alike in self.alike:
+            boxes = boxes_of(holders_of(alike.route.want, self.ranks), self.rank)
+            wanted.update(dict.fromkeys(alike.keys, boxes))
+        return wanted
 
     @property
     def peers(self) -> set[int]:
@@ -158,15 +200,26 @@ class Exchange(Engine):
     ) -> None:
         super().__init__(call, agreement, sources, targets)
         self.plan = plan
+        senders = 1 if plan.only_holder is not None else len(call.ranks)
+        self.lane = lane_of(backend_of(call.group, agreement.device), senders=senders)
 
     def staging_bytes(self, budget: int) -> int:
+        if self.lane is Lane.BROADCAST:
+            return 2 * min(self.capacity_for_all(budget), total_bytes(self.plan.held()))
         return BUFFERS * self.size(budget)
+
+    def capacity_for_all(self, budget: int) -> int:
+        """Bytes of one of the two buffers of chunks that go to all."""
+        return capacity_of(budget, 2, LARGEST_COLLECTIVE)
 
     def size(self, budget: int) -> int:
         return self.plan.largest(capacity_of(budget, BUFFERS))
 
     def move(self, budget: int) -> None:
         plan, ranks = self.plan, self.ranks
+        if self.lane is Lane.BROADCAST:
+            self.broadcast(budget)
+            return
         self.tally.meter.expect(lambda: plan.traffic)
         portion = capacity_of(budget, BUFFERS)
         self.ring = self.staging.ring(BUFFERS, self.size(budget))
@@ -205,6 +258,42 @@ class Exchange(Engine):
         # Once for both buffers of a step: some backends wait for ever for a message that is over.
         self.ring.use(functools.partial(self.arrive, buffer, incoming, works, before))
         return True
+
+    def broadcast(self, budget: int) -> None:
+        """Everything from its only holder to all."""
+        plan, capacity = self.plan, self.capacity_for_all(budget)
+        source = plan.only_holder
+        assert source is not None, "the lane is for one holder"
+        self.tally.meter.expect(lambda: box_bytes(plan.held()))
+        self.ring = self.staging.ring(2, min(capacity, total_bytes(plan.held())))
+        for pieces in chunks(plan.held(), capacity):
+            buffer = self.ring.take(chunk_bytes(pieces))
+            if self.rank == source:
+                self.pack(buffer, pieces)
+                self.tally.sent(moved(pieces))
+            self.doing = f"broadcasting from rank {source}", pieces
+            work = dist.broadcast(buffer, src=source, group=self.group, async_op=True)
+            self.ring.use(functools.partial(self.keep, buffer, pieces, work))
+            self.tally.rounds += 1
+        self.copy_own(plan.own())
+        self.ring.drain()
+
+    def keep(self, buffer: torch.Tensor, pieces: Sequence[Piece], work: Any) -> None:
+        """Copy this rank's parts out of a chunk; the holder copies its own."""
+        self.wait(self.doing[0], pieces, [work])
+        if self.rank == self.plan.only_holder:
+            return
+
+        def moves() -> Iterator[Move]:
+            for piece in pieces:
+                for wanted in self.plan.wanted[piece.key]:
+                    part = intersection(piece.box, wanted)
+                    if part is not None:
+                        self.written[piece.key] = None
+                        yield cut_of(piece, part), self.write(piece.key, part)
+
+        self.staging.unpack(buffer, moves())
+        self.tally.received(moved(pieces))
 
     def filled(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """A chunk to send."""

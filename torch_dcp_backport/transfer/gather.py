@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, Optional
 
 import torch
@@ -15,13 +15,11 @@ from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import (
     Key,
     KeyedBox,
-    Piece,
     box_bytes,
     capacity_of,
     chunk_bytes,
     chunks,
     in_turn,
-    moved,
     slots_of,
     total_bytes,
 )
@@ -96,10 +94,8 @@ def engine_of(
     out: Mapping[Key, torch.Tensor],
     to: Optional[int],
 ) -> Engine:
-    count = len(call.ranks)
-    backend = backend_of(call.group, agreement.device) if count > 1 else ""
-    lane = lane_of(backend, senders=count, receivers=count if to is None else 1, ranks=count)
-    if lane is Lane.ALL_GATHER or to is None:
+    backend, count = backend_of(call.group, agreement.device), len(call.ranks)
+    if lane_of(backend, senders=count, wanted_by=count if to is None else 1) is Lane.ALL_GATHER or to is None:
         return AllGather(call, agreement, held, out, is_copied=not is_collective(backend))
     return Gather(call, agreement, held, out, to)
 

@@ -23,7 +23,8 @@ class Span(NamedTuple):
     """Coordinates of a mesh dimension, and what they cut."""
 
     first: int = 0
-    count: int = 1
+    #: Of coordinates.
+    extent: int = 1
     #: The tensor dimension, and its rows between two coordinates.
     dim: int = 0
     rows: int = 0
@@ -39,8 +40,8 @@ class Grid(NamedTuple):
 
     def alone(self) -> Iterator[Grid]:
         """Each block as a grid of its own."""
-        for at in itertools.product(*(range(span.first, span.first + span.count) for span in self.spans)):
-            spans = (span._replace(first=first, count=1) for span, first in zip(self.spans, at))
+        for at in itertools.product(*(range(span.first, span.first + span.extent) for span in self.spans)):
+            spans = (span._replace(first=first, extent=1) for span, first in zip(self.spans, at))
             yield Grid(tuple(spans), self.size)
 
 
@@ -126,17 +127,16 @@ def moves_of(
             continue
         for block in (grid,) if rows.steps else grid.alone():
             row, steps = first_row(layout.mesh, block, rows)
-            spans = [(span, step) for span, step in zip(block.spans, steps) if span.count > 1]
-            counts = tuple(span.count for span, _ in spans)
-            cut_size = counts + size
+            spans = [(span, step) for span, step in zip(block.spans, steps) if span.extent > 1]
+            cut_size = (*(span.extent for span, _ in spans), *size)
             cut_stride = (*(step * row_bytes // itemsize for _, step in spans), *dense)
             span = 1 + sum((extent - 1) * step for extent, step in zip(cut_size, cut_stride))
             start = row * row_bytes + piece.start
             cut = Cut(piece.key, piece.dtype, start, span * itemsize, cut_size, cut_stride)
-            first = sum(span.first * span.rows * strides[span.dim] for span in block.spans if span.rows)
-            first += sum(map(int.__mul__, offset, strides)) + target.storage_offset()
+            begin = int(target.storage_offset()) + sum(map(int.__mul__, offset, strides))
+            begin += sum(span.first * span.rows * strides[span.dim] for span in block.spans if span.rows)
             stride = (*(span.rows * strides[span.dim] for span, _ in spans), *strides)
-            yield cut, target.as_strided(cut_size, stride, first)
+            yield cut, target.as_strided(cut_size, stride, begin)
 
 
 def first_row(mesh: Mesh, block: Grid, rows: Rows) -> tuple[int, tuple[int, ...]]:
@@ -153,4 +153,3 @@ def largest_block(layout: Layout) -> tuple[int, ...]:
     box = layout.box(layout.mesh.ranks[0])
     assert box is not None, "the rank is in the mesh"
     return box.size
-

@@ -105,7 +105,7 @@ def note_device(group: Group, values: Iterable[object]) -> None:
 
 
 def device_in(group: Group, kind: str) -> torch.device:
-    """This rank's device of a type: that of its tensors, or that which the group is bound to, or the current."""
+    """This rank's device of a type: its tensors', else that which the group is bound to, else the current."""
     if kind in ("cpu", "meta"):
         return torch.device(kind)
     device = info_of(group).devices.get(kind)

@@ -12,8 +12,8 @@ logger = logging.getLogger("torch_dcp_backport.transfer")
 
 #: Backends whose point-to-point messages cost a rank no memory for each peer, and whose start is cheap.
 MESSENGERS = frozenset({"gloo", "mpi"})
-#: Backends of accelerators. NCCL keeps buffers for every peer of a communicator, outside torch's allocator, as
-#: long as the communicator lives (https://github.com/NVIDIA/nccl/issues/1685); the others are made after it.
+#: Backends of accelerators. NCCL keeps buffers for every peer of a communicator, outside torch's allocator,
+#: as long as the communicator lives (https://github.com/NVIDIA/nccl/issues/1685). The others follow it.
 COLLECTIVE = frozenset({"nccl", "xccl", "ccl", "hccl", "mccl", "cncl", "eccl", "ucc"})
 
 _unknown: set[str] = set()
@@ -45,22 +45,21 @@ def is_collective(backend: str) -> bool:
     return True
 
 
-def lane_of(backend: str, *, senders: int, receivers: int, ranks: int) -> Lane:
-    """The lane of a transfer between ranks of a group.
+def lane_of(backend: str, *, senders: int, wanted_by: int = 0) -> Lane:
+    """The lane of a transfer.
 
-    A broadcast brings each rank more than its parts. It still costs the sender no more than its parts to each
-    rank would: the model once. The sender packs each tensor once, not once for each rank, and no rank gets
-    buffers for a peer.
+    A broadcast brings each rank more than its parts. It costs the sender no more than its parts to each rank
+    would, the model once; the sender packs each tensor once, not once for each rank, and no rank gets buffers
+    for a peer.
 
     Args:
         backend: of the device that the messages are on.
         senders: ranks that have something that another one wants.
-        receivers: ranks that want something that they do not have.
-        ranks: of the group.
+        wanted_by: ranks that want all of it; 0 where each wants parts of its own.
     """
     if is_collective(backend):
         if senders == 1:
             return Lane.BROADCAST
-        # Between many and many each rank has few peers, and the bytes would go to all.
-        return Lane.ALL_GATHER if receivers in (1, ranks) else Lane.MESSAGES
-    return Lane.ALL_GATHER if senders > 1 and receivers == ranks else Lane.MESSAGES
+        # Parts between many and many: each rank has few peers, and a collective would bring all bytes to all.
+        return Lane.ALL_GATHER if wanted_by else Lane.MESSAGES
+    return Lane.ALL_GATHER if senders > 1 and wanted_by > 1 else Lane.MESSAGES

@@ -14,7 +14,7 @@ from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.consensus import common_device
 from torch_dcp_backport.transfer.errors import Problem, spell_key
 from torch_dcp_backport.transfer.exchange import Exchange, Plan, Route, problems_of, rows_of
-from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.groups import Group, device_in, note_device
 from torch_dcp_backport.transfer.layout import Box, Layout, layout_of, mesh_of, splits_of
 from torch_dcp_backport.transfer.memory import (
     has_slices,
@@ -81,6 +81,7 @@ def reshard(
         with call.guard():
             # Once: a mapping may make its values.
             sources.update(tensors.items())
+            note_device(group, sources.values())
             destinations.update(destinations_of(sources, to))
             for key, tensor in sources.items():
                 with call.guard(key):
@@ -98,7 +99,7 @@ def reshard(
         new: dict[Hashable, torch.Tensor] = {}
         with call.room_for("the new shards"):
             for key, end in want.items():
-                new[key] = local_of(end, sources[key], destinations[key])
+                new[key] = local_of(end, sources[key], destinations[key], group)
         plan = Plan(routes, call.ranks, call.rank)
         read_from = {key: (end.local, end.box) for key, end in have.items() if end.local is not None}
         write_to = {key: (local, want[key].box) for key, local in new.items()}
@@ -227,12 +228,12 @@ def differences(expected: Sequence[str], rows: Sequence[str], first: int) -> lis
     return problems
 
 
-def local_of(end: End, tensor: torch.Tensor, to: Destination) -> torch.Tensor:
+def local_of(end: End, tensor: torch.Tensor, to: Destination, group: Group) -> torch.Tensor:
     """The local tensor that is written: that of the destination, or a new one."""
     if end.local is not None:
         return end.local
     assert not isinstance(to, torch.Tensor)
-    return torch.empty(end.box.size, dtype=tensor.dtype, device=compat.current_device(to[0].device_type))
+    return torch.empty(end.box.size, dtype=tensor.dtype, device=device_in(group, to[0].device_type))
 
 
 def finished(to: Destination, tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ def ask(data: bytes, group: Group) -> Optional[Heard]:
     ranks, rank = group_ranks(group), dist.get_rank()
     check_in(group)
     if takes_collectives(group):
-        # A rank that is gone leaves all to the group's timeout: a collective has no part that could fail alone.
+        # A rank that is gone leaves all to the group's timeout: no part of a collective fails alone.
         messages = gather_bytes(data, group)
         return Heard(messages) if rank == ranks[0] else None
     if rank != ranks[0]:
@@ -70,9 +70,9 @@ def answer(answers: Optional[dict[int, bytes]], group: Group) -> bytes:
     """
     ranks, rank = group_ranks(group), dist.get_rank()
     if takes_collectives(group):
-        message = answer_to_all(answers, group)
+        own = answer_to_all(answers, group)
         count_agreement(group)
-        return message
+        return own
     if rank != ranks[0]:
         size = _receive({ranks[0]: LENGTH}, group).get(ranks[0])
         message = None if size is None else _receive({ranks[0]: _length(size)}, group).get(ranks[0])

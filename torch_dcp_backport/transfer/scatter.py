@@ -1,7 +1,7 @@
 """From the source rank to every rank's shards, in bounded chunks.
 
-Where messages between two ranks are cheap, each rank receives its own boxes once: from the source, or from the
-first holder of its box, which passes it on to the replicas. Tensors that every rank wants whole are broadcast.
+Where messages between two ranks are cheap, each rank receives its own boxes once: from the source, or from
+the first holder of its box, which passes it on to the replicas. What every rank wants whole is broadcast.
 
 On an accelerator's backend all tensors are: each rank keeps its parts. The source packs each tensor once, not
 once for each rank, and no rank has a peer, for which the backend would keep buffers.
@@ -124,13 +124,11 @@ class Scatter(Engine):
     ) -> None:
         super().__init__(call, agreement, {}, targets)
         self.reader = offer.reader
-        backend = backend_of(call.group, agreement.device) if len(call.ranks) > 1 else ""
-        others = len(call.ranks) - 1
-        self.lane = lane_of(backend, senders=1, receivers=others, ranks=len(call.ranks))
+        self.lane = lane_of(backend_of(call.group, agreement.device), senders=1)
         self.delivery = Delivery(
             call.ranks, call.rank, offer.inventory, agreement, offer.by_window, self.lane
         )
-        #: Keys of the source's own targets that it fills from the chunks: on another device than what it reads.
+        #: Keys whose targets the source fills from the chunks: they are on another device than what it reads.
         self.crossing: set[Key] = set()
         self.relay_groups = relay_groups
         self.source = call.ranks[0]

@@ -16,7 +16,7 @@ from torch_dcp_backport.transfer.chunks import Cut, Piece
 from torch_dcp_backport.transfer.layout import Box
 from torch_dcp_backport.transfer.memory import is_same_view
 
-#: Elements of a chunk, and the part of a tensor that they are copied from or to; between two dtypes that casts.
+#: Elements of a chunk, and the part of a tensor that they are copied from or to; two dtypes are cast.
 Move = tuple[Union[Piece, Cut], torch.Tensor]
 
 
@@ -95,7 +95,7 @@ class Staging:
         return self.store.device
 
     def pack(self, buffer: torch.Tensor, moves: Iterable[Move]) -> None:
-        """Fill a chunk. Parts on the host go to an accelerator in one copy, where they are most of it."""
+        """Fill a chunk. Parts on the host go to an accelerator in one copy if they are most of it."""
         views = Views(buffer)
         direct, crossing = self.by_side(moves, buffer.numel())
         if crossing:
@@ -109,7 +109,7 @@ class Staging:
             views(piece).copy_(part)
 
     def unpack(self, buffer: torch.Tensor, moves: Iterable[Move]) -> None:
-        """Empty a chunk. Parts on the host come from an accelerator in one copy, where they are most of it."""
+        """Empty a chunk. Parts on the host come from an accelerator in one copy if they are most of it."""
         views = Views(buffer)
         direct, crossing = self.by_side(moves, buffer.numel())
         if crossing:
