@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+
 from tools.lanes import cache_dir, locked
 
 SOURCE = Path(__file__).with_name("fakegpu.cpp")
@@ -74,5 +75,6 @@ def compile_to(path: Path, flags: tuple[str, ...]) -> None:
     command = ["g++", str(SOURCE), *flags, *libraries, "-o", str(half_made)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise RuntimeError(f"g++ failed, with Python's headers in {sysconfig.get_path('include')}:\n{done.stdout}")
+        headers = sysconfig.get_path("include")
+        raise RuntimeError(f"g++ failed, with Python's headers in {headers}:\n{done.stdout}")
     os.replace(half_made, path)

@@ -1,7 +1,7 @@
 """The package's paths on an accelerator: each case is a function of (rank, world) that every rank runs.
 
-Only values are judged here. No case may import the emulator: `accelerator` says where it runs. Checks look at a rank's
-own memory and send nothing, so that what a case sends is the package's.
+Only values are judged here. No case may import the emulator: `accelerator` says where it runs. Checks look at
+a rank's own memory and send nothing, so that what a case sends is the package's.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from emulated import accelerator
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from emulated import accelerator
 from torch_dcp_backport import compat, dist_checkpointing, hf, status, transfer
 from torch_dcp_backport.checkpoint import FSDPCheckpointManager
 from torch_dcp_backport.dist_checkpointing import ShardedTensor
@@ -281,7 +281,7 @@ def load_in_a_group(rank: int, world: int) -> None:
 
 
 def load_with_split_groups(rank: int, world: int) -> None:
-    """The mesh's groups lack the CPU backend that the default group has, as `split_group` of torch 2.6 makes them."""
+    """The mesh's groups lack the default group's CPU backend, as `split_group` of torch 2.6 makes them."""
     grid = torch.arange(world, device="cpu").view(2, world // 2)
     mine = {}
     backend = dist.get_backend_config().rpartition(f"{accelerator.TYPE}:")[2].partition(",")[0]
@@ -350,7 +350,8 @@ def get_shards(rank: int, world: int) -> None:
     """Sharded states on the host: nothing is sent."""
     full = full_state(3)
     net = filled(sharded(mesh_1d(world)), full)
-    for name, tensor in functions.get_model_state_dict(net, options=StateDictOptions(cpu_offload=True)).items():
+    state = functions.get_model_state_dict(net, options=StateDictOptions(cpu_offload=True))
+    for name, tensor in state.items():
         assert local_of(tensor).device.type == "cpu", name
         assert torch.equal(local_of(tensor), own_part(full[name], tensor)), name
 
@@ -361,7 +362,7 @@ def get_shards(rank: int, world: int) -> None:
 def optimizers(
     rank: int, mesh: DeviceMesh, make: Callable[[nn.Module], torch.optim.Optimizer], *, both: bool
 ) -> None:
-    """Get the state of a trained optimizer, and load it into others; with `both` together with the model's."""
+    """Get a trained optimizer's state, and load it into others; with `both` together with the model's."""
     full = full_state(3)
     net = filled(sharded(mesh), full)
     optimizer = make(net)
@@ -377,7 +378,7 @@ def optimizers(
             check_optimizer(optimizer, other)
         if not both:
             continue
-        model, state = functions.get_state_dict(other_net, other, options=whole_states(cpu_offload=True))
+        _, state = functions.get_state_dict(other_net, other, options=whole_states(cpu_offload=True))
         for name, values in state["state"].items() if rank == 0 else ():
             for key, value in values.items():
                 assert torch.equal(value, to_host["state"][name][key]), (name, key)

@@ -11,7 +11,6 @@ from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
-
 from emulated.account import account
 from emulated.build import library
 

@@ -1,7 +1,7 @@
 """What each case may open and send on an accelerator's process group, exactly.
 
-For NCCL a communicator and a peer cost device memory outside of torch's allocator. `record.py` prints this table as it
-is now; a change of it is a change of what users get.
+For NCCL a communicator and a peer cost device memory outside of torch's allocator. `record.py` prints this
+table as it is now; a change of it is a change of what users get.
 """
 
 from __future__ import annotations

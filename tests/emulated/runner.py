@@ -1,7 +1,7 @@
 """Run a function on forked ranks of the emulated accelerator, and say what each of them saw.
 
-What ranks need is imported here, before they are forked. A rank that hangs is killed, with its stacks in the result.
-The emulator itself is installed in ranks alone.
+What ranks need is imported here, before they are forked. A rank that hangs is killed, with its stacks in the
+result. The emulator itself is installed in ranks alone.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Optional
 
-# The order of imports is a user's: the package first, which patches what comes later.
 import torch
-import torch_dcp_backport
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict
-import torch.distributed.fsdp
-import torch.distributed.tensor
-
 from emulated.build import compiled
+
+#: What cases need, in a user's order: the package first, which patches what comes later.
+for name in ("torch_dcp_backport", "torch.distributed.fsdp", "emulated.cases"):
+    importlib.import_module(name)
 
 #: A case may take so many seconds.
 LIMIT = 120.0
@@ -79,7 +77,7 @@ def run(case: str, setting: Setting, limit: float = LIMIT) -> list[Seen]:
 
 
 def wait_for(ranks: dict[int, int], folder: Path, limit: float) -> None:
-    """Wait for processes, by their ids; at the end of the limit dump the stacks of those left, and kill them."""
+    """Wait for processes, by their ids; after the limit dump the stacks of those left, and kill them."""
     until = time.monotonic() + limit
     while ranks and time.monotonic() < until:
         for process in list(ranks):
@@ -104,7 +102,8 @@ def seen_by(folder: Path, rank: int) -> Seen:
         seen: Seen = pickle.loads(path.read_bytes())
         return seen
     stacks = folder / f"stacks-{rank}"
-    return Seen(error=f"ended without a result, or was killed\n{stacks.read_text() if stacks.exists() else ''}")
+    stack = stacks.read_text() if stacks.exists() else ""
+    return Seen(error=f"ended without a result, or was killed\n{stack}")
 
 
 def be_rank(case: str, rank: int, setting: Setting, folder: Path) -> None:
@@ -112,7 +111,8 @@ def be_rank(case: str, rank: int, setting: Setting, folder: Path) -> None:
     seen, code = Seen(), 1
     try:
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        faulthandler.register(signal.SIGUSR1, file=open(folder / f"stacks-{rank}", "w"), all_threads=True)
+        stacks = os.open(folder / f"stacks-{rank}", os.O_CREAT | os.O_WRONLY)
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         try:
             begin(rank, setting, folder)
             module, _, name = case.rpartition(".")
@@ -174,4 +174,3 @@ def problems(seen: list[Seen]) -> str:
         lines += [f"--- rank {rank}: {each.error}"] if each.error else []
         lines += [f"--- rank {rank}: {text}" for text in each.violations]
     return "\n".join(lines)
-

@@ -1,18 +1,18 @@
-"""The process-group backend "strict": gloo below, NCCL's rules above, for tensors of the emulated accelerator.
+"""The process-group backend "strict": gloo below, NCCL's rules above, for the emulated accelerator's tensors.
 
 - Tensors are on the communicator's device, contiguous, of NCCL's dtypes.
 - A communicator has one queue. Operations run in its order, at some later time, in a thread.
 - What is received lands in `wait()`. Until then the buffer has a pattern, and nobody may write into it.
 - What is sent is read when its turn comes, and may not change from the post to the wait.
 - A send ends when its receive was posted; messages of one batch go and come together.
-- A communicator is made at its first use, by all ranks of its group. A message outside of a batch needs one for its
-  pair of ranks: a violation.
+- A communicator is made at its first use, by all ranks of its group. A message outside of a batch needs one
+  for its pair of ranks: a violation.
 - Two ranks of a communicator may not have the same device.
 - All ranks are in the same collective, of the same size.
 - Every operation is waited for.
 
-It never repairs a call: what NCCL refuses is an error, and what NCCL would do wrong or at a high price a violation in
-the account. `wait()` blocks the host, as with TORCH_NCCL_BLOCKING_WAIT=1; streams are not emulated.
+It never repairs a call: what NCCL refuses is an error, and what NCCL would do wrong or at a high price a
+violation in the account. `wait()` blocks the host, as with TORCH_NCCL_BLOCKING_WAIT=1; there are no streams.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-
 from emulated.account import account
 from emulated.fakegpu import native
 
@@ -163,8 +162,8 @@ class Communicator:
         until = time.monotonic() + hang_after
         while store.add("ranks", 0) < self.size:
             if time.monotonic() > until:
-                account.violation(f"first use of communicator {self.name}: not all of ranks {self.ranks} came")
-                raise RuntimeError("strict: first use of a communicator by a part of its ranks")
+                ranks = f"not all of ranks {self.ranks} came to {self.name}"
+                raise refused(f"first use of a communicator by a part of its ranks: {ranks}")
             time.sleep(0.001)
         devices = [store.get(f"device {rank}").decode() for rank in range(self.size)]
         if len(set(devices)) < self.size:
@@ -195,8 +194,8 @@ class Communicator:
         rows = [torch.zeros_like(own) for _ in self.ranks]
         self.gloo.allgather([rows], [own]).wait()
         if any(not torch.equal(row, own) for row in rows):
-            text = f"ranks are in different collectives of {self.name}, this one in number {own[0]}: {signature}"
-            raise refused(text)
+            text = f"ranks are in different collectives of {self.name}"
+            raise refused(f"{text}, this one in number {self.collectives}: {signature}")
 
     def reduced(self, tensor: torch.Tensor, reduction: int) -> torch.Tensor:
         if tensor.dtype in (torch.float16, torch.bfloat16):
@@ -212,13 +211,13 @@ class Communicator:
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> list[Landing]:
         """Send and receive at once; a send goes out when the size of its receive has come (tag 1)."""
-        landings = [(target, torch.empty(target.nbytes, dtype=torch.uint8, device="cpu")) for target, _ in receives]
+        landings = [(target, host_bytes(target.nbytes)) for target, _ in receives]
         works, asked = [], []
         own_sends = [tensor for tensor, peer in sends if peer == self.rank]
         for (target, peer), (_, data) in zip(receives, landings):
             if peer == self.rank:
                 if not own_sends:
-                    raise refused(f"a receive from the rank itself in {self.name}, without its send in the batch")
+                    raise refused("a receive from the rank itself, without its send in the batch")
                 data.copy_(to_host(own_sends.pop(0)))
             else:
                 size = torch.tensor([target.nbytes], device="cpu")
@@ -230,8 +229,8 @@ class Communicator:
         for tensor, peer, size, work in asked:
             work.wait()
             if int(size) != tensor.nbytes:
-                text = f"a message of {tensor.nbytes} bytes to rank {peer} of {self.name} meets a receive of {int(size)}"
-                raise refused(text)
+                sizes = f"{tensor.nbytes} bytes meets a receive of {int(size)}"
+                raise refused(f"a message to rank {peer} of {self.name} of {sizes}")
             works.append(self.gloo.send([to_host(tensor)], peer, 2))
         for work in works:
             work.wait()
@@ -244,10 +243,14 @@ def refused(text: str) -> RuntimeError:
     return RuntimeError(f"strict: {text}")
 
 
+def host_bytes(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the bytes."""
     flat = native.host_alias(tensor).clone().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return flat.view(torch.uint8) if flat.numel() else host_bytes(0)
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -267,7 +270,7 @@ class Message:
 
 
 class Rules:
-    """The backend of one process group: the names of c10d's calls, with ranks by their numbers in the group."""
+    """The backend of one process group: c10d's calls by name, with ranks by their numbers in the group."""
 
     numbers = itertools.count()
 
@@ -335,7 +338,7 @@ class Rules:
         is_root = self.rank == root
 
         def run(communicator: Communicator) -> list[Landing]:
-            data = to_host(tensor) if is_root else torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
+            data = to_host(tensor) if is_root else host_bytes(tensor.nbytes)
             if data.numel():
                 communicator.gloo.broadcast(data, root).wait()
             return [] if is_root else [(tensor, data.view(tensor.dtype))]
@@ -417,7 +420,7 @@ class Rules:
 
         def run(communicator: Communicator) -> list[Landing]:
             data = to_host(own) if early is None else early
-            flat = torch.empty(own.nbytes * self.size, dtype=torch.uint8, device="cpu")
+            flat = host_bytes(own.nbytes * self.size)
             if data.numel():
                 communicator.gloo.allgather([list(flat.chunk(self.size))], [data]).wait()
             parts = flat.chunk(len(outputs)) if data.numel() else [flat] * len(outputs)
@@ -491,7 +494,8 @@ class Rules:
             self.batch.append(message)
             return InBatch()
         pair = self.rank, message.peer
-        account.violation(f"{message.kind} outside of a batch: a communicator for the ranks {pair} of {self.name}")
+        text = f"{message.kind} outside of a batch"
+        account.violation(f"{text}: a communicator for the ranks {pair} of {self.name}")
         return self.post("messages", [message], pair=pair)
 
     def post(
@@ -510,7 +514,8 @@ class Rules:
             if peer != communicator.rank:
                 account.sends_to.add((communicator.name, peer))
                 account.sent[kind] += tensor.nbytes
-        account.receives_from.update((communicator.name, peer) for _, peer in receives if peer != communicator.rank)
+        others = {peer for _, peer in receives} - {communicator.rank}
+        account.receives_from.update((communicator.name, peer) for peer in others)
         operation = Operation(
             kind,
             lambda communicator: communicator.exchanged(sends, receives),
@@ -523,13 +528,15 @@ class Rules:
     def scatter(self, output: torch.Tensor, parts: Sequence[torch.Tensor], root: int) -> Any:
         self.check("scatter", output, *parts)
         messages = [Message("recv", output, root)]
-        messages += [Message("send", part, rank) for rank, part in enumerate(parts) if self.rank == root]
+        if self.rank == root:
+            messages += [Message("send", part, rank) for rank, part in enumerate(parts)]
         return self.post("scatter", messages, signature=f"of {output.nbytes} bytes from {root}")
 
     def gather(self, outputs: Sequence[torch.Tensor], own: torch.Tensor, root: int) -> Any:
         self.check("gather", own, *outputs)
         messages = [Message("send", own, root)]
-        messages += [Message("recv", output, rank) for rank, output in enumerate(outputs) if self.rank == root]
+        if self.rank == root:
+            messages += [Message("recv", output, rank) for rank, output in enumerate(outputs)]
         return self.post("gather", messages, signature=f"of {own.nbytes} bytes to {root}")
 
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
@@ -553,7 +560,7 @@ def make_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) ->
 
 
 def batched(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """`batch_isend_irecv` of torch 2.7, which makes a batch on every backend that can; 2.6 does for CUDA alone."""
+    """Torch 2.7's `batch_isend_irecv`: a batch on every backend that can; 2.6 makes one for CUDA alone."""
 
     def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> Any:
         c10d = dist.distributed_c10d

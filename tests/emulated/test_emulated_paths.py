@@ -1,16 +1,15 @@
-"""The package's paths on an accelerator: right values, no broken rule, and no more opened and sent than promised."""
+"""The package's paths on an accelerator: right values, no broken rule, and what was promised is kept."""
 
 from __future__ import annotations
 
 import pytest
-
 from emulated.promises import ALONE, BESIDE, PROMISED
 from emulated.record import CASES, functions_of_ranks, promise_of, setting_of
 from emulated.runner import problems, run
 
 #: What the package does wrong, by case; it goes with its repair.
 WRONG = {
-    "load_ddp_without_set_device": "the communicator is of the process's device, not of the tensors': Duplicate GPU",
+    "load_ddp_without_set_device": "Duplicate GPU: the process's device is used, not that of the tensors",
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from emulated.record import functions_of_ranks
 from emulated.runner import Setting, problems, run
 
