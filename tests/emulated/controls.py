@@ -59,9 +59,12 @@ def hang_soon() -> None:
     strict.hang_after = SOON
 
 
-def wait_until_others_gave_up() -> None:
-    """A rank that took no part stays until those that did have seen it."""
-    time.sleep(2 * SOON)
+def wait_for_all(world: int) -> None:
+    """Stay until each rank has seen the fault: those that wait for one that is gone see another one."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add("ended", 1)
+    while store.add("ended", 0) < world:
+        time.sleep(0.02)
 
 
 def forget_unwaited() -> None:
@@ -166,7 +169,7 @@ def tensors_of_two_devices_are_refused(rank: int, world: int) -> None:
     other = (rank + 1) % world
     with violation(f"memory on device {other}, where this process has set device {rank}"):
         foreign = torch.zeros(8, device=torch.device("fakegpu", other))
-    with error(f"has tensors on fakegpu:{rank} and fakegpu:{other}"):
+    with error(f"has tensors on fakegpu:{other} and fakegpu:{rank}"):
         rules(rank, world).allgather([foreign] * world, full(0))
 
 
@@ -317,11 +320,11 @@ def a_late_copy_to_the_device_needs_its_source(rank: int, world: int) -> None:
 
 def a_first_use_by_some_ranks_hangs(rank: int, world: int) -> None:
     hang_soon()
-    if rank > 1:
-        return wait_until_others_gave_up()
     text = "first use of a communicator by a part of its ranks"
-    with violation("not all of ranks [0, 1, 2, 3] came"), error(text):
-        dist.batch_isend_irecv([dist.P2POp(dist.irecv if rank else dist.isend, full(0), 1 - rank)])
+    if rank < 2:
+        with violation(f"{text}: not all of ranks [0, 1, 2, 3] came"), error(text):
+            dist.batch_isend_irecv([dist.P2POp(dist.irecv if rank else dist.isend, full(0), 1 - rank)])
+    wait_for_all(world)
 
 
 def unlike_collectives_are_seen(rank: int, world: int) -> None:
@@ -335,32 +338,31 @@ def unlike_sizes_are_seen(rank: int, world: int) -> None:
 
 
 def unlike_messages_are_seen(rank: int, world: int) -> None:
-    hang_soon()
     dist.barrier()
-    if rank > 1:
-        return wait_until_others_gave_up()
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.irecv if rank else dist.isend, full(0, 8 + rank), 1 - rank)]
-    )
-    text = "it hangs" if rank else "a message to rank 1 of group 0"
-    with violation(text), error("hangs" if rank else "meets a receive of 36"):
-        for work in works:
-            work.wait()
-    forget_unwaited()
-    time.sleep(2 * SOON)
+    if rank == 0:
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, full(0), 1)])
+        with violation("a message to rank 1 of group 0"), error("of 32 bytes meets a receive of 36"):
+            works[0].wait()
+    if rank == 1:
+        hang_soon()
+        works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, full(0, 9), 0)])
+        with violation("messages did not end in"), error("messages hangs"):
+            works[0].wait()
+        forget_unwaited()
+    wait_for_all(world)
 
 
 def a_send_waits_for_its_receive(rank: int, world: int) -> None:
-    hang_soon()
     dist.barrier()
-    if rank > 1:
-        return wait_until_others_gave_up()
-    send = dist.batch_isend_irecv([dist.P2POp(dist.isend, full(1), 1 - rank)])
-    receive = dist.batch_isend_irecv([dist.P2POp(dist.irecv, full(0), 1 - rank)])
-    with violation("messages did not end"), error("messages hangs"):
-        for work in (*send, *receive):
-            work.wait()
-    forget_unwaited()
+    hang_soon()
+    if rank < 2:
+        send = dist.batch_isend_irecv([dist.P2POp(dist.isend, full(1), 1 - rank)])
+        receive = dist.batch_isend_irecv([dist.P2POp(dist.irecv, full(0), 1 - rank)])
+        with violation("messages did not end in"), error("messages hangs"):
+            for work in (*send, *receive):
+                work.wait()
+        forget_unwaited()
+    wait_for_all(world)
 
 
 def a_message_outside_of_a_batch_is_seen(rank: int, world: int) -> None:
