@@ -10,7 +10,7 @@ MODELS = tests/megatron/test_megatron_core.py tests/megatron/test_megatron_manag
 ENGINES = -k engine
 
 .PHONY: help demo demo-engine demo-reshard demo-megatron test test-between test-ends test-pythons test-matrix examples \
-	clients clients-ray clients-2.6 clients-2.5 clients-0.7 s3 megatron megatron-2.4 megatron-newer conformance reliability \
+	clients clients-ray clients-2.6 clients-2.5 clients-0.7 s3 megatron megatron-2.4 megatron-newer emulated conformance reliability \
 	patched-page lint wheel
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo 'make lint          ruff and mypy --strict'
 	@echo 'make examples      what is in examples/, and every command in README and docs/'
 	@echo 'make test-matrix   torch 2.4 to 2.7 and a current one; torch 2.6 on Python 3.9 and 3.13'
+	@echo 'make emulated      loads, gets and checkpoints on an emulated accelerator, by the rules of NCCL'
 	@echo 'make clients       lightning-fabric, accelerate, torchtune and verl as they are'
 	@echo 'The others, and what writes pages of docs/: CONTRIBUTING.md. All need python3 >= 3.9 with venv.'
 
@@ -113,6 +114,12 @@ megatron-newer:
 # Its checkpoints on torch 2.4.1; the matrix has its models there, too.
 megatron-2.4:
 	$(LANES) test megatron-2.4 -- $(FORMATS) tests/dist_checkpointing/test_exchange.py
+
+# The package on a device that is not the CPU, which g++ compiles for each torch: a backend with the rules of NCCL counts
+# what is opened and sent.
+emulated: export OMP_NUM_THREADS = 1
+emulated:
+	$(LANES) test $(JOBS) 2.6 2.7 -- tests/emulated
 
 # Records what native torch, ours and stock torch give in every scenario, and writes docs/conformance.md.
 conformance:

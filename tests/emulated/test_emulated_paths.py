@@ -1,0 +1,37 @@
+"""The package's paths on an accelerator: right values, no broken rule, and what was promised is kept."""
+
+from __future__ import annotations
+
+import pytest
+from emulated.promises import ALONE, BESIDE, PROMISED
+from emulated.record import CASES, functions_of_ranks, promise_of, setting_of
+from emulated.runner import problems, run
+
+#: What the package does wrong, by case; it goes with its repair.
+WRONG = {
+    "load_ddp_without_set_device": "Duplicate GPU: the process's device is used, not that of the tensors",
+}
+
+
+def rows() -> list[object]:
+    return [
+        pytest.param(
+            case,
+            backend,
+            id=f"{case}-{'alone' if backend == ALONE else 'beside'}",
+            marks=[pytest.mark.xfail(strict=True, reason=WRONG[case])] if case in WRONG else [],
+        )
+        for case in functions_of_ranks(CASES)
+        for backend in (ALONE, BESIDE)
+    ]
+
+
+@pytest.mark.parametrize(("case", "backend"), rows())
+def test_a_path_keeps_the_rules_and_its_promise(case: str, backend: str) -> None:
+    seen = run(f"emulated.cases.{case}", setting_of(case, backend))
+    assert not problems(seen), problems(seen)
+    assert promise_of(seen) == PROMISED[case][backend]
+
+
+def test_every_promise_has_its_case() -> None:
+    assert set(PROMISED) <= set(functions_of_ranks(CASES))
