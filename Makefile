@@ -11,7 +11,7 @@ ENGINES = -k engine
 
 .PHONY: help demo demo-engine demo-reshard demo-megatron test test-between test-ends test-pythons test-matrix examples \
 	clients clients-ray clients-2.6 clients-2.5 clients-0.7 s3 megatron megatron-2.4 megatron-newer emulated conformance reliability \
-	patched-page lint wheel
+	patched-page lint wheel gpu
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
@@ -24,6 +24,7 @@ help:
 	@echo 'make examples      what is in examples/, and every command in README and docs/'
 	@echo 'make test-matrix   torch 2.4 to 2.7 and a current one; torch 2.6 on Python 3.9 and 3.13'
 	@echo 'make emulated      loads, gets and checkpoints on an emulated accelerator, by the rules of NCCL'
+	@echo 'make gpu           on a machine with one NVIDIA GPU, with the torch that is there: a table and gpu.json'
 	@echo 'make clients       lightning-fabric, accelerate, torchtune and verl as they are'
 	@echo 'The others, and what writes pages of docs/: CONTRIBUTING.md. All need python3 >= 3.9 with venv.'
 
@@ -145,3 +146,7 @@ lint:
 # Builds, checks what is inside, installs into a clean environment, and runs from outside the tree.
 wheel:
 	$(LANES) run lint -- python tools/check_wheel.py "$$($(LANES) make 2.6)"
+
+# What one NVIDIA GPU can tell, with the torch of $(PYTHON), within 10 minutes; no lane: those have CPU builds.
+gpu:
+	$(PYTHON) tools/gpu.py

@@ -1,0 +1,599 @@
+"""A rank of tools/gpu.py: runs cases in turn, each in a process group of its own, and writes down their ends.
+
+    gpu_ranks.py PLAN RANK
+
+All ranks share one device. Every value is compared bit by bit with tensors that each rank makes itself, cut
+by torch.chunk: no code that is tested takes part in the check.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import faulthandler
+import functools
+import gc
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from torch_dcp_backport import compat, dist_checkpointing, transfer
+
+MIB = 2**20
+MODULES = {"ours": "torch_dcp_backport.state_dict", "stock": "torch.distributed.checkpoint.state_dict"}
+
+
+@dataclass
+class Place:
+    """This rank, its device, and what was measured of the current case."""
+
+    kind: str
+    rank: int
+    world: int
+    store: Any
+    #: MiB of the large model.
+    mib: int
+    measured: dict[str, Any] = field(default_factory=dict)
+    said: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0) if self.kind == "cuda" else torch.device("cpu")
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def mesh(self) -> Any:
+        return init_device_mesh(self.kind, (self.world,))
+
+    def synchronize(self) -> None:
+        if self.kind == "cuda":
+            torch.cuda.synchronize()
+
+    def outside(self) -> Optional[int]:
+        """Bytes of the GPU outside torch's allocators of all ranks; all ranks wait here for each other.
+
+        Through the store: a message of the process group would change what is measured.
+        """
+        self.synchronize()
+        self.said += 1
+        reserved = torch.cuda.memory_reserved() if self.kind == "cuda" else 0
+        self.store.set(f"reserved/{self.said}/{self.rank}", str(reserved))
+        total = sum(int(self.store.get(f"reserved/{self.said}/{rank}")) for rank in range(self.world))
+        result = None
+        if self.kind == "cuda":
+            free, every = torch.cuda.mem_get_info()
+            result = every - free - total
+        # No rank goes on before each has read.
+        self.store.set(f"read/{self.said}/{self.rank}", "")
+        self.store.wait([f"read/{self.said}/{rank}" for rank in range(self.world)])
+        return result
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Measure what is inside: seconds, memory outside torch, torch's own peak, the transfer's report."""
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            allocated = torch.cuda.memory_allocated()
+        before, last = self.outside(), transfer.last_report()
+        start = time.perf_counter()
+        yield
+        self.synchronize()
+        self.measured["seconds"] = time.perf_counter() - start
+        after, report = self.outside(), transfer.last_report()
+        if before is not None and after is not None:
+            self.measured.update(outside=after, added=after - before)
+            self.measured["peak"] = torch.cuda.max_memory_allocated() - allocated
+        if report is not None and report is not last:
+            names = ("operation", "bytes_sent", "bytes_received", "chunks", "rounds", "staging_bytes")
+            self.measured["report"] = {name: getattr(report, name) for name in names}
+            self.measured["report"]["seconds"] = dict(report.seconds)
+
+
+# --- models and what is expected of them ---
+
+
+class Small(nn.Module):
+    """Odd sizes, some smaller than the number of ranks, a tied weight, buffers."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(33, 24)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(24, 50), nn.LayerNorm(50), nn.Linear(50, 24)) for _ in range(4)
+        )
+        self.head = nn.Linear(24, 33, bias=False)
+        if tied:
+            self.head.weight = self.emb.weight
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("flag", torch.zeros((), dtype=torch.bool))
+
+
+class Large(nn.Module):
+    def __init__(self, mib: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(max(1, mib // 16)))
+
+
+def build(place: Place, size: str, tied: bool = True) -> nn.Module:
+    return Small(tied) if size == "small" else Large(place.mib)
+
+
+@functools.lru_cache(maxsize=4)
+def values(size: str, mib: int, tied: bool, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The full state, the same on every rank."""
+    with torch.device("meta"):
+        net = Small(tied) if size == "small" else Large(mib)
+    random = torch.Generator().manual_seed(seed)
+    full = {
+        key: torch.randn(value.shape, generator=random)
+        if value.is_floating_point()
+        else torch.ones(value.shape, dtype=value.dtype)
+        for key, value in net.state_dict().items()
+    }
+    if size == "small" and tied:
+        full["head.weight"] = full["emb.weight"]
+    return full
+
+
+def sharded(
+    place: Place, size: str, *, meta: bool = False, tied: bool = True, offload: bool = False
+) -> nn.Module:
+    """A model under FSDP2, with values that are not those that are loaded."""
+    fsdp2 = compat.fsdp2()
+    torch.manual_seed(1 + place.rank)
+    with torch.device("meta") if meta else place.device:
+        net = build(place, size, tied)
+    # Without a GPU there is nothing to pin for.
+    policy = fsdp2.CPUOffloadPolicy(pin_memory=place.kind == "cuda")
+    more = {"offload_policy": policy} if offload else {}
+    mesh = place.mesh()
+    for layer in net.layers:
+        fsdp2.fully_shard(layer, mesh=mesh, **more)
+    fsdp2.fully_shard(net, mesh=mesh, **more)
+    return net
+
+
+def part(place: Place, full: torch.Tensor) -> torch.Tensor:
+    """This rank's shard along the first dimension."""
+    parts = full.chunk(place.world)
+    return parts[place.rank] if place.rank < len(parts) else full[:0]
+
+
+def check_model(place: Place, net: nn.Module, full: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    wrong = []
+    for key, value in {
+        **dict(net.named_parameters(remove_duplicate=False)),
+        **dict(net.named_buffers()),
+    }.items():
+        is_sharded = isinstance(value, DTensor)
+        local = value._local_tensor if is_sharded else value.detach()
+        want = part(place, full[key]) if is_sharded else full[key]
+        # Buffers stay on the accelerator where parameters are offloaded.
+        is_placed = local.device == device or not is_sharded
+        if local.is_meta or not is_placed or not torch.equal(local.cpu(), want):
+            wrong.append(f"{key} on {local.device}")
+    assert not wrong, f"wrong: {wrong}"
+
+
+def check_full(got: Mapping[str, torch.Tensor], full: Mapping[str, torch.Tensor], kind: str) -> None:
+    assert set(got) == set(full), sorted(set(got) ^ set(full))
+    wrong = [k for k, v in got.items() if v.device.type != kind or not torch.equal(v.cpu(), full[k])]
+    assert not wrong, f"wrong: {wrong}"
+
+
+def full_options(**more: bool) -> StateDictOptions:
+    return StateDictOptions(full_state_dict=True, **more)
+
+
+# --- the cases: (place, the module whose functions are called, size) ---
+
+
+def load(place: Place, api: Any, size: str, *, meta: bool = False, on_device: bool = False) -> None:
+    net, full = sharded(place, size, meta=meta), values(size, place.mib, True)
+    source: dict[str, torch.Tensor] = {}
+    if place.is_first:
+        source = {key: value.to(place.device) for key, value in full.items()} if on_device else dict(full)
+    with place.timed():
+        api.set_model_state_dict(net, source, options=full_options(broadcast_from_rank0=True, strict=True))
+    check_model(place, net, full, place.device)
+
+
+def load_plain(place: Place, api: Any, size: str) -> None:
+    """A model that is whole on every rank, as under DDP."""
+    with place.device:
+        net = build(place, size)
+    full = values(size, place.mib, True)
+    with place.timed():
+        source = dict(full) if place.is_first else {}
+        api.set_model_state_dict(net, source, options=full_options(broadcast_from_rank0=True))
+    check_model(place, net, full, place.device)
+
+
+def load_offloaded(place: Place, api: Any, size: str) -> None:
+    """FSDP2's CPUOffloadPolicy: the shards stay on the host."""
+    net, full = sharded(place, size, offload=True), values(size, place.mib, True)
+    with place.timed():
+        source = dict(full) if place.is_first else {}
+        options = full_options(broadcast_from_rank0=True, cpu_offload=True)
+        api.set_model_state_dict(net, source, options=options)
+    check_model(place, net, full, torch.device("cpu"))
+
+
+def filled(place: Place, size: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A sharded model with the known values; no message is sent."""
+    net, full = sharded(place, size), values(size, place.mib, True)
+    with torch.no_grad():
+        for key, value in net.named_parameters():
+            value._local_tensor.copy_(part(place, full[key]))
+        for key, value in net.named_buffers():
+            value.copy_(full[key])
+    return net, full
+
+
+def get_first(place: Place, api: Any, size: str) -> None:
+    net, full = filled(place, size)
+    with place.timed():
+        got = api.get_model_state_dict(net, options=full_options(cpu_offload=True))
+    if place.is_first:
+        check_full(got, full, "cpu")
+    else:
+        assert not got, f"rank {place.rank} got {len(got)} tensors"
+
+
+def get_all(place: Place, api: Any, size: str) -> None:
+    net, full = filled(place, size)
+    with place.timed():
+        got = api.get_model_state_dict(net, options=full_options())
+    check_full(got, full, place.kind)
+
+
+def optimizer_values(place: Place, size: str, net: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    averages, squares = (values(size, place.mib, False, seed) for seed in (1, 2))
+    return {
+        key: {"step": torch.tensor(3.0), "exp_avg": averages[key], "exp_avg_sq": squares[key].abs()}
+        for key, _ in net.named_parameters()
+    }
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
+
+
+def load_optimizer(place: Place, api: Any, size: str) -> None:
+    net = sharded(place, size, tied=False)
+    optimizer, full = adamw(net), optimizer_values(place, size, net)
+    source: dict[str, Any] = {}
+    if place.is_first:
+        group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+        source = {"state": full, "param_groups": [{**group, "lr": 0.25, "params": list(full)}]}
+    with place.timed():
+        api.set_optimizer_state_dict(net, optimizer, source, options=full_options(broadcast_from_rank0=True))
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    for key, parameter in net.named_parameters():
+        for name, value in optimizer.state[parameter].items():
+            if name == "step":
+                assert float(value) == 3.0, (key, value)
+                continue
+            local = value._local_tensor
+            assert local.device == place.device, (key, name, local.device)
+            assert torch.equal(local.cpu(), part(place, full[key][name])), (key, name)
+
+
+def filled_optimizer(place: Place, size: str, net: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+    optimizer, full = adamw(net), optimizer_values(place, size, net)
+    for key, parameter in net.named_parameters():
+        state = optimizer.state[parameter]
+        for name, value in full[key].items():
+            if name == "step":
+                state[name] = value.clone()
+                continue
+            local = part(place, value).to(place.device, copy=True)
+            state[name] = compat.from_local(local, parameter)
+    return optimizer, full
+
+
+def get_optimizer(place: Place, api: Any, size: str) -> None:
+    net = sharded(place, size, tied=False)
+    optimizer, full = filled_optimizer(place, size, net)
+    with place.timed():
+        got = api.get_optimizer_state_dict(net, optimizer, options=full_options(cpu_offload=True))
+    if place.is_first:
+        assert set(got["state"]) == set(full), sorted(set(got["state"]) ^ set(full))
+        for key, state in full.items():
+            for name, value in state.items():
+                assert torch.equal(got["state"][key][name], value), (key, name)
+
+
+def reshard(place: Place, api: Any, size: str) -> None:
+    """Rows to columns and back, to replicas and back."""
+    mesh = place.mesh()
+    if size == "small":
+        shapes = [(17, 9), (8, 8), (5, 2), (3, 4, 10)]
+        random = torch.Generator().manual_seed(5)
+        full = {f"t{i}": torch.randn(shape, generator=random) for i, shape in enumerate(shapes)}
+    else:
+        full = values(size, place.mib, False)
+    tensors: Any = {
+        key: compat.as_dtensor(
+            part(place, value).to(place.device, copy=True), mesh, [Shard(0)], value.shape, value.stride()
+        )
+        for key, value in full.items()
+    }
+    way = (
+        [Shard(1), Shard(0)] if size == "large" else [Shard(1), Replicate(), Shard(1), Shard(0), Replicate()]
+    )
+    with place.timed():
+        for placement in way:
+            tensors = transfer.reshard(tensors, (mesh, [placement]))
+            if size == "small":
+                check_placed(place, tensors, full, placement)
+    check_placed(place, tensors, full, way[-1])
+
+
+def check_placed(place: Place, tensors: Mapping[str, Any], full: Mapping[str, Any], placement: Any) -> None:
+    for key, tensor in tensors.items():
+        want = full[key]
+        if isinstance(placement, Shard):
+            parts = want.chunk(place.world, placement.dim)
+            want = parts[place.rank] if place.rank < len(parts) else want.narrow(placement.dim, 0, 0)
+        local = tensor._local_tensor
+        assert local.device == place.device, (key, local.device)
+        assert torch.equal(local.cpu(), want), (key, placement)
+
+
+def errors(place: Place, api: Any, size: str) -> None:
+    """The same error on every rank, and the next load works."""
+    net, full = sharded(place, size), values(size, place.mib, True)
+    key = "layers.1.0.weight"
+    bad = {
+        "missing": {name: value for name, value in full.items() if name != key},
+        "shape": {**full, key: torch.zeros(3, 3)},
+        "unpicklable": {**full, "more": lambda: 0},
+    }
+    said = []
+    options = full_options(broadcast_from_rank0=True)
+    with place.timed():
+        for name, source in bad.items():
+            try:
+                api.set_model_state_dict(net, source if place.is_first else {}, options=options)
+                raise AssertionError(f"{name}: no error")
+            except AssertionError:
+                raise
+            except Exception as error:
+                said.append(f"{name}: {type(error).__name__}: {error}")
+        api.set_model_state_dict(net, dict(full) if place.is_first else {}, options=options)
+    check_model(place, net, full, place.device)
+    place.store.set(f"said/{place.rank}", json.dumps(said))
+    theirs = [json.loads(place.store.get(f"said/{rank}")) for rank in range(place.world)]
+    assert all(other == said for other in theirs), f"not the same error on every rank: {theirs}"
+    place.measured["errors"] = said
+    place.measured["note"] = ", ".join(" ".join(text.split()[:2]).rstrip(":") for text in said)
+
+
+@contextlib.contextmanager
+def shared_folder(place: Place, name: str) -> Iterator[Path]:
+    if place.is_first:
+        place.store.set(f"folder/{name}", tempfile.mkdtemp(prefix=f"gpu-{name}-"))
+    folder = Path(place.store.get(f"folder/{name}").decode())
+    try:
+        yield folder
+    finally:
+        place.outside()
+        if place.is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def dist_checkpoint(place: Place, api: Any, size: str) -> None:
+    """Saved by rows, loaded by rows and by columns."""
+    rows, columns = 8 * place.world, 12
+    full = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+
+    def state(is_filled: bool, dim: int) -> dict[str, Any]:
+        mine = full.chunk(place.world, dim)[place.rank]
+        own = (mine.clone() if is_filled else torch.zeros(mine.shape)).to(place.device)
+        same = (torch.arange(6.0) if is_filled else torch.zeros(6)).to(place.device)
+        make = dist_checkpointing.ShardedTensor.from_rank_offsets
+        return {
+            "w": make("w", own, (dim, place.rank, place.world)),
+            "same": make("same", same, replica_id=place.rank),
+            "step": 5,
+        }
+
+    with shared_folder(place, "dist") as folder:
+        target = folder / "a"
+        if place.is_first:
+            target.mkdir()
+        place.outside()
+        with place.timed():
+            dist_checkpointing.save(state(True, 0), str(target))
+            loaded = [dist_checkpointing.load(state(False, dim), str(target)) for dim in (0, 1)]
+        for dim, got in enumerate(loaded):
+            assert got["w"].device == got["same"].device == place.device
+            assert torch.equal(got["w"].cpu(), full.chunk(place.world, dim)[place.rank]), dim
+            assert torch.equal(got["same"].cpu(), torch.arange(6.0))
+            assert got["step"] == 5
+
+
+def manager(place: Place, api: Any, size: str) -> None:
+    """Save, and load into another model and optimizer."""
+    from torch_dcp_backport.checkpoint import FSDPCheckpointManager
+
+    net, full = filled_untied(place, size)
+    optimizer, states = filled_optimizer(place, size, net)
+    other = sharded(place, size, tied=False)
+    target = adamw(other)
+    with shared_folder(place, "manager") as folder:
+        path = str(folder / "global_step_1" / "actor")
+        with place.timed():
+            FSDPCheckpointManager(net, optimizer).save_checkpoint(path, None, 1)
+            FSDPCheckpointManager(other, target).load_checkpoint(path)
+    check_model(place, other, full, place.device)
+    for key, parameter in other.named_parameters():
+        for name in ("exp_avg", "exp_avg_sq"):
+            local = target.state[parameter][name]._local_tensor
+            assert local.device == place.device, (key, name, local.device)
+            assert torch.equal(local.cpu(), part(place, states[key][name])), (key, name)
+
+
+def filled_untied(place: Place, size: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    net, full = sharded(place, size, tied=False), values(size, place.mib, False)
+    with torch.no_grad():
+        for key, value in net.named_parameters():
+            value._local_tensor.copy_(part(place, full[key]))
+        for key, value in net.named_buffers():
+            value.copy_(full[key])
+    return net, full
+
+
+CASES: dict[str, Callable[[Place, Any, str], None]] = {
+    "load": load,
+    "load-meta": functools.partial(load, meta=True),
+    "load-cuda": functools.partial(load, on_device=True),
+    "load-plain": load_plain,
+    "load-offload": load_offloaded,
+    "get-first": get_first,
+    "get-all": get_all,
+    "optim-load": load_optimizer,
+    "optim-get": get_optimizer,
+    "reshard": reshard,
+    "errors": errors,
+    "dist-checkpoint": dist_checkpoint,
+    "manager": manager,
+}
+
+
+# --- faults: each rank says what it sees, and when ---
+
+
+class Failing(collections.abc.Mapping):  # type: ignore[type-arg]
+    """A state dict that fails at its second read of a value once the transfer has begun."""
+
+    def __init__(self, held: dict[str, torch.Tensor]) -> None:
+        self.held, self.reads = held, 0
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        self.reads += 1
+        # The inventory reads each value once.
+        if self.reads > len(self.held) + 1:
+            raise OSError("the disk failed")
+        return self.held[key].clone()
+
+
+def fault(place: Place, name: str) -> dict[str, Any]:
+    api = importlib.import_module(MODULES["ours"])
+    net, full = sharded(place, "large"), values("large", place.mib, False)
+    place.outside()
+    start = time.perf_counter()
+    if name == "absent" and place.rank == 1:
+        time.sleep(30)
+        return {"seconds": 30.0, "note": "did not call"}
+    source: Any = {}
+    if place.is_first:
+        source = Failing(full) if name == "source" else full
+    try:
+        api.set_model_state_dict(net, source, options=full_options(broadcast_from_rank0=True))
+        place.synchronize()
+        said = "no error"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "note": said[:300]}
+
+
+# --- the process ---
+
+
+def begin(plan: Mapping[str, Any], rank: int, number: int) -> Place:
+    """A new process group whose communicator has been used, as in a training that has begun."""
+    store = dist.FileStore(f"{plan['folder']}/store-{number}", plan["world"])
+    store.set_timeout(timedelta(seconds=plan["timeout"]))
+    dist.init_process_group(
+        plan["backend"],
+        store=dist.PrefixStore("group", store),
+        rank=rank,
+        world_size=plan["world"],
+        timeout=timedelta(seconds=plan["timeout"]),
+    )
+    place = Place(plan["device"], rank, plan["world"], dist.PrefixStore("case", store), plan["mib"])
+    block = torch.full((256,), float(rank), device=place.device)
+    dist.broadcast(block, 0)
+    every = torch.empty(256 * place.world, device=place.device)
+    dist.all_gather_into_tensor(every, block)
+    place.synchronize()
+    assert not every.any(), "a broadcast or an all_gather is wrong"
+    return place
+
+
+def run_case(plan: Mapping[str, Any], rank: int, number: int) -> dict[str, Any]:
+    name, api, size = plan["cases"][number]
+    start = time.perf_counter()
+    place = begin(plan, rank, number)
+    began = time.perf_counter() - start
+    if name.startswith("fault-"):
+        return fault(place, name[len("fault-") :])
+    CASES[name](place, importlib.import_module(MODULES[api]), size)
+    place.outside()
+    dist.destroy_process_group()
+    return {**place.measured, "group_seconds": began}
+
+
+def main() -> int:
+    plan, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    faulthandler.dump_traceback_later(plan["case_seconds"] - 2, exit=False)
+    torch.set_num_threads(plan["threads"])
+    if plan["device"] == "cuda":
+        if plan["set_device"]:
+            torch.cuda.set_device(0)
+        torch.cuda.set_per_process_memory_fraction(plan["fraction"], 0)
+    with open(f"{plan['folder']}/{rank}.jsonl", "a", buffering=1) as out:
+        for number in range(plan["first"], len(plan["cases"])):
+            print(f"--- {plan['cases'][number]}", flush=True)
+            out.write(json.dumps({"case": number, "event": "start"}) + "\n")
+            faulthandler.dump_traceback_later(plan["case_seconds"] - 2, exit=False)
+            try:
+                result = run_case(plan, rank, number)
+            except BaseException as error:
+                traceback.print_exc()
+                said = f"{type(error).__name__}: {error}"
+                out.write(json.dumps({"case": number, "event": "failed", "error": said[:600]}) + "\n")
+                # Other ranks may wait for this one: the caller ends them all.
+                time.sleep(plan["linger"])
+                os._exit(1)
+            out.write(json.dumps({"case": number, "event": "done", **result}) + "\n")
+            if plan["linger"]:
+                time.sleep(plan["linger"])
+                os._exit(0)
+            gc.collect()
+            if plan["device"] == "cuda":
+                torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
