@@ -26,7 +26,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch_dcp_backport import compat, dist_checkpointing, hf, status, transfer
 from torch_dcp_backport.checkpoint import FSDPCheckpointManager
 from torch_dcp_backport.dist_checkpointing import ShardedTensor
-from torch_dcp_backport.engine import export, move, step
+from torch_dcp_backport.engine import export
+from torch_dcp_backport.engine.move import move_model, move_optimizer
+from torch_dcp_backport.engine.step import grad_norm, step
 from torch_dcp_backport.transfer import layout_of
 from torch_dcp_backport.transfer.layout import whole
 
@@ -563,14 +565,14 @@ def engine_moves_and_steps(rank: int, world: int) -> None:
     optimizer = adamw(net)
     train(net, optimizer)
     for device in (torch.device("cpu"), accelerator.device()):
-        move.move_model(net, device)
-        move.move_optimizer(optimizer, device)
+        move_model(net, device)
+        move_optimizer(optimizer, device)
         assert {local_of(parameter).device for parameter in net.parameters()} == {device}
     for parameter in net.parameters():
         parameter.grad = compat.from_local(torch.ones_like(local_of(parameter)), parameter)
     wanted = math.sqrt(sum(parameter.numel() for parameter in net.parameters()))
-    assert abs(step.grad_norm(net.parameters()) - wanted) < 1e-6
-    step.step(optimizer, 1.0)
+    assert abs(grad_norm(net.parameters()) - wanted) < 1e-6
+    step(optimizer, 1.0)
 
 
 def manager(rank: int, world: int) -> None:
@@ -583,7 +585,7 @@ def manager(rank: int, world: int) -> None:
     FSDPCheckpointManager(net, optimizer).save_checkpoint(places[0], None, 1)
     background = FSDPCheckpointManager(net, optimizer, checkpoint_config={"async_save": True})
     background.save_checkpoint(places[1], None, 2)
-    background.wait()
+    assert background.finish()
     trained = functions.get_model_state_dict(net, options=whole_states(cpu_offload=True))
     states = functions.get_optimizer_state_dict(net, optimizer, options=whole_states(cpu_offload=True))
     for place in places:

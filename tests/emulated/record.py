@@ -46,7 +46,8 @@ def main() -> None:
         print(f'    "{case}": {{')
         for name, backend in (("ALONE", ALONE), ("BESIDE", BESIDE)):
             seen = run(f"emulated.cases.{case}", setting_of(case, backend))
-            print(problems(seen), file=sys.stderr)
+            if problems(seen):
+                print(f"{case}, {backend}:\n{problems(seen)}", file=sys.stderr)
             promise = promise_of(seen)
             values = (promise.communicators, promise.sends_to, promise.receives_from, promise.sent)
             print(f"        {name}: Promise({', '.join(map(str, values))}),".replace("'", '"'), flush=True)

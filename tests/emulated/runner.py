@@ -72,38 +72,45 @@ def run(case: str, setting: Setting, limit: float = LIMIT) -> list[Seen]:
             if process == 0:
                 be_rank(case, rank, setting, folder)
             ranks[process] = rank
-        wait_for(dict(ranks), folder, limit)
-        return [seen_by(folder, rank) for rank in range(setting.world)]
+        ends = wait_for(ranks, folder, limit)
+        return [seen_by(folder, rank, ends[rank]) for rank in range(setting.world)]
 
 
-def wait_for(ranks: dict[int, int], folder: Path, limit: float) -> None:
-    """Wait for processes, by their ids; after the limit dump the stacks of those left, and kill them."""
-    until = time.monotonic() + limit
+def wait_for(ranks: dict[int, int], folder: Path, limit: float) -> dict[int, str]:
+    """Wait for processes, by their ids; after the limit dump the stacks of those left, and kill them.
+
+    Returns:
+        How each rank ended.
+    """
+    began, until, ends = time.monotonic(), time.monotonic() + limit, {}
     while ranks and time.monotonic() < until:
         for process in list(ranks):
             ended, status = os.waitpid(process, os.WNOHANG)
             if ended:
-                del ranks[process]
+                ends[ranks.pop(process)] = f"ended with status {status}"
                 if status:
                     until = min(until, time.monotonic() + GRACE)
         time.sleep(0.01)
-    for process in ranks:
+    for process, rank in ranks.items():
         os.kill(process, signal.SIGUSR1)
-    if ranks:
-        time.sleep(0.5)
-    for process in ranks:
+        stacks = folder / f"stacks-{rank}"
+        for _ in range(300):
+            if stacks.exists() and stacks.stat().st_size:
+                break
+            time.sleep(0.01)
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
+        seconds = time.monotonic() - began
+        ends[rank] = f"was killed after {seconds:.0f} s\n{stacks.read_text() if stacks.exists() else ''}"
+    return ends
 
 
-def seen_by(folder: Path, rank: int) -> Seen:
+def seen_by(folder: Path, rank: int, end: str) -> Seen:
     path = folder / f"seen-{rank}"
-    if path.exists():
-        seen: Seen = pickle.loads(path.read_bytes())
-        return seen
-    stacks = folder / f"stacks-{rank}"
-    stack = stacks.read_text() if stacks.exists() else ""
-    return Seen(error=f"ended without a result, or was killed\n{stack}")
+    if not path.exists():
+        return Seen(error=end)
+    seen: Seen = pickle.loads(path.read_bytes())
+    return seen
 
 
 def be_rank(case: str, rank: int, setting: Setting, folder: Path) -> None:
