@@ -15,14 +15,13 @@ import torch.distributed as dist
 
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import (
-    LARGEST_CHUNK,
-    LARGEST_COLLECTIVE,
     Key,
     KeyedBox,
     Piece,
     capacity_of,
     chunk_bytes,
     chunks,
+    collective_capacity,
     cut_of,
     moved,
     total_bytes,
@@ -63,7 +62,7 @@ class AllGather(Engine):
         super().__init__(call, agreement, sources, {})
         self.layouts = {key: layout for key, (_, layout) in held.items()}
         self.out = out
-        self.copies = 2 if is_copied else 1
+        self.is_copied = is_copied
         self.place = call.ranks.index(call.rank)
 
     def story(self) -> str:
@@ -85,8 +84,10 @@ class AllGather(Engine):
         return min(self.portion(budget), total_bytes(self.blocks()))
 
     def portion(self, budget: int) -> int:
-        largest = LARGEST_CHUNK if self.copies > 1 else LARGEST_COLLECTIVE
-        return capacity_of(budget, self.copies * BUFFERS * len(self.ranks), largest)
+        buffers = BUFFERS * len(self.ranks)
+        if self.is_copied:
+            return capacity_of(budget, 2 * buffers)
+        return collective_capacity(budget, buffers)
 
     def move(self, budget: int) -> None:
         count = len(self.ranks)

@@ -14,8 +14,9 @@ Key = Hashable
 #: A box of a key's tensor, and the dtype that travels.
 KeyedBox = tuple[Key, Box, torch.dtype]
 
-#: The same for a collective of an accelerator, whose start costs as much as 1 MiB, and without such caches.
-LARGEST_COLLECTIVE = 16 * 2**20
+#: The same for a collective of an accelerator: there are no such caches, and the start takes as long as the
+#: bytes of some MiB.
+LARGEST_COLLECTIVE = 32 * 2**20
 
 #: Every piece of a chunk starts at a multiple of this, so that it can be viewed as any dtype.
 ALIGNMENT = 16
@@ -149,6 +150,15 @@ def slots_of(ranks: Sequence[int]) -> int:
     return max(2, min(2 * (len(ranks) - 1), MOST_SLOTS))
 
 
-def capacity_of(staging_bytes: int, buffers: int, largest: int = LARGEST_CHUNK) -> int:
+def capacity_of(staging_bytes: int, buffers: int) -> int:
     """Bytes of one of so many buffers. One more is left free for what the backend needs meanwhile."""
-    return max(min(staging_bytes // (buffers + 1), largest) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+    return in_steps(min(staging_bytes // (buffers + 1), LARGEST_CHUNK))
+
+
+def collective_capacity(staging_bytes: int, buffers: int) -> int:
+    """The same for an accelerator's collectives, which work in the buffers themselves."""
+    return in_steps(min(staging_bytes // buffers, LARGEST_COLLECTIVE))
+
+
+def in_steps(nbytes: int) -> int:
+    return max(nbytes // ALIGNMENT * ALIGNMENT, ALIGNMENT)

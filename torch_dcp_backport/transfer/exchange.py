@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import (
-    LARGEST_COLLECTIVE,
     Key,
     KeyedBox,
     Piece,
@@ -28,6 +27,7 @@ from torch_dcp_backport.transfer.chunks import (
     capacity_of,
     chunk_bytes,
     chunks,
+    collective_capacity,
     cut_of,
     moved,
     total_bytes,
@@ -210,7 +210,7 @@ class Exchange(Engine):
 
     def capacity_for_all(self, budget: int) -> int:
         """Bytes of one of the two buffers of chunks that go to all."""
-        return capacity_of(budget, 2, LARGEST_COLLECTIVE)
+        return collective_capacity(budget, 2)
 
     def size(self, budget: int) -> int:
         return self.plan.largest(capacity_of(budget, BUFFERS))

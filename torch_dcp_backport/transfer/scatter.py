@@ -19,14 +19,13 @@ import torch.distributed as dist
 
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import (
-    LARGEST_CHUNK,
-    LARGEST_COLLECTIVE,
     Key,
     KeyedBox,
     Piece,
     capacity_of,
     chunk_bytes,
     chunks,
+    collective_capacity,
     cut_of,
     in_turn,
     moved,
@@ -190,15 +189,18 @@ class Scatter(Engine):
         count = self.slots if self.is_source else 2
         return count, min(own, self.capacity(budget, self.slots)), min(common, self.capacity_for_all(budget))
 
-    def capacity(self, budget: int, buffers: int, largest: int = LARGEST_CHUNK) -> int:
+    def capacity(self, budget: int, buffers: int) -> int:
         """Bytes of one of so many buffers, beside the plans of all tensors; the same on every rank."""
-        plans = min(PLAN_BYTES * len(self.delivery.tensors), budget // 2)
-        return capacity_of(budget - plans, buffers, largest)
+        return capacity_of(budget - self.plan_bytes(budget), buffers)
+
+    def plan_bytes(self, budget: int) -> int:
+        return min(PLAN_BYTES * len(self.delivery.tensors), budget // 2)
 
     def capacity_for_all(self, budget: int) -> int:
         """Bytes of one of the two buffers of chunks that go to all."""
-        largest = LARGEST_COLLECTIVE if self.lane is Lane.BROADCAST else LARGEST_CHUNK
-        return self.capacity(budget, 2, largest)
+        if self.lane is Lane.BROADCAST:
+            return collective_capacity(budget - self.plan_bytes(budget), 2)
+        return self.capacity(budget, 2)
 
     def move(self, budget: int) -> None:
         self.tally.meter.expect(self.delivery.expected)

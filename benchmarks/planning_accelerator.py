@@ -1,0 +1,188 @@
+#!/usr/bin/env python3
+"""Host time of one rank's side of a transfer on an accelerator's backend, at any number of ranks, with no traffic.
+
+    python3 tools/lanes.py run current -- python benchmarks/planning_accelerator.py [--ranks 8 64 1024 8192]
+
+The package's own engines run over torch's "fake" process group, on the meta device: every chunk is planned, packed,
+sent and emptied, and nothing is copied. An operation on the meta device takes the host about as long as the start of
+a CUDA kernel. Beside it stands a model of the wires: one broadcast or all-gather moves all bytes once, on NVLink or
+over one 400G NIC of each host, and stock torch has a collective for each tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torch_dcp_backport.transfer.call import Call
+from torch_dcp_backport.transfer.engine import Engine
+from torch_dcp_backport.transfer.gather import Held, engine_of
+from torch_dcp_backport.transfer.layout import Box, Mesh, layout_at
+from torch_dcp_backport.transfer.plan import Agreement, Table, TensorInfo, Want
+from torch_dcp_backport.transfer.scatter import Offer, Scatter, Target
+from torch_dcp_backport.transfer.settings import DEFAULT
+from torch_dcp_backport.transfer.staging import Staging, part_of
+
+#: Bytes a second: what a broadcast reaches within a host of eight H100, and one 400G NIC.
+WIRES = {"NVLink": 200e9, "400G": 45e9}
+#: Seconds that a collective takes before its first byte, one after the other.
+START = 30e-6
+META = torch.device("meta")
+
+
+class Model(NamedTuple):
+    """The numbers of a decoder."""
+
+    hidden: int
+    feed: int
+    layers: int
+    vocab: int
+    keys: int
+
+
+MODELS = {"7B": Model(4096, 11008, 32, 32000, 4096), "70B": Model(8192, 28672, 80, 128256, 1024)}
+
+
+def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
+    hidden, feed = model.hidden, model.feed
+    layer: dict[str, tuple[int, ...]] = {
+        "q": (hidden, hidden),
+        "k": (model.keys, hidden),
+        "v": (model.keys, hidden),
+        "o": (hidden, hidden),
+        "gate": (feed, hidden),
+        "up": (feed, hidden),
+        "down": (hidden, feed),
+        "norm_1": (hidden,),
+        "norm_2": (hidden,),
+    }
+    shapes = {f"{number}.{name}": shape for number in range(model.layers) for name, shape in layer.items()}
+    return {"embed": (model.vocab, hidden), **shapes, "norm": (hidden,), "head": (model.vocab, hidden)}
+
+
+def states_of(model: Model) -> dict[str, tuple[int, ...]]:
+    """AdamW's."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes_of(model).items():
+        shapes.update({f"{name}.step": (), f"{name}.exp_avg": shape, f"{name}.exp_avg_sq": shape})
+    return shapes
+
+
+class Whole:
+    """Full tensors without memory."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        self.full = {key: torch.empty(shape, dtype=dtype, device=META) for key, shape in shapes.items()}
+
+    def piece(self, key: str, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
+        return part_of(self.full[key], Box((0,) * len(shape), shape), box)
+
+    def release(self) -> None: ...
+
+
+def agreed(shapes: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], dtype: torch.dtype) -> Agreement:
+    mesh = Mesh((len(ranks),), ranks)
+    wants = {
+        key: Want(layout_at(shape, mesh, ((0, 1) if shape else None,)), dtype)
+        for key, shape in shapes.items()
+    }
+    return Agreement([Table(wants, ranks)], DEFAULT, "meta")
+
+
+def load_of(shapes: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], rank: int, call: Call) -> Engine:
+    dtype = torch.bfloat16
+    agreement = agreed(shapes, ranks, dtype)
+    boxes = {key: want.layout.own_box(rank) for key, want in agreement.tables[0].wants.items()}
+    targets = {key: Target(torch.empty(box.size, dtype=dtype, device=META), box) for key, box in boxes.items()}
+    inventory = {key: TensorInfo(shape, dtype) for key, shape in shapes.items()}
+    reader = Whole(shapes, dtype) if rank == 0 else None
+    return Scatter(call, Offer(inventory, reader), targets, agreement, None)  # type: ignore[arg-type]
+
+
+def get_of(shapes: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], rank: int, call: Call) -> Engine:
+    dtype = torch.bfloat16
+    agreement = agreed(shapes, ranks, dtype)
+    held = {
+        key: Held(torch.empty(want.layout.own_box(rank).size, dtype=dtype, device=META), want.layout)
+        for key, want in agreement.tables[0].wants.items()
+    }
+    out = {key: torch.empty(shape, dtype=dtype, device=META) for key, shape in shapes.items()}
+    return engine_of(call, agreement, held, out, None)
+
+
+CASES = {
+    "load": (load_of, shapes_of),
+    "optimizer load": (load_of, states_of),
+    "get to all": (get_of, shapes_of),
+}
+
+
+class Measured(NamedTuple):
+    collectives: int
+    #: Of tensors.
+    nbytes: int
+    #: Of the host, planning included.
+    seconds: float
+
+
+def measured(case: str, model: Model, world: int, rank: int) -> Measured:
+    make, shapes_for = CASES[case]
+    shapes, ranks = shapes_for(model), tuple(range(world))
+    call = Call("benchmark", case, [None])
+    engine = make(shapes, ranks, rank, call)
+    began = time.process_time()
+    engine = make(shapes, ranks, rank, call)
+    engine.staging = Staging(META, engine.staging_bytes(DEFAULT))
+    engine.move(DEFAULT)
+    seconds = time.process_time() - began
+    nbytes = sum(2 * torch.Size(shape).numel() for shape in shapes.values())
+    return Measured(engine.tally.rounds or engine.tally.chunks, nbytes, seconds)
+
+
+def rows(worlds: list[int], models: list[str]) -> Iterator[str]:
+    yield "| case | model | ranks | collectives | host s, rank 0 | host s, another | " + " | ".join(
+        f"{wire}: s, stock" for wire in WIRES
+    ) + " |"
+    yield "|---|---|---|---|---|---|" + "---|" * len(WIRES)
+    for case, (_, shapes_for) in CASES.items():
+        for name in models:
+            for world in worlds:
+                by_rank = []
+                for rank in (0, world // 2):
+                    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+                    by_rank.append(measured(case, MODELS[name], world, rank))
+                    dist.destroy_process_group()
+                first, other = by_rank
+                times = []
+                for speed in WIRES.values():
+                    wire = first.nbytes / speed
+                    ours = max(wire + START * first.collectives, *(one.seconds for one in by_rank))
+                    times.append(f"{ours:.2f}, {wire + START * len(shapes_for(MODELS[name])):.2f}")
+                yield (
+                    f"| {case} | {name} | {world:,} | {first.collectives:,} | {first.seconds:.2f} | "
+                    f"{other.seconds:.2f} | {' | '.join(times)} |"
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 1024, 8192])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    for row in rows(options.ranks, options.models):
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
