@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Host time of one rank's side of a transfer on an accelerator's backend, at any number of ranks, with no traffic.
+"""Host time of one rank's side of a transfer on an accelerator's backend, for any number of ranks.
 
     python3 tools/lanes.py run current -- python benchmarks/planning_accelerator.py [--ranks 8 64 1024 8192]
 
-The package's own engines run over torch's "fake" process group, on the meta device: every chunk is planned, packed,
-sent and emptied, and nothing is copied. An operation on the meta device takes the host about as long as the start of
-a CUDA kernel. Beside it stands a model of the wires: one broadcast or all-gather moves all bytes once, on NVLink or
-over one 400G NIC of each host, and stock torch has a collective for each tensor.
+The package's own engines run over torch's "fake" process group: every chunk is planned, packed, sent and
+emptied, and nothing travels. By default the tensors are on the meta device, where nothing is copied either;
+an operation takes the host there about as long as the start of a CUDA kernel. `--device cuda` copies on a
+GPU, in so much memory as the model takes.
+
+Beside it stands a model of the wires: a broadcast or an all-gather moves all bytes once, on NVLink or over
+one 400G NIC of each host, and stock torch has a collective for each tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from torch_dcp_backport.transfer.staging import Staging, part_of
 WIRES = {"NVLink": 200e9, "400G": 45e9}
 #: Seconds that a collective takes before its first byte, one after the other.
 START = 30e-6
-META = torch.device("meta")
+#: Of all tensors.
+DEVICE = [torch.device("meta")]
 
 
 class Model(NamedTuple):
@@ -80,7 +84,7 @@ class Whole:
     """Full tensors without memory."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        self.full = {key: torch.empty(shape, dtype=dtype, device=META) for key, shape in shapes.items()}
+        self.full = {key: torch.empty(shape, dtype=dtype, device=DEVICE[0]) for key, shape in shapes.items()}
 
     def piece(self, key: str, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
         return part_of(self.full[key], Box((0,) * len(shape), shape), box)
@@ -94,14 +98,16 @@ def agreed(shapes: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], dtype:
         key: Want(layout_at(shape, mesh, ((0, 1) if shape else None,)), dtype)
         for key, shape in shapes.items()
     }
-    return Agreement([Table(wants, ranks)], DEFAULT, "meta")
+    return Agreement([Table(wants, ranks)], DEFAULT, DEVICE[0].type)
 
 
 def load_of(shapes: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], rank: int, call: Call) -> Engine:
     dtype = torch.bfloat16
     agreement = agreed(shapes, ranks, dtype)
     boxes = {key: want.layout.own_box(rank) for key, want in agreement.tables[0].wants.items()}
-    targets = {key: Target(torch.empty(box.size, dtype=dtype, device=META), box) for key, box in boxes.items()}
+    targets = {
+        key: Target(torch.empty(box.size, dtype=dtype, device=DEVICE[0]), box) for key, box in boxes.items()
+    }
     inventory = {key: TensorInfo(shape, dtype) for key, shape in shapes.items()}
     reader = Whole(shapes, dtype) if rank == 0 else None
     return Scatter(call, Offer(inventory, reader), targets, agreement, None)  # type: ignore[arg-type]
@@ -111,10 +117,10 @@ def get_of(shapes: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], rank: 
     dtype = torch.bfloat16
     agreement = agreed(shapes, ranks, dtype)
     held = {
-        key: Held(torch.empty(want.layout.own_box(rank).size, dtype=dtype, device=META), want.layout)
+        key: Held(torch.empty(want.layout.own_box(rank).size, dtype=dtype, device=DEVICE[0]), want.layout)
         for key, want in agreement.tables[0].wants.items()
     }
-    out = {key: torch.empty(shape, dtype=dtype, device=META) for key, shape in shapes.items()}
+    out = {key: torch.empty(shape, dtype=dtype, device=DEVICE[0]) for key, shape in shapes.items()}
     return engine_of(call, agreement, held, out, None)
 
 
@@ -138,19 +144,24 @@ def measured(case: str, model: Model, world: int, rank: int) -> Measured:
     shapes, ranks = shapes_for(model), tuple(range(world))
     call = Call("benchmark", case, [None])
     engine = make(shapes, ranks, rank, call)
-    began = time.process_time()
-    engine = make(shapes, ranks, rank, call)
-    engine.staging = Staging(META, engine.staging_bytes(DEFAULT))
+    began = time.perf_counter()
+    engine.staging = Staging(DEVICE[0], engine.staging_bytes(DEFAULT))
     engine.move(DEFAULT)
-    seconds = time.process_time() - began
+    host = time.perf_counter() - began
+    if DEVICE[0].type == "cuda":
+        torch.cuda.synchronize()
+        print(f"# {case}, rank {rank} of {world}: with all copies {time.perf_counter() - began:.3f} s")
+    seconds = host
     nbytes = sum(2 * torch.Size(shape).numel() for shape in shapes.values())
     return Measured(engine.tally.rounds or engine.tally.chunks, nbytes, seconds)
 
 
 def rows(worlds: list[int], models: list[str]) -> Iterator[str]:
-    yield "| case | model | ranks | collectives | host s, rank 0 | host s, another | " + " | ".join(
-        f"{wire}: s, stock" for wire in WIRES
-    ) + " |"
+    yield (
+        "| case | model | ranks | collectives | host s, rank 0 | host s, another | "
+        + " | ".join(f"{wire}: s, stock" for wire in WIRES)
+        + " |"
+    )
     yield "|---|---|---|---|---|---|" + "---|" * len(WIRES)
     for case, (_, shapes_for) in CASES.items():
         for name in models:
@@ -173,10 +184,14 @@ def rows(worlds: list[int], models: list[str]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="meta")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 1024, 8192])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options = parser.parse_args()
+    DEVICE[0] = torch.device(options.device)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

@@ -35,7 +35,7 @@ MIB = 2**20
 STEPS = ("env", "copies", "cpu", "shipped", "self", "nccl", "fault")
 #: Only if named: minutes.
 MORE_STEPS = ("sanitizer",)
-TAIL = 40
+TAIL = 16
 NO_DEVICE = "no CUDA device"
 #: Ranks as they start: the import of torch, and the context on the GPU.
 START_SECONDS = 60.0
@@ -47,6 +47,8 @@ Case = tuple[str, str, str]
 COMPARED = ("load", "load-meta", "load-cuda", "load-plain", "load-offload", "get-first", "get-all")
 OPTIMIZER = ("optim-load", "optim-get")
 OURS = ("reshard", "errors", "dist-checkpoint", "manager")
+#: What NCCL makes of messages: in one batch on both ranks, and in two batches on one of them.
+PROBES = ("messages", "messages-unlike")
 
 
 @dataclass
@@ -425,7 +427,12 @@ class Ranks:
         # Stock torch is the comparison: it is not ours to mend.
         ok = None if problem and case[1] == "stock" else not problem
         row = Row(
-            self.name, spell(case), None, ok, problem[:400], details={"ranks": found, "backend": self.backend}
+            self.name,
+            spell(case),
+            None,
+            ok,
+            " ".join(problem.split())[:300],
+            details={"ranks": found, "backend": self.backend},
         )
         if not done:
             return row
@@ -487,6 +494,8 @@ def rank_steps(run: Run, world: int) -> list[Ranks]:
     if on_gpu:
         bare = [("load", "ours", "small"), ("load-plain", "ours", "small"), ("optim-load", "ours", "small")]
         steps.append(Ranks(f"{name} no device", world, first, chosen(run, bare), set_device=False))
+        probes = [(case, "stock", size) for size in ("small", "large") for case in PROBES]
+        steps.append(Ranks(f"{name} messages", world, first, chosen(run, probes)))
     return steps
 
 

@@ -465,6 +465,29 @@ def filled_untied(place: Place, size: str) -> tuple[nn.Module, dict[str, torch.T
     return net, full
 
 
+def messages(place: Place, api: Any, size: str, *, unlike: bool = False) -> None:
+    """A message each way between the first two ranks; unlike: both in a batch on one rank, in two on the other.
+
+    Over sockets NCCL 2.28 refuses short ones that are batched unlike ("Message truncated"): the length of a
+    message there depends on what else is in its batch.
+    """
+    nbytes = 48 if size == "small" else MIB
+    own = torch.full((nbytes,), place.rank, dtype=torch.uint8, device=place.device)
+    other = torch.full_like(own, 9)
+    if place.rank > 1:
+        with place.timed():
+            pass
+        return
+    peer = 1 - place.rank
+    send, receive = dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, other, peer)
+    batches = [[receive], [send]] if unlike and place.is_first else [[send, receive]]
+    with place.timed():
+        for batch in batches:
+            for work in dist.batch_isend_irecv(batch):
+                work.wait()
+    assert other.cpu().eq(peer).all(), "the wrong bytes"
+
+
 CASES: dict[str, Callable[[Place, Any, str], None]] = {
     "load": load,
     "load-meta": functools.partial(load, meta=True),
@@ -479,6 +502,8 @@ CASES: dict[str, Callable[[Place, Any, str], None]] = {
     "errors": errors,
     "dist-checkpoint": dist_checkpoint,
     "manager": manager,
+    "messages": messages,
+    "messages-unlike": functools.partial(messages, unlike=True),
 }
 
 
