@@ -466,7 +466,7 @@ def filled_untied(place: Place, size: str) -> tuple[nn.Module, dict[str, torch.T
 
 
 def messages(place: Place, api: Any, size: str, *, unlike: bool = False) -> None:
-    """A message each way between the first two ranks; unlike: both in a batch on one rank, in two on the other.
+    """A message each way between the first two ranks; unlike: in a batch on one rank, in two on the other.
 
     Over sockets NCCL 2.28 refuses short ones that are batched unlike ("Message truncated"): the length of a
     message there depends on what else is in its batch.
