@@ -42,6 +42,17 @@ START = 30e-6
 DEVICE = [torch.device("meta")]
 
 
+class Done:
+    """Work that is over."""
+
+    def wait(self) -> None: ...
+
+
+def nothing_travels(*_: object, **__: object) -> Done:
+    """In place of collectives: those of the "fake" group copy to each rank's place."""
+    return Done()
+
+
 class Model(NamedTuple):
     """The numbers of a decoder."""
 
@@ -192,6 +203,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options = parser.parse_args()
     DEVICE[0] = torch.device(options.device)
+    dist.broadcast = dist.all_gather_into_tensor = nothing_travels  # type: ignore[assignment]
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

@@ -24,7 +24,7 @@ from torch_dcp_backport.transfer.layout import Box
 from torch_dcp_backport.transfer.memory import is_same_view
 from torch_dcp_backport.transfer.plan import Agreement
 from torch_dcp_backport.transfer.staging import Move, Ring, Staging, copy_to, part_of
-from torch_dcp_backport.transfer.wire import finish, open_lane, post
+from torch_dcp_backport.transfer.wire import Message, finish, open_lane, post
 
 logger = logging.getLogger("torch_dcp_backport.transfer")
 
@@ -172,12 +172,17 @@ class Engine:
 
     # --- messages ---
 
+    def post(self, messages: Sequence[Message]) -> Sequence[Any]:
+        for operation, _, peer in messages:
+            self.tally.met(peer, sends=operation is dist.isend)
+        return post(messages, self.group)
+
     def send(self, peer: int, pieces: Sequence[Piece]) -> None:
         buffer = self.ring.take(chunk_bytes(pieces))
         self.pack(buffer, pieces)
         verb = f"sending to rank {peer}"
         self.doing = verb, pieces
-        works = post([(dist.isend, buffer, peer)], self.group)
+        works = self.post([(dist.isend, buffer, peer)])
         self.tally.sent(moved(pieces))
         self.ring.use(functools.partial(self.wait, verb, pieces, works))
 

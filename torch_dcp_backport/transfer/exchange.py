@@ -48,7 +48,7 @@ from torch_dcp_backport.transfer.spread import (
     ways_of,
 )
 from torch_dcp_backport.transfer.staging import Move
-from torch_dcp_backport.transfer.wire import Message, post
+from torch_dcp_backport.transfer.wire import Message
 
 #: A chunk to send and one to receive, of two steps.
 BUFFERS = 4
@@ -252,7 +252,7 @@ class Exchange(Engine):
             buffer = self.ring.take(chunk_bytes(incoming))
             messages.append((dist.irecv, buffer, before))
         self.doing = f"exchanging with ranks {after} and {before}", (*outgoing, *incoming)
-        works = post(messages, self.group)
+        works = self.post(messages)
         if outgoing:
             self.tally.sent(moved(outgoing))
         # Once for both buffers of a step: some backends wait for ever for a message that is over.

@@ -30,7 +30,6 @@ from torch_dcp_backport.transfer.groups import Group, backend_of, note_device
 from torch_dcp_backport.transfer.lanes import Lane, is_collective, lane_of
 from torch_dcp_backport.transfer.layout import Layout, whole
 from torch_dcp_backport.transfer.plan import Agreement, Terms, Want, misfit
-from torch_dcp_backport.transfer.wire import post
 
 TITLE = "cannot gather"
 
@@ -169,7 +168,7 @@ class Gather(Engine):
         for number, rank, pieces in in_turn({rank: chunks(self.boxes_of(rank), portion) for rank in senders}):
             buffer = self.ring.take(chunk_bytes(pieces))
             self.doing = f"receiving from rank {rank}", pieces
-            works = post([(dist.irecv, buffer, rank)], self.group)
+            works = self.post([(dist.irecv, buffer, rank)])
             self.ring.use(functools.partial(self.arrive, buffer, pieces, works, rank))
             self.tally.rounds = number
         # Meanwhile the last chunks travel.

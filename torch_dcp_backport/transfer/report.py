@@ -33,6 +33,10 @@ class Report:
     chunks: int
     #: The most chunks of any receiver. Grows with bytes / budget, not with the tensors.
     rounds: int
+    #: Ranks that this rank sent point-to-point messages with tensors to, and got some from. Backends of
+    #: accelerators keep memory for each, outside torch's allocator; loads and gets there have none.
+    peers_sent: int
+    peers_received: int
     #: Peak bytes of this rank's staging buffers, and the budget that all ranks agreed on.
     staging_bytes: int
     staging_budget: int
@@ -55,6 +59,8 @@ class Tally:
     def __init__(self, operation: str) -> None:
         self.operation = operation
         self.tensors = self.bytes_sent = self.bytes_received = self.chunks = self.rounds = 0
+        self.peers_sent = self.peers_received = 0
+        self._peers: set[tuple[bool, int]] = set()
         self.staging_bytes = self.staging_budget = 0
         self.seconds: dict[str, float] = {}
         self.meter = Meter(operation, settings.progress())
@@ -68,6 +74,13 @@ class Tally:
         self.bytes_received += nbytes
         self.chunks += 1
         self.meter.add(nbytes)
+
+    def met(self, peer: int, *, sends: bool) -> None:
+        """A message to a rank, or from it."""
+        if (sends, peer) not in self._peers:
+            self._peers.add((sends, peer))
+            self.peers_sent += sends
+            self.peers_received += not sends
 
     def phase(self, name: str) -> Phase:
         return Phase(self.seconds, name)

@@ -39,7 +39,6 @@ from torch_dcp_backport.transfer.layout import Box, Mesh
 from torch_dcp_backport.transfer.plan import Agreement
 from torch_dcp_backport.transfer.spread import intersection
 from torch_dcp_backport.transfer.staging import Move, part_of
-from torch_dcp_backport.transfer.wire import post
 
 #: Of the Python objects that say where a tensor goes, on a rank: with thousands of small tensors as much as
 #: the buffers. The staging budget is for both.
@@ -245,7 +244,11 @@ class Scatter(Engine):
             self.tally.sent(moved(pieces))
         self.doing = f"broadcasting from rank {self.source}", pieces
         work = dist.broadcast(buffer, src=self.source, group=self.group, async_op=True)
-        self.ring.use(functools.partial(self.arrive, buffer, pieces, [work], self.source))
+        self.ring.use(functools.partial(self.arrive_at_all, buffer, pieces, work))
+
+    def arrive_at_all(self, buffer: torch.Tensor, pieces: Sequence[Piece], work: Any) -> None:
+        self.wait(f"broadcasting from rank {self.source}", pieces, [work])
+        self.unpack(buffer, pieces)
 
     def move_along(
         self, relay: Optional[Relay], keys: Sequence[Key], own: Iterator[KeyedBox], portion: int
@@ -286,7 +289,7 @@ class Scatter(Engine):
         elif self.is_source:
             self.pack(buffer, pieces)
         else:
-            works = post([(dist.irecv, buffer, peer)], self.group)
+            works = self.post([(dist.irecv, buffer, peer)])
         self.ring.use(functools.partial(self.arrive, buffer, pieces, works, peer, behind))
 
     def neighbours(

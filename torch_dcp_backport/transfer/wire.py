@@ -113,7 +113,12 @@ def share_bytes(data: bytes, sizes: Mapping[int, int], group: Group) -> dict[int
     if rank in parts:
         parts[rank].copy_(tensor_of(data))
     if takes_collectives(group):
-        finish([dist.broadcast(part, sender, group, async_op=True) for sender, part in parts.items()])
+        works = [
+            dist.broadcast(part, sender, group, async_op=True)
+            for sender, part in parts.items()
+            if part.numel()
+        ]
+        finish(works)
         return {sender: bytes_of(part) for sender, part in parts.items()}
     if rank == first:
         finish(post([(dist.irecv, part, sender) for sender, part in parts.items() if sender != first], group))
@@ -184,6 +189,8 @@ def open_lane(device: torch.device, group: Group) -> None:
 
 
 def tensor_of(data: bytes) -> torch.Tensor:
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

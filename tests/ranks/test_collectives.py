@@ -1,0 +1,194 @@
+"""What accelerators' backends carry, over gloo: broadcasts and all-gathers in place of messages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import test_transfer
+import torch
+import torch.distributed as dist
+from models import build, check_values, full_state, value_of, whole
+
+from torch_dcp_backport import transfer
+from torch_dcp_backport.transfer import Box, Call, Problem, lanes, rounds, wire
+from torch_dcp_backport.transfer.consensus import share_findings
+from torch_dcp_backport.transfer.exchange import Route
+from torch_dcp_backport.transfer.memories import Memories, move
+from torch_dcp_backport.transfer.scatter import PLAN_BYTES
+from torch_dcp_backport.transfer.spread import Boxes
+
+KINDS = list(test_transfer.PLACEMENTS)
+#: Bytes: an element at a time, some of the tensors at a time, all at once.
+BUDGETS = [16, 600, 2**26]
+
+
+def collectively(api: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function whose transfers take gloo for an accelerator's backend, and where a message fails."""
+
+    def message(*_: Any) -> Any:
+        raise AssertionError("a point-to-point message")
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(lanes, "MESSENGERS", frozenset()))
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", message))
+        return function(api, *args)
+
+
+@pytest.mark.parametrize("staging", BUDGETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_keeps_its_box_of_what_is_broadcast(ranks, kind, staging):
+    ranks(collectively, test_transfer.scatter_to, [kind], staging)
+
+
+@pytest.mark.parametrize("by_window", [False, True])
+def test_ranks_with_different_layouts(ranks, by_window):
+    ranks(collectively, test_transfer.scatter_to, KINDS, 600, by_window)
+
+
+@pytest.mark.parametrize("staging", BUDGETS)
+@pytest.mark.parametrize("to", [None, 0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_gathers_make_whole_tensors(ranks, kind, to, staging):
+    ranks(collectively, test_transfer.gather_from, kind, staging, to)
+
+
+def test_staging_stays_within_its_budget(ranks):
+    for budget in (2**12, 2**20):
+        assert max(ranks(collectively, test_transfer.staged_bytes, budget)) <= budget
+
+
+def loads_and_gets(api: Any) -> tuple[transfer.Report, transfer.Report]:
+    model, full = build(), full_state()
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    bad = {key: value for key, value in full.items() if key != "head.weight"}
+    with pytest.raises(RuntimeError, match=r"nothing was changed.\n  rank 0: missing: head.weight"):
+        api.set_model_state_dict(model, bad if dist.get_rank() == 0 else {}, options=options)
+    transfer.configure(staging_bytes=600)
+    try:
+        api.set_model_state_dict(model, full if dist.get_rank() == 0 else {}, options=options)
+        loaded = transfer.last_report()
+        check_values(model, full)
+        got = api.get_model_state_dict(model, options=api.StateDictOptions(full_state_dict=True))
+        saved = transfer.last_report()
+    finally:
+        transfer.configure()
+    assert list(got) == list(full)
+    assert all(torch.equal(value, full[key]) for key, value in got.items())
+    return loaded, saved
+
+
+def test_a_model_is_loaded_and_read_and_errors_are_everywhere_the_same(ranks):
+    total = sum(value.nbytes for value in full_state().values())
+    for rank, (loaded, saved) in enumerate(ranks(collectively, loads_and_gets)):
+        # Every rank gets the model once, whatever it keeps; rank 0 packs it once, whatever the ranks.
+        assert (loaded.bytes_sent, loaded.bytes_received) == ((total, 0) if rank == 0 else (0, total))
+        assert not any((loaded.peers_sent, loaded.peers_received, saved.peers_sent, saved.peers_received))
+        assert loaded.rounds == loaded.chunks
+
+
+def test_messages_to_ranks_are_counted(ranks):
+    found = ranks(test_transfer.reports, 64, [7 * 16 * 1024 + 64 * PLAN_BYTES])
+    peers = [[(one.peers_sent, one.peers_received) for one in reports] for reports in found]
+    assert peers == [[(3, 0), (0, 3)], *[[(0, 1), (1, 0)]] * 3]
+
+
+def optimizer_there_and_back(api: Any) -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number + 1)
+    optimizer.step()
+    everything = api.StateDictOptions(full_state_dict=True)
+    full = api.get_optimizer_state_dict(model, optimizer, options=everything)
+    other = build()
+    target = torch.optim.AdamW(other.parameters(), lr=0.5, foreach=False)
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    api.set_optimizer_state_dict(other, target, full if dist.get_rank() == 0 else {}, options=options)
+    assert target.param_groups[0]["lr"] == 0.1
+    for (name, parameter), old in zip(other.named_parameters(), model.parameters()):
+        assert set(target.state[parameter]) == {"step", "exp_avg", "exp_avg_sq"}
+        for key, value in target.state[parameter].items():
+            assert torch.equal(whole(value), whole(optimizer.state[old][key])), (name, key)
+
+
+def test_an_optimizer_is_loaded(ranks):
+    ranks(collectively, optimizer_there_and_back)
+
+
+def casts(api: Any) -> None:
+    """Ranks that want a tensor in two dtypes get the source's, and cast it themselves."""
+    rank = dist.get_rank()
+    dtype = (torch.bfloat16, torch.float64)[rank % 2]
+    full = value_of("w", (8, 6), torch.float32)
+    layout = transfer.Layout((8, 6), transfer.Mesh((4,), (0, 1, 2, 3)), ((0, 1),))
+    box = layout.own_box(rank)
+    target = transfer.Target(torch.zeros(box.size, dtype=dtype), box)
+    with Call("test", "scatter") as call:
+        infos = {"w": transfer.TensorInfo((8, 6), torch.float32)}
+        inventory = call.publish(infos if rank == 0 else None)
+        agreement = call.agree({"w": transfer.Want(layout, dtype)}, staging_bytes=64)
+        reader = test_transfer.Source({"w": full}) if rank == 0 else None
+        transfer.scatter(call, test_transfer.Offer(inventory, reader), {"w": target}, agreement)
+    assert torch.equal(target.tensor, full.chunk(4)[rank].to(dtype))
+
+
+def test_each_rank_casts_what_it_keeps(ranks):
+    ranks(collectively, casts)
+
+
+def agreements(api: Any) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for nbytes in (0, 1, wire.HEAD - wire.LENGTH, wire.HEAD, 3 * wire.HEAD, 5 * 2**20):
+        own = bytes([rank]) * (nbytes * (rank + 1) // world)
+        expected = {other: bytes([other]) * (nbytes * (other + 1) // world) for other in range(world)}
+        assert wire.gather_bytes(own, None) == expected, nbytes
+        heard = rounds.ask(own, None)
+        assert (heard.messages if heard else None) == (expected if rank == 0 else None)
+        for answers in (expected, dict.fromkeys(range(world), b"the same" * nbytes)):
+            assert rounds.answer(answers if rank == 0 else None, None) == answers[rank]
+        sizes = {1: len(expected[1]), 3: len(expected[3])}
+        assert wire.share_bytes(own, sizes, None) == {1: expected[1], 3: expected[3]}
+    problem = Problem("is wrong", f"key {rank}")
+    findings = share_findings([(rank, problem)] if rank % 2 else [], None)
+    assert findings == [(other, Problem("is wrong", f"key {other}")) for other in (1, 3)]
+
+
+def test_agreements_of_any_length(ranks):
+    ranks(collectively, agreements)
+
+
+def boxes_of_one_holder(api: Any, holder: int) -> int:
+    """Rows of a tensor that one rank holds, to ranks that want some of them, some twice, some none."""
+    rank = dist.get_rank()
+    full = value_of("w", (12, 5), torch.float32)
+    rows = {0: [(0, 3)], 1: [(2, 4), (8, 1)], 2: [], 3: [(0, 12)]}
+    parts = {other: tuple(Box((a, 0), (n, 5)) for a, n in listed) for other, listed in rows.items()}
+    out = {box: torch.zeros(box.size) for box in parts[rank]}
+    have = Boxes((12, 5), ((holder, (Box((0, 0), (7, 5)), Box((7, 0), (5, 5)))),))
+    want = Boxes((12, 5), tuple(parts.items()))
+
+    def source(_: str, box: Box) -> torch.Tensor:
+        return full[box.within(Box((0, 0), (12, 5)))]
+
+    def target(_: str, box: Box) -> torch.Tensor:
+        around = next(one for one in out if transfer.spread.intersection(one, box) == box)
+        return transfer.staging.part_of(out[around], around, box)
+
+    with Call("test", "reshard") as call:
+        agreement = call.agree({}, staging_bytes=200)
+        move(call, agreement, {"w": Route(have, want, torch.float32)}, Memories(source, target))
+        received = call.tally.bytes_received
+    for box, tensor in out.items():
+        assert torch.equal(tensor, full[box.within(Box((0, 0), (12, 5)))]), box
+    return received
+
+
+@pytest.mark.parametrize("holder", [0, 2])
+def test_what_one_rank_holds_is_broadcast(ranks, holder):
+    nbytes = 12 * 5 * 4
+    expected = [0 if rank == holder else nbytes for rank in range(4)]
+    assert ranks(collectively, boxes_of_one_holder, holder) == expected
