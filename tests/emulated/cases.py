@@ -36,7 +36,7 @@ functions = accelerator.state_dict_functions()
 fully_shard = compat.fsdp2().fully_shard
 
 #: Of staging: the default, and so little that a tensor takes several rounds.
-STAGINGS = (None, 600)
+STAGINGS = (None, 2048)
 
 State = dict[str, torch.Tensor]
 

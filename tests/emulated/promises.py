@@ -79,12 +79,12 @@ PROMISED: dict[str, dict[str, Promise]] = {
         BESIDE: Promise((1, 1, 1, 1), (0, 1, 1, 1), (3, 0, 0, 0), {"broadcast": 2, "messages": 40608}),
     },
     "get_to_all": {
-        ALONE: Promise((1, 1, 1, 1), (3, 1, 1, 1), (3, 1, 1, 1), {"allgather": 56960, "messages": 492}),
-        BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather": 56960, "broadcast": 2}),
+        ALONE: Promise((1, 1, 1, 1), (3, 1, 1, 1), (3, 1, 1, 1), {"allgather": 57216, "messages": 492}),
+        BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather": 57216, "broadcast": 2}),
     },
     "get_to_all_hsdp": {
-        ALONE: Promise((1, 1, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1), {"allgather": 109824, "messages": 328}),
-        BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather": 109824, "broadcast": 4}),
+        ALONE: Promise((1, 1, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1), {"allgather": 111104, "messages": 328}),
+        BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather": 111104, "broadcast": 4}),
     },
     "get_shards": {
         ALONE: Promise((0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0), {}),
@@ -95,13 +95,13 @@ PROMISED: dict[str, dict[str, Promise]] = {
             (1, 1, 1, 1),
             (3, 1, 1, 1),
             (3, 1, 1, 1),
-            {"allgather": 100096, "broadcast": 197920, "messages": 440052},
+            {"allgather": 100224, "broadcast": 197920, "messages": 440052},
         ),
         BESIDE: Promise(
             (1, 1, 1, 1),
             (3, 1, 1, 1),
             (3, 1, 1, 1),
-            {"allgather": 100096, "broadcast": 1326, "messages": 436608},
+            {"allgather": 100224, "broadcast": 1326, "messages": 436608},
         ),
     },
     "optimizer_sgd": {
@@ -109,10 +109,10 @@ PROMISED: dict[str, dict[str, Promise]] = {
             (1, 1, 1, 1),
             (3, 1, 1, 1),
             (3, 1, 1, 1),
-            {"allgather": 50048, "broadcast": 131072, "messages": 37968},
+            {"allgather": 50304, "broadcast": 131072, "messages": 37968},
         ),
         BESIDE: Promise(
-            (1, 1, 1, 1), (0, 1, 1, 1), (3, 0, 0, 0), {"allgather": 50048, "broadcast": 4, "messages": 36000}
+            (1, 1, 1, 1), (0, 1, 1, 1), (3, 0, 0, 0), {"allgather": 50304, "broadcast": 4, "messages": 36000}
         ),
     },
     "optimizer_hsdp": {
@@ -120,18 +120,18 @@ PROMISED: dict[str, dict[str, Promise]] = {
             (3, 3, 3, 3),
             (4, 2, 2, 2),
             (4, 2, 2, 2),
-            {"allgather": 193536, "broadcast": 324672, "messages": 145476},
+            {"allgather": 196288, "broadcast": 324672, "messages": 145220},
         ),
         BESIDE: Promise(
             (3, 3, 3, 3),
             (1, 1, 0, 0),
             (1, 1, 0, 0),
-            {"allgather": 193536, "broadcast": 193610, "messages": 144000},
+            {"allgather": 196288, "broadcast": 193610, "messages": 143744},
         ),
     },
     "reshard": {
-        ALONE: Promise((1, 1, 1, 1), (3, 3, 3, 3), (3, 3, 3, 3), {"messages": 42960}),
-        BESIDE: Promise((1, 1, 1, 1), (3, 3, 3, 3), (3, 3, 3, 3), {"broadcast": 32, "messages": 35088}),
+        ALONE: Promise((1, 1, 1, 1), (3, 3, 3, 3), (3, 3, 3, 3), {"messages": 42800}),
+        BESIDE: Promise((1, 1, 1, 1), (3, 3, 3, 3), (3, 3, 3, 3), {"broadcast": 32, "messages": 34928}),
     },
     "copies_on_the_host": {
         ALONE: Promise((0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0), {}),
@@ -195,13 +195,13 @@ PROMISED: dict[str, dict[str, Promise]] = {
             (1, 1, 1, 1),
             (3, 2, 2, 1),
             (3, 1, 1, 3),
-            {"allgather": 144320, "allreduce": 128, "broadcast": 393472, "messages": 386510},
+            {"allgather": 144832, "allreduce": 128, "broadcast": 393472, "messages": 386510},
         ),
         BESIDE: Promise(
             (1, 1, 1, 1),
             (3, 2, 2, 1),
             (3, 1, 1, 3),
-            {"allgather": 144320, "broadcast": 152, "messages": 203472},
+            {"allgather": 144832, "broadcast": 152, "messages": 203472},
         ),
     },
     "rooms_with_a_default_device": {
