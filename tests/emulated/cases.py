@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Optional
 
 import pytest
@@ -36,7 +38,7 @@ functions = accelerator.state_dict_functions()
 fully_shard = compat.fsdp2().fully_shard
 
 #: Of staging: the default, and so little that a tensor takes several rounds.
-STAGINGS = (None, 600)
+STAGINGS = (None, 2048)
 
 State = dict[str, torch.Tensor]
 
@@ -538,9 +540,10 @@ def hf_load(rank: int, world: int) -> None:
             assert torch.equal(local_of(tensor).cpu(), own_part(full[name], tensor)), (files, name)
 
 
-def wait_for_file(path: Any) -> None:
+def wait_for_file(path: Path) -> None:
+    """Ranks meet without a message."""
     while not path.exists():
-        pass
+        time.sleep(0.01)
 
 
 def whole_tensors(rank: int, world: int) -> None:
@@ -648,8 +651,10 @@ def with_a_default_device(rank: int, world: int) -> None:
     torch.set_default_device(accelerator.device())
     for case in (load_from_host, get_to_one, get_to_all, load_offloaded, load_on_every_rank, optimizer_sgd):
         case(rank, world)
-    for case in (copies_on_the_host, whole_tensors, engine_moves_and_steps, dist_checkpointing_save_and_load):
+    for case in (whole_tensors, engine_moves_and_steps, dist_checkpointing_save_and_load):
         case(rank, world)
+    if accelerator.IS_PATCHED:  # else torch's own pins host memory that is the default device's
+        copies_on_the_host(rank, world)
 
 
 def rooms_with_a_default_device(rank: int, world: int) -> None:

@@ -130,12 +130,12 @@ def broadcasts_in_flight_end_in_order(rank: int, world: int) -> None:
     buffers = [full(10 * number + rank, 100 + number) for number in range(len(sources))]
     works = [dist.broadcast(buffer, source, async_op=True) for buffer, source in zip(buffers, sources)]
     assert all(rank == source or is_poison(buffer) for buffer, source in zip(buffers, sources))
+    works[-1].wait()
+    assert all(work.is_completed() for work in works)
     for work in reversed(works):
         work.wait()
     for number, (buffer, source) in enumerate(zip(buffers, sources)):
         assert buffer.cpu().eq(10 * number + source).all()
-    while not works[0].is_completed():
-        time.sleep(0.01)
 
 
 def a_part_is_gathered_from_its_place(rank: int, world: int) -> None:

@@ -41,7 +41,7 @@ def setting_of(case: str, backend: str) -> Setting:
 
 
 def main() -> None:
-    print("PROMISED: dict[str, dict[str, Promise]] = {")
+    print("Promises = {")
     for case in sys.argv[1:] or functions_of_ranks(CASES):
         print(f'    "{case}": {{')
         for name, backend in (("ALONE", ALONE), ("BESIDE", BESIDE)):
