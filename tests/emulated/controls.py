@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from emulated import fakegpu, strict
 from emulated.account import account
 from emulated.fakegpu import native
+from emulated.runner import wait_for_all
 
 #: A hang that is expected is seen after so many seconds.
 SOON = 1.5
@@ -57,14 +57,6 @@ def is_poison(tensor: torch.Tensor) -> bool:
 
 def hang_soon() -> None:
     strict.hang_after = SOON
-
-
-def wait_for_all(world: int) -> None:
-    """Stay until each rank has seen the fault: those that wait for one that is gone see another one."""
-    store = dist.distributed_c10d._get_default_store()
-    store.add("ended", 1)
-    while store.add("ended", 0) < world:
-        time.sleep(0.02)
 
 
 def forget_unwaited() -> None:
@@ -348,6 +340,23 @@ def unlike_messages_are_seen(rank: int, world: int) -> None:
         works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, full(0, 9), 0)])
         with violation("messages did not end in"), error("messages hangs"):
             works[0].wait()
+        forget_unwaited()
+    wait_for_all(world)
+
+
+def first_messages_that_are_batched_unlike_are_seen(rank: int, world: int) -> None:
+    dist.barrier()
+    hang_soon()
+    if rank < 2:
+        send = dist.P2POp(dist.isend, full(1), 1 - rank)
+        receive = dist.P2POp(dist.irecv, full(0), 1 - rank)
+        with contextlib.suppress(RuntimeError):
+            for batch in ([receive], [send]) if rank == 0 else ([send, receive],):
+                for work in dist.batch_isend_irecv(batch):
+                    work.wait()
+        if rank == 1:
+            assert any("in one batch on one side" in each for each in account.violations)
+        account.violations.clear()
         forget_unwaited()
     wait_for_all(world)
 

@@ -5,6 +5,8 @@
 - What is received lands in `wait()`. Until then the buffer has a pattern, and nobody may write into it.
 - What is sent is read when its turn comes, and may not change from the post to the wait.
 - A send ends when its receive was posted; messages of one batch go and come together.
+- Two ranks connect at their first messages: those to and from a peer are in one batch on both sides, or on
+  none (NCCL 2.28 ends with "Message truncated" otherwise).
 - A communicator is made at its first use, by all ranks of its group. A message outside of a batch needs one
   for its pair of ranks: a violation.
 - Two ranks of a communicator may not have the same device.
@@ -147,6 +149,8 @@ class Communicator:
         self.name, self.ranks = name, ranks
         self.rank, self.size = ranks.index(group_rank), len(ranks)
         self.collectives = 0
+        #: Peers that there were messages with.
+        self.connected: set[int] = set()
         self.meet(store, device)
         account.communicators.append(name)
         timeout = timedelta(seconds=hang_after)
@@ -213,6 +217,7 @@ class Communicator:
         """Send and receive at once; a send goes out when the size of its receive has come (tag 1)."""
         landings = [(target, host_bytes(target.nbytes)) for target, _ in receives]
         works, asked = [], []
+        both = {peer for _, peer in sends} & {peer for _, peer in receives}
         own_sends = [tensor for tensor, peer in sends if peer == self.rank]
         for (target, peer), (_, data) in zip(receives, landings):
             if peer == self.rank:
@@ -220,20 +225,26 @@ class Communicator:
                     raise refused("a receive from the rank itself, without its send in the batch")
                 data.copy_(to_host(own_sends.pop(0)))
             else:
-                size = torch.tensor([target.nbytes], device="cpu")
+                size = torch.tensor([target.nbytes, peer in both], device="cpu")
                 works += [self.gloo.send([size], peer, 1), self.gloo.recv([data], peer, 2)]
         for tensor, peer in sends:
             if peer != self.rank:
-                size = torch.zeros(1, dtype=torch.int64, device="cpu")
+                size = torch.zeros(2, dtype=torch.int64, device="cpu")
                 asked.append((tensor, peer, size, self.gloo.recv([size], peer, 1)))
         for tensor, peer, size, work in asked:
             work.wait()
-            if int(size) != tensor.nbytes:
-                sizes = f"{tensor.nbytes} bytes meets a receive of {int(size)}"
+            nbytes, is_both = size.tolist()
+            if nbytes != tensor.nbytes:
+                sizes = f"{tensor.nbytes} bytes meets a receive of {nbytes}"
                 raise refused(f"a message to rank {peer} of {self.name} of {sizes}")
+            if peer not in self.connected and is_both != (peer in both):
+                raise refused(
+                    f"first messages to and from rank {peer} of {self.name}: in one batch on one side"
+                )
             works.append(self.gloo.send([to_host(tensor)], peer, 2))
         for work in works:
             work.wait()
+        self.connected.update(peer for _, peer in (*sends, *receives))
         return [(target, data.view(target.dtype)) for target, data in landings]
 
 

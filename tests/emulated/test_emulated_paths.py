@@ -7,15 +7,6 @@ from emulated.promises import ALONE, BESIDE, MARGINS, OTHERWISE, PROMISED, promi
 from emulated.record import CASES, functions_of_ranks, promise_of, setting_of
 from emulated.runner import problems, run
 
-#: What the package does wrong, by case; it goes with its repair.
-WRONG = {
-    "load_ddp_without_set_device": "Duplicate GPU: the process's device is used, not that of the tensors",
-}
-
-
-class Broken(AssertionError):
-    """An error or a violation, and not a broken promise."""
-
 
 def rows() -> list[object]:
     return [
@@ -23,7 +14,6 @@ def rows() -> list[object]:
             case,
             backend,
             id=f"{case}-{'alone' if backend == ALONE else 'beside'}",
-            marks=pytest.mark.xfail(strict=True, raises=Broken, reason=WRONG[case]) if case in WRONG else (),
         )
         for case in functions_of_ranks(CASES)
         for backend in (ALONE, BESIDE)
@@ -33,8 +23,7 @@ def rows() -> list[object]:
 @pytest.mark.parametrize(("case", "backend"), rows())
 def test_a_path_keeps_the_rules_and_its_promise(case: str, backend: str) -> None:
     seen = run(f"emulated.cases.{case}", setting_of(case, backend))
-    if problems(seen):
-        raise Broken(problems(seen))
+    assert not problems(seen), problems(seen)
     opened_and_sent, promise = promise_of(seen), promised(case, backend)
     assert promise.is_kept(opened_and_sent, MARGINS.get(case, 0)), f"{opened_and_sent}, not {promise}"
 
