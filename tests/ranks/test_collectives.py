@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -12,6 +12,7 @@ import test_transfer
 import torch
 import torch.distributed as dist
 from models import build, check_values, full_state, value_of, whole
+from torch import nn
 
 from torch_dcp_backport import transfer
 from torch_dcp_backport.transfer import Box, Call, Problem, lanes, rounds, wire
@@ -20,6 +21,7 @@ from torch_dcp_backport.transfer.exchange import Route
 from torch_dcp_backport.transfer.memories import Memories, move
 from torch_dcp_backport.transfer.scatter import PLAN_BYTES
 from torch_dcp_backport.transfer.spread import Boxes
+from torch_dcp_backport.transfer.staging import Staging
 
 KINDS = list(test_transfer.PLACEMENTS)
 #: Bytes: an element at a time, some of the tensors at a time, all at once.
@@ -61,8 +63,17 @@ def test_staging_stays_within_its_budget(ranks):
         assert max(ranks(collectively, test_transfer.staged_bytes, budget)) <= budget
 
 
+class Wide(nn.Module):
+    """Too much to come with the inventory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 67) for _ in range(4))
+        self.head = nn.Linear(67, 5)
+
+
 def loads_and_gets(api: Any) -> tuple[transfer.Report, transfer.Report]:
-    model, full = build(), full_state()
+    model, full = build(kind=Wide), full_state(Wide)
     options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     bad = {key: value for key, value in full.items() if key != "head.weight"}
     with pytest.raises(RuntimeError, match=r"nothing was changed.\n  ranks 0-3: Missing key.*head.weight"):
@@ -82,12 +93,63 @@ def loads_and_gets(api: Any) -> tuple[transfer.Report, transfer.Report]:
 
 
 def test_a_model_is_loaded_and_read_and_errors_are_everywhere_the_same(ranks):
-    total = sum(value.nbytes for value in full_state().values())
+    total = sum(value.nbytes for value in full_state(Wide).values())
     for rank, (loaded, saved) in enumerate(ranks(collectively, loads_and_gets)):
         # Every rank gets the model once, whatever it keeps; rank 0 packs it once, whatever the ranks.
         assert (loaded.bytes_sent, loaded.bytes_received) == ((total, 0) if rank == 0 else (0, total))
         assert not any((loaded.peers_sent, loaded.peers_received, saved.peers_sent, saved.peers_received))
-        assert loaded.rounds == loaded.chunks
+        assert loaded.rounds == loaded.chunks > 100
+
+
+class Breaking(Mapping[str, torch.Tensor]):
+    """Values that are made at each access, until one cannot be."""
+
+    def __init__(self, full: dict[str, torch.Tensor], reads: int) -> None:
+        self.full, self.reads = full, reads
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.full)
+
+    def __len__(self) -> int:
+        return len(self.full)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        self.reads -= 1
+        if self.reads < 0:
+            raise OSError("the disk failed")
+        return self.full[key].clone()
+
+
+def a_copy_fails(api: Any, on: int) -> tuple[str, bool]:
+    """On rank 0, whose dict cannot be read any more, or on another rank, whose memory cannot be written."""
+    model, full = build(kind=Wide), full_state(Wide)
+    rank = dist.get_rank()
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state: Any = Breaking(full, len(full) + 1) if on == 0 else full
+    real = Staging.unpack
+
+    def unpack(*args: Any) -> None:
+        if rank == on:
+            raise OSError("the disk failed")
+        real(*args)
+
+    broken = mock.patch.object(Staging, "unpack", unpack if on else real)
+    with broken, pytest.raises(transfer.TransferError) as seen:
+        api.set_model_state_dict(model, state if rank == 0 else {}, options=options)
+    api.set_model_state_dict(model, full if rank == 0 else {}, options=options)
+    check_values(model, full)
+    return str(seen.value), isinstance(seen.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize("on", [0, 2])
+def test_a_copy_that_fails_is_told_to_all_in_the_end(ranks, on):
+    """Broadcasts that others wait in are made all the same: nothing would end their wait but a watchdog."""
+    found = ranks(collectively, a_copy_fails, on)
+    text = (
+        "cannot load this model state dict: 1 problem(s), do not use what was being loaded.\n"
+        f"  rank {on}: OSError: the disk failed"
+    )
+    assert found == [(text, rank == on) for rank in range(4)]
 
 
 def test_messages_to_ranks_are_counted(ranks):

@@ -27,7 +27,7 @@ from torch_dcp_backport.transfer.chunks import (
     total_bytes,
 )
 from torch_dcp_backport.transfer.engine import Engine
-from torch_dcp_backport.transfer.errors import spell_doing
+from torch_dcp_backport.transfer.errors import UNCHANGED, spell_doing
 from torch_dcp_backport.transfer.grid import largest_block, moves_of
 from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.plan import Agreement
@@ -43,6 +43,8 @@ BUFFERS = 2
 
 class AllGather(Engine):
     """One gather by all-gathers under way."""
+
+    after_failure = UNCHANGED
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class AllGather(Engine):
         super().__init__(call, agreement, sources, {})
         self.layouts = {key: layout for key, (_, layout) in held.items()}
         self.out = out
-        self.is_copied = is_copied
+        self.is_collective = not is_copied
         self.place = call.ranks.index(call.rank)
 
     def story(self) -> str:
@@ -85,9 +87,9 @@ class AllGather(Engine):
 
     def portion(self, budget: int) -> int:
         buffers = BUFFERS * len(self.ranks)
-        if self.is_copied:
-            return capacity_of(budget, 2 * buffers)
-        return collective_capacity(budget, buffers)
+        if self.is_collective:
+            return collective_capacity(budget, buffers)
+        return capacity_of(budget, 2 * buffers)
 
     def move(self, budget: int) -> None:
         count = len(self.ranks)
@@ -97,16 +99,21 @@ class AllGather(Engine):
             nbytes = chunk_bytes(pieces)
             rows = self.ring.take(count * nbytes)
             own = rows[self.place * nbytes : (self.place + 1) * nbytes]
-            self.staging.pack(own, self.own_moves(pieces))
+            self.attempt(functools.partial(self.staging.pack, own, self.own_moves(pieces)))
             self.tally.sent(moved(pieces))
             self.doing = "gathering", pieces
             work = dist.all_gather_into_tensor(rows, own, group=self.group, async_op=True)
             self.ring.use(functools.partial(self.arrive_in_rows, rows, nbytes, pieces, work))
             self.tally.rounds += 1
+        self.attempt(self.copy_whole)
+        self.ring.drain()
+        self.conclude()
+
+    def copy_whole(self) -> None:
+        """Copy what this rank holds without a mesh."""
         for key, layout in self.layouts.items():
             if layout.mesh is None and key in self.out:
                 copy_to(self.out[key], self.sources[key][0])
-        self.ring.drain()
 
     def own_moves(self, pieces: Sequence[Piece]) -> Iterator[Move]:
         """What this rank's row gets; replicas other than the first leave it as it is."""
@@ -120,7 +127,7 @@ class AllGather(Engine):
 
     def arrive_in_rows(self, rows: torch.Tensor, nbytes: int, pieces: Sequence[Piece], work: Any) -> None:
         self.wait("gathering", pieces, [work])
-        self.staging.unpack(rows, self.moves_from(pieces, nbytes))
+        self.attempt(functools.partial(self.staging.unpack, rows, self.moves_from(pieces, nbytes)))
         self.tally.received((len(self.ranks) - 1) * moved(pieces))
 
     def moves_from(self, pieces: Sequence[Piece], nbytes: int) -> Iterator[Move]:

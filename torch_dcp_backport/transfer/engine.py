@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Optional
 
@@ -17,8 +17,15 @@ import torch.distributed as dist
 
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import Key, KeyedBox, Piece, chunk_bytes, moved
-from torch_dcp_backport.transfer.consensus import NO_DIGEST, Mark
-from torch_dcp_backport.transfer.errors import as_transfer_error, spell_broken_off
+from torch_dcp_backport.transfer.consensus import NO_DIGEST, Mark, agree_on_mark, share_findings
+from torch_dcp_backport.transfer.errors import (
+    DOUBTFUL,
+    TransferError,
+    as_transfer_error,
+    problem_of,
+    raise_together,
+    spell_broken_off,
+)
 from torch_dcp_backport.transfer.groups import device_in, note_device
 from torch_dcp_backport.transfer.layout import Box
 from torch_dcp_backport.transfer.memory import is_same_view
@@ -40,6 +47,9 @@ Local = tuple[torch.Tensor, Box]
 class Engine:
     """One transfer under way on this rank; a subclass chooses the messages."""
 
+    #: What an error says of the targets, where copies failed.
+    after_failure = DOUBTFUL
+
     def __init__(
         self,
         call: Call,
@@ -55,6 +65,10 @@ class Engine:
         self.ranks = call.ranks
         self.group = call.group
         self.tally = call.tally
+        #: Whether all that moves goes to all ranks, on an accelerator's backend.
+        self.is_collective = False
+        #: The first error of this rank's copies, where others still wait for it in collectives.
+        self.failure: Optional[Exception] = None
         #: The step under way, for an error: a verb with its peer, and pieces.
         self.doing: tuple[str, Sequence[Piece]] = ("starting", ())
         self.written: dict[Key, None] = {}
@@ -171,6 +185,35 @@ class Engine:
                 return
 
     # --- messages ---
+
+    def attempt(self, copy: Callable[[], object]) -> None:
+        """Copy, between collectives of an accelerator: an error is kept, since others wait in those to come.
+
+        Nothing else would end their wait well: NCCL's watchdog ends the whole job after the group's timeout.
+        """
+        if not self.is_collective:
+            copy()
+        elif self.failure is None:
+            try:
+                copy()
+            except Exception as error:
+                self.failure = error
+
+    def conclude(self) -> None:
+        """The last agreement of collectives: no rank takes for loaded what another one could not copy.
+
+        Raises:
+            TransferError: on every rank, if copies of one failed.
+        """
+        if not self.is_collective or len(self.ranks) == 1:
+            return
+        # Not kept here: the error's traceback refers to this engine.
+        failure, self.failure = self.failure, None
+        title, mark = self.call.title, Mark(NO_DIGEST, failure is not None)
+        if agree_on_mark(mark, self.group, f"{title}: {self.after_failure}").troubled:
+            own = [(self.rank, problem_of(failure))] if failure is not None else []
+            findings = share_findings(own, self.group)
+            raise_together(title, findings, failure, TransferError, self.after_failure)
 
     def post(self, messages: Sequence[Message]) -> Sequence[Any]:
         for operation, _, peer in messages:

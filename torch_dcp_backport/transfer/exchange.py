@@ -201,10 +201,11 @@ class Exchange(Engine):
         super().__init__(call, agreement, sources, targets)
         self.plan = plan
         senders = 1 if plan.only_holder is not None else len(call.ranks)
-        self.lane = lane_of(backend_of(call.group, agreement.device), senders=senders)
+        lane = lane_of(backend_of(call.group, agreement.device), senders=senders)
+        self.is_collective = lane is Lane.BROADCAST
 
     def staging_bytes(self, budget: int) -> int:
-        if self.lane is Lane.BROADCAST:
+        if self.is_collective:
             return 2 * min(self.capacity_for_all(budget), total_bytes(self.plan.held()))
         return BUFFERS * self.size(budget)
 
@@ -217,7 +218,7 @@ class Exchange(Engine):
 
     def move(self, budget: int) -> None:
         plan, ranks = self.plan, self.ranks
-        if self.lane is Lane.BROADCAST:
+        if self.is_collective:
             self.broadcast(budget)
             return
         self.tally.meter.expect(lambda: plan.traffic)
@@ -269,14 +270,15 @@ class Exchange(Engine):
         for pieces in chunks(plan.held(), capacity):
             buffer = self.ring.take(chunk_bytes(pieces))
             if self.rank == source:
-                self.pack(buffer, pieces)
+                self.attempt(functools.partial(self.pack, buffer, pieces))
                 self.tally.sent(moved(pieces))
             self.doing = f"broadcasting from rank {source}", pieces
             work = dist.broadcast(buffer, src=source, group=self.group, async_op=True)
             self.ring.use(functools.partial(self.keep, buffer, pieces, work))
             self.tally.rounds += 1
-        self.copy_own(plan.own())
+        self.attempt(functools.partial(self.copy_own, plan.own()))
         self.ring.drain()
+        self.conclude()
 
     def keep(self, buffer: torch.Tensor, pieces: Sequence[Piece], work: Any) -> None:
         """Copy this rank's parts out of a chunk; the holder copies its own."""
@@ -292,7 +294,7 @@ class Exchange(Engine):
                         self.written[piece.key] = None
                         yield cut_of(piece, part), self.write(piece.key, part)
 
-        self.staging.unpack(buffer, moves())
+        self.attempt(lambda: self.staging.unpack(buffer, moves()))
         self.tally.received(moved(pieces))
 
     def filled(self, pieces: Sequence[Piece]) -> torch.Tensor:

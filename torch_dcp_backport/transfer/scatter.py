@@ -122,10 +122,9 @@ class Scatter(Engine):
     ) -> None:
         super().__init__(call, agreement, {}, targets)
         self.reader = offer.reader
-        self.lane = lane_of(backend_of(call.group, agreement.device), senders=1)
-        self.delivery = Delivery(
-            call.ranks, call.rank, offer.inventory, agreement, offer.by_window, self.lane
-        )
+        lane = lane_of(backend_of(call.group, agreement.device), senders=1)
+        self.is_collective = lane is Lane.BROADCAST
+        self.delivery = Delivery(call.ranks, call.rank, offer.inventory, agreement, offer.by_window, lane)
         #: Keys whose targets the source fills from the chunks: they are on another device than what it reads.
         self.crossing: set[Key] = set()
         self.relay_groups = relay_groups
@@ -138,7 +137,7 @@ class Scatter(Engine):
         return self.reader.piece(key, box, self.delivery.tensors[key].shape)
 
     def pack(self, buffer: torch.Tensor, pieces: Iterable[Piece]) -> None:
-        if self.lane is not Lane.BROADCAST:
+        if not self.is_collective:
             super().pack(buffer, pieces)
             return
         parts = [(piece, self.read(piece.key, piece.box)) for piece in pieces]
@@ -149,7 +148,7 @@ class Scatter(Engine):
         self.staging.pack(buffer, parts)
 
     def unpack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        if self.lane is Lane.BROADCAST:
+        if self.is_collective:
             self.keep(buffer, pieces)
         # The source copies its own boxes.
         elif not self.is_source:
@@ -197,7 +196,7 @@ class Scatter(Engine):
 
     def capacity_for_all(self, budget: int) -> int:
         """Bytes of one of the two buffers of chunks that go to all."""
-        if self.lane is Lane.BROADCAST:
+        if self.is_collective:
             return collective_capacity(budget - self.plan_bytes(budget), 2)
         return self.capacity(budget, 2)
 
@@ -207,9 +206,10 @@ class Scatter(Engine):
             own = self.own_boxes(window)
             if len(self.ranks) > 1:
                 self.move_window(window, own, budget)
-            self.copy_own(own)
+            self.attempt(functools.partial(self.copy_own, own))
             if self.reader is not None:
                 self.reader.release()
+        self.conclude()
 
     def own_boxes(self, window: Window) -> Iterator[KeyedBox]:
         """The source's own boxes, which need no traffic."""
@@ -240,7 +240,7 @@ class Scatter(Engine):
         """A chunk that goes to every rank."""
         buffer = self.ring.take(chunk_bytes(pieces))
         if self.is_source:
-            self.pack(buffer, pieces)
+            self.attempt(functools.partial(self.pack, buffer, pieces))
             self.tally.sent(moved(pieces))
         self.doing = f"broadcasting from rank {self.source}", pieces
         work = dist.broadcast(buffer, src=self.source, group=self.group, async_op=True)
@@ -248,7 +248,7 @@ class Scatter(Engine):
 
     def arrive_at_all(self, buffer: torch.Tensor, pieces: Sequence[Piece], work: Any) -> None:
         self.wait(f"broadcasting from rank {self.source}", pieces, [work])
-        self.unpack(buffer, pieces)
+        self.attempt(functools.partial(self.unpack, buffer, pieces))
 
     def move_along(
         self, relay: Optional[Relay], keys: Sequence[Key], own: Iterator[KeyedBox], portion: int
