@@ -46,6 +46,11 @@ def limit_memory(more: int) -> None:
     module().set_per_process_memory_fraction(1.0 if more < 0 else (now + more) / total)
 
 
+def copied_bytes() -> int:
+    """Bytes that were copied between host and device so far; nothing where the device does not count them."""
+    return int(getattr(module(), "copied_bytes", int)())
+
+
 def folder() -> Path:
     """One that all ranks of a case have, and no other case."""
     return Path(os.environ["EMULATED_FOLDER"])

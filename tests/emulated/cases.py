@@ -621,6 +621,58 @@ def errors_on_every_rank(rank: int, world: int) -> None:
     check_model(net, full)
 
 
+class Breaking(Mapping[str, torch.Tensor]):
+    """Values that are made at each access, as from a disk that fails after some."""
+
+    def __init__(self, full: State, reads: int) -> None:
+        self.full, self.reads = full, reads
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.full)
+
+    def __len__(self) -> int:
+        return len(self.full)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        self.reads -= 1
+        if self.reads < 0:
+            raise OSError("the disk failed")
+        return self.full[key].clone()
+
+
+def a_dict_that_fails_while_it_is_sent(rank: int, world: int) -> None:
+    """Every rank hears of it, none waits for a watchdog, and the next load works."""
+    random = torch.Generator("cpu").manual_seed(6)
+    # More than a source keeps between its inventory and the transfer.
+    names = {f"layers.{number}.weight" for number in range(6)}
+    full = {name: torch.randn(512, 512, generator=random, device="cpu") for name in sorted(names)}
+    net = nn.Module()
+    with accelerator.device():
+        net.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(6))
+    fully_shard(net, mesh=mesh_1d(world))
+    source = Breaking(full, len(full) + 1)
+    with pytest.raises(transfer.TransferError, match="rank 0: OSError: the disk failed"):
+        functions.set_model_state_dict(net, source if rank == 0 else {}, options=from_rank_0())
+    functions.set_model_state_dict(net, full if rank == 0 else {}, options=from_rank_0())
+    check_model(net, full)
+
+
+def counters_stay_on_the_host(rank: int, world: int) -> None:
+    """AdamW's counters are on the host; the states beside them do not go there and back."""
+    with accelerator.device():
+        net = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+    optimizer = adamw(net)
+    train(net, optimizer)
+    state = functions.get_optimizer_state_dict(net, optimizer, options=whole_states())
+    other = adamw(net)
+    before = accelerator.copied_bytes()
+    functions.set_optimizer_state_dict(net, other, state if rank == 0 else {}, options=from_rank_0())
+    copied = accelerator.copied_bytes() - before
+    check_optimizer(optimizer, other)
+    # An inventory and agreements of some KiB, and the counters; the states have 400 KiB.
+    assert copied <= 2**18, f"{copied} bytes between host and device"
+
+
 def little_memory_on_a_rank(rank: int, world: int) -> None:
     """No room on one rank for the buffers that it would like: smaller ones do."""
     names, shape = [f"weight{number}" for number in range(4)], (512, 1024)

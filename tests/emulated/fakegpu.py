@@ -141,6 +141,12 @@ def max_memory_allocated(device: DeviceLike = None) -> int:
     return int(native.counters()["peak"])
 
 
+def copied_bytes() -> int:
+    """Bytes that were copied between host and device."""
+    counters = native.counters()
+    return int(counters["to_device_bytes"] + counters["to_host_bytes"])
+
+
 def reset_peak_memory_stats(device: DeviceLike = None) -> None:
     native.reset_peaks()
 
