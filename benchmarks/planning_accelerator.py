@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.engine import Engine
 from torch_dcp_backport.transfer.gather import Held, engine_of
@@ -203,7 +204,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options = parser.parse_args()
     DEVICE[0] = torch.device(options.device)
-    dist.broadcast = dist.all_gather_into_tensor = nothing_travels  # type: ignore[assignment]
+    dist.broadcast = compat.all_gather_rows = nothing_travels  # type: ignore[assignment]
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

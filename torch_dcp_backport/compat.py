@@ -281,6 +281,18 @@ def backend_device_types(group: dist.ProcessGroup) -> list[str]:
     ]
 
 
+def all_gather_rows(
+    rows: torch.Tensor, row: torch.Tensor, group: Optional[dist.ProcessGroup], *, async_op: bool = False
+) -> Any:
+    """Gather every rank's row into one tensor, in which this rank's may lie at its place already.
+
+    torch 2.13 gave the function another name, and warns of the old one:
+    https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.all_gather_single
+    """
+    gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    return gather(rows, row, group=group, async_op=async_op)
+
+
 def backend_name(group: dist.ProcessGroup, kind: str) -> str:
     """The name of the backend that carries messages on a device type; "" where it has none."""
     asked: Any = group

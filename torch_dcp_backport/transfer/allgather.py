@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
-import torch.distributed as dist
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import (
     Key,
@@ -102,7 +102,7 @@ class AllGather(Engine):
             self.attempt(functools.partial(self.staging.pack, own, self.own_moves(pieces)))
             self.tally.sent(moved(pieces))
             self.doing = "gathering", pieces
-            work = dist.all_gather_into_tensor(rows, own, group=self.group, async_op=True)
+            work = compat.all_gather_rows(rows, own, self.group, async_op=True)
             self.ring.use(functools.partial(self.arrive_in_rows, rows, nbytes, pieces, work))
             self.tally.rounds += 1
         self.attempt(self.copy_whole)

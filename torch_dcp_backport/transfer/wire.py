@@ -136,7 +136,7 @@ def gather_rows(row: torch.Tensor, group: Group) -> torch.Tensor:
     """
     ranks = group_ranks(group)
     rows = torch.empty(len(ranks) * row.numel(), dtype=torch.uint8, device=row.device)
-    dist.all_gather_into_tensor(rows, row, group=group)
+    compat.all_gather_rows(rows, row, group)
     return rows.view(len(ranks), -1)
 
 
