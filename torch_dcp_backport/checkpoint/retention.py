@@ -90,8 +90,6 @@ class Retention:
         decided = list(verdicts(shelf.listed(), keep, fault_of))
         self._tell(shelf, [verdict for verdict in decided if verdict.action == LEAVE])
         for entry in [verdict.entry for verdict in decided if verdict.action == REMOVE]:
-            # If it stays, it is no longer what was listed, or what is left of it is not ours.
-            shelf.forget(entry.step)
             try:
                 hidden = hide(entry)
             except OSError as error:
@@ -177,9 +175,9 @@ def hide(entry: Listed) -> Optional[Path]:
 
 
 def is_as_listed(entry: Listed, path: Path) -> bool:
-    """Return whether a step, now at `path`, still has the manifest that it was listed by."""
-    now = store.listed_of(path, entry.step, entry.inode)
-    return (now.order, now.foreign) == (entry.order, entry.foreign)
+    """Return whether a step, now at `path`, is still the save that it was listed as."""
+    now = store.listed_of(path, entry.step)
+    return (now.identity, now.foreign) == (entry.identity, entry.foreign)
 
 
 def removed(hidden: Path, final: Path) -> str:

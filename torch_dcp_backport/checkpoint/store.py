@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -41,6 +42,8 @@ ATTEMPTS = 20
 UPLOADED, UPLOADING = "uploaded.txt", "uploading.json"
 #: File in a step that could not be loaded where an older step could: retention does not count it.
 NOT_LOADED = "could-not-be-loaded.txt"
+#: Seconds: file systems with coarse times may give two files of such a time the same.
+COARSE = 3.0
 #: Files beside those that the manifest lists.
 MARKS = (UPLOADED, UPLOADING, NOT_LOADED, OWNER)
 #: Held while a step is hidden, and while a step is marked as being uploaded.
@@ -65,7 +68,17 @@ class Step:
     @property
     def age(self) -> tuple[int, int]:
         """Key to sort steps as they were published: after a step back, a lower step may be newer."""
-        return (self.manifest.order if self.manifest is not None else 0), self.step
+        if self.manifest is None or self.manifest.step != self.step:
+            return 0, self.step
+        return self.manifest.order, self.step
+
+
+class Identity(NamedTuple):
+    """The save whose folder has a name. File systems give a new folder the inode of a removed one."""
+
+    inode: int
+    #: Order and time in the manifest; None where it cannot be read.
+    made: Optional[tuple[int, str]]
 
 
 class Listed(NamedTuple):
@@ -73,13 +86,24 @@ class Listed(NamedTuple):
 
     step: int
     path: Path
-    #: The manifest's; 0 where it cannot be read.
+    #: The manifest's; 0 where it cannot be read, or is of another step.
     order: int
     #: As of `Step`, and why in full.
     foreign: str
     reason: str
-    #: The inode of the folder in the root.
+    identity: Optional[Identity]
+
+
+class Stamp(NamedTuple):
+    """Numbers of which some change when another manifest is published in a root's folder."""
+
+    #: Of the folder in the root; all others are the manifest's.
+    folder: int
+    device: int
     inode: int
+    nbytes: int
+    mtime_ns: int
+    ctime_ns: int
 
 
 @dataclass(frozen=True)
@@ -89,7 +113,7 @@ class Shelf:
     root: Path
     below: Path = Path()
     #: Name in the root -> the folder as it was listed: a run of 10,000 steps reads each manifest once.
-    known: dict[str, Listed] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[str, tuple[Stamp, Listed]] = field(default_factory=dict, compare=False, repr=False)
 
     def steps(self) -> list[Step]:
         """Return every folder, newest first, with its faults: looks at every file of every step."""
@@ -97,33 +121,48 @@ class Shelf:
         return sorted(steps, key=lambda step: step.age, reverse=True)
 
     def listed(self) -> list[Listed]:
-        """Return every folder, newest first; reads the manifests of those that were not listed before."""
+        """Return every folder, newest first; reads the manifests that are not those of the last call."""
         try:
             with os.scandir(self.root) as entries:
                 inodes = {entry.name: entry.inode() for entry in entries}
         except (FileNotFoundError, NotADirectoryError):
             inodes = {}
-        listed: dict[str, Listed] = {}
+        listed: list[Listed] = []
+        known: dict[str, tuple[Stamp, Listed]] = {}
         for name, inode in inodes.items():
             step = step_named(name)
             if step is None:
                 continue
-            entry = self.known.get(name)
-            if entry is None or entry.inode != inode:
-                path = self.root / name / self.below
-                entry = listed_of(path, step, inode) if os.path.isdir(path) else None
-            if entry is not None:
-                listed[name] = entry
+            path = self.root / name / self.below
+            # Before the manifest is read: a change in between is seen by the next call.
+            stamp = stamp_of(path, inode)
+            former, entry = self.known.get(name, (None, None))
+            if stamp is None or stamp != former:
+                entry = listed_of(path, step) if os.path.isdir(path) else None
+            if entry is None:
+                continue
+            listed.append(entry)
+            if stamp is not None and not entry.foreign:
+                # What could not be read may be read the next time.
+                known[name] = stamp, entry
         self.known.clear()
-        self.known.update(listed)
-        return sorted(listed.values(), key=lambda entry: (entry.order, entry.step), reverse=True)
+        self.known.update(known)
+        return sorted(listed, key=lambda entry: (entry.order, entry.step), reverse=True)
 
     def next_order(self) -> int:
-        return 1 + max((entry.order for entry in self.listed()), default=0)
+        """Return the order of the step that is published next.
 
-    def forget(self, step: int) -> None:
-        """Read the manifest of a step again: it was published anew."""
-        self.known.pop(name_of(step), None)
+        Raises:
+            ValueError: a step has the last order that there is.
+        """
+        newest = next(iter(self.listed()), None)
+        order = 1 if newest is None else newest.order + 1
+        if newest is not None and order >= manifest.LARGEST:
+            raise ValueError(
+                f"{newest.path} has order {newest.order}, after which there is none: no step of a training "
+                "has it, move the folder away"
+            )
+        return order
 
     def newest_complete(self) -> Optional[Listed]:
         """Return the newest step that nothing speaks against, as far as sizes tell."""
@@ -162,14 +201,31 @@ def steps_in(root: Path) -> list[Step]:
     return Shelf(root).steps()
 
 
-def listed_of(path: Path, step: int, inode: int) -> Listed:
+def stamp_of(path: Path, folder: int) -> Optional[Stamp]:
+    """Return the stamp of a step's manifest; None where the next manifest might have the same.
+
+    Args:
+        path: of the step.
+        folder: inode of its folder in the root.
+    """
+    try:
+        seen = os.stat(path / manifest.NAME)
+    except OSError:
+        return None
+    if time.time() - seen.st_mtime < COARSE:
+        return None
+    return Stamp(folder, seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns)
+
+
+def listed_of(path: Path, step: int) -> Listed:
     """Return a step folder by its manifest alone."""
     try:
         content = manifest.read(path)
     except Damaged as error:
-        return Listed(step, path, 0, error.kind, str(error), inode)
+        return Listed(step, path, 0, error.kind, str(error), None)
     foreign = foreign_of(path, step, content)
-    return Listed(step, path, content.order, foreign, foreign, inode)
+    order = content.order if content.step == step else 0
+    return Listed(step, path, order, foreign, foreign, identity_of(path, content))
 
 
 def foreign_of(path: Path, step: int, content: Manifest) -> str:
@@ -248,16 +304,32 @@ def hidden_name(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
 
 
-def identity_of(path: Path) -> Optional[int]:
-    """Return a number that differs for another folder under the same name; None where there is none."""
+def identity_of(path: Path, content: Optional[Manifest] = None) -> Optional[Identity]:
+    """Return the save whose folder has a name; None where there is none.
+
+    Args:
+        content: the folder's manifest, if it was read.
+    """
     try:
         # Of a link, the link itself: that is renamed.
-        return path.lstat().st_ino
+        inode = path.lstat().st_ino
     except FileNotFoundError:
         return None
+    if content is None:
+        with contextlib.suppress(Damaged):
+            content = manifest.read(path)
+    return Identity(inode, None if content is None else (content.order, str(content.made_at)))
 
 
-def publish(draft: Path, final: Path, before: Optional[int], synced: Collection[str] = ()) -> None:
+def is_replaced(before: Optional[Identity], now: Optional[Identity]) -> bool:
+    """Return whether another save's folder has a name than before; a manifest that is damaged tells nothing."""
+    if now is None or before is None:
+        return now is not None
+    is_known = now.made is not None and before.made is not None
+    return now.inode != before.inode or (is_known and now.made != before.made)
+
+
+def publish(draft: Path, final: Path, before: Optional[Identity], synced: Collection[str] = ()) -> None:
     """Give a complete draft the folder's name; from then on readers see it.
 
     Args:
@@ -268,7 +340,7 @@ def publish(draft: Path, final: Path, before: Optional[int], synced: Collection[
         AnotherWriter: another folder has got the name since then.
     """
     now = identity_of(final)
-    if now is not None and now != before:
+    if is_replaced(before, now):
         raise AnotherWriter(f"another writer published {final.name} in {final.parent}")
     # Retention may have removed it.
     before = now
@@ -283,7 +355,7 @@ def publish(draft: Path, final: Path, before: Optional[int], synced: Collection[
         files.step("rename the draft")
         os.rename(draft, final)
     except OSError as error:
-        if identity_of(final) not in (None, before):
+        if is_replaced(before, identity_of(final)):
             raise AnotherWriter(f"another writer published {final.name} in {final.parent}") from error
         if replaced is not None:
             os.rename(replaced, final)
