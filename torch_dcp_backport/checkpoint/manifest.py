@@ -21,7 +21,8 @@ FORMAT = 1
 #: Bytes that are read at once for a checksum.
 BLOCK = 4 * 2**20
 ABSENT = f"no {NAME}"
-#: Orders and sizes of files are below it. No training comes near it, and a made-up order of this size is damage.
+#: Orders and sizes of files are below it: no training comes near it, so a larger number is damage. Its
+#: successor would have to be written, and read again.
 LARGEST = 2**53
 
 

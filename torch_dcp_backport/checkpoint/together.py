@@ -204,9 +204,11 @@ def outlook_of(final: Path, step: int, shelf: Optional[Shelf]) -> str:
     """Return what is on the disk if a save fails from here on: a failure at night must not read as a loss."""
     if shelf is None:
         return f"{final} was not saved, and is as it was"
-    newest = None
-    with contextlib.suppress(OSError):
+    try:
         newest = shelf.newest_complete()
+    except OSError as error:
+        # Not that there are none: a disk elsewhere may be away for a moment.
+        return f"step {step} was not saved, and the steps in {shelf.root} could not be listed ({error})"
     if newest is None:
         return f"step {step} was not saved, and {shelf.root} has no other complete step"
     return f"step {step} was not saved; the newest complete step is {newest.step}"
