@@ -93,7 +93,7 @@ def test_steps_that_cannot_be_listed_are_no_reason_to_begin_at_0(
     if what == "a part":
         assert latest(tmp_path) == 1
         (tmp_path / "global_step_1" / "critic" / "manifest.json").write_bytes(b"")
-    with pytest.raises(CheckpointingException, match="global_step_2.*: cannot be listed: Input/output error"):
+    with pytest.raises(CheckpointingException, match=r"global_step_2.*: cannot be listed: Input/output"):
         find_latest_ckpt_path(tmp_path)
 
 
