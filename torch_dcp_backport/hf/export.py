@@ -171,6 +171,7 @@ def published(
             draft.reserve(tensors, how.file_bytes)
             for name, content in target.companions.items():
                 draft.add(name, content)
+            draft.spare()
     removed: list[str] = []
     with discarding(draft):
         settle(call)

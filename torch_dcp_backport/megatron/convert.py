@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,6 +289,11 @@ def _published(out: Path, how: Export) -> Iterator[Path]:
     try:
         new, old = room.path / "new", room.path / "old"
         new.mkdir()
+        if old.exists() and not os.path.lexists(out):
+            # A conversion was killed between its two renames: the model has no other place.
+            os.rename(old, out)
+        elif old.exists():
+            shutil.rmtree(old)
         # What was there before the lock was taken may be another conversion's work by now.
         _check_target(out, how)
         yield new
