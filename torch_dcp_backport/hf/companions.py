@@ -29,15 +29,15 @@ TEMPLATES = "additional_chat_templates"
 #: write, each of them whole. A pattern would take a caller's own files for the model's.
 OF_A_MODEL = frozenset(
     (
-        CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-        "added_tokens.json", "chat_template.json", "chat_template.jinja", "preprocessor_config.json",
-        "processor_config.json", "image_processor_config.json", "video_preprocessor_config.json",
-        "audio_tokenizer_config.json", "feature_extractor_config.json", "quantize_config.json",
-        "quant_config.json", "hf_quant_config.json", "vocab.json", "vocab.txt", "merges.txt", "vocab.bpe",
-        "bpe.codes", "dict.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-        "sentencepiece.model", "spm.model", "spm_char.model", "source.spm", "target.spm", "target_vocab.json",
-        "vocab-src.json", "vocab-tgt.json", "entity_vocab.json", "normalizer.json", "emoji.json",
-        "tekken.json", "qwen.tiktoken", "tiktoken.model",
+        CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "special_tokens_map.json", "added_tokens.json", "chat_template.json", "chat_template.jinja",
+        "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
+        "video_preprocessor_config.json", "audio_tokenizer_config.json", "feature_extractor_config.json",
+        "quantize_config.json", "quant_config.json", "hf_quant_config.json", "vocab.json", "vocab.txt",
+        "merges.txt", "vocab.bpe", "bpe.codes", "dict.txt", "tokenizer.model", "spiece.model",
+        "sentencepiece.bpe.model", "sentencepiece.model", "spm.model", "spm_char.model", "source.spm",
+        "target.spm", "target_vocab.json", "vocab-src.json", "vocab-tgt.json", "entity_vocab.json",
+        "normalizer.json", "emoji.json", "tekken.json", "qwen.tiktoken", "tiktoken.model",
     )
 )  # fmt: skip
 OF_TEMPLATES = re.compile(rf"{TEMPLATES}/[^/]+\.jinja")

@@ -79,8 +79,11 @@ class Room:
     Its lock ends with the process; on a file system without locks the first to make the file has it.
     """
 
-    def __init__(self, path: Path, target: Path) -> None:
+    def __init__(self, path: Path, target: Path, kept: Collection[str] = ()) -> None:
         """Make and lock the folder, and clear away what a dead process left behind.
+
+        Args:
+            kept: names of entries that stay.
 
         Raises:
             BlockingIOError: another process has it, for an export into the target.
@@ -119,7 +122,7 @@ class Room:
             raise busy(target, path)
         self._lock: Optional[int] = lock
         try:
-            self._clear((LOCK, OLD))
+            self._clear((LOCK, *kept))
         except BaseException:
             # The next export clears away what is left, if it can.
             self._unlock()
@@ -216,7 +219,8 @@ class Draft:
         replaced(target, overwrite, config)
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.parent / f".{target.name}.partial"
-        self.room = Room(beside if self.is_new else target / ".partial", target)
+        # A killed export may have left the target's config.json there, which has no other place.
+        self.room = Room(beside if self.is_new else target / ".partial", target, kept=(OLD,))
         try:
             # Before the lock was taken, another export may have changed the target.
             if os.path.lexists(target) == self.is_new:

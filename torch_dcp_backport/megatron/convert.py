@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,11 +288,6 @@ def _published(out: Path, how: Export) -> Iterator[Path]:
     try:
         new, old = room.path / "new", room.path / "old"
         new.mkdir()
-        if old.exists() and not os.path.lexists(out):
-            # A conversion was killed between its two renames: the model has no other place.
-            os.rename(old, out)
-        elif old.exists():
-            shutil.rmtree(old)
         # What was there before the lock was taken may be another conversion's work by now.
         _check_target(out, how)
         yield new
@@ -342,7 +336,7 @@ def _to_files(
         # An export replaces nothing but a model, and checks that again before it writes.
         replaced(out, target.how.overwrite, target.companions[CONFIG])
     settle(call)
-    target, tensors, _ = examined(call, target, held)
+    target, tensors, *_ = examined(call, target, held)
     settle(call)
     files = {
         name: sum(nbytes_of(tensors[key]) for key in keys)
