@@ -242,4 +242,4 @@ def test_what_an_adapter_is_only_while_it_runs_is_said_once(tmp_path: Path, capl
     for step in range(2):
         manager.save_checkpoint(tmp_path / str(step))
     assert caplog.text.count("the adapter default is disabled in the model, and merged in hf_model") == 1
-    assert caplog.text.count("the adapter default has the factor 1.0 in base_model.model.model.layers.0") == 1
+    assert caplog.text.count("the adapter default has the factor 1.0 in model.layers.0") == 1

@@ -58,6 +58,8 @@ logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 #: For verl's tools: the version of FSDP, and the number of ranks.
 FSDP_CONFIG = "fsdp_config.json"
+#: Parts of a module's path that wrappers add.
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 class Adapter(NamedTuple):
@@ -192,7 +194,8 @@ class FSDPCheckpointManager(ShardedManager):
         configs = self.adapters
         if not configs:
             # A wrapper whose adapters were deleted has peft's names, and nothing to merge.
-            return Adapter(None, {}, {}, False) if is_wrapped(tensors) else None
+            is_of_peft = isinstance(getattr(self.unwrapped, "peft_config", None), Mapping)
+            return Adapter(None, {}, {}, False) if is_of_peft and is_wrapped(tensors) else None
         name = self.active_adapter(configs)
         model = base_of(self.unwrapped)
         settings = beside.adapter_settings(configs[name], str(self.origin or ""), model)
@@ -404,6 +407,12 @@ def is_merged(model: Any) -> bool:
     return any(getattr(module, "merged_adapters", None) for module in model.modules())
 
 
+def path_of(name: str) -> str:
+    """Return the path of a module in the model that peft wraps, without wrappers."""
+    path = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return path[len(PREFIX) :] if path.startswith(PREFIX) else path
+
+
 def transposed_in(model: nn.Module) -> dict[str, bool]:
     """Return path of each adapted module -> whether its weight is (in, out), by the module's class."""
     found = {}
@@ -411,8 +420,7 @@ def transposed_in(model: nn.Module) -> dict[str, bool]:
         layer = getattr(module, "base_layer", None)
         if isinstance(layer, nn.Module):
             kinds = {kind.__name__ for part in layer.modules() for kind in type(part).__mro__}
-            for path in get_fqns(model, name):
-                found[path[len(PREFIX) :] if path.startswith(PREFIX) else path] = "Conv1D" in kinds
+            found[path_of(name)] = "Conv1D" in kinds
     return found
 
 
@@ -424,13 +432,11 @@ def tell_of_running(model: nn.Module, adapter: str, settings: Mapping[str, Any])
             continue
         if getattr(module, "disable_adapters", False) is True:
             warn_once(logger, f"the adapter {adapter} is disabled in the model, and merged in hf_model")
-        for path in get_fqns(model, name):
-            expected = scale_of(
-                path[len(PREFIX) :] if path.startswith(PREFIX) else path, ranks[adapter], settings
-            )
-            if not math.isclose(scales[adapter], expected, rel_tol=1e-6):
-                text = f"{scales[adapter]} in {path}, where its configuration says {expected}, as is merged"
-                warn_once(logger, f"the adapter {adapter} has the factor {text}", ("factor", adapter))
+        path = path_of(name)
+        expected = scale_of(path, ranks[adapter], settings)
+        if not math.isclose(scales[adapter], expected, rel_tol=1e-6):
+            text = f"{scales[adapter]} in {path}, where its configuration says {expected}, as is merged"
+            warn_once(logger, f"the adapter {adapter} has the factor {text}", ("factor", adapter))
 
 
 def configuration_of(model: nn.Module) -> Any:
@@ -442,7 +448,8 @@ def configuration_of(model: nn.Module) -> Any:
     if config is None or not hasattr(config, "architectures"):
         return config
     own = [beside.class_of(model).__name__]
-    names = own if hasattr(model, "save_pretrained") else config.architectures or own
+    is_of_transformers = any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
+    names = own if is_of_transformers else config.architectures or own
     if config.architectures == names:
         return config
     config = copy.deepcopy(config)
