@@ -235,3 +235,36 @@ def test_a_full_disk_for_the_export_alone(tmp_path: Path, monkeypatch, caplog) -
     assert "No space left on device" in caplog.text
     assert names == {"config.json"}
     assert hf.Folder(tmp_path / "step" / "huggingface").absent
+
+
+def own_classes() -> list[Any]:
+    """A model of a program's own, and a class of transformers with more parameters."""
+    transformers = pytest.importorskip("transformers")
+
+    class Reward(transformers.PreTrainedModel):
+        config_class = transformers.Qwen2Config
+        _supports_sdpa = True
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.backbone = transformers.Qwen2Model(config)
+            self.head = torch.nn.Linear(config.hidden_size, 1)
+
+    class Mine(transformers.Qwen2ForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.extra = torch.nn.Linear(4, 4)
+
+    return [Reward, Mine]
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["its own", "derived"])
+def test_a_class_of_the_program_is_named_as_save_pretrained_names_it(tmp_path: Path, number: int) -> None:
+    kind = own_classes()[number]
+    model = kind(qwen2(False).config)
+    saved(tmp_path / "step", model, ("model", "hf_model"))
+    model.save_pretrained(tmp_path / "expected")
+    folders = (tmp_path / "step" / "huggingface", tmp_path / "expected")
+    names = [json.loads((folder / "config.json").read_text())["architectures"] for folder in folders]
+    assert names == [[kind.__name__]] * 2
+    assert set(hf.Folder(folders[0]).tensors) == set(model.state_dict())

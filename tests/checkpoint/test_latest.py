@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,7 +72,32 @@ def test_steps_of_verls_own_manager_are_never_passed_over_for_step_0(tmp_path: P
         find_latest_ckpt_path(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["tmp", "old", "was"])
+@pytest.mark.parametrize("what", ["the steps", "a part"])
+def test_steps_that_cannot_be_listed_are_no_reason_to_begin_at_0(
+    tmp_path: Path, monkeypatch, what: str
+) -> None:
+    """A disk elsewhere may be away for a moment."""
+    for step in (1, 2):
+        saved(tmp_path, step, "actor", "critic")
+    if what == "a part":
+        (tmp_path / "global_step_2" / "critic" / "manifest.json").unlink()
+    native = Path.iterdir
+
+    def refuse(path: Path) -> Iterator[Path]:
+        is_step = path.parent == tmp_path
+        if is_step if what == "the steps" else path == tmp_path / "global_step_2" / "critic":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return native(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    if what == "a part":
+        assert latest(tmp_path) == 1
+        (tmp_path / "global_step_1" / "critic" / "manifest.json").write_bytes(b"")
+    with pytest.raises(CheckpointingException, match=r"global_step_2.*: cannot be listed: Input/output"):
+        find_latest_ckpt_path(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["tmp", "off", "old", "was"])
 def test_what_a_killed_writer_left_in_a_step_is_no_part(tmp_path: Path, kind: str) -> None:
     saved(tmp_path, 1, "actor", "critic")
     saved(tmp_path, 2, "actor", "critic", tracked=False)

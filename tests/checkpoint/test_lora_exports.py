@@ -189,3 +189,109 @@ def test_wrong_usage(tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["checkpoint", "export", str(tmp_path), str(tmp_path / "out"), "--adapter", "both"])
     assert "--adapter" in capsys.readouterr().err
+
+
+def left_over(model: Any) -> Any:
+    """A model as peft 0.18 leaves it after `merge_and_unload`; the method is that of transformers."""
+
+    def active_adapters() -> None:
+        raise ValueError("No adapter loaded. Please load an adapter first.")
+
+    model.peft_config = {"default": wrapped.Config()}
+    model.active_adapters = active_adapters
+    return model
+
+
+def save_left_over(api: Any, root: Path) -> None:
+    model = left_over(qwen2(False))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in [*model.model.layers, model]:
+        fully_shard(part, mesh=mesh)
+    Trainer(root, model, config=BOTH).handler.save_checkpoint(1)
+
+
+def test_a_configuration_of_peft_without_tensors_is_no_adapter(ranks, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ranks(save_left_over, tmp_path, world=2)
+    step = tmp_path / "global_step_1"
+    assert not (step / "adapter").exists()
+    export_checkpoint(step, tmp_path / "out")
+    expected = qwen2(False).state_dict()
+    for folder in (step / "huggingface", tmp_path / "out"):
+        state = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert set(state) == set(expected)
+        assert all(torch.equal(state[key], value) for key, value in expected.items())
+
+
+def test_a_wrapper_whose_adapter_was_deleted_is_exported_as_its_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = wrapped.Wrapped(qwen2(False))
+    expected = qwen2(False).state_dict()
+    for layer in model.get_base_model().model.layers:
+        for part in (layer.self_attn.q_proj.lora_A, layer.self_attn.q_proj.lora_B):
+            del part["default"]
+    model.peft_config.clear()
+    contents = {"save_contents": ["model", "hf_model"]}
+    FSDPCheckpointManager(model, None, checkpoint_config=contents).save_checkpoint(tmp_path / "s")
+    state = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "s" / "huggingface").state_dict()
+    assert all(torch.equal(state[key], value) for key, value in expected.items())
+
+
+class Broken(wrapped.Config):
+    """A configuration that cannot be read, on one rank or on all."""
+
+    def to_dict(self) -> dict[str, Any]:
+        if not dist.is_initialized() or dist.get_rank() == self.settings["fails_on"]:
+            raise KeyError("no such setting")
+        return super().to_dict()
+
+
+def save_broken(api: Any, root: Path, rank: int) -> list[str]:
+    texts = []
+    for contents in (["model", "hf_model"], ["optimizer", "hf_model"]):
+        model = wrapped.Wrapped(qwen2(False))
+        model.peft_config = {"default": Broken(fails_on=rank)}
+        manager = FSDPCheckpointManager(model, None, checkpoint_config={"save_contents": contents})
+        try:
+            manager.save_checkpoint(root / contents[0])
+            texts.append("saved")
+        except CheckpointingException as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whatever_an_adapter_raises_on_a_rank_the_step_is_saved(ranks, tmp_path: Path, rank: int) -> None:
+    pytest.importorskip("transformers")
+    texts = {tuple(texts) for texts in ranks(save_broken, tmp_path, rank, world=2)}
+    assert len(texts) == 1
+    first, second = texts.pop()
+    assert first == "saved"
+    assert "no hf_model" in second
+    assert f"rank {rank}: KeyError" in second
+    assert main(["checkpoint", "verify", str(tmp_path / "model")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_an_export_that_raises_anything_costs_no_step(tmp_path: Path, monkeypatch, caplog) -> None:
+    pytest.importorskip("transformers")
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise LookupError("not foreseen")
+
+    monkeypatch.setattr("torch_dcp_backport.checkpoint.fsdp.save_state_dict", fails)
+    with caplog.at_level(logging.ERROR, MANAGER):
+        step = saved(tmp_path / "global_step_1", ["model", "hf_model"])
+    assert "without the hf_model that was asked for" in caplog.text
+    assert "LookupError: not foreseen" in caplog.text
+    assert main(["checkpoint", "verify", str(step)]) == 0
+
+
+def test_an_adapter_without_a_task_names_the_class_of_its_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    step = saved(tmp_path / "global_step_1", ["model"])
+    config = json.loads((step / "adapter" / "adapter_config.json").read_text())
+    assert config["auto_mapping"] == {
+        "base_model_class": "Qwen2ForCausalLM",
+        "parent_library": "transformers.models.qwen2.modeling_qwen2",
+    }

@@ -78,20 +78,87 @@ def test_what_cannot_be_removed_is_told_once_and_no_reason_not_to_save(
         if name == "remove data_0.pt":
             raise PermissionError(13, "Permission denied", name)
 
-    for step in (1, 2, 3, 4):
-        monkeypatch.setattr(files, "on_step", refuse if step == 2 else None)
-        with caplog.at_level(logging.ERROR):
+    monkeypatch.setattr(files, "on_step", refuse)
+    with caplog.at_level(logging.ERROR):
+        for step in (1, 2, 3):
             trainer.handler.save_checkpoint(step)
-            trainer.handler._retention._background.wait()
-        if step == 2:
-            assert "still takes its room on the disk" in caplog.text
-            monkeypatch.undo()
-    assert caplog.text.count("still takes its room on the disk") == 1
+            trainer.handler.finish()
+    names = sorted(path.name.split("-")[0] for path in tmp_path.glob(".*"))
+    assert names == [".global_step_1.old", ".global_step_2.old"]
+    for name in names:
+        assert len([text for text in caplog.messages if name in text]) == 1
+    assert "still takes its room on the disk" in caplog.text
     assert "Permission denied" in caplog.text
-    (left,) = tmp_path.glob(".*")
-    assert left.name.startswith(".global_step_1.old-")
-    assert Trainer(tmp_path).handler.load_checkpoint() == 4
+    monkeypatch.undo()
+    trainer.handler.save_checkpoint(4)
+    trainer.handler.finish()
     assert not list(tmp_path.glob(".*"))
+
+
+REFUSED = ("data_0.pt", "dist_ckpt/.metadata", "owner.json", "manifest.json", "a folder", "the step")
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("then", ["a save", "a start", "prune", "the same step again"])
+def test_a_removal_that_failed_is_gone_on_with(tmp_path: Path, monkeypatch, what: str, then: str) -> None:
+    """A file of a disk elsewhere may be busy for a moment: what is left must still be known as ours."""
+    trainer = Trainer(tmp_path, max_ckpt_to_keep=2)
+    for step in (1, 2):
+        trainer.handler.save_checkpoint(step)
+    again = then == "the same step again"
+    native, failures = os.rmdir, list[OSError]()
+
+    def refuse_file(name: str) -> None:
+        if name == f"remove {what}":
+            failures.append(OSError(16, "Device or resource busy", name))
+            raise failures[-1]
+
+    def refuse_folder(path: Any, **options: Any) -> None:
+        if (Path(path).name == "dist_ckpt") if what == "a folder" else (".old-" in Path(path).name):
+            failures.append(OSError(16, "Device or resource busy", str(path)))
+            raise failures[-1]
+        native(path, **options)
+
+    if what in ("a folder", "the step"):
+        monkeypatch.setattr(os, "rmdir", refuse_folder)
+    else:
+        monkeypatch.setattr(files, "on_step", refuse_file)
+    trainer.handler.save_checkpoint(1 if again else 3)
+    trainer.handler.finish()
+    monkeypatch.undo()
+    assert failures
+    (hidden,) = tmp_path.glob(".*")
+    assert ".old-" in hidden.name
+    if then in ("a save", "the same step again"):
+        trainer.handler.save_checkpoint(1 if again else 4)
+        trainer.handler.finish()
+    elif then == "a start":
+        assert Trainer(tmp_path).handler.load_checkpoint() == 3
+    else:
+        assert retention.prune(tmp_path, 2, lambda verdict: None, is_dry=True) == []
+        assert hidden.exists()
+        assert retention.prune(tmp_path, 2, lambda verdict: None) == []
+    names = {path.name for path in tmp_path.iterdir()} - {store.TRACKER}
+    steps = {"a save": (3, 4), "the same step again": (1, 2)}.get(then, (2, 3))
+    assert names == {store.name_of(step) for step in steps}
+
+
+def test_what_stays_is_named_by_prune_and_at_a_start(tmp_path: Path, monkeypatch, caplog) -> None:
+    trainer = Trainer(tmp_path)
+    (tmp_path / ".global_step_1.old-00000000").symlink_to(trainer.handler.save_checkpoint(2))
+    folder = trainer.handler.save_checkpoint(1)
+    hidden = folder.rename(tmp_path / ".global_step_1.old-01234567")
+
+    def refuse(name: str) -> None:
+        if name == "remove data_0.pt":
+            raise OSError(16, "Device or resource busy", name)
+
+    monkeypatch.setattr(files, "on_step", refuse)
+    (failure,) = retention.prune(tmp_path, 1, lambda verdict: None)
+    assert failure.startswith(f"{hidden}: [Errno 16]")
+    caplog.clear()
+    assert Trainer(tmp_path).handler.load_checkpoint() == 2
+    assert f"{hidden} still takes its room on the disk: [Errno 16]" in caplog.text
 
 
 PROGRAM = """

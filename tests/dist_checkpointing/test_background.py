@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -296,6 +297,76 @@ def test_the_folder_of_a_request_that_failed_is_free(ranks, tmp_path: Path, what
     assert first == second
     assert f"rank {rank}: OSError: [Errno 5]" in first[0]
     assert len(first) == 1
+
+
+def unlike(api: Any, root: Path, counts: list[int], failing: list[tuple[int, int]]) -> list[Any]:
+    """Two saves, of which each rank adds `counts[rank]` functions; (rank, number) of those that fail."""
+    rank, queue, called = dist.get_rank(), AsyncCallsQueue(), list[int]()
+    texts = []
+
+    def function(number: int) -> None:
+        called.append(number)
+        if (rank, number) in failing:
+            raise OSError(28, f"No space left for {number}")
+
+    for name in ("first", "second"):
+        folder = root / name
+        if rank == 0:
+            folder.mkdir()
+        dist.barrier()
+        request, expected = begin(folder, 1)
+        for number in range(counts[rank]):
+            request.add_finalize_fn(functools.partial(function, number))
+        queue.schedule_async_request(request)
+        text = ""
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except CheckpointingException as error:
+            text = str(error)
+        texts.append(text)
+        assert loaded(folder) == expected
+    assert called == [*range(counts[rank])] * 2
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("counts", "failing"),
+    [([1, 0, 0], []), ([0, 0, 2], []), ([2, 1, 0], [(0, 0)]), ([1, 0, 3], [(0, 0), (2, 1), (2, 2)])],
+)
+def test_ranks_may_add_other_numbers_of_finalize_functions(ranks, tmp_path: Path, counts, failing) -> None:
+    """Megatron-LM writes its tracker on the first rank, and logs on the last rank."""
+    first, *others = ranks(unlike, tmp_path, counts, failing, world=3)
+    assert others == [first, first]
+    for text in first:
+        named = [f"rank {rank}: OSError: [Errno 28] No space left for {number}" for rank, number in failing]
+        assert all(name in text for name in named)
+        assert bool(text) == bool(failing)
+        assert not text or "the checkpoint is made" in text
+
+
+def after_a_failed_commit(api: Any, folder: Path) -> list[str]:
+    queue, called = AsyncCallsQueue(), list[str]()
+    request, _ = begin(folder, 1)
+
+    def fail() -> None:
+        if dist.get_rank() == 1:
+            raise OSError(5, "Input/output error")
+
+    request.finalize_fns[0] = fail
+    if dist.get_rank() == 0:
+        request.add_finalize_fn(lambda: called.append("the tracker"))
+    queue.schedule_async_request(request)
+    with pytest.raises(CheckpointingException) as caught:
+        queue.close()
+    return [str(caught.value), *called]
+
+
+def test_nothing_follows_a_commit_that_failed(ranks, tmp_path: Path) -> None:
+    first, second = ranks(after_a_failed_commit, tmp_path, world=2)
+    assert first == second
+    assert "rank 1: OSError: [Errno 5]" in first[0]
+    assert len(first) == 1
+    assert not check_is_distributed_checkpoint(tmp_path)
 
 
 def never_run(api: Any, folder: Path) -> str:

@@ -214,3 +214,89 @@ def test_an_adapter_alone_is_as_peft_names_it(tmp_path: Path) -> None:
     ):
         with pytest.raises(RuntimeError, match=says):
             hf.save_adapter(state, tmp_path / "b", adapter=config)
+
+
+def layer(path: str, rows: int, columns: int, bias: int = 0) -> dict[str, TensorInfo]:
+    shapes = {f"{path}.weight": (rows, columns), **({f"{path}.bias": (bias,)} if bias else {})}
+    return {f"{PREFIX}{name}": TensorInfo(shape, torch.float32) for name, shape in shapes.items()}
+
+
+def square(path: str, rows: int = 4, columns: int = 4, turned: bool = False) -> dict[str, TensorInfo]:
+    wide, high = (rows, columns) if turned else (columns, rows)
+    shapes = {"base_layer.weight": (rows, columns), "lora_A.default.weight": (2, wide)}
+    shapes["lora_B.default.weight"] = (high, 2)
+    return {f"{PREFIX}{path}.{name}": TensorInfo(shape, torch.float32) for name, shape in shapes.items()}
+
+
+#: Beside a square weight: what the model has else.
+NEIGHBOURS: dict[str, tuple[str, dict[str, TensorInfo], Any, bool]] = {
+    "gpt2": ("h.0.attn.c_proj", layer("h.0.mlp.c_fc", 4, 16, 16), None, True),
+    "gpt2, the same name": ("h.0.attn.c_proj", square("h.0.mlp.c_proj", 16, 4, True), None, True),
+    "starcoder": ("h.0.attn.c_proj", layer("h.0.mlp.c_fc", 16, 4, 16), None, False),
+    "a head beside gpt2": ("h.0.attn.c_proj", {**layer("h.0.mlp.c_fc", 4, 16, 16), **square("lm_head", 9)},
+                           None, True),
+    "qwen": ("layers.0.q_proj", square("layers.0.k_proj", 2), None, False),
+    "by its class": ("layers.0.q_proj", square("layers.0.k_proj", 2), {"layers.0.q_proj": True}, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [True, False, None])
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_the_sides_of_a_square_weight_are_those_of_its_kind(name: str, asked: Any) -> None:
+    """Whatever fan_in_fan_out says: it is that of the last layer, and peft goes by each layer's class."""
+    path, neighbours, transposed, expected = NEIGHBOURS[name]
+    config = {**LORA, "fan_in_fan_out": asked}
+    plan = adapters.merged({**square(path), **neighbours}, config, transposed=transposed)
+    assert plan.added[f"{path}.weight"].is_turned is expected
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "turned"),
+    [
+        ("h.0.c_proj", False, None),
+        ("h.0.c_proj", True, True),
+        ("q_proj", True, None),
+        ("q_proj", False, False),
+    ],
+)
+def test_a_square_weight_of_which_nothing_tells_is_refused(path: str, asked: bool, turned: Any) -> None:
+    config = {**LORA, "fan_in_fan_out": asked}
+    if turned is None:
+        with pytest.raises(adapters.CannotMerge, match=rf"{path}.weight is square, and nothing tells"):
+            adapters.merged(square(path), config)
+    else:
+        assert adapters.merged(square(path), config).added[f"{path}.weight"].is_turned is turned
+
+
+def test_the_caller_knows_the_sides_of_a_square_weight(tmp_path: Path) -> None:
+    state = {key: torch.randn(info.shape) for key, info in square("q_proj").items()}
+    a, b = (state[f"{PREFIX}q_proj.lora_{part}.default.weight"] for part in "AB")
+    like = {"model_type": "made"}
+    with pytest.raises(RuntimeError, match="transposed="):
+        hf.save_state_dict(state, tmp_path / "m", like=like, adapter={**LORA, "fan_in_fan_out": True})
+    hf.save_state_dict(state, tmp_path / "m", like=like, adapter=LORA, transposed={"q_proj": True})
+    found = hf.Folder(tmp_path / "m").part("q_proj.weight", Box((0, 0), (4, 4)))
+    assert torch.equal(found, state[f"{PREFIX}q_proj.base_layer.weight"] + ((b @ a) * 4).T)
+
+
+@pytest.mark.parametrize("rows", [9, 7])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_an_adapter_alone_brings_a_vocabulary_that_has_grown(tmp_path: Path, rows: int, is_nested) -> None:
+    names = ("model.embed_tokens", "lm_head")
+    tensors = {**layer(names[0], 9, 4), **layer(names[1], 9, 4), **square("model.q_proj"), **layer("n", 5, 4)}
+    state = {key: torch.randn(info.shape) for key, info in tensors.items()}
+    base = tmp_path / "base"
+    base.mkdir()
+    config = {"vocab_size": rows}
+    (base / "config.json").write_text(json.dumps({"text_config": config} if is_nested else config))
+    adapter = {**LORA, "base_model_name_or_path": str(base)}
+    saved = hf.save_adapter(state, tmp_path / "a", adapter=adapter)
+    thin = {f"{PREFIX}model.q_proj.lora_{part}.weight" for part in "AB"}
+    assert set(saved.keys) - thin == ({f"{PREFIX}{name}.weight" for name in names} if rows == 7 else set())
+
+
+def test_an_adapter_of_an_embedding_brings_the_embedding(tmp_path: Path) -> None:
+    state = tensors_of()
+    renamed = {key.replace(".embed.", ".embed_tokens."): value for key, value in state.items()}
+    saved = hf.save_adapter(renamed, tmp_path / "a", adapter=LORA)
+    assert f"{PREFIX}model.embed_tokens.base_layer.weight" in saved.keys

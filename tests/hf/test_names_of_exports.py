@@ -127,10 +127,116 @@ def test_what_a_program_adds_to_a_whole_model_is_said_and_goes_along(tmp_path: P
     state = {**model.state_dict(), "v_head.summary.weight": torch.ones(1, 32)}
     once.forget()
     with caplog.at_level(logging.WARNING, "torch_dcp_backport.hf"):
-        hf.save_state_dict(state, tmp_path / "m", like=model.config)
+        hf.save_state_dict(state, tmp_path / "m", like=named(model.config))
     assert "leaves out what a Qwen2ForCausalLM does not have: v_head.summary.weight" in caplog.text
     assert "v_head.summary.weight" in hf.Folder(tmp_path / "m").tensors
     assert families.same(library.AutoModelForCausalLM.from_pretrained(tmp_path / "m"), model)
+
+
+def named(config: Any, kind: str = "Qwen2ForCausalLM") -> dict[str, Any]:
+    return {**config.to_dict(), "architectures": [kind]}
+
+
+def class_in(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text()).get("architectures")
+
+
+@pytest.mark.parametrize("change", ["more", "other names"])
+def test_no_class_is_guessed_where_none_is_named(tmp_path: Path, change: str, caplog) -> None:
+    """A model of a program's own class: its head is beyond a language model, or all its names are others."""
+    transformers()
+    model = families.made("a language model")
+    state = model.state_dict()
+    if change == "more":
+        state["v_head.summary.weight"] = torch.ones(1, 32)
+    else:
+        state = {f"backbone.{key}": value for key, value in state.items()}
+    once.forget()
+    with caplog.at_level(logging.WARNING, "torch_dcp_backport.hf"):
+        hf.save_state_dict(state, tmp_path / "m", like=model.config)
+    assert class_in(tmp_path / "m") is None
+    assert "no class of transformers has just these tensors: config.json names none" in caplog.text
+    assert set(hf.Folder(tmp_path / "m").tensors) == set(state)
+
+
+SMALL = {"vocab_size": 40, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+ENCODER = {key: families.SIZES[key] for key in families.SIZES if key != "num_key_value_heads"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "configuration", "settings"),
+    [
+        ("T5Model", "T5Config", SMALL),
+        ("T5EncoderModel", "T5Config", SMALL),
+        ("BertForNextSentencePrediction", "BertConfig", ENCODER),
+        ("RobertaForMultipleChoice", "RobertaConfig", ENCODER),
+        ("ViTForImageClassification", "ViTConfig", {**families.VISION, "image_size": 16, "patch_size": 8}),
+    ],
+    ids=str,
+)
+def test_a_class_that_is_no_language_model_is_known_by_its_tensors(
+    tmp_path: Path, kind: str, configuration: str, settings: Any
+) -> None:
+    library = transformers()
+    model = getattr(library, kind)(getattr(library, configuration)(**settings))
+    hf.save_state_dict(model.state_dict(), tmp_path / "m", like=model.config)
+    assert class_in(tmp_path / "m") == [kind]
+    assert families.same(families.opened(tmp_path / "m", getattr(library, kind)), model)
+
+
+ORDERS: dict[str, Any] = {
+    "sorted": lambda state: dict(sorted(state.items())),
+    "the head alone": lambda state: {key: state[key] for key in state if "embed_tokens" not in key},
+    "copies, sorted": lambda state: {key: value.clone() for key, value in sorted(state.items())},
+}
+
+
+@pytest.mark.parametrize("kind", ["Qwen2ForCausalLM", None])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_tied_tensor_has_the_name_that_save_pretrained_gives_it(tmp_path: Path, order: str, kind) -> None:
+    """transformers 4 opens it under its other name, and cannot run it."""
+    library = transformers()
+    model = families.made("a tied head")
+    like = model.config if kind is None else named(model.config)
+    saved = hf.save_state_dict(ORDERS[order](model.state_dict()), tmp_path / "m", like=like)
+    model.save_pretrained(tmp_path / "n")
+    assert set(saved.keys) == set(hf.Folder(tmp_path / "m").tensors) == set(hf.Folder(tmp_path / "n").tensors)
+    opened = families.opened(tmp_path / "m", library.AutoModelForCausalLM)
+    assert not any(parameter.is_meta for parameter in opened.parameters())
+    assert families.same(opened, model)
+    opened(torch.arange(4)[None])
+
+
+def test_without_the_class_a_tied_tensor_is_the_embedding(tmp_path: Path) -> None:
+    weight = torch.ones(4, 2)
+    state = {"lm_head.weight": weight, "model.embed_tokens.weight": weight}
+    like = {"model_type": "own", "tie_word_embeddings": True}
+    assert hf.save_state_dict(state, tmp_path / "m", like=like).keys == ("model.embed_tokens.weight",)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [("compression_config",), ("text_config", "quantization_config"), ("text_config", "compression_config")],
+    ids=".".join,
+)
+def test_no_part_of_a_configuration_says_that_plain_weights_are_quantised(
+    tmp_path: Path, places: tuple[str, ...], caplog
+) -> None:
+    library = transformers()
+    model = families.made("pictures")
+    config = named(model.config, "LlavaForConditionalGeneration")
+    part = config
+    for place in places[:-1]:
+        part = part[place]
+    part[places[-1]] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    once.forget()
+    with caplog.at_level(logging.WARNING, "torch_dcp_backport.hf"):
+        hf.save_state_dict(model.state_dict(), tmp_path / "m", like=config)
+    assert f"config.json goes without the {'.'.join(places)} that it had" in caplog.text
+    found = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert places[-1] not in found
+    assert places[-1] not in found["text_config"]
+    assert families.same(families.opened(tmp_path / "m", library.LlavaForConditionalGeneration), model)
 
 
 def test_a_head_of_its_own_where_the_configuration_says_that_it_is_the_embedding(tmp_path: Path) -> None:

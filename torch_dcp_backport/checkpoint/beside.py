@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
+from torch import nn
+
 from torch_dcp_backport.hf.companions import ADAPTER_CONFIG, OF_QUANTISED, TEMPLATES, as_config, names_in
 from torch_dcp_backport.hf.files import write_small
 from torch_dcp_backport.hf.source import CONFIG
@@ -143,32 +145,61 @@ def is_of(generation: Any, folder: Path) -> bool:
 
 
 def adapters_of(model: Any) -> dict[str, Any]:
-    """Return name -> configuration of the adapters of a model that peft wraps, or has injected them into."""
+    """Return name -> configuration of the adapters that a model has parameters of.
+
+    peft's configurations alone say nothing: they stay at a model after `merge_and_unload`.
+    """
     configs = getattr(model, "peft_config", None)
-    return dict(configs) if isinstance(configs, Mapping) else {}
+    if not isinstance(configs, Mapping) or not configs:
+        return {}
+    held = held_adapters(model)
+    return {name: config for name, config in configs.items() if name in held}
 
 
-def write_adapters(folder: Path, configs: Mapping[str, Any], base: str) -> None:
+def held_adapters(model: nn.Module) -> set[str]:
+    """Return the names of the adapters that modules of a model have parameters of."""
+    held: set[str] = set()
+    for module in model.modules():
+        is_of_peft = any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__)
+        for name, child in module.named_children():
+            parts: Any = getattr(child, "_fsdp_wrapped_module", child)
+            # peft keeps what is an adapter's own in dicts, by the adapter's name.
+            if (is_of_peft or name.startswith("lora_")) and callable(getattr(parts, "keys", None)):
+                held.update(parts.keys())
+    return held
+
+
+def write_adapters(folder: Path, configs: Mapping[str, Any], base: str, model: Any = None) -> None:
     """Write adapter_config.json of each adapter as peft does; of several in a folder of each.
 
     Args:
         base: the place of the model that they adapt, where they do not know it.
+        model: the model that they adapt.
     """
     for name, config in configs.items():
         with told(f"the configuration of the adapter {name}"):
             write_small(
                 (folder / name if len(configs) > 1 else folder) / ADAPTER_CONFIG,
-                spelled_config(adapter_settings(config, base), 2).encode(),
+                spelled_config(adapter_settings(config, base, model), 2).encode(),
             )
 
 
-def adapter_settings(config: Any, base: str) -> dict[str, Any]:
-    """Return an adapter's configuration as peft saves it: for inference."""
+def adapter_settings(config: Any, base: str, model: Any = None) -> dict[str, Any]:
+    """Return an adapter's configuration as peft saves it: for inference, and for `AutoPeftModel`."""
     saved = copy.copy(config)
     saved.inference_mode = True
     if not getattr(saved, "base_model_name_or_path", None):
         saved.base_model_name_or_path = base or None
-    return dict(saved.to_dict())
+    settings = dict(saved.to_dict())
+    if model is not None and settings.get("task_type") is None and not settings.get("auto_mapping"):
+        kind = class_of(model)
+        settings["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    return settings
+
+
+def class_of(model: nn.Module) -> type:
+    """Return a model's own class: FSDP2 puts another in its place, which is derived from it."""
+    return next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
 
 
 @contextlib.contextmanager

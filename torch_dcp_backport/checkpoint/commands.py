@@ -31,6 +31,7 @@ with the manifest by their sizes alone; --verify reads all of them, and compares
 PRUNES = """\
 Remove all but the newest good steps of a run, and say of each step what becomes of it and why. Every byte of
 what is to stay is read. What this package did not publish, or cannot read, is left alone and never counted.
+What killed processes and failed removals left is removed first, and a step that lost its name put back.
 """
 EXPORT_CODES = "exit codes: 0 fine; 1 damaged, no model, or no room for it; 2 wrong usage"
 

@@ -152,7 +152,7 @@ def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
         config = adapter_config_in(folder, request, adapter)
         with call.guard("adapter"):
             if request.adapter == ALONE:
-                names = adapters.saved_names(model.infos, config, adapter)
+                names = adapters.saved_names(model.infos, config, adapter, adapters.vocabulary_of(config))
                 target = target._replace(companions={ADAPTER_CONFIG: spelled_config(config, 2).encode()})
             else:
                 plan = adapters.merged(model.infos, config, adapter)
@@ -164,7 +164,9 @@ def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
     if target.is_examined:
         tensors = exported(held, target.how)
     else:
-        target, tensors, tied = examined(call, target, held)
+        target, tensors, tied, renamed = examined(call, target, held, ties)
+        names = {renamed.get(name, name): key for name, key in names.items() if name not in ties}
+        plan = None if plan is None else plan.renamed(renamed)
         for first, *others in tied:
             for other in others:
                 if not _equal(model, names[first], names[other]):

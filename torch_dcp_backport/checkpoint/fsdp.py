@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -46,15 +47,31 @@ from torch_dcp_backport.dist_checkpointing.training_state import (
     united,
 )
 from torch_dcp_backport.hf import Export, save_adapter, save_state_dict
+from torch_dcp_backport.hf.adapters import PREFIX, is_wrapped, scale_of
 from torch_dcp_backport.hf.state import tied_names, unchecked
 from torch_dcp_backport.state_dict import set_model_state_dict, set_optimizer_state_dict, set_state_dict
 from torch_dcp_backport.state_dict.fqn import get_fqns
 from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.once import warn_once
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 #: For verl's tools: the version of FSDP, and the number of ranks.
 FSDP_CONFIG = "fsdp_config.json"
+#: Parts of a module's path that wrappers add.
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+class Adapter(NamedTuple):
+    """An adapter of peft that is merged into the model."""
+
+    #: None where the model has peft's names, and no adapter.
+    name: Optional[str]
+    settings: dict[str, Any]
+    #: Path of an adapted module -> whether its weight is (in, out).
+    transposed: dict[str, bool]
+    #: Whether the model has others.
+    is_among_others: bool
 
 
 class FSDPCheckpointManager(ShardedManager):
@@ -129,30 +146,61 @@ class FSDPCheckpointManager(ShardedManager):
 
         self.save_state(make, folder / SHARDED, step, self.agree_on_schedule())
         if self.should_save_hf_model:
-            model = halves[MODEL] if MODEL in halves else self.viewed(self.halves(True, False))[MODEL]
-            self.try_hf_model(folder, lambda: self.write_hf_model(folder, tensors_of(model)))
+
+            def write() -> None:
+                model = halves[MODEL] if MODEL in halves else self.viewed(self.halves(True, False))[MODEL]
+                self.write_hf_model(folder, tensors_of(model))
+
+            self.try_hf_model(folder, write)
 
     def write_hf_model(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the weights that `from_pretrained` opens, and an adapter also alone."""
-        target, how, configs = folder / HUGGING_FACE, Export(overwrite=True), self.adapters
-        if not configs:
-            save_state_dict(tensors, target, like=target, how=how, process_group=self.process_group)
+        """Write the weights that `from_pretrained` opens, and an adapter also alone. Collective.
+
+        Raises:
+            CheckpointingException, RuntimeError: it cannot be written; on every rank.
+            TransferError: a rank is gone, or the group's timeout is over.
+        """
+        target, how, group = folder / HUGGING_FACE, Export(overwrite=True), self.process_group
+        adapter: Optional[Adapter] = None
+        with begin(CANNOT_SAVE, "save", group) as call:
+            # Code of peft and of the model, which may raise on a rank alone.
+            with guard(call, "adapter"):
+                adapter = self.adapter_of(tensors)
+            run_on_first(call, lambda: None, "describing the adapter", {"adapter": str(adapter is not None)})
+        if adapter is None:
+            save_state_dict(tensors, target, like=target, how=how, process_group=group)
             return
-        name = self.active_adapter(configs)
-        settings, group = configs[name], self.process_group
-        base = str(self.origin or "")
-        alone = folder / ADAPTER / name if len(configs) > 1 else folder / ADAPTER
-        adapter = beside.adapter_settings(settings, base)
-        save_adapter(tensors, alone, adapter=adapter, name=name, overwrite=True, process_group=group)
+        name, settings, place = adapter.name, adapter.settings, folder / ADAPTER
+        if name is not None:
+            alone = place / name if adapter.is_among_others else place
+            save_adapter(tensors, alone, adapter=settings, name=name, overwrite=True, process_group=group)
         save_state_dict(
             tensors,
             target,
             like=target,
             how=how,
-            adapter=adapter,
+            adapter=settings,
             adapter_name=name,
+            transposed=adapter.transposed,
             process_group=group,
         )
+
+    def adapter_of(self, tensors: Iterable[str]) -> Optional[Adapter]:
+        """Return the adapter that is merged into "hf_model"; None for a model that peft does not wrap.
+
+        Raises:
+            RuntimeError: several adapters are active, or none.
+        """
+        configs = self.adapters
+        if not configs:
+            # A wrapper whose adapters were deleted has peft's names, and nothing to merge.
+            is_of_peft = isinstance(getattr(self.unwrapped, "peft_config", None), Mapping)
+            return Adapter(None, {}, {}, False) if is_of_peft and is_wrapped(tensors) else None
+        name = self.active_adapter(configs)
+        model = base_of(self.unwrapped)
+        settings = beside.adapter_settings(configs[name], str(self.origin or ""), model)
+        tell_of_running(self.unwrapped, name, settings)
+        return Adapter(name, settings, transposed_in(self.unwrapped), len(configs) > 1)
 
     @property
     def adapters(self) -> dict[str, Any]:
@@ -165,9 +213,12 @@ class FSDPCheckpointManager(ShardedManager):
         Raises:
             RuntimeError: several are active, or none.
         """
-        active = getattr(self.unwrapped, "active_adapters", None)
-        active = active() if callable(active) else active
-        names = list(configs) if len(configs) == 1 else [name for name in configs if name in (active or ())]
+        names = list(configs)
+        if len(names) > 1:
+            # transformers has a method of this name, and raises where it has not injected them itself.
+            lists = [getattr(module, "active_adapters", None) for module in self.unwrapped.modules()]
+            active = {name for names in lists if isinstance(names, (list, tuple)) for name in names}
+            names = [name for name in configs if name in active]
         if len(names) != 1:
             raise RuntimeError(
                 f"adapters {', '.join(configs)}, of which {len(names)} are active: one is merged"
@@ -176,18 +227,20 @@ class FSDPCheckpointManager(ShardedManager):
 
     def write_configuration(self, folder: Path) -> None:
         """Write the files that `from_pretrained` needs beside weights, as far as model and tokenizer can."""
-        model = base_of(self.unwrapped)
-        generates = getattr(model, "can_generate", None)
-        beside.write_beside(
-            folder,
-            config=configuration_of(model),
-            generation=getattr(model, "generation_config", None),
-            generates=generates is None or bool(generates()),
-            processing_class=self.processing_class,
-            origin=self.origin,
-        )
-        configs = self.adapters
-        beside.write_adapters(folder.parent / ADAPTER, configs, str(self.origin or ""))
+        with beside.told("the configuration of the model and its tokenizer"):
+            model = base_of(self.unwrapped)
+            generates = getattr(model, "can_generate", None)
+            beside.write_beside(
+                folder,
+                config=configuration_of(model),
+                generation=getattr(model, "generation_config", None),
+                generates=generates is None or bool(generates()),
+                processing_class=self.processing_class,
+                origin=self.origin,
+            )
+        with beside.told("the configurations of adapters"):
+            model = base_of(self.unwrapped)
+            beside.write_adapters(folder.parent / ADAPTER, self.adapters, str(self.origin or ""), model)
         version = fsdp_version(self.model)
         if version:
             make_folder(folder.parent)
@@ -338,7 +391,13 @@ def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def base_of(model: Any) -> Any:
     """Return the model that peft wraps; any other model as it is."""
     unwrap = getattr(model, "get_base_model", None)
-    return unwrap() if callable(unwrap) and beside.adapters_of(model) else model
+    if not callable(unwrap) or not isinstance(getattr(model, "peft_config", None), Mapping):
+        return model
+    if beside.adapters_of(model):
+        return unwrap()
+    # Without an adapter peft's own method looks for one.
+    inner = getattr(getattr(model, "base_model", None), "model", None)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 def is_merged(model: Any) -> bool:
@@ -346,6 +405,38 @@ def is_merged(model: Any) -> bool:
     if not beside.adapters_of(model):
         return False
     return any(getattr(module, "merged_adapters", None) for module in model.modules())
+
+
+def path_of(name: str) -> str:
+    """Return the path of a module in the model that peft wraps, without wrappers."""
+    path = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return path[len(PREFIX) :] if path.startswith(PREFIX) else path
+
+
+def transposed_in(model: nn.Module) -> dict[str, bool]:
+    """Return path of each adapted module -> whether its weight is (in, out), by the module's class."""
+    found = {}
+    for name, module in model.named_modules():
+        layer = getattr(module, "base_layer", None)
+        if isinstance(layer, nn.Module):
+            kinds = {kind.__name__ for part in layer.modules() for kind in type(part).__mro__}
+            found[path_of(name)] = "Conv1D" in kinds
+    return found
+
+
+def tell_of_running(model: nn.Module, adapter: str, settings: Mapping[str, Any]) -> None:
+    """Say once where a model computes now with less, or more, of an adapter than is merged."""
+    for name, module in model.named_modules():
+        scales, ranks = getattr(module, "scaling", None), getattr(module, "r", None)
+        if not isinstance(scales, Mapping) or not isinstance(ranks, Mapping) or adapter not in scales:
+            continue
+        if getattr(module, "disable_adapters", False) is True:
+            warn_once(logger, f"the adapter {adapter} is disabled in the model, and merged in hf_model")
+        path = path_of(name)
+        expected = scale_of(path, ranks[adapter], settings)
+        if not math.isclose(scales[adapter], expected, rel_tol=1e-6):
+            text = f"{scales[adapter]} in {path}, where its configuration says {expected}, as is merged"
+            warn_once(logger, f"the adapter {adapter} has the factor {text}", ("factor", adapter))
 
 
 def configuration_of(model: nn.Module) -> Any:
@@ -356,11 +447,9 @@ def configuration_of(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "architectures"):
         return config
-    # FSDP2 derives a class of its own from the model's, a program may do so, too.
-    kinds = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.")]
-    libraries = ("transformers.", "transformers_modules.")
-    known = [kind.__name__ for kind in kinds if kind.__module__.startswith(libraries)]
-    names = known[:1] or config.architectures or [kinds[0].__name__]
+    own = [beside.class_of(model).__name__]
+    is_of_transformers = any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
+    names = own if is_of_transformers else config.architectures or own
     if config.architectures == names:
         return config
     config = copy.deepcopy(config)

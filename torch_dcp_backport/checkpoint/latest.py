@@ -6,9 +6,9 @@ a manifest, and only the trainer knows when all are there: it writes the tracker
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -29,10 +29,18 @@ class Made(NamedTuple):
     path: Path
     #: Name of a part -> why it must not be loaded, or "".
     parts: dict[str, str]
+    #: Name of a folder that cannot be listed, "." for the step's own -> why: it may be a part.
+    unlisted: dict[str, str]
 
-    @property
-    def fault(self) -> str:
-        return "; ".join(f"{self.path / name}: {fault}" for name, fault in self.parts.items() if fault)
+    def fault(self, known: Collection[str]) -> str:
+        """Return why it must not be loaded, or "".
+
+        Args:
+            known: the names of parts that any step has.
+        """
+        unlisted = {name: why for name, why in self.unlisted.items() if name in (".", *known)}
+        faults = {**self.parts, **unlisted}
+        return "; ".join(f"{self.path / name}: {fault}" for name, fault in faults.items() if fault)
 
 
 def find_latest_ckpt_path(
@@ -64,15 +72,22 @@ def find_latest_ckpt_path(
                 logger.error("%s; going on from step %d", text, step.step)
             return str(step.path)
         skipped.append(f"{step.path}: {fault}")
-    made = [made for step in steps for made in [made_of(step.path, step.step, tracked, verify)] if made.parts]
+    made = [made_of(step.path, step.step, tracked, verify) for step in steps]
+    made = [entry for entry in made if entry.parts or "." in entry.unlisted]
     if not made:
         return None
     names = {name for entry in made for name in entry.parts}
+    faults_by_step = {entry.step: entry.fault(names) for entry in made}
     good = [
-        entry for entry in made if not entry.fault and (entry.step == tracked or names == set(entry.parts))
+        entry
+        for entry in made
+        if not faults_by_step[entry.step] and (entry.step == tracked or names == set(entry.parts))
     ]
     if not good:
-        faults = [entry.fault or f"{entry.path}: no {', '.join(names - set(entry.parts))}" for entry in made]
+        faults = [
+            faults_by_step[entry.step] or f"{entry.path}: no {', '.join(names - set(entry.parts))}"
+            for entry in made
+        ]
         raise CheckpointingException(f"no step in {root} is good: {'; '.join(faults)}")
     chosen = next((entry for entry in good if entry.step == tracked), good[0])
     if chosen.step != tracked:
@@ -81,31 +96,42 @@ def find_latest_ckpt_path(
 
 
 def made_of(folder: Path, step: int, tracked: Optional[int], verify: bool) -> Made:
-    parts = {}
-    for name, part in sorted({".": folder, **parts_in(folder)}.items()):
+    parts, unlisted = dict[str, str](), dict[str, str]()
+    try:
+        found_in = {".": folder, **parts_in(folder)}
+    except OSError as error:
+        return Made(step, folder, {}, {".": f"cannot be listed: {error.strerror}"})
+    for name, part in sorted(found_in.items()):
         if os.path.lexists(part / manifest.NAME):
             found = store.examined(part, step)
             parts[name] = found.fault or (store.fault_by_checksums(found) if verify else "")
-        elif holds_foreign(part):
-            # Only the tracker says that it is complete.
-            parts[name] = "" if step == tracked else "it has no manifest, and the tracker does not name it"
-    return Made(step, folder, parts)
+            continue
+        try:
+            if holds_foreign(part):
+                # Only the tracker says that it is complete.
+                is_whole = step == tracked
+                parts[name] = "" if is_whole else "it has no manifest, and the tracker does not name it"
+        except OSError as error:
+            unlisted[name] = f"cannot be listed: {error.strerror}"
+    return Made(step, folder, parts, unlisted)
 
 
 def holds_foreign(part: Path) -> bool:
-    """Return whether a folder holds what verl's own managers write."""
-    return any(path.match(pattern) for path in listed(part) for pattern in FOREIGN)
+    """Return whether a folder holds what verl's own managers write.
 
-
-def listed(folder: Path) -> list[Path]:
-    """Return what is in a folder; nothing where it cannot be listed."""
-    with contextlib.suppress(OSError):
-        return sorted(folder.iterdir())
-    return []
+    Raises:
+        OSError: it cannot be listed.
+    """
+    return any(path.match(pattern) for path in store.paths_in(part) for pattern in FOREIGN)
 
 
 def parts_in(folder: Path) -> dict[str, Path]:
-    """Return the folders in a step by name; hidden folders by the name that a load gives back to them."""
-    paths = {path: store.HIDDEN.fullmatch(path.name) for path in listed(folder) if os.path.isdir(path)}
+    """Return the folders in a step by name; hidden folders by the name that a load gives back to them.
+
+    Raises:
+        OSError: the step cannot be listed.
+    """
+    folders = [path for path in sorted(store.paths_in(folder)) if os.path.isdir(path)]
+    paths = {path: store.HIDDEN.fullmatch(path.name) for path in folders}
     lost = {match["name"]: path for path, match in paths.items() if match and match["kind"] == "was"}
     return {**lost, **{path.name: path for path, match in paths.items() if match is None}}

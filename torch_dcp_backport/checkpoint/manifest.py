@@ -21,7 +21,8 @@ FORMAT = 1
 #: Bytes that are read at once for a checksum.
 BLOCK = 4 * 2**20
 ABSENT = f"no {NAME}"
-#: No order and no file's size is larger: a made-up order would be the last, and its successor is a number.
+#: Orders and sizes of files are below it: no training comes near it, so a larger number is damage. Its
+#: successor would have to be written, and read again.
 LARGEST = 2**53
 
 
@@ -105,7 +106,11 @@ def paths_in(folder: Path) -> Iterator[str]:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, with which the folder counts as complete. It is not on disk yet."""
+    """Write the manifest, with which the folder counts as complete. It is not on disk yet.
+
+    Raises:
+        ValueError: `read` would refuse it; nothing is written.
+    """
     content = {
         "format": FORMAT,
         "step": manifest.step,
@@ -115,8 +120,12 @@ def write(folder: Path, manifest: Manifest) -> None:
         "files": {name: list(manifest.files[name]) for name in sorted(manifest.files)},
     }
     text = json.dumps(content, indent=1)
-    outer = json.dumps({"crc32": zlib.crc32(text.encode()), "content": text})
-    files.publish(folder / NAME, outer.encode(), is_synced=False)
+    data = json.dumps({"crc32": zlib.crc32(text.encode()), "content": text}).encode()
+    try:
+        parsed(data)
+    except Damaged as error:
+        raise ValueError(f"it could not be loaded again: {error}") from error
+    files.publish(folder / NAME, data, is_synced=False)
 
 
 def read(folder: Path) -> Manifest:
@@ -141,6 +150,8 @@ def parsed(data: Optional[bytes]) -> Manifest:
     """
     if data is None:
         raise NotOurs(ABSENT)
+    if len(data) > files.MOST_SMALL:
+        raise Damaged(f"{NAME} has {len(data)} bytes, where {files.MOST_SMALL} are the most")
     try:
         outer = json.loads(data)
         if not isinstance(outer, dict) or not {"crc32", "content"} <= set(outer):
@@ -154,7 +165,7 @@ def parsed(data: Optional[bytes]) -> Manifest:
         entries = {checked_name(name): Entry(*map(int, entry)) for name, entry in content["files"].items()}
         made_at, order = float(content["made_at"]), int(content["order"])
         largest = max([order, *(entry.nbytes for entry in entries.values())])
-        if largest > LARGEST:
+        if largest >= LARGEST:
             raise ValueError("a number that no step has")
         return Manifest(int(content["step"]), int(content["world"]), made_at, order, entries)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:

@@ -65,7 +65,12 @@ def _touch() -> None:
 
 
 def is_alive(draft: Path, name: str = OWNER) -> bool:
-    """Return whether a draft may still be written: its process runs here, or it changed not long ago."""
+    """Return whether a draft may still be written: its process runs here, or it changed not long ago.
+
+    A draft without the mark of its owner is not: it gets its name with the mark.
+    """
+    if not os.path.lexists(draft / name):
+        return False
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         owner = json.loads(files.read_whole(draft / name))
         if owner["host"] == socket.gethostname():

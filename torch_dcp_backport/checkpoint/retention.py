@@ -73,6 +73,8 @@ class Retention:
         self._background = Background("removal of checkpoints")
         #: Paths of steps that were left alone, and said so.
         self._told: set[Path] = set()
+        #: Hidden folders that could not be removed, and the paths that they had.
+        self._left: list[tuple[Path, Path]] = []
 
     def retire(self, shelf: Shelf, keep: Optional[int], distrusted: Collection[Path] = ()) -> None:
         """Hide the steps that are not kept, once those hidden before are removed; then remove them."""
@@ -87,19 +89,32 @@ class Retention:
                 return "it could not be loaded"
             return why_distrusted(entry.path) or store.examined(entry.path, entry.step).fault
 
+        left, self._left = self._left, []
+        for hidden, final in left:
+            self._background.add(functools.partial(self._remove, hidden, final, shelf.root, is_told=True))
         decided = list(verdicts(shelf.listed(), keep, fault_of))
         self._tell(shelf, [verdict for verdict in decided if verdict.action == LEAVE])
         for entry in [verdict.entry for verdict in decided if verdict.action == REMOVE]:
-            # If it stays, it is no longer what was listed, or what is left of it is not ours.
-            shelf.forget(entry.step)
             try:
-                hidden = hide(entry)
+                taken = hide(entry)
             except OSError as error:
                 # A step that cannot be hidden is no reason to keep the others.
                 logger.error("%s", still_there(entry.path, error))
                 continue
-            if hidden is not None:
-                self._background.add(functools.partial(removed_or_logged, hidden, entry.path, shelf.root))
+            if taken is not None:
+                self._background.add(functools.partial(self._remove, taken, entry.path, shelf.root))
+
+    def _remove(self, hidden: Path, final: Path, root: Path, is_told: bool = False) -> str:
+        """Remove a hidden folder, and its step's folder if that is empty; log once why it could not be."""
+        failure = removed(hidden, final)
+        store.remove_empty_parents(final, root)
+        if failure:
+            # No reason to fail the save: the next save and the next start try again, and a full disk is an
+            # error by itself.
+            self._left.append((hidden, final))
+            if not is_told:
+                logger.error("%s", still_there(hidden, failure))
+        return ""
 
     def _tell(self, shelf: Shelf, left: Sequence[Verdict]) -> None:
         """Warn of steps that are left alone, each once."""
@@ -177,25 +192,15 @@ def hide(entry: Listed) -> Optional[Path]:
 
 
 def is_as_listed(entry: Listed, path: Path) -> bool:
-    """Return whether a step, now at `path`, still has the manifest that it was listed by."""
-    now = store.listed_of(path, entry.step, entry.inode)
-    return (now.order, now.foreign) == (entry.order, entry.foreign)
+    """Return whether a step, now at `path`, is still the save that it was listed as."""
+    now = store.listed_of(path, entry.step)
+    return (now.identity, now.foreign) == (entry.identity, entry.foreign)
 
 
 def removed(hidden: Path, final: Path) -> str:
     """Remove a hidden folder that was at `final`; return why it could not be removed, or ""."""
     files.step(f"remove {hidden.name}")
     return next(iter(store.removed(hidden, final)), "")
-
-
-def removed_or_logged(hidden: Path, final: Path, root: Path) -> str:
-    """Remove a hidden folder, and its step's folder if that is empty; log why it could not be removed."""
-    failure = removed(hidden, final)
-    store.remove_empty_parents(final, root)
-    if failure:
-        # No reason to fail the save: the next start tries again, and a full disk is an error by itself.
-        logger.error("%s", still_there(hidden, failure))
-    return ""
 
 
 def still_there(folder: Path, reason: object) -> str:
@@ -215,7 +220,8 @@ def remove(entry: Listed) -> str:
 def prune(root: Path, keep: int, report: Callable[[Verdict], None], is_dry: bool = False) -> list[str]:
     """Remove the steps that retention would, and report every step; return why some could not be removed.
 
-    A step counts as good once all its bytes were read.
+    A step counts as good once all its bytes were read. What killed processes and failed removals left in the
+    root is removed first, as a start does.
     """
 
     def fault_of(entry: Listed) -> str:
@@ -224,8 +230,9 @@ def prune(root: Path, keep: int, report: Callable[[Verdict], None], is_dry: bool
             return step.fault
         return why_distrusted(entry.path) or next(manifest.wrong_checksums(step.path, step.manifest), "")
 
-    failures = []
-    for verdict in verdicts(Shelf(root).listed(), keep, fault_of):
+    shelf = Shelf(root)
+    failures = [] if is_dry else shelf.clean()
+    for verdict in verdicts(shelf.listed(), keep, fault_of):
         report(verdict)
         if verdict.action == REMOVE and not is_dry:
             failures.append(remove(verdict.entry))

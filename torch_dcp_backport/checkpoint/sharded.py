@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Optional, TypeVar
 
 import torch.distributed as dist
 
@@ -26,7 +26,7 @@ from torch_dcp_backport.dist_checkpointing import (
     ShardedObject,
     load_common_state_dict,
 )
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, guard
+from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, consult, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.options import SaveOptions
 from torch_dcp_backport.dist_checkpointing.serialization import begin_made, save_made
@@ -36,6 +36,17 @@ from torch_dcp_backport.transfer import TransferError
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 Prepared = TypeVar("Prepared")
+
+
+def spelled(error: Exception) -> str:
+    """Return an error as text; the agreed errors of exports have all that there is to say."""
+    is_plain = isinstance(error, (RuntimeError, CheckpointingException))
+    return str(error) if is_plain and str(error) else f"{type(error).__name__}: {error}"
+
+
+def first_of_them(texts: Mapping[int, str]) -> Mapping[int, str]:
+    """Return, for every rank, the text of the first rank that has any."""
+    return dict.fromkeys(texts, next((text for text in texts.values() if text), ""))
 
 
 class ShardedManager(BaseCheckpointManager):
@@ -73,21 +84,33 @@ class ShardedManager(BaseCheckpointManager):
             CheckpointingException: the step has no "model", either; on every rank.
             TransferError: a rank is gone, or the group's timeout is over.
         """
+        failure: Optional[Exception] = None
         try:
             write()
         except TransferError:
             raise
-        except RuntimeError as error:
-            # All ranks have the same: the agreement in it raised it.
-            if not self.should_save_model:
-                raise CheckpointingException(f"{CANNOT_SAVE}: no hf_model: {error}") from error
-            if self.place()[0] == 0:
-                logger.error(
-                    "%s is saved without the hf_model that was asked for (`checkpoint export` may make it "
-                    "later): %s",
-                    folder.name,
-                    error,
-                )
+        except CheckpointingException as error:
+            if not error.is_agreed:
+                # The first rank is gone: there is nothing more to agree on.
+                raise
+            failure = error
+        except Exception as error:
+            failure = error
+        # Most errors are the same on every rank; what only a rank has must not leave the others in a save.
+        with begin(CANNOT_SAVE, "save", self.process_group) as call:
+            own = "" if failure is None else spelled(failure)
+            text = consult(call, own, first_of_them, Topic("writing hf_model"))
+        if not text:
+            return
+        if not self.should_save_model:
+            raise CheckpointingException(f"{CANNOT_SAVE}: no hf_model: {text}") from failure
+        if self.place()[0] == 0:
+            logger.error(
+                "%s is saved without the hf_model that was asked for (`checkpoint export` may make it "
+                "later): %s",
+                folder.name,
+                text,
+            )
 
     def agree_on_schedule(self) -> ShardedStateDict:
         """Return the schedule as it is saved: the first rank's, or each rank's own where they differ.

@@ -7,6 +7,7 @@ written or removed have hidden names. Must never import torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import logging
@@ -16,6 +17,7 @@ import re
 import secrets
 import shutil
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -33,14 +35,17 @@ logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STEP = re.compile(r"global_step_(\d+)")
-#: A hidden folder: being written (tmp), replaced by the same step (was), being removed (old).
-HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|was|old)-[0-9a-f]{8}", re.DOTALL)
+#: A hidden folder: being written (tmp), a draft that was given up (off), replaced by the same step (was),
+#: being removed (old).
+HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|off|was|old)-[0-9a-f]{8}", re.DOTALL)
 #: How often a draft is made, where other processes clean up at the same moment.
 ATTEMPTS = 20
 #: Files in a step: the URL that it was uploaded to; the process that uploads it now.
 UPLOADED, UPLOADING = "uploaded.txt", "uploading.json"
 #: File in a step that could not be loaded where an older step could: retention does not count it.
 NOT_LOADED = "could-not-be-loaded.txt"
+#: Seconds: file systems with coarse times may give two files of such a time the same.
+COARSE = 3.0
 #: Files beside those that the manifest lists.
 MARKS = (UPLOADED, UPLOADING, NOT_LOADED, OWNER)
 #: Held while a step is hidden, and while a step is marked as being uploaded.
@@ -65,7 +70,17 @@ class Step:
     @property
     def age(self) -> tuple[int, int]:
         """Key to sort steps as they were published: after a step back, a lower step may be newer."""
-        return (self.manifest.order if self.manifest is not None else 0), self.step
+        if self.manifest is None or self.manifest.step != self.step:
+            return 0, self.step
+        return self.manifest.order, self.step
+
+
+class Identity(NamedTuple):
+    """The save whose folder has a name. File systems give a new folder the inode of a removed one."""
+
+    inode: int
+    #: Order and time in the manifest; None where it cannot be read.
+    made: Optional[tuple[int, str]]
 
 
 class Listed(NamedTuple):
@@ -73,13 +88,24 @@ class Listed(NamedTuple):
 
     step: int
     path: Path
-    #: The manifest's; 0 where it cannot be read.
+    #: The manifest's; 0 where it cannot be read, or is of another step.
     order: int
     #: As of `Step`, and why in full.
     foreign: str
     reason: str
-    #: The inode of the folder in the root.
+    identity: Optional[Identity]
+
+
+class Stamp(NamedTuple):
+    """Numbers of which some change when another manifest is published in a root's folder."""
+
+    #: Of the folder in the root; all others are the manifest's.
+    folder: int
+    device: int
     inode: int
+    nbytes: int
+    mtime_ns: int
+    ctime_ns: int
 
 
 @dataclass(frozen=True)
@@ -89,7 +115,7 @@ class Shelf:
     root: Path
     below: Path = Path()
     #: Name in the root -> the folder as it was listed: a run of 10,000 steps reads each manifest once.
-    known: dict[str, Listed] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[str, tuple[Stamp, Listed]] = field(default_factory=dict, compare=False, repr=False)
 
     def steps(self) -> list[Step]:
         """Return every folder, newest first, with its faults: looks at every file of every step."""
@@ -97,46 +123,60 @@ class Shelf:
         return sorted(steps, key=lambda step: step.age, reverse=True)
 
     def listed(self) -> list[Listed]:
-        """Return every folder, newest first; reads the manifests of those that were not listed before."""
+        """Return every folder, newest first; reads the manifests that are not those of the last call."""
         try:
             with os.scandir(self.root) as entries:
                 inodes = {entry.name: entry.inode() for entry in entries}
         except (FileNotFoundError, NotADirectoryError):
             inodes = {}
-        listed: dict[str, Listed] = {}
+        listed: list[Listed] = []
+        known: dict[str, tuple[Stamp, Listed]] = {}
         for name, inode in inodes.items():
             step = step_named(name)
             if step is None:
                 continue
-            entry = self.known.get(name)
-            if entry is None or entry.inode != inode:
-                path = self.root / name / self.below
-                entry = listed_of(path, step, inode) if os.path.isdir(path) else None
-            if entry is not None:
-                listed[name] = entry
+            path = self.root / name / self.below
+            # Before the manifest is read: a change in between is seen by the next call.
+            stamp = stamp_of(path, inode)
+            former, entry = self.known.get(name, (None, None))
+            if stamp is None or stamp != former:
+                entry = listed_of(path, step) if os.path.isdir(path) else None
+            if entry is None:
+                continue
+            listed.append(entry)
+            if stamp is not None and not entry.foreign:
+                # What could not be read may be read the next time.
+                known[name] = stamp, entry
         self.known.clear()
-        self.known.update(listed)
-        return sorted(listed.values(), key=lambda entry: (entry.order, entry.step), reverse=True)
+        self.known.update(known)
+        return sorted(listed, key=lambda entry: (entry.order, entry.step), reverse=True)
 
     def next_order(self) -> int:
-        return 1 + max((entry.order for entry in self.listed()), default=0)
+        """Return the order of the step that is published next.
 
-    def forget(self, step: int) -> None:
-        """Read the manifest of a step again: it was published anew."""
-        self.known.pop(name_of(step), None)
+        Raises:
+            ValueError: a step has the last order that there is.
+        """
+        newest = next(iter(self.listed()), None)
+        order = 1 if newest is None else newest.order + 1
+        if newest is not None and order >= manifest.LARGEST:
+            raise ValueError(
+                f"{newest.path} has order {newest.order}, after which there is none: no step of a training "
+                "has it, move the folder away"
+            )
+        return order
 
     def newest_complete(self) -> Optional[Listed]:
         """Return the newest step that nothing speaks against, as far as sizes tell."""
         return next((entry for entry in self.listed() if not examined(entry.path, entry.step).fault), None)
 
-    def clean(self) -> None:
-        """Remove what dead writers and removals left, in the folders of all steps."""
+    def clean(self) -> list[str]:
+        """Remove what dead writers and removals left, in the folders of all steps; as `clean`."""
         if not self.below.name:
-            clean(self.root)
-            return
-        for path in self.root.iterdir() if os.path.isdir(self.root) else ():
-            if step_named(path.name) is not None:
-                clean((path / self.below).parent, re.compile(re.escape(self.below.name)))
+            return clean(self.root)
+        steps = [path for path in paths_in(self.root) if step_named(path.name) is not None]
+        names = re.compile(re.escape(self.below.name))
+        return [text for path in steps for text in clean((path / self.below).parent, names)]
 
 
 def shelf_of(path: Path) -> Optional[Shelf]:
@@ -162,14 +202,31 @@ def steps_in(root: Path) -> list[Step]:
     return Shelf(root).steps()
 
 
-def listed_of(path: Path, step: int, inode: int) -> Listed:
+def stamp_of(path: Path, folder: int) -> Optional[Stamp]:
+    """Return the stamp of a step's manifest; None where the next manifest might have the same.
+
+    Args:
+        path: of the step.
+        folder: inode of its folder in the root.
+    """
+    try:
+        seen = os.stat(path / manifest.NAME)
+    except OSError:
+        return None
+    if time.time() - seen.st_mtime < COARSE:
+        return None
+    return Stamp(folder, seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns)
+
+
+def listed_of(path: Path, step: int) -> Listed:
     """Return a step folder by its manifest alone."""
     try:
         content = manifest.read(path)
     except Damaged as error:
-        return Listed(step, path, 0, error.kind, str(error), inode)
+        return Listed(step, path, 0, error.kind, str(error), None)
     foreign = foreign_of(path, step, content)
-    return Listed(step, path, content.order, foreign, foreign, inode)
+    order = content.order if content.step == step else 0
+    return Listed(step, path, order, foreign, foreign, identity_of(path, content))
 
 
 def foreign_of(path: Path, step: int, content: Manifest) -> str:
@@ -248,16 +305,38 @@ def hidden_name(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
 
 
-def identity_of(path: Path) -> Optional[int]:
-    """Return a number that differs for another folder under the same name; None where there is none."""
+def as_kind(hidden: Path, kind: str) -> Path:
+    """Return the name that a hidden folder has as another kind."""
+    at = hidden.name.rindex("-")
+    return hidden.with_name(f"{hidden.name[: at - 3]}{kind}{hidden.name[at:]}")
+
+
+def identity_of(path: Path, content: Optional[Manifest] = None) -> Optional[Identity]:
+    """Return the save whose folder has a name; None where there is none.
+
+    Args:
+        content: the folder's manifest, if it was read.
+    """
     try:
         # Of a link, the link itself: that is renamed.
-        return path.lstat().st_ino
+        inode = path.lstat().st_ino
     except FileNotFoundError:
         return None
+    if content is None:
+        with contextlib.suppress(Damaged):
+            content = manifest.read(path)
+    return Identity(inode, None if content is None else (content.order, str(content.made_at)))
 
 
-def publish(draft: Path, final: Path, before: Optional[int], synced: Collection[str] = ()) -> None:
+def is_replaced(before: Optional[Identity], now: Optional[Identity]) -> bool:
+    """Return whether a name has another save's folder than before; a damaged manifest tells nothing."""
+    if now is None or before is None:
+        return now is not None
+    is_known = now.made is not None and before.made is not None
+    return now.inode != before.inode or (is_known and now.made != before.made)
+
+
+def publish(draft: Path, final: Path, before: Optional[Identity], synced: Collection[str] = ()) -> None:
     """Give a complete draft the folder's name; from then on readers see it.
 
     Args:
@@ -268,7 +347,7 @@ def publish(draft: Path, final: Path, before: Optional[int], synced: Collection[
         AnotherWriter: another folder has got the name since then.
     """
     now = identity_of(final)
-    if now is not None and now != before:
+    if is_replaced(before, now):
         raise AnotherWriter(f"another writer published {final.name} in {final.parent}")
     # Retention may have removed it.
     before = now
@@ -283,7 +362,7 @@ def publish(draft: Path, final: Path, before: Optional[int], synced: Collection[
         files.step("rename the draft")
         os.rename(draft, final)
     except OSError as error:
-        if identity_of(final) not in (None, before):
+        if is_replaced(before, identity_of(final)):
             raise AnotherWriter(f"another writer published {final.name} in {final.parent}") from error
         if replaced is not None:
             os.rename(replaced, final)
@@ -356,7 +435,7 @@ def uploading(folder: Path) -> Iterator[None]:
 
 
 def is_uploading(folder: Path) -> bool:
-    return os.path.lexists(folder / UPLOADING) and is_alive(folder, UPLOADING)
+    return is_alive(folder, UPLOADING)
 
 
 def mark_uploaded(folder: Path, url: str, mark: bytes) -> None:
@@ -389,7 +468,7 @@ def given_up(replaced: Path) -> Path:
 
     What this package did not publish keeps its name: it is not removed.
     """
-    hidden = replaced.with_name(replaced.name.replace(".was-", ".old-"))
+    hidden = as_kind(replaced, "old")
     if isinstance(published(replaced), str):
         return replaced
     try:
@@ -411,7 +490,10 @@ def published(folder: Path) -> Union[Manifest, str]:
 
 
 def discard(draft: Path) -> list[str]:
-    """Remove a draft with all that was written into it, as far as possible; its owner's mark goes last.
+    """Give up a draft, and remove it with all that was written into it, as far as possible.
+
+    Its name says first that it is not being written: else its owner's mark would have to say so until it is
+    gone. The mark goes last, and stays while anything else does: it is the proof that the draft is ours.
 
     Returns:
         Why parts of it are still there.
@@ -419,24 +501,39 @@ def discard(draft: Path) -> list[str]:
     if os.path.islink(draft):
         # What it leads to is nobody's draft.
         return [f"{draft} is a link"]
-    reasons: list[str] = []
+    hidden = as_kind(draft, "off")
     try:
-        parts = sorted(draft.iterdir(), key=lambda part: (part.name == OWNER, part.name))
+        files.step(f"give up {draft.name[-12:]}")
+        if hidden != draft:
+            os.rename(draft, hidden)
+    except FileNotFoundError:
+        return []
     except OSError:
-        parts = []
-    for part in [*parts, draft]:
-        files.step(f"remove {part.name}")
-        try:
-            if os.path.islink(part) or not os.path.isdir(part):
-                part.unlink(missing_ok=True)
-            else:
-                shutil.rmtree(part)
-        except (OSError, RecursionError) as error:
-            # Another process may clean up, too.
-            reasons += [] if isinstance(error, FileNotFoundError) else [str(error)]
-            with contextlib.suppress(RecursionError):
-                shutil.rmtree(part, ignore_errors=True)
-    return reasons
+        hidden = draft
+    try:
+        parts = [part for part in sorted(hidden.iterdir()) if part.name != OWNER]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [str(error)]
+    reasons = [reason for part in parts for reason in _removed_whole(part)]
+    return reasons or _removed_whole(hidden / OWNER) or _removed_whole(hidden)
+
+
+def _removed_whole(path: Path) -> list[str]:
+    """Remove a file, or a folder with all that is in it, as far as possible; return why it is still there."""
+    try:
+        files.step(f"remove {path.name}")
+        if os.path.islink(path) or not os.path.isdir(path):
+            path.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(path)
+    except (OSError, RecursionError) as error:
+        with contextlib.suppress(RecursionError):
+            shutil.rmtree(path, ignore_errors=True)
+        # Another process may clean up, too.
+        return [str(error)] if os.path.lexists(path) else []
+    return []
 
 
 def removed(hidden: Path, final: Path) -> list[str]:
@@ -455,8 +552,12 @@ def removed(hidden: Path, final: Path) -> list[str]:
     content = published(hidden)
     if isinstance(content, Manifest):
         marks = (*MARKS, *(f"{mark}.new" for mark in MARKS))
-        names = (*content.files, *marks, manifest.NAME)
-        reasons = [reason for name in names for reason in _removed_file(hidden, name)]
+        # With the manifest goes the proof that the rest is ours: it stays while anything of it does.
+        reasons = [reason for name in content.files for reason in _removed_file(hidden, name)]
+        folders = [] if reasons else folders_of(hidden, content)
+        reasons += [reason for folder in folders for reason in _removed_folder(folder)]
+        for name in (*marks, manifest.NAME):
+            reasons = reasons or _removed_file(hidden, name)
         if reasons:
             return reasons
     # Without a manifest, another process may have removed all that it lists.
@@ -466,6 +567,9 @@ def removed(hidden: Path, final: Path) -> list[str]:
     if isinstance(content, str) and not others and not os.path.islink(hidden):
         # The draft of another process, which has no name yet: the next clean-up comes to it if that is dead.
         return []
+    reasons = _removed_folder(hidden)
+    if reasons:
+        return reasons
     text = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
     unknown = f"this package did not write {text or 'what it holds'}"
     return set_aside(hidden, final, unknown if isinstance(content, Manifest) else content)
@@ -482,8 +586,7 @@ def _held(folder: Path) -> Iterator[str]:
 def _removed_file(folder: Path, name: str) -> list[str]:
     """Remove a file, if no link leads out of the folder to it; return why it is still there."""
     path = folder / name
-    between = [parent for parent in path.parents if folder in parent.parents]
-    if any(map(os.path.islink, between)):
+    if any(map(os.path.islink, between(folder, path))):
         return []
     try:
         files.step(f"remove {name}")
@@ -492,6 +595,28 @@ def _removed_file(folder: Path, name: str) -> list[str]:
         pass
     except OSError as error:
         if not os.path.isdir(path):
+            return [str(error)]
+    return []
+
+
+def folders_of(folder: Path, content: Manifest) -> list[Path]:
+    """Return the folders that a step was saved with, those within others first; none that a link leads to."""
+    parents = {parent for name in content.files for parent in between(folder, folder / name)}
+    within = [parent for parent in parents if not any(map(os.path.islink, between(folder, parent)))]
+    return sorted(within, key=lambda parent: len(parent.parts), reverse=True)
+
+
+def between(folder: Path, path: Path) -> list[Path]:
+    """Return the folders in a folder that a path in it leads through."""
+    return [parent for parent in path.parents if folder in parent.parents]
+
+
+def _removed_folder(folder: Path) -> list[str]:
+    """Remove a folder if it is empty, and return why it is still there; what is in it is no reason."""
+    try:
+        os.rmdir(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST):
             return [str(error)]
     return []
 
@@ -537,35 +662,66 @@ def set_aside(folder: Path, final: Path, reason: str) -> list[str]:
     return []
 
 
-def clean(root: Path, names: re.Pattern[str] = STEP) -> None:
+def paths_in(folder: Path) -> list[Path]:
+    """Return what is in a folder; nothing where it is none, or gone."""
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def clean(root: Path, names: re.Pattern[str] = STEP) -> list[str]:
     """Remove what dead writers of folders of some names left, and put back a folder that lost its name.
 
     Folders that cannot be removed stay; those that cannot be put back are logged, and so are hidden folders
     of which nothing proves that this package made them.
+
+    Returns:
+        What stays, and why it could not be removed; it is in the log, too.
     """
-    hidden = {path: HIDDEN.fullmatch(path.name) for path in root.iterdir()} if os.path.isdir(root) else {}
+    hidden = {path: HIDDEN.fullmatch(path.name) for path in paths_in(root)}
     left = {path: match for path, match in hidden.items() if match and names.fullmatch(match["name"])}
     drafts = [path for path, match in left.items() if match["kind"] == "tmp" and not os.path.islink(path)]
-    alive = {left[path]["name"] for path in drafts if is_alive(path)}
-    for path, match in left.items():
-        if match["name"] in alive and match["kind"] != "old":
-            # Being written, or between the two renames of its writer.
-            continue
+    alive = {left[path]["name"]: path for path in drafts if is_alive(path)}
+    failures: list[str] = []
+    # What lost its name gets it back before anything is removed: this process may be killed, too.
+    for path, match in sorted(left.items(), key=lambda item: item[1]["kind"] != "was"):
         final = path.with_name(match["name"])
-        try:
-            if match["kind"] == "was" and not os.path.lexists(final):
-                logger.warning("%s: put back, as what was to replace it was never published", final)
-                os.rename(path, final)
-                continue
-        except OSError as error:
-            logger.error("%s: cannot be put back: %s", final, error)
+        is_lost = match["kind"] == "was" and not os.path.lexists(final)
+        if match["name"] in alive and match["kind"] in ("tmp", "was"):
+            # Being written, or between the two renames of its writer.
+            if is_lost:
+                draft = alive[match["name"]].name
+                logger.warning("%s is no step, and is %s, until the writer of %s is done", final, path, draft)
             continue
-        if match["kind"] != "tmp":
-            removed(given_up(path) if match["kind"] == "was" else path, final)
-        elif os.path.islink(path):
-            logger.warning("%s: left alone, as it is a link, which this package never makes", path)
-        elif os.path.lexists(path / OWNER):
-            logger.info("%s: left behind by a writer that is gone; removed", path)
-            discard(path)
-        elif not _removed_if_empty(path):
-            logger.warning("%s: left alone, as it has no %s: nothing says who made it", path, OWNER)
+        if is_lost:
+            _put_back(path, final)
+            continue
+        for reason in _cleaned(path, match["kind"], final)[:1]:
+            logger.error("%s still takes its room on the disk: %s", path, reason)
+            failures.append(f"{path}: {reason}")
+    return failures
+
+
+def _put_back(hidden: Path, final: Path) -> None:
+    try:
+        logger.warning("%s: put back, as what was to replace it was never published", final)
+        os.rename(hidden, final)
+    except OSError as error:
+        logger.error("%s: cannot be put back: %s", final, error)
+
+
+def _cleaned(path: Path, kind: str, final: Path) -> list[str]:
+    """Remove a hidden folder that no process writes, if it is ours; return why it is still there."""
+    if kind == "was":
+        return removed(given_up(path), final)
+    if kind == "old":
+        return removed(path, final)
+    if os.path.islink(path):
+        logger.warning("%s: left alone, as it is a link, which this package never makes", path)
+    elif os.path.lexists(path / OWNER):
+        logger.info("%s: left behind by a writer that is gone; removed", path)
+        return discard(path)
+    elif not _removed_if_empty(path):
+        logger.warning("%s: left alone, as it has no %s: nothing says who made it", path, OWNER)
+    return []

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Optional
 from torch_dcp_backport.checkpoint import manifest, owners, store
 from torch_dcp_backport.checkpoint.layout import SHARDED
 from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
-from torch_dcp_backport.checkpoint.store import Shelf
+from torch_dcp_backport.checkpoint.store import Identity, Shelf
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
@@ -135,7 +135,7 @@ class Begun:
     final: Path
     step: int
     #: On the first rank: `identity_of(final)` when the draft was made.
-    before: Optional[int]
+    before: Optional[Identity]
     #: The requests are empty on every rank, or on none.
     writing: Writing
 
@@ -161,7 +161,7 @@ def begin_folder(
         CheckpointingException: the same on every rank; nothing is left.
     """
     with begin(CANNOT_SAVE, "save", group) as call:
-        before: Optional[int] = None
+        before: Optional[Identity] = None
         failures: list[OSError] = []
         final, step, common = Path(), 0, dict[str, str]()
         with guard(call):
@@ -204,9 +204,11 @@ def outlook_of(final: Path, step: int, shelf: Optional[Shelf]) -> str:
     """Return what is on the disk if a save fails from here on: a failure at night must not read as a loss."""
     if shelf is None:
         return f"{final} was not saved, and is as it was"
-    newest = None
-    with contextlib.suppress(OSError):
+    try:
         newest = shelf.newest_complete()
+    except OSError as error:
+        # Not that there are none: a disk elsewhere may be away for a moment.
+        return f"step {step} was not saved, and the steps in {shelf.root} could not be listed ({error})"
     if newest is None:
         return f"step {step} was not saved, and {shelf.root} has no other complete step"
     return f"step {step} was not saved; the newest complete step is {newest.step}"
@@ -252,8 +254,6 @@ def finish_folder(
             content = Manifest(begun.step, len(own_by_rank), time.time(), order, {**listed, **more})
             manifest.write(draft, content)
             store.publish(draft, final, begun.before, set(listed))
-            if shelf is not None:
-                shelf.forget(begun.step)
             for follow in then:
                 try:
                     follow(final)

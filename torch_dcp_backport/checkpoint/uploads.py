@@ -60,7 +60,8 @@ class Uploads:
                 mark = remote.upload(folder, remote.place_of(url), self.is_verified)
                 store.mark_uploaded(folder, url, mark)
         except Exception as error:
-            if identity is None or store.identity_of(folder) != identity:
+            now = store.identity_of(folder)
+            if identity is None or now is None or store.is_replaced(identity, now):
                 logger.warning("%s was not uploaded: it was removed, or saved again, before", folder)
                 return ""
             text = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"

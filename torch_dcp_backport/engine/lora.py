@@ -93,4 +93,7 @@ def save(model: Any, folder: Union[str, Path]) -> None:
 def config_of(model: Any) -> Optional[dict[str, Any]]:
     """Return peft's configuration of the adapters as a dict; None without adapters."""
     configs = getattr(model, "peft_config", None)
-    return None if configs is None else dict(configs["default"].to_dict())
+    # peft's configuration stays at a model that has no adapter any more.
+    if not configs or not any(is_adapter(name) for name, _ in model.named_parameters()):
+        return None
+    return dict(configs["default"].to_dict())

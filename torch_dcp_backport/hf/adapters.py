@@ -35,6 +35,13 @@ NOT_MERGED = (
 )  # fmt: skip
 
 
+#: Names of GPT-2's layers: their weights are (in, out) there, and (out, in) in models made after it.
+OF_GPT2 = frozenset(("c_attn", "c_proj", "c_fc", "q_attn"))
+#: Names of embeddings and heads, for which peft looks, and which grow with the vocabulary.
+EMBEDDINGS = frozenset(("embed_tokens", "lm_head"))
+OF_A_VOCABULARY = EMBEDDINGS | {"wte", "word_embeddings", "embed_in", "embed_out", "shared"}
+
+
 class CannotMerge(ValueError):
     """An adapter that no plain weights can stand for."""
 
@@ -67,6 +74,14 @@ class Merged(NamedTuple):
     @property
     def changed(self) -> set[str]:
         return {*self.added, *self.biases}
+
+    def renamed(self, names: Mapping[str, str]) -> Merged:
+        """Return the same with other HF keys."""
+        return self._replace(
+            names={names.get(key, key): saved for key, saved in self.names.items()},
+            added={names.get(key, key): low for key, low in self.added.items()},
+            biases={names.get(key, key): bias for key, bias in self.biases.items()},
+        )
 
     def needed(self, key: str) -> list[str]:
         """Return the keys of the small tensors that a changed tensor is made of."""
@@ -125,7 +140,10 @@ def check_mergeable(config: Mapping[str, Any]) -> None:
 
 
 def merged(
-    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], adapter: Optional[str] = None
+    tensors: Mapping[str, TensorInfo],
+    config: Mapping[str, Any],
+    adapter: Optional[str] = None,
+    transposed: Optional[Mapping[str, bool]] = None,
 ) -> Merged:
     """Return how the tensors of a model with an adapter become those of the model alone.
 
@@ -133,6 +151,8 @@ def merged(
 
     Args:
         adapter: the adapter's name; None is the only one that there is.
+        transposed: path of a module -> whether its weight is (in, out), as a Conv1D's; of others their
+            shapes and those of their neighbours tell.
 
     Raises:
         CannotMerge: another method than LoRA, a quantised weight, ...; naming the key.
@@ -163,9 +183,67 @@ def merged(
         if OTHERS.search(key):
             raise CannotMerge(f"{plan.names[key]}: what it is of an adapter is not known here")
     _keep_originals(tensors, plan)
+    sides = Sides(tensors, plan, parts, config, transposed or {})
     for path, keys in parts.items():
-        _add(tensors, plan, path, keys, config)
+        _add(tensors, plan, path, keys, config, sides)
     return plan
+
+
+class Sides:
+    """The order of a square weight's two sides, which neither its shape nor the adapter's tells.
+
+    peft takes it from the layer's class, and its setting `fan_in_fan_out` is that of the last layer alone.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorInfo],
+        plan: Merged,
+        parts: Mapping[str, Mapping[str, str]],
+        config: Mapping[str, Any],
+        transposed: Mapping[str, bool],
+    ) -> None:
+        """Look at the weights that are not square: an adapter or a bias tells which side is which."""
+        self.is_asked = bool(config.get("fan_in_fan_out"))
+        self.transposed = transposed
+        #: Last part of a path -> the orders of such weights.
+        self.seen: dict[str, set[bool]] = {}
+        for name, key in plan.names.items():
+            path, _, leaf = name.rpartition(".")
+            shape = tensors[key].shape
+            bias = plan.names.get(f"{path}.bias")
+            keys = parts.get(path, {})
+            if leaf != "weight" or len(shape) != 2 or shape[0] == shape[1]:
+                continue
+            if "B weight" in keys:
+                rows = tensors[keys["B weight"]].shape[0]
+            elif bias is not None and not keys:
+                rows = tensors[bias].shape[0]
+            else:
+                continue
+            self.seen.setdefault(path.rpartition(".")[2], set()).add(rows == shape[1])
+
+    def is_turned(self, path: str) -> bool:
+        """Return whether the square weight of a module is (in, out).
+
+        Raises:
+            CannotMerge: nothing tells.
+        """
+        known = self.transposed.get(path)
+        if known is not None:
+            return known
+        own = path.rpartition(".")[2]
+        is_of_gpt2 = own in OF_GPT2
+        alike = (orders for leaf, orders in self.seen.items() if (leaf in OF_GPT2) == is_of_gpt2)
+        for orders in (self.seen.get(own, set()), set().union(*alike)):
+            if len(orders) == 1:
+                return next(iter(orders))
+        if self.is_asked != is_of_gpt2:
+            raise CannotMerge(
+                f"{path}.weight is square, and nothing tells whether it is (in, out), as a Conv1D's: "
+                f"fan_in_fan_out={self.is_asked} may be of another layer (transposed=)"
+            )
+        return self.is_asked
 
 
 def _keep_originals(tensors: Iterable[str], plan: Merged) -> None:
@@ -182,6 +260,7 @@ def _add(
     path: str,
     keys: Mapping[str, str],
     config: Mapping[str, Any],
+    sides: Sides,
 ) -> None:
     """Plan the sum of a module's weight and its adapter.
 
@@ -200,10 +279,10 @@ def _add(
     if len(info.shape) != 2 or len(down) != 2 or len(up) != 2:
         raise CannotMerge(f"{base} is of the shape {info.shape}: only adapters of matrices are merged")
     plain, turned = (up[0], down[1]), (down[1], up[0])
-    is_turned = is_embedding or bool(config.get("fan_in_fan_out"))
-    if plain != turned:
-        # peft corrects the setting by the kind of layer; only of a square weight it is not seen.
-        is_turned = info.shape == turned
+    if is_embedding:
+        is_turned = True
+    else:
+        is_turned = sides.is_turned(path) if plain == turned == info.shape else info.shape == turned
     if info.shape != (turned if is_turned else plain):
         raise CannotMerge(f"{base} is of the shape {info.shape}, and its adapter is of {plain}")
     scale = scale_of(path, down[0], config)
@@ -267,8 +346,31 @@ def merge_into(part: torch.Tensor, plan: Merged, key: str, box: Box, small: Smal
     add_bias(part, box, small(bias), scale)
 
 
-def saved_names(tensors: Iterable[str], config: Mapping[str, Any], adapter: str) -> dict[str, str]:
+def vocabulary_of(config: Mapping[str, Any]) -> Optional[int]:
+    """Return the size of the vocabulary of the model that an adapter is put on; None where it is not here."""
+    base = config.get("base_model_name_or_path")
+    try:
+        own = json.loads(Path(str(base or ""), "config.json").read_bytes())
+        text = own.get("text_config")
+        size = (text if isinstance(text, dict) and "vocab_size" in text else own).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return size if isinstance(size, int) else None
+
+
+def saved_names(
+    tensors: Mapping[str, TensorInfo],
+    config: Mapping[str, Any],
+    adapter: str,
+    vocabulary: Optional[int] = None,
+) -> dict[str, str]:
     """Return name in adapter_model.safetensors -> the key that it was saved under, as peft names them.
+
+    As peft's `save_embedding_layers="auto"`: with the embedding and the head, where these have adapters, or
+    have another number of rows than the model that the adapter is put on.
+
+    Args:
+        vocabulary: the rows of that model's embedding, by its configuration; None where they are not known.
 
     Raises:
         CannotMerge: peft has other names for such an adapter.
@@ -281,8 +383,12 @@ def saved_names(tensors: Iterable[str], config: Mapping[str, Any], adapter: str)
     if bias == "lora_only":
         raise CannotMerge("bias='lora_only': peft itself writes no such biases; merged they are there")
     names: dict[str, str] = {}
+    whole = of_a_vocabulary(tensors, adapter, vocabulary)
     for key in tensors:
         long = key if key.startswith(PREFIX) else PREFIX + key
+        if key in whole:
+            names[long] = key
+            continue
         trained = TRAINED.fullmatch(long)
         if trained is not None:
             if trained["adapter"] == adapter:
@@ -296,6 +402,27 @@ def saved_names(tensors: Iterable[str], config: Mapping[str, Any], adapter: str)
         elif "bias" in long and bias == "all" and ".original_module." not in long:
             names[long] = key
     return names
+
+
+def of_a_vocabulary(tensors: Mapping[str, TensorInfo], adapter: str, vocabulary: Optional[int]) -> set[str]:
+    """Return the keys of embeddings and heads that an adapter alone is not the same without."""
+    matches = (kind.fullmatch(key) for key in tensors for kind in (LORA, EMBEDDING))
+    targets = {match["path"].rpartition(".")[2] for match in matches if match and match["adapter"] == adapter}
+    keys = set()
+    for key, (shape, _) in tensors.items():
+        path, _, leaf = key.rpartition(".")
+        layer = path[: -len(".base_layer")] if path.endswith(".base_layer") else path
+        last = layer.rpartition(".")[2]
+        if len(shape) != {"weight": 2, "bias": 1}.get(leaf):
+            continue
+        if layer != path:
+            is_needed = last in EMBEDDINGS and bool(EMBEDDINGS & targets)
+        else:
+            # Also a head beside an embedding with an adapter, which peft leaves out.
+            is_needed = last in OF_A_VOCABULARY and vocabulary not in (None, shape[0])
+        if is_needed:
+            keys.add(key)
+    return keys
 
 
 def check_ties(plan: Merged, tied: Mapping[str, str]) -> None:

@@ -26,7 +26,6 @@ from torch_dcp_backport.transfer.once import warn_once
 logger = logging.getLogger("torch_dcp_backport.hf")
 
 ARCHITECTURES = "architectures"
-QUANTISED = "quantization_config"
 #: Names that peft gives to tensors of a model that it wraps.
 OF_PEFT = re.compile(r"^base_model\.model\.|\.base_layer\.|\.lora_|\.modules_to_save\.|\.original_module\.")
 #: What a model's class keeps in fp32, where the class is not known.
@@ -40,6 +39,9 @@ SHOWN = 3
 #: What was said already in this process.
 
 
+NOTHING: Mapping[str, str] = {}
+
+
 class Verdict(NamedTuple):
     """What an export has to know of the class in its config.json."""
 
@@ -50,6 +52,8 @@ class Verdict(NamedTuple):
     kept: frozenset[str] = frozenset()
     #: Names that are one tensor in the class, and several in the export.
     tied: tuple[tuple[str, ...], ...] = ()
+    #: Key of a tensor -> the key under which `save_pretrained` would write it.
+    renamed: Mapping[str, str] = NOTHING
     is_quantised: bool = False
 
 
@@ -58,6 +62,7 @@ def examine(
     tensors: Mapping[str, TensorInfo],
     dtype: Optional[torch.dtype] = None,
     origin: Optional[Path] = None,
+    aliases: Mapping[str, str] = NOTHING,
 ) -> Verdict:
     """Compare the tensors of an export with the class in its config.json.
 
@@ -67,13 +72,14 @@ def examine(
     Args:
         dtype: that the export casts to; None casts nothing.
         origin: the folder of the model that config.json is from.
+        aliases: another name of a tensor -> the name that it has in `tensors`.
     """
     changed, has_quantised = dict(config), any(map(is_quantised, tensors.values()))
-    if changed.get(QUANTISED) and not has_quantised:
-        warn_once(
-            logger, f"the weights are not quantised: config.json goes without the {QUANTISED} that it had"
-        )
-        del changed[QUANTISED]
+    if not has_quantised:
+        changed, gone = classes.without_quantisation(config)
+        if gone:
+            what = f"config.json goes without the {' and the '.join(gone)} that it had"
+            warn_once(logger, f"the weights are not quantised: {what}")
     source = infos_in(origin)
     if not has_quantised and any(info is not None and is_quantised(info) for info in source.values()):
         # Files with scales beside their weights have other names.
@@ -82,22 +88,38 @@ def examine(
     if has_quantised:
         problems = _by_names(changed, tensors, source, "quantised")
         return Verdict(changed, problems, frozenset(kept), is_quantised=True)
-    tied = tied_by_name(changed, tensors)
+    tied, renamed = tied_by_name(changed, tensors), renamed_by_name(tensors, aliases)
     if not classes.knows(changed.get("model_type")):
         problems = _by_names(changed, tensors, source, "not of transformers")
-        return Verdict(changed, problems, frozenset(kept), tied)
+        return Verdict(changed, problems, frozenset(kept), tied, renamed)
     asked = _declared(changed)
     try:
-        found = _class_of(changed, tensors, asked)
+        if asked:
+            found = _class_of(changed, tensors, asked)
+        else:
+            found = _class_with(changed, tensors, {*tensors, *aliases})
     except classes.CannotBuild as error:
         # Its files may have other names than the model: transformers 5 renames as it saves.
-        return Verdict(changed, _by_names(changed, tensors, {}, str(error)), frozenset(kept), tied)
+        return Verdict(changed, _by_names(changed, tensors, {}, str(error)), frozenset(kept), tied, renamed)
     if found is None or (found.problems and (has_code(changed) or _are(tensors, source, changed))):
         why = "with code of its own" if has_code(changed) else "none of this transformers"
         problems = _by_names(changed, tensors, source, why)
-        return Verdict(changed, problems, frozenset(kept), tied)
+        return Verdict(changed, problems, frozenset(kept), tied, renamed)
     if found.problems:
         return Verdict(changed, found.problems)
+    if not found.name and source:
+        problems = _by_names(changed, tensors, source, "no class of transformers has just these tensors")
+        return Verdict(changed, problems, frozenset(kept), tied, renamed)
+    if not found.name:
+        near, reading = type(found.model).__name__, found.reading
+        sides = (("has not", reading.unexpected), ("has also", reading.missing or list(reading.misshaped)))
+        differs = ", and ".join(f"{verb} {some(names)}" for verb, names in sides if names)
+        warn_once(
+            logger,
+            "no class of transformers has just these tensors: config.json names none, and they are not "
+            f"compared (a {near} {differs})",
+        )
+        return Verdict(changed, [], frozenset(kept), tied, renamed)
     if dtype is not None:
         names = classes.kept_in_fp32(found.model, dtype)
         routes = found.reading.routes
@@ -107,7 +129,14 @@ def examine(
             logger,
             f"from_pretrained leaves out what a {found.name} does not have: {some(found.reading.unexpected)}",
         )
-    return Verdict(found.config, [], frozenset(kept), tuple(found.reading.tied))
+    tied, renamed = tuple(found.reading.tied), classes.renamed_ties(found.model, tensors, found.reading)
+    if renamed:
+        shown = {renamed.get(key, key): info for key, info in tensors.items()}
+        if not classes.reading(found.model, shown).is_whole:
+            what = f"the name of a tied tensor that a {found.name} is not written with"
+            others = some(list(renamed))
+            return Verdict(changed, [Problem(what, others, expected=some(list(renamed.values())))])
+    return Verdict(found.config, [], frozenset(kept), tied, renamed)
 
 
 class Found(NamedTuple):
@@ -170,6 +199,39 @@ def _class_of(config: dict[str, Any], tensors: Mapping[str, TensorInfo], asked: 
     return chosen
 
 
+def _class_with(
+    config: dict[str, Any], tensors: Mapping[str, TensorInfo], names: Collection[str]
+) -> Optional[Found]:
+    """Return the class that has just these tensors, where config.json names none.
+
+    A `Found` without a name where no class has. Tensors that are only a part of a class's were lost.
+
+    Args:
+        names: of all tensors, each under all of its names: these tell a model with a tied head from one
+            without.
+    """
+    every: list[Found] = []
+    for name in classes.names_for(config, is_every=True):
+        fitted = with_labels(config, name, tensors)
+        try:
+            model = classes.built(name, fitted)
+        except classes.CannotBuild:
+            continue
+        reading = classes.reading(model, tensors)
+        if reading.is_moved:
+            continue
+        every.append(Found(name, model, reading, {**fitted, ARCHITECTURES: [name]}, []))
+        if reading.is_exact and set(classes.tensors_in(model)) == set(names):
+            return every[-1]
+    exact = next((found for found in every if found.reading.is_exact), None)
+    if exact is not None or not every:
+        return exact
+    lost = next((found for found in every if not found.reading.unexpected), None)
+    if of_peft(tensors):
+        lost = every[0]
+    return lost._replace(problems=misfits(lost)) if lost is not None else every[0]._replace(name="")
+
+
 def with_labels(config: dict[str, Any], name: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """Return a configuration with as many labels as the head of a classifier has rows."""
     head = next((tensors[key] for key in ("score.weight", "classifier.weight") if key in tensors), None)
@@ -223,6 +285,15 @@ def tied_by_name(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -
     embeddings = [key for key in tensors if key.endswith("embed_tokens.weight")]
     is_tied = bool(config.get("tie_word_embeddings")) and len(heads) == len(embeddings) == 1
     return ((embeddings[0], heads[0]),) if is_tied else ()
+
+
+def renamed_by_name(tensors: Mapping[str, TensorInfo], aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return key of a head -> the name that it has as the embedding: under that name models are read."""
+    return {
+        key: name
+        for name, key in aliases.items()
+        if key in tensors and key.endswith("lm_head.weight") and name.endswith("embed_tokens.weight")
+    }
 
 
 def _by_names(

@@ -14,7 +14,7 @@ import json
 import logging
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Optional
@@ -37,6 +37,9 @@ TABLES = tuple(
     )
 )  # fmt: skip
 MASKED = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
+TABLE = re.compile(r"MODEL_(\w+_)?MAPPING_NAMES")
+#: Settings of config.json that say how weights are quantised.
+OF_QUANTISED = ("quantization_config", "compression_config")
 
 
 class Route(NamedTuple):
@@ -86,13 +89,18 @@ class CannotBuild(Exception):
     """A class that is not transformers', or that has no model without memory."""
 
 
-def names_for(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of transformers' classes for a configuration."""
+def names_for(config: Mapping[str, Any], is_every: bool = False) -> list[str]:
+    """Return the names of transformers' classes for a configuration.
+
+    Args:
+        is_every: also of classes that no language model is, as of pictures and of sounds.
+    """
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     names = []
+    others = [name for name in dir(auto) if TABLE.fullmatch(name) and name not in TABLES] if is_every else []
     # An encoder has the tensors of a decoder.
     tables = TABLES if config.get("is_decoder") else (MASKED, *TABLES)
-    for table in tables:
+    for table in (*tables, *others):
         entry = getattr(auto, table, {}).get(config["model_type"], ())
         names += [entry] if isinstance(entry, str) else list(entry)
     return list(dict.fromkeys(names))
@@ -134,9 +142,8 @@ def built(name: str, config: Mapping[str, Any]) -> nn.Module:
 @functools.lru_cache(maxsize=2)
 def _built(name: str, config: str) -> nn.Module:
     transformers = importlib.import_module("transformers")
-    values = json.loads(config)
     # Quantised weights are no weights of the class.
-    values.pop("quantization_config", None)
+    values, _ = without_quantisation(json.loads(config))
     auto = importlib.import_module("transformers.models.auto.configuration_auto")
     with TemporaryDirectory() as folder:
         # As `from_pretrained` reads it: some values are spelled in a way of their own.
@@ -151,6 +158,23 @@ def _built(name: str, config: str) -> nn.Module:
         random.setstate(state)
     found: nn.Module = model
     return found
+
+
+def without_quantisation(config: Mapping[str, Any], path: str = "") -> tuple[dict[str, Any], list[str]]:
+    """Return (a configuration without what tells how weights are quantised, the paths of what is gone).
+
+    The parts of a model have configurations of their own.
+    """
+    kept, gone = dict[str, Any](), list[str]()
+    for name, value in config.items():
+        if name in OF_QUANTISED and value:
+            gone.append(path + name)
+        elif isinstance(value, dict) and name.endswith("_config"):
+            kept[name], below = without_quantisation(value, f"{path}{name}.")
+            gone += below
+        else:
+            kept[name] = value
+    return kept, gone
 
 
 def tensors_in(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -188,7 +212,9 @@ def reading(
     left = [key for key in files if key not in used and renamed.get(key, key) not in buffers]
     tied = []
     for group in groups:
-        keys = tuple(routes[name].key for name in held if name in group and name in routes)
+        first = written_of(model, group)
+        names = sorted((name for name in held if name in group and name in routes), key=first.__ne__)
+        keys = tuple(routes[name].key for name in names)
         if len(set(keys)) > 1:
             tied.append(keys)
     missing = [name for name in held if name in absent]
@@ -216,6 +242,47 @@ def names_of_tied(model: nn.Module) -> list[set[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
     return [group for group in names.values() if len(group) > 1]
+
+
+def written_of(model: Any, group: Collection[str]) -> str:
+    """Return the name under which `save_pretrained` writes a tensor that has several in a model.
+
+    Under another name transformers 4 reads it, and leaves the first on meta.
+    """
+    every = getattr(model, "all_tied_weights_keys", None)
+    if isinstance(every, Mapping):
+        left = [name for name in group if name in every]
+    else:
+        patterns = [
+            re.escape(f"{prefix}." if prefix else "") + pattern
+            for prefix, part in model.named_modules()
+            for pattern in getattr(part, "_tied_weights_keys", None) or ()
+        ]
+        left = [name for name in group if any(re.search(pattern, name) for pattern in patterns)]
+    order: list[str] = [name for name in model.state_dict() if name in group]
+    return next((name for name in order if name not in left), order[0])
+
+
+def renamed_ties(model: nn.Module, files: Mapping[str, TensorInfo], found: Reading) -> dict[str, str]:
+    """Return key of a tied tensor under another name than `save_pretrained` gives it -> that name."""
+    renamed = {}
+    for group in names_of_tied(model):
+        routes = {name: found.routes[name] for name in group if name in found.routes}
+        wanted = written_of(model, group)
+        if not routes or wanted in routes or any(route.steps for route in routes.values()):
+            continue
+        # Of several with the same values the first is written.
+        own = [route.key for route in routes.values()]
+        key = next((keys[0] for keys in found.tied if keys[0] in own), own[0])
+        name = next(name for name, route in routes.items() if route.key == key)
+        # Files may have the names of the model without its head, or with a longer path.
+        if name == key:
+            renamed[key] = wanted
+        elif name.endswith(f".{key}") and wanted.startswith(name[: -len(key)]):
+            renamed[key] = wanted[len(name) - len(key) :]
+        elif key.endswith(f".{name}"):
+            renamed[key] = key[: -len(name)] + wanted
+    return {key: name for key, name in renamed.items() if name not in files}
 
 
 def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:

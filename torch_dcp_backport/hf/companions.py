@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -25,17 +25,22 @@ NAMES = re.compile(
 )
 #: Folder of a tokenizer's further chat templates.
 TEMPLATES = "additional_chat_templates"
-#: What is known to belong to a model, and goes with the model: programs look for these names.
-OF_A_MODEL = re.compile(
-    r"(generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template"
-    r"|preprocessor_config|processor_config|image_processor_config|video_preprocessor_config"
-    r"|audio_tokenizer_config|feature_extractor_config|quantize_config|quant_config|hf_quant_config"
-    r"|tekken|params|config)\.json"
-    r"|(vocab|merges)\.txt|chat_template\.jinja|.*\.(model|tiktoken|bpe|spm|vocab|codes)"
-    r"|(modeling|configuration|tokenization|processing|image_processing|video_processing"
-    r"|feature_extraction|modular)_\w+\.py"
-    rf"|{TEMPLATES}/[^/]+\.jinja"
-)
+#: What is known to belong to a model, and goes with the model: the names that transformers and its tokenizers
+#: write, each of them whole. A pattern would take a caller's own files for the model's.
+OF_A_MODEL = frozenset(
+    (
+        CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "special_tokens_map.json", "added_tokens.json", "chat_template.json", "chat_template.jinja",
+        "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
+        "video_preprocessor_config.json", "audio_tokenizer_config.json", "feature_extractor_config.json",
+        "quantize_config.json", "quant_config.json", "hf_quant_config.json", "vocab.json", "vocab.txt",
+        "merges.txt", "vocab.bpe", "bpe.codes", "dict.txt", "tokenizer.model", "spiece.model",
+        "sentencepiece.bpe.model", "sentencepiece.model", "spm.model", "spm_char.model", "source.spm",
+        "target.spm", "target_vocab.json", "vocab-src.json", "vocab-tgt.json", "entity_vocab.json",
+        "normalizer.json", "emoji.json", "tekken.json", "qwen.tiktoken", "tiktoken.model",
+    )
+)  # fmt: skip
+OF_TEMPLATES = re.compile(rf"{TEMPLATES}/[^/]+\.jinja")
 #: Of quantised weights alone.
 OF_QUANTISED = re.compile(r"(quantize_config|quant_config|hf_quant_config)\.json")
 #: Files that may name code.
@@ -149,8 +154,9 @@ def left_by(folder: Path, new: Collection[str]) -> tuple[list[str], list[str]]:
         new: names of all files of the export, and of weights that it replaces.
     """
     own = code_of(folder)
-    known = [name for name in (*files_below(folder), *own) if name in own or OF_A_MODEL.fullmatch(name)]
-    stale = sorted(set(known) - set(new))
+    known = [name for name in (*files_below(folder), *own) if name in own or is_of_a_model(name)]
+    # What lies behind a link is not the folder's: another model, or a caller, may use it.
+    stale = sorted({name for name in known if link_above(folder, name) is None} - set(new))
     gone = {*new, *stale}
     tops = {name.partition("/")[0] for name in gone}
 
@@ -162,6 +168,21 @@ def left_by(folder: Path, new: Collection[str]) -> tuple[list[str], list[str]]:
 
     others = [entry.name for entry in folder.iterdir() if entry.name[0] != "." and is_other(entry)]
     return stale, sorted(others)
+
+
+def is_of_a_model(name: str) -> bool:
+    """Return whether a small file is known to belong to the model in its folder."""
+    return name in OF_A_MODEL or OF_TEMPLATES.fullmatch(name) is not None
+
+
+def link_above(folder: Path, name: str) -> Optional[Path]:
+    """Return the link that the path of a name below a folder leads through; None where there is none."""
+    path = folder
+    for part in Path(name).parts[:-1]:
+        path = path / part
+        if path.is_symlink():
+            return path
+    return None
 
 
 def files_below(folder: Path) -> Iterator[str]:

@@ -38,7 +38,7 @@ from torch_dcp_backport.transfer.staging import part_of
 BUFFER_BYTES = 32 * 2**20
 BUFFERS = 2
 #: Entries of what the first rank tells the others of an export.
-KEPT, TIED = ("kept",), ("tied",)
+KEPT, TIED, RENAMED = ("kept",), ("tied",), ("renamed",)
 DONE = "the folder may have the new model already"
 HALF = "the folder has the new weights, and may have no config.json"
 
@@ -171,6 +171,7 @@ def published(
             draft.reserve(tensors, how.file_bytes)
             for name, content in target.companions.items():
                 draft.add(name, content)
+            draft.spare()
     removed: list[str] = []
     with discarding(draft):
         settle(call)
@@ -313,15 +314,23 @@ class Examined(NamedTuple):
     tensors: dict[str, TensorInfo]
     #: Names that are one tensor in the class: the same on every rank.
     tied: tuple[tuple[str, ...], ...]
+    #: HF key of a tied tensor -> its key in `tensors`, where these differ: as `save_pretrained` names it.
+    renamed: Mapping[str, str]
 
 
-def examined(call: Call, target: Target, held: Mapping[str, Sequence[TensorInfo]]) -> Examined:
+def examined(
+    call: Call,
+    target: Target,
+    held: Mapping[str, Sequence[TensorInfo]],
+    aliases: Optional[Mapping[str, str]] = None,
+) -> Examined:
     """Compare the tensors of an export with the class in its config.json. Collective.
 
     config.json gets the class and the dtype of the weights, and is without what the weights are not.
 
     Args:
         held: HF key -> shape and dtypes of its holders; the same on every rank.
+        aliases: another name of a tensor -> its HF key.
 
     Raises:
         RuntimeError: they are not the tensors of the class, or the first rank has another problem; on every
@@ -330,14 +339,14 @@ def examined(call: Call, target: Target, held: Mapping[str, Sequence[TensorInfo]
     facts: Optional[dict[tuple[str], Any]] = None
     dtype = target.how.dtype
     if call.rank == first_rank(call):
-        facts = {KEPT: frozenset(), TIED: ()}
+        facts = {KEPT: frozenset(), TIED: (), RENAMED: {}}
         with call.guard(CONFIG):
             if target.companions:
                 config = json.loads(target.companions[CONFIG])
                 infos = {key: rows[0] for key, rows in held.items()}
-                verdict = examine(config, infos, dtype, target.origin)
+                verdict = examine(config, infos, dtype, target.origin, aliases or {})
                 call.problems += verdict.problems
-                facts = {KEPT: verdict.kept, TIED: verdict.tied}
+                facts = {KEPT: verdict.kept, TIED: verdict.tied, RENAMED: dict(verdict.renamed)}
                 shown = exported({key: rows[:1] for key, rows in held.items()}, target.how, verdict.kept)
                 dtypes = [info.dtype for key, info in shown.items() if key not in verdict.kept]
                 target = with_config(target, config, with_dtype(verdict.config, dtypes))
@@ -345,9 +354,12 @@ def examined(call: Call, target: Target, held: Mapping[str, Sequence[TensorInfo]
                     target = without_quantisation(target)
     published = publish(call, facts)
     tensors: dict[str, TensorInfo] = {}
+    renamed = published[RENAMED]
     with call.guard():
         tensors = exported(held, target.how, published[KEPT])
-    return Examined(target._replace(is_examined=True), tensors, published[TIED])
+        tensors = {renamed.get(key, key): info for key, info in tensors.items()}
+    tied = tuple(tuple(renamed.get(key, key) for key in keys) for keys in published[TIED])
+    return Examined(target._replace(is_examined=True), tensors, tied, renamed)
 
 
 def with_config(target: Target, before: Mapping[str, Any], config: Mapping[str, Any]) -> Target:

@@ -13,11 +13,11 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
-from torch_dcp_backport.hf.companions import ADAPTER_CONFIG, left_by
+from torch_dcp_backport.hf.companions import ADAPTER_CONFIG, code_of, is_of_a_model, left_by, link_above
 from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.source import CONFIG, INDEX, SINGLE
 from torch_dcp_backport.hf.writing import Files
@@ -38,7 +38,9 @@ ADAPTER, ADAPTERS = (
     "adapter_model.safetensors",
     (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin"),
 )
-LOCK = ".lock"
+#: What an index may name: a file of another name is a caller's, whatever an old index says.
+NAMED = re.compile(r".+\.safetensors|pytorch_model.*\.bin")
+LOCK, NEW, OLD = ".lock", "new", "old"
 #: Errors of file systems without locks (Lustre without `-o flock`, NFS without a lock daemon).
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 #: Keys of config.json about a file or a run, not the model; a key that a config lacks is at its default.
@@ -60,7 +62,8 @@ def weights_in(folder: Path) -> list[str]:
     """Return the weight files of a model in a folder: those that `from_pretrained` reads, or read before."""
     named: set[str] = set()
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        named.update(map(str, json.loads((folder / INDEX).read_bytes()).get("weight_map", {}).values()))
+        listed = map(str, json.loads((folder / INDEX).read_bytes()).get("weight_map", {}).values())
+        named.update(name for name in listed if NAMED.fullmatch(name))
     names = os.listdir(folder) if folder.is_dir() else ()
     named |= {SINGLE, INDEX}
     if ADAPTER_CONFIG in names:
@@ -76,8 +79,11 @@ class Room:
     Its lock ends with the process; on a file system without locks the first to make the file has it.
     """
 
-    def __init__(self, path: Path, target: Path) -> None:
+    def __init__(self, path: Path, target: Path, kept: Collection[str] = ()) -> None:
         """Make and lock the folder, and clear away what a dead process left behind.
+
+        Args:
+            kept: names of entries that stay.
 
         Raises:
             BlockingIOError: another process has it, for an export into the target.
@@ -85,6 +91,8 @@ class Room:
             OSError: the folder cannot be made or cleared.
         """
         self.path = path
+        if path.is_symlink():
+            raise FileExistsError(f"{path} is a link, and in the way: remove it")
         path.mkdir(exist_ok=True)
         names = os.listdir(path)
         if names and LOCK not in names:
@@ -114,14 +122,17 @@ class Room:
             raise busy(target, path)
         self._lock: Optional[int] = lock
         try:
-            self._clear()
+            self._clear((LOCK, *kept))
         except BaseException:
             # The next export clears away what is left, if it can.
             self._unlock()
             raise
 
-    def leave(self) -> None:
+    def leave(self, is_kept: bool = False) -> None:
         """Remove the folder. Does nothing a second time.
+
+        Args:
+            is_kept: whether what was taken out of the target stays, for a later export to put back.
 
         Raises:
             OSError: something in it cannot be removed; the folder can be locked again.
@@ -129,17 +140,18 @@ class Room:
         if self._lock is None:
             return
         try:
-            self._clear()
-            (self.path / LOCK).unlink()
+            self._clear((LOCK, OLD) if is_kept else (LOCK,))
+            if not is_kept:
+                (self.path / LOCK).unlink()
         finally:
             self._unlock()
         with contextlib.suppress(OSError):
             # Another export may be in it already.
             self.path.rmdir()
 
-    def _clear(self) -> None:
+    def _clear(self, kept: Collection[str]) -> None:
         for path in self.path.iterdir():
-            if path.name == LOCK:
+            if path.name in kept:
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -199,6 +211,7 @@ class Draft:
         """
         self.kind = kind
         self.keeps_others = keeps_others
+        self.overwrite = overwrite
         self.target = target = located(target)
         self.is_new = not os.path.lexists(target)
         if not self.is_new and not target.is_dir():
@@ -206,7 +219,8 @@ class Draft:
         replaced(target, overwrite, config)
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.parent / f".{target.name}.partial"
-        self.room = Room(beside if self.is_new else target / ".partial", target)
+        # A killed export may have left the target's config.json there, which has no other place.
+        self.room = Room(beside if self.is_new else target / ".partial", target, kept=(OLD,))
         try:
             # Before the lock was taken, another export may have changed the target.
             if os.path.lexists(target) == self.is_new:
@@ -216,10 +230,10 @@ class Draft:
                 # Left by an export that died when there was no target; an export under way has it locked.
                 with contextlib.suppress(OSError):
                     Room(beside, target).leave()
-            self.folder = self.room.path / "new"
+            self.folder = self.room.path / NEW
             self.folder.mkdir()
         except BaseException:
-            self.room.leave()
+            self.room.leave(self._has_old())
             raise
         self.files = Files({}, 0)
         #: Names of the weight files: readers find the others by the last.
@@ -252,9 +266,49 @@ class Draft:
             self._weights.append(INDEX)
 
     def add(self, name: str, content: bytes) -> None:
-        """Write a small file; its name is a path below the folder."""
+        """Write a small file; its name is a path below the folder.
+
+        Raises:
+            FileExistsError: a link in the target leads to a file of another content.
+        """
+        link = link_above(self.target, name)
+        if link is not None and same_content(self.target / name, content):
+            return
+        if link is not None:
+            raise behind(link, name)
         write_small(self.folder / name, content)
         self._small.append(name)
+
+    def spare(self) -> None:
+        """Leave a caller's small files as they are, unless they are to be replaced. After the last `add`.
+
+        Raises:
+            FileExistsError: code that the model runs has the name of another file in the target.
+        """
+        if self.keeps_others:
+            return
+        own, spared, changed = code_of(self.folder), list[str](), list[str]()
+        for name in self._small:
+            there = self.target / name
+            if name == self.kind.config or not there.is_file() or same_content(there, self.folder / name):
+                continue
+            if self.overwrite:
+                if name not in own and not is_of_a_model(name):
+                    changed.append(name)
+                continue
+            if name in own:
+                raise FileExistsError(
+                    f"{there} is not the model's code of this name; Export(overwrite=True) replaces it"
+                )
+            (changed if is_of_a_model(name) else spared).append(name)
+        for name in spared:
+            (self.folder / name).unlink()
+        self._small = [name for name in self._small if name not in spared]
+        if spared:
+            what = "left as they were, though the model's folder has others"
+            logger.warning("%s: %s: %s", self.target, what, ", ".join(spared))
+        if changed:
+            logger.warning("%s: replaced by the model's: %s", self.target, ", ".join(changed))
 
     def sync(self) -> None:
         """Wait until everything is on the disk.
@@ -284,6 +338,9 @@ class Draft:
         for name in (*self._weights, *self._small):
             if (self.target / name).is_dir():
                 raise IsADirectoryError(f"{self.target / name} is a folder")
+            link = link_above(self.target, name)
+            if link is not None:
+                raise behind(link, name)
             above = (self.target / name).parent
             if os.path.lexists(above) and not above.is_dir():
                 raise NotADirectoryError(f"{above} is there, and no folder")
@@ -291,8 +348,8 @@ class Draft:
         if self.stale and not self.keeps_others:
             names = {*self._weights, *self._small, *self.stale}
             self._old, self._others = left_by(self.target, names)
-        away = self.room.path / "old"
-        away.mkdir()
+        away = self.room.path / OLD
+        away.mkdir(exist_ok=True)
         moves = [(self.folder / name, self.target / name) for name in self._weights]
         config = self.target / self.kind.config
         if self._changed() and config.exists():
@@ -360,14 +417,24 @@ class Draft:
             OSError: something cannot be removed.
         """
         self.files.close()
-        self.room.leave()
+        self.room.leave(self._has_old())
+
+    def _has_old(self) -> bool:
+        """Return whether the room alone has a config.json: an export was killed after it was taken away."""
+        old = self.room.path / OLD / self.kind.config
+        return not self.is_new and old.is_file() and not os.path.lexists(self.target / self.kind.config)
 
     def _changed(self) -> list[str]:
         """Return all small files, config.json last, if any is not the same in the target; else none."""
         names = sorted(self._small, key=lambda name: (name == self.kind.config, name))
         if self._old:
             return names
-        return [name for name in names if not same_content(self.folder / name, self.target / name)] and names
+        changed = [name for name in names if not same_content(self.target / name, self.folder / name)]
+        return changed and names
+
+
+def behind(link: Path, name: str) -> FileExistsError:
+    return FileExistsError(f"{link} is a link, and an export writes nothing behind it ({name}): remove it")
 
 
 def write_small(path: Path, content: bytes) -> None:
@@ -417,8 +484,8 @@ def other_number(there: bytes, config: bytes) -> str:
     return ", ".join(differing[:3])
 
 
-def same_content(path: Path, other: Path) -> bool:
-    return other.is_file() and path.read_bytes() == other.read_bytes()
+def same_content(path: Path, other: Union[Path, bytes]) -> bool:
+    return path.is_file() and path.read_bytes() == (other if isinstance(other, bytes) else other.read_bytes())
 
 
 @contextlib.contextmanager

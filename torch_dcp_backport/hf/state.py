@@ -58,6 +58,8 @@ SAVE_ADAPTER = "cannot save the adapter"
 LOAD = "cannot load Hugging Face weights"
 #: Key of the order of all keys, beside entries about some of them.
 ORDER = ("order",)
+#: Key of the number of rows of a model's embedding.
+ROWS = ("rows",)
 
 
 class Held(NamedTuple):
@@ -93,6 +95,7 @@ def save_state_dict(
     how: Optional[Export] = None,
     adapter: Any = None,
     adapter_name: Optional[str] = None,
+    transposed: Optional[Mapping[str, bool]] = None,
     process_group: Group = None,
 ) -> Saved:
     """Write a model's state dict as a folder that `from_pretrained` opens. Collective.
@@ -110,6 +113,8 @@ def save_state_dict(
         adapter: of a model that peft wraps, the adapter's configuration (peft's object, or a mapping): its
             LoRA is merged into the weights on their way. The adapter is held in full by every rank.
         adapter_name: of several adapters the one that is merged; None is the only one.
+        transposed: path of an adapted module -> whether its weight is (in, out), as a Conv1D's is; of others
+            the shapes tell, and a square weight of which no other weight tells is refused.
         process_group: the ranks that take part; None is all of them.
 
     Raises:
@@ -127,18 +132,23 @@ def save_state_dict(
             config = None if adapter is None else adapters.as_settings(adapter)
         common = {"how": repr(target.how), "folder": str(target.folder)}
         common["adapter"] = f"{adapter_name} {spelled_config(without_place(config))}"
+        if transposed:
+            common["transposed"] = str(sorted(transposed.items()))
         agreement = agree_on_state(call, held, common)
         plan: Optional[Merged] = None
         small: dict[str, torch.Tensor] = {}
         if config is not None:
-            saved, (plan, held, tied) = held, merged_names(call, held, tied, config, adapter_name)
+            saved, (plan, held, tied) = held, merged_names(call, held, tied, config, adapter_name, transposed)
             settle(call)
             keys = [key for name in plan.changed for key in plan.needed(name)]
-            infos = {key: saved[key].info for key in saved if key in set(keys)}
-            small = collect_everywhere(call, agreement, share_of(call, saved, infos))
-        done = examined(call, target, {key: (part.info,) for key, part in held.items() if key not in tied})
+            thin = {key: saved[key].info for key in saved if key in set(keys)}
+            small = collect_everywhere(call, agreement, share_of(call, saved, thin))
+        infos = {key: (part.info,) for key, part in held.items() if key not in tied}
+        done = examined(call, target, infos, tied)
+        held = {done.renamed.get(key, key): part for key, part in held.items() if key not in tied}
         share = share_of(call, held, done.tensors)
         if plan is not None:
+            plan = plan.renamed(done.renamed)
             share = MergedShare(share.tensors, share.spreads, share.parts, share.relayed, plan, small)
         settle(call)
         if done.tied:
@@ -174,7 +184,12 @@ def save_adapter(
         names: dict[str, str] = {}
         with call.guard("adapter"):
             config = adapters.as_settings(adapter)
-            names = adapters.saved_names(held, config, name)
+        # The model that it adapts may be on the first rank's disk alone.
+        is_first = call.rank == first_rank(call)
+        rows = publish(call, {ROWS: adapters.vocabulary_of(config)} if is_first else None)[ROWS]
+        with call.guard("adapter"):
+            infos = {key: part.info for key, part in held.items()}
+            names = adapters.saved_names(infos, config, name, rows)
             if not names:
                 raise ValueError(f"no tensor of an adapter {name!r}")
         common = {"folder": str(folder), "name": name, "overwrite": str(overwrite)}
@@ -214,6 +229,7 @@ def merged_names(
     tied: Mapping[str, str],
     config: Mapping[str, Any],
     adapter: Optional[str],
+    transposed: Optional[Mapping[str, bool]],
 ) -> tuple[Merged, dict[str, Held], dict[str, str]]:
     """Return (how an adapter is merged, the model's tensors by their HF keys, their ties).
 
@@ -221,7 +237,7 @@ def merged_names(
     """
     plan = Merged({}, {}, {}, {})
     with call.guard("adapter"):
-        plan = adapters.merged({key: part.info for key, part in held.items()}, config, adapter)
+        plan = adapters.merged({key: part.info for key, part in held.items()}, config, adapter, transposed)
         first = {saved: name for name, saved in plan.names.items()}
         ties = {first[key]: first[same] for key, same in tied.items() if key in first and same in first}
         adapters.check_ties(plan, ties)

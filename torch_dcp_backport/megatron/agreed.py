@@ -109,7 +109,7 @@ def agree_on_save(
     # A tied head is a copy of the embedding, which is what files have.
     written = {key: spreading.infos(key) for key in spreading.spreads if key != HEAD or not shape.tied}
     if target is not None:
-        target, tensors, _ = examined(call, target, written)
+        target, tensors, *_ = examined(call, target, written)
     else:
         with call.guard():
             tensors = exported(written, how)

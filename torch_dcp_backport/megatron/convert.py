@@ -336,7 +336,7 @@ def _to_files(
         # An export replaces nothing but a model, and checks that again before it writes.
         replaced(out, target.how.overwrite, target.companions[CONFIG])
     settle(call)
-    target, tensors, _ = examined(call, target, held)
+    target, tensors, *_ = examined(call, target, held)
     settle(call)
     files = {
         name: sum(nbytes_of(tensors[key]) for key in keys)

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple, Optional
 
 from torch_dcp_backport.dist_checkpointing import report
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, consult, guard
+from torch_dcp_backport.dist_checkpointing.engine.meeting import (
+    Topic,
+    begin,
+    consult,
+    guard,
+    problem_from,
+    record,
+)
+from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.groups import Group
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
@@ -23,6 +31,7 @@ CANNOT_FINALIZE = "cannot finalize the checkpoint"
 ASKING = Topic("asking whether all ranks have written", "the folder holds no checkpoint yet")
 WRITING = Topic("writing in the background", "the save was finalized on no rank")
 FINALIZING = Topic("finalizing", "the checkpoint may be whole by now")
+ADDED = Topic("calling added finalize functions", "the checkpoint is made, and every function was called")
 
 
 class AsyncRequest(NamedTuple):
@@ -31,7 +40,8 @@ class AsyncRequest(NamedTuple):
     #: Writes this rank's files; not collective. Where it raises, no rank finalizes the save.
     async_fn: Optional[Callable[..., None]]
     async_fn_args: tuple[Any, ...]
-    #: Called in this order once every rank has written. The first makes the checkpoint; collective.
+    #: Called in this order once every rank has written. The first makes the checkpoint; collective. Ranks may
+    #: have different numbers of others.
     finalize_fns: list[Callable[[], None]]
     async_fn_kwargs: Mapping[str, Any] = MappingProxyType({})
     #: Nothing is left to do in it here.
@@ -42,7 +52,10 @@ class AsyncRequest(NamedTuple):
     abandon_fns: Sequence[Callable[[], None]] = ()
 
     def add_finalize_fn(self, fn: Callable[[], None]) -> None:
-        """Add a function to be called, on every rank, after the checkpoint is complete.
+        """Add a function that this rank calls after the checkpoint is complete on every rank.
+
+        Other ranks may add none, or more. A function is also called where another that was added failed on
+        some rank; it is not called where the checkpoint itself failed.
 
         Raises:
             RuntimeError: the request is under way.
@@ -73,6 +86,33 @@ def as_exception(error: BaseException) -> Exception:
     What is no Exception (a cancelled task of a store, an exit) would end its thread alone.
     """
     return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _finalize(call: Call, functions: Sequence[Callable[[], None]]) -> None:
+    """Call a request's finalize functions. Collective; ranks may have different numbers of them.
+
+    Ranks must meet as often as each other, however many functions they have: once after the first function,
+    which the others must not follow where it failed, and once after the others.
+
+    Raises:
+        CheckpointingException: a function failed on some rank; the same on every rank.
+    """
+
+    def decide(counts: Mapping[int, int]) -> Mapping[int, bool]:
+        return dict.fromkeys(counts, max(counts.values()) > 1)
+
+    with guard(call):
+        for make in functions[:1]:
+            make()
+    if not consult(call, len(functions), decide, FINALIZING):
+        return
+    for finalize in functions[1:]:
+        try:
+            finalize()
+        except Exception as error:
+            # The next may be collective, and other ranks may be in it: it must not miss this rank.
+            record(call, problem_from(error), error)
+    consult(call, None, lambda ranks: {}, ADDED)
 
 
 class AsyncCallsQueue:
@@ -142,7 +182,9 @@ class AsyncCallsQueue:
             The number of the request, if it was finalized.
 
         Raises:
-            CheckpointingException: it failed on some rank; the same on every rank. It is not tried again.
+            CheckpointingException: it failed on some rank; the same on every rank. It is not tried again. If
+                the first of the finalize functions failed, no other was called on any rank; if others
+                failed, the checkpoint is made and all of them were called.
         """
         request, thread = self._request, self._thread
         if request is None:
@@ -171,11 +213,7 @@ class AsyncCallsQueue:
             try:
                 consult(call, None, lambda ranks: {}, WRITING)
                 with report.waited(seconds):
-                    for finalize in request.finalize_fns:
-                        with guard(call):
-                            finalize()
-                        # The next may be collective, and would wait for a rank that failed in this one.
-                        consult(call, None, lambda ranks: {}, FINALIZING)
+                    _finalize(call, request.finalize_fns)
             except CheckpointingException:
                 for abandon in request.abandon_fns:
                     abandon()
