@@ -119,7 +119,6 @@ def main() -> int:
     parser.add_argument("--only", **listed, help=f"of {','.join((*STEPS, *MORE_STEPS))}; nccl-2 is one part")
     parser.add_argument("--ranks", **listed, default=["2", "3"], help="numbers of NCCL ranks")
     parser.add_argument("--cases", **listed, help="only these cases of the ranks")
-    parser.add_argument("--short", action="store_true", help="without what waits for NCCL's watchdog")
     parser.add_argument("--json", type=Path, default=Path("gpu.json"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--mib", type=int, default=256, help="of the large model")
@@ -176,9 +175,7 @@ def chosen_steps(run: Run) -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"nccl-{world}", functools.partial(run_ranks, run, world)
     if wanted(run, "fault"):
         yield "fault", lambda: fault(run, "source")
-        yield "fault", lambda: fault(run, "absent", {"TORCH_NCCL_BLOCKING_WAIT": "1"})
-        if not run.args.short:
-            yield "fault", lambda: fault(run, "absent")
+        yield "fault", lambda: fault(run, "absent")
     for world in worlds[1:]:
         yield f"nccl-{world}", functools.partial(run_ranks, run, world)
     if on_gpu and run.args.only and "sanitizer" in run.args.only:
@@ -316,8 +313,6 @@ class Ranks:
     set_device: bool = True
     #: Seconds for which a rank stays after its last case, so that only others' own timeouts end them.
     linger: float = 0.0
-    #: More of the ranks' environment.
-    environment: dict[str, str] = field(default_factory=dict)
     starts: int = 0
 
     def run_all(self, run: Run) -> None:
@@ -354,7 +349,7 @@ class Ranks:
         try:
             for rank in range(self.world):
                 # Stock torch stays stock on the releases that the package patches.
-                more = {"TORCH_DCP_BACKPORT": "off", **self.environment}
+                more = {"TORCH_DCP_BACKPORT": "off"}
                 if run.args.device == "cuda":
                     more.update(unsupported_nccl(rank))
                 with open(folder / f"{rank}.log", "wb") as log:
@@ -513,12 +508,11 @@ def chosen(run: Run, cases: Sequence[Case]) -> list[Case]:
     return [case for case in cases if only is None or case[0] in only]
 
 
-def fault(run: Run, name: str, more: Optional[dict[str, str]] = None) -> None:
-    """Two ranks, a group timeout of 10 s: what each rank sees, and when. `more`: of their environment."""
+def fault(run: Run, name: str) -> None:
+    """Two ranks, a group timeout of 10 s: what each rank sees, and when."""
     backend = "nccl" if run.args.device == "cuda" else "gloo"
     case = (f"fault-{name}", "ours", "large")
     ranks = Ranks(f"fault-{name}", 2, backend, [case], timeout=10.0, case_seconds=60.0, linger=25.0)
-    ranks.environment.update(more or {})
     if run.left < 30:
         run.add(Row("fault", name, None, False, "not run: no time left"))
         return
@@ -556,8 +550,7 @@ def fault(run: Run, name: str, more: Optional[dict[str, str]] = None) -> None:
                 text, seconds = "still waiting when the time was over: killed", None
             # An end is what is promised, of whichever kind.
             ok = (is_heard or codes[rank] is not None) and "no error" not in text
-            what = f"{name}, rank {rank}{', blocking wait' if more else ''}"
-            run.add(Row("fault", what, seconds, ok, text[:300]), log)
+            run.add(Row("fault", f"{name}, rank {rank}", seconds, ok, text[:300]), log)
 
 
 def is_over(event: Optional[dict[str, Any]]) -> bool:

@@ -66,6 +66,8 @@ def env() -> None:
 def copies() -> None:
     from torch_dcp_backport import compat
 
+    # Before that nothing is pinned: it would make a context.
+    torch.cuda.init()
     block = compat.host_buffer(CHUNK)
     say("host_buffer is pinned", str(block.is_pinned()), block.is_pinned())
     for name, is_pinned in (("pageable", False), ("pinned", True)):
