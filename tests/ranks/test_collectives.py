@@ -11,10 +11,10 @@ import pytest
 import test_transfer
 import torch
 import torch.distributed as dist
-from models import build, check_values, full_state, value_of, whole
+from models import build, check_values, full_state, local_of, value_of, whole
 from torch import nn
 
-from torch_dcp_backport import transfer
+from torch_dcp_backport import compat, transfer
 from torch_dcp_backport.state_dict import source
 from torch_dcp_backport.transfer import Box, Call, Problem, lanes, rounds, wire
 from torch_dcp_backport.transfer.consensus import share_findings
@@ -257,3 +257,24 @@ def test_what_one_rank_holds_is_broadcast(ranks, holder):
     nbytes = 12 * 5 * 4
     expected = [0 if rank == holder else nbytes for rank in range(4)]
     assert ranks(collectively, boxes_of_one_holder, holder) == expected
+
+
+def without_all_gather(api: Any) -> str:
+    """A backend without the collective of agreements."""
+
+    def lacks(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Backend fictional does not support allgather_into_tensor_coalesced")
+
+    model, full = build(kind=Wide), full_state(Wide)
+    before = [parameter.detach().clone() for parameter in map(local_of, model.parameters())]
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with mock.patch.object(compat, "all_gather_rows", lacks), pytest.raises(transfer.TransferError) as seen:
+        api.set_model_state_dict(model, full if dist.get_rank() == 0 else {}, options=options)
+    assert all(map(torch.equal, map(local_of, model.parameters()), before))
+    return str(seen.value)
+
+
+def test_what_a_backend_lacks_is_told_before_any_byte_moves(ranks):
+    for text in ranks(collectively, without_all_gather):
+        assert "nothing was changed; no agreement" in text
+        assert "Backend fictional does not support" in text

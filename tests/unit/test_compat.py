@@ -84,3 +84,23 @@ def test_of_two_classes_with_one_name_ours_is_made() -> None:
         torch.serialization.add_safe_globals([Mine])
         assert type(compat.load_values(saved(Mine()), (stand_in,))) is stand_in
         assert type(torch.load(saved(Mine()), weights_only=True)) is Mine
+
+
+@pytest.mark.parametrize("is_in_use", [False, True])
+def test_host_memory_is_pinned_only_for_an_accelerator_in_use(
+    monkeypatch: pytest.MonkeyPatch, is_in_use: bool
+) -> None:
+    """Pinning begins to use one: a context takes 0.5 GiB of the first GPU."""
+    asked: list[bool] = []
+    empty = torch.empty
+
+    def without_gpu(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        if pin_memory:
+            raise RuntimeError("Cannot access accelerator device when none is available.")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_in_use)
+    monkeypatch.setattr(torch, "empty", without_gpu)
+    assert compat.host_buffer(16).numel() == 16
+    assert asked == ([True, False] if is_in_use else [False])
