@@ -298,3 +298,19 @@ def test_names_of_shards() -> None:
 
     assert _sharded_object_id(ShardedObject("o", 1, (2, 3), (1, 2))) == ("o", (1, 2), (2, 3))
     assert fully_parallel.FullyParallelLoadStrategyWrapper().exchange_algo == exchange_utils.BROADCAST
+
+
+def larger_than_a_chunk(room: Any) -> None:
+    """A shard that travels in parts: no chunk has more than 4 MiB."""
+    rank, full = dist.get_rank(), torch.arange(1_300_000, dtype=torch.float32)
+    shard = ShardedTensor.from_rank_offsets("w", torch.zeros(full.shape), replica_id=rank)
+    name = _sharded_tensor_shard_id(shard)
+    ways = exchange_utils.ShardDistribution({name: 0}, {name}, {name: shard}, {name: [0, 1]})
+    loaded: dict[Any, torch.Tensor] = {name: full} if rank == 0 else {}
+    missing: dict[Any, ShardedTensor] = {name: shard} if rank else {}
+    found = exchange_utils.exchange_by_distribution(loaded, missing, ways, None)
+    assert torch.equal(found[name], full)
+
+
+def test_a_shard_that_is_larger_than_a_chunk(ranks: Any) -> None:
+    ranks(larger_than_a_chunk, world=2)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from models import build, check_values, full_state, local_of, value_of, whole
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport import compat, transfer
 from torch_dcp_backport.state_dict import source
@@ -278,3 +279,97 @@ def test_what_a_backend_lacks_is_told_before_any_byte_moves(ranks):
     for text in ranks(collectively, without_all_gather):
         assert "nothing was changed; no agreement" in text
         assert "Backend fictional does not support" in text
+
+
+def fails_alone(api: Any) -> None:
+    """A group of one rank: nobody else has to hear of it, and it is an error all the same."""
+    model, full = build(kind=Wide), full_state(Wide)
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with mock.patch.object(source, "KEPT_BYTES", 0), pytest.raises(RuntimeError, match="the disk failed"):
+        api.set_model_state_dict(model, Breaking(full, len(full) + 1), options=options)
+    api.set_model_state_dict(model, full, options=options)
+    check_values(model, full)
+    state = {"a": torch.ones(4, 3)}
+    layout = transfer.Layout((4, 3), transfer.Mesh((1,), (0,)), ((0, 1),))
+    held = {"a": transfer.Held(state["a"], layout)}
+    no_copy = mock.patch.object(Staging, "unpack", side_effect=OSError("no copy"))
+    with no_copy, pytest.raises(RuntimeError, match="no copy"):
+        transfer.gather(held, lambda _: torch.zeros(4, 3))
+    assert torch.equal(transfer.gather(held, lambda _: torch.zeros(4, 3))["a"], state["a"])
+    mesh = init_device_mesh("cpu", (1,))
+    for shape in ((0, 4), (2, 4)):
+        tensors = {"t": compat.as_dtensor(torch.ones(shape), mesh, [compat.Shard(0)], shape, (4, 1))}
+        moved = transfer.reshard(tensors, (mesh, [compat.Shard(1)]))
+        assert torch.equal(moved["t"].to_local(), torch.ones(shape))
+    assert transfer.reshard({}, (mesh, [compat.Shard(1)])) == {}
+
+
+def test_a_group_of_one_rank(ranks):
+    ranks(collectively, fails_alone, world=1)
+
+
+def uneven_get(api: Any) -> tuple[int, int]:
+    """Five rows on four ranks: two, two, one, none."""
+    rank = dist.get_rank()
+    layout = transfer.Layout((5, 4), transfer.Mesh((4,), (0, 1, 2, 3)), ((0, 1),))
+    full = value_of("w", (5, 4), torch.float32)
+    box = layout.own_box(rank)
+    held = {"w": transfer.Held(full[box.within(Box((0, 0), (5, 4)))].clone(), layout)}
+    assert torch.equal(transfer.gather(held, lambda _: torch.zeros(5, 4))["w"], full)
+    report = transfer.last_report()
+    return report.bytes_sent, report.bytes_received
+
+
+@pytest.mark.parametrize("function", [(uneven_get,), (collectively, uneven_get)], ids=["gloo", "collectives"])
+def test_a_get_counts_no_padding(ranks, function):
+    assert ranks(*function) == [(32, 48), (32, 48), (16, 64), (0, 80)]
+
+
+def of_its_holder_alone(api: Any) -> int:
+    """What nobody else wants stays where it is."""
+    have = Boxes((8,), ((1, (Box((0,), (8,)),)),))
+    memory = torch.arange(8.0)
+
+    def whole_of(_: str, box: Box) -> torch.Tensor:
+        return memory[box.offset[0] : box.offset[0] + box.size[0]]
+
+    with Call("test", "reshard") as call:
+        agreement = call.agree({}, staging_bytes=200)
+        move(call, agreement, {"w": Route(have, have, torch.float32)}, Memories(whole_of, whole_of))
+        return call.tally.bytes_sent + call.tally.bytes_received
+
+
+def test_what_nobody_else_wants_is_not_broadcast(ranks):
+    assert ranks(collectively, of_its_holder_alone) == [0] * 4
+
+
+def fails_before_the_backend(api: Any) -> str:
+    """A copy fails on rank 1, and then the backend on all ranks, before they could hear of it."""
+    model, full = build(kind=Wide), full_state(Wide)
+    rank, real, calls = dist.get_rank(), dist.broadcast, []
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) > 6:
+            raise RuntimeError("the backend failed")
+        return real(*args, **kwargs)
+
+    def unpack(*_: Any) -> None:
+        if rank == 1:
+            raise OSError("no copy")
+
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    transfer.configure(staging_bytes=2**15)
+    try:
+        patches = mock.patch.object(dist, "broadcast", broken), mock.patch.object(Staging, "unpack", unpack)
+        with patches[0], patches[1], pytest.raises(transfer.TransferError, match="backend failed") as seen:
+            api.set_model_state_dict(model, full if rank == 0 else {}, options=options)
+    finally:
+        transfer.configure()
+    cause = seen.value.__cause__
+    return "\n".join(getattr(cause, "__notes__", [str(cause)]))
+
+
+def test_what_failed_first_is_in_the_error_of_the_backend(ranks):
+    for rank, text in enumerate(ranks(collectively, fails_before_the_backend)):
+        assert ("OSError: no copy" in text) == (rank == 1), text

@@ -84,3 +84,11 @@ def test_who_waits_for_a_replica_is_served_by_it() -> None:
             if before is not None:
                 dim, peer = before
                 assert dim in relay.neighbours(peer)[1]
+
+
+def test_a_tensor_without_elements_may_come_first_of_those_that_are_made() -> None:
+    inventory = {"none": TensorInfo((0, 4), torch.float32), "some": TensorInfo(SHAPE, torch.float32)}
+    wants = {key: Want(Layout(info.shape, None, ()), info.dtype) for key, info in inventory.items()}
+    agreement = Agreement([Table(wants, RANKS)], 2**20, "cpu")
+    windows = Delivery(RANKS, 0, inventory, agreement, by_window=True).windows
+    assert [key for window in windows for key in window.common] == ["none", "some"]

@@ -35,6 +35,7 @@ from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.memories import Memories, move
 from torch_dcp_backport.transfer.plan import Terms
 from torch_dcp_backport.transfer.spread import Boxes
+from torch_dcp_backport.transfer.staging import part_of
 
 T = TypeVar("T", bound=Hashable)
 Loaded = dict[ShardId, torch.Tensor]
@@ -310,12 +311,14 @@ def exchanged(
     agreement = call.agree({}, Terms(device=kinds.pop() if len(kinds) == 1 else ""))
     names: dict[Key, ShardId] = {str(number): shard for number, shard in enumerate(ways)}
     routes: dict[Key, Route] = {name: ways[shard].route for name, shard in names.items()}
+    # Large shards go in parts.
+    box_shape = {str(name): route.have.shape for name, route in routes.items()}
 
-    def source_of(name: str, _: Box) -> torch.Tensor:
-        return result[names[name]].detach()
+    def source_of(name: str, box: Box) -> torch.Tensor:
+        return part_of(result[names[name]].detach(), whole(box_shape[name]), box)
 
-    def target_of(name: str, _: Box) -> torch.Tensor:
-        return targets[names[name]]
+    def target_of(name: str, box: Box) -> torch.Tensor:
+        return part_of(targets[names[name]], whole(box_shape[name]), box)
 
     move(call, agreement, routes, Memories(source_of, target_of, DOUBTFUL))
     return {**result, **targets}

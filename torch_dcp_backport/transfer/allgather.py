@@ -7,6 +7,7 @@ has a row of each rank, and all rows together are within the budget.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -23,13 +24,12 @@ from torch_dcp_backport.transfer.chunks import (
     chunks,
     collective_capacity,
     cut_of,
-    moved,
     total_bytes,
 )
 from torch_dcp_backport.transfer.engine import Engine
 from torch_dcp_backport.transfer.errors import UNCHANGED, spell_doing
-from torch_dcp_backport.transfer.grid import largest_block, moves_of
-from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.grid import largest_block, moves_of, nbytes_of
+from torch_dcp_backport.transfer.layout import Box, whole
 from torch_dcp_backport.transfer.plan import Agreement
 from torch_dcp_backport.transfer.spread import intersection
 from torch_dcp_backport.transfer.staging import Move, copy_to, part_of
@@ -64,7 +64,8 @@ class AllGather(Engine):
         super().__init__(call, agreement, sources, {})
         self.layouts = {key: layout for key, (_, layout) in held.items()}
         self.out = out
-        self.is_collective = not is_copied
+        self.is_copied = is_copied
+        self.is_collective = not is_copied and len(call.ranks) > 1
         self.place = call.ranks.index(call.rank)
 
     def story(self) -> str:
@@ -87,20 +88,22 @@ class AllGather(Engine):
 
     def portion(self, budget: int) -> int:
         buffers = BUFFERS * len(self.ranks)
-        if self.is_collective:
-            return collective_capacity(budget, buffers)
-        return capacity_of(budget, 2 * buffers)
+        if self.is_copied:
+            return capacity_of(budget, 2 * buffers)
+        return collective_capacity(budget, buffers)
 
     def move(self, budget: int) -> None:
         count = len(self.ranks)
-        self.tally.meter.expect(lambda: count * total_bytes(self.blocks()))
+        self.tally.meter.expect(self.expected)
         self.ring = self.staging.ring(BUFFERS, count * self.row_bytes(budget))
         for pieces in chunks(self.blocks(), self.portion(budget)):
             nbytes = chunk_bytes(pieces)
             rows = self.ring.take(count * nbytes)
             own = rows[self.place * nbytes : (self.place + 1) * nbytes]
             self.attempt(functools.partial(self.staging.pack, own, self.own_moves(pieces)))
-            self.tally.sent(moved(pieces))
+            own_bytes = self.own_bytes(pieces)
+            if own_bytes:
+                self.tally.sent(own_bytes)
             self.doing = "gathering", pieces
             work = compat.all_gather_rows(rows, own, self.group, async_op=True)
             self.ring.use(functools.partial(self.arrive_in_rows, rows, nbytes, pieces, work))
@@ -115,20 +118,36 @@ class AllGather(Engine):
             if layout.mesh is None and key in self.out:
                 copy_to(self.out[key], self.sources[key][0])
 
-    def own_moves(self, pieces: Sequence[Piece]) -> Iterator[Move]:
-        """What this rank's row gets; replicas other than the first leave it as it is."""
+    def expected(self) -> int:
+        """Bytes that this rank sends and receives."""
+        return sum(
+            math.prod(layout.shape) * self.sources[key][0].itemsize
+            for key, layout in self.layouts.items()
+            if layout.mesh is not None
+        )
+
+    def own_bytes(self, pieces: Sequence[Piece]) -> int:
+        """Bytes of this rank's part of a round, without padding."""
+        return sum(part.numel * piece.dtype.itemsize for piece, part in self.own_parts(pieces))
+
+    def own_parts(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Box]]:
+        """The parts of a round that this rank gives; replicas other than the first give none."""
         for piece in pieces:
-            if not self.layouts[piece.key].is_first_holder(self.rank):
-                continue
-            local, block = self.sources[piece.key]
-            part = intersection(piece.box, block)
-            if part is not None:
-                yield cut_of(piece, part), part_of(local, block, part)
+            if self.layouts[piece.key].is_first_holder(self.rank):
+                part = intersection(piece.box, self.sources[piece.key][1])
+                if part is not None:
+                    yield piece, part
+
+    def own_moves(self, pieces: Sequence[Piece]) -> Iterator[Move]:
+        """What this rank's row gets."""
+        for piece, part in self.own_parts(pieces):
+            yield cut_of(piece, part), part_of(*self.sources[piece.key], part)
 
     def arrive_in_rows(self, rows: torch.Tensor, nbytes: int, pieces: Sequence[Piece], work: Any) -> None:
         self.wait("gathering", pieces, [work])
         self.attempt(functools.partial(self.staging.unpack, rows, self.moves_from(pieces, nbytes)))
-        self.tally.received((len(self.ranks) - 1) * moved(pieces))
+        every = sum(nbytes_of(self.layouts[piece.key], piece) for piece in pieces)
+        self.tally.received(every - self.own_bytes(pieces))
 
     def moves_from(self, pieces: Sequence[Piece], nbytes: int) -> Iterator[Move]:
         for piece in pieces:

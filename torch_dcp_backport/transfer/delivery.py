@@ -91,7 +91,7 @@ class Delivery:
         room = 0
         for key, info in self.tensors.items():
             nbytes = math.prod(info.shape) * info.dtype.itemsize
-            if nbytes > room:
+            if nbytes > room or not windows:
                 windows.append([])
                 room = LARGEST_CHUNK
             windows[-1].append(key)

@@ -15,6 +15,7 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import Key, KeyedBox, Piece, chunk_bytes, moved
 from torch_dcp_backport.transfer.consensus import NO_DIGEST, Mark, agree_on_mark, share_findings
@@ -65,7 +66,7 @@ class Engine:
         self.ranks = call.ranks
         self.group = call.group
         self.tally = call.tally
-        #: Whether all that moves goes to all ranks, on an accelerator's backend.
+        #: Whether all that moves goes to all ranks, of several, on an accelerator's backend.
         self.is_collective = False
         #: The first error of this rank's copies, where others still wait for it in collectives.
         self.failure: Optional[Exception] = None
@@ -102,16 +103,21 @@ class Engine:
                 if len(self.ranks) > 1:
                     open_lane(self.staging.device, self.group)
                 self.move(self.tally.staging_budget)
+            except Exception as error:
+                if self.failure is not None:
+                    compat.add_note(error, f"before that, on this rank: {problem_of(self.failure)}")
+                raise
             finally:
-                # The uses of a ring refer to this engine: such a cycle keeps alive what was touched.
-                self.ring = Ring()
+                # Both refer to this engine: such a cycle keeps alive what was touched.
+                self.ring, self.failure = Ring(), None
 
     def prepare(self, nbytes: int) -> tuple[Staging, int]:
         """(buffers, the budget that they are of): every rank has its memory, or every rank raises.
 
         Without this, a rank that is out of memory leaves the others to the group's timeout. One small message
-        from and to each rank, but none where less than SMALL moves: there a rank raises alone. A rank without
-        room for its buffers tries half of the budget, and so on down to FLOOR; the smallest counts for all.
+        from and to each rank, but none where less than SMALL moves in messages: there a rank raises alone. A
+        rank without room for its buffers tries half of the budget, and so on down to FLOOR; the smallest
+        counts for all.
         """
         call, budget = self.call, self.agreement.staging_bytes
         staging: Optional[Staging] = None
@@ -124,7 +130,7 @@ class Engine:
                         raise
                     budget = max(budget // 2, FLOOR)
         common = budget
-        if nbytes >= SMALL:
+        if nbytes >= SMALL or self.is_collective:
             mark = Mark(NO_DIGEST, bool(call.problems), staging_bytes=budget)
             common = call.compare(mark, call.findings).staging_bytes
         call.raise_alone()
@@ -198,6 +204,8 @@ class Engine:
                 copy()
             except Exception as error:
                 self.failure = error
+                # Now, too: the other ranks may be gone before they hear of it.
+                logger.error("%s: %s", self.call.title, problem_of(error))
 
     def conclude(self) -> None:
         """The last agreement of collectives: no rank takes for loaded what another one could not copy.
@@ -205,7 +213,7 @@ class Engine:
         Raises:
             TransferError: on every rank, if copies of one failed.
         """
-        if not self.is_collective or len(self.ranks) == 1:
+        if not self.is_collective:
             return
         # Not kept here: the error's traceback refers to this engine.
         failure, self.failure = self.failure, None

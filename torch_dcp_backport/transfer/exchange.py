@@ -139,6 +139,17 @@ class Plan:
         }
         return holders.pop() if len(holders) == 1 else None
 
+    @functools.cached_property
+    def has_one_sender(self) -> bool:
+        """Whether a single rank holds everything, and another wants some of it; the same on every rank."""
+        takers = {
+            taker
+            for alike in self.alike
+            for members in holders_of(alike.route.want, self.ranks).values()
+            for taker in members
+        }
+        return self.only_holder is not None and bool(takers - {self.only_holder})
+
     def held(self) -> Iterator[KeyedBox]:
         """The boxes of all ranks that hold some."""
         for alike in self.alike:
@@ -200,9 +211,8 @@ class Exchange(Engine):
     ) -> None:
         super().__init__(call, agreement, sources, targets)
         self.plan = plan
-        senders = 1 if plan.only_holder is not None else len(call.ranks)
-        lane = lane_of(backend_of(call.group, agreement.device), senders=senders)
-        self.is_collective = lane is Lane.BROADCAST
+        lane = lane_of(backend_of(call.group, agreement.device), senders=1)
+        self.is_collective = lane is Lane.BROADCAST and plan.has_one_sender
 
     def staging_bytes(self, budget: int) -> int:
         if self.is_collective:

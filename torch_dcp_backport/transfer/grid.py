@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -137,6 +138,15 @@ def moves_of(
             begin += sum(span.first * span.rows * strides[span.dim] for span in block.spans if span.rows)
             stride = (*(span.rows * strides[span.dim] for span, _ in spans), *strides)
             yield cut, target.as_strided(cut_size, stride, begin)
+
+
+def nbytes_of(layout: Layout, piece: Piece) -> int:
+    """Bytes of a piece in all ranks' blocks together, without padding."""
+    numel = 0
+    for grid in grids_of(layout):
+        size = (min(a, b - c) for a, b, c in zip(piece.box.size, grid.size, piece.box.offset))
+        numel += math.prod(max(0, extent) for extent in size) * math.prod(span.extent for span in grid.spans)
+    return numel * piece.dtype.itemsize
 
 
 def first_row(mesh: Mesh, block: Grid, rows: Rows) -> tuple[int, tuple[int, ...]]:

@@ -12,7 +12,7 @@ import torch
 
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import ALIGNMENT, Key, Piece
-from torch_dcp_backport.transfer.errors import spell_doing
+from torch_dcp_backport.transfer.errors import DOUBTFUL, spell_doing
 from torch_dcp_backport.transfer.exchange import Exchange, Plan, Route
 from torch_dcp_backport.transfer.layout import Box
 from torch_dcp_backport.transfer.plan import Agreement
@@ -37,6 +37,7 @@ class Blocks(Exchange):
     def __init__(self, call: Call, agreement: Agreement, plan: Plan, memories: Memories) -> None:
         super().__init__(call, agreement, plan, {}, {})
         self.source, self.target, self.left = memories
+        self.after_failure = self.left or DOUBTFUL
 
     def story(self) -> str:
         if not self.left:

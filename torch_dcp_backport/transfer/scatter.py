@@ -123,7 +123,7 @@ class Scatter(Engine):
         super().__init__(call, agreement, {}, targets)
         self.reader = offer.reader
         lane = lane_of(backend_of(call.group, agreement.device), senders=1)
-        self.is_collective = lane is Lane.BROADCAST
+        self.is_collective = lane is Lane.BROADCAST and len(call.ranks) > 1
         self.delivery = Delivery(call.ranks, call.rank, offer.inventory, agreement, offer.by_window, lane)
         #: Keys whose targets the source fills from the chunks: they are on another device than what it reads.
         self.crossing: set[Key] = set()

@@ -23,6 +23,7 @@ from torch_dcp_backport.transfer import Box, Call
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.errors import DOUBTFUL
 from torch_dcp_backport.transfer.exchange import Route
+from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.memories import Memories, move
 from torch_dcp_backport.transfer.plan import Agreement, Terms
 from torch_dcp_backport.transfer.spread import Boxes, intersection
@@ -161,8 +162,8 @@ def read_objects(call: Call, agreement: Agreement, reader: Reader, index: Index,
             want = Boxes((place.length,), tuple((rank, box) for rank in sorted(others)))
             routes[key] = Route(have, want, torch.uint8)
 
-    def memory_of(key: str, _: Box) -> torch.Tensor:
-        return objects.buffers[key]
+    def memory_of(key: str, box: Box) -> torch.Tensor:
+        return part_of(objects.buffers[key], whole((index.objects[key].length,)), box)
 
     if routes:
         move(call, agreement, routes, Memories(memory_of, memory_of, DOUBTFUL))
