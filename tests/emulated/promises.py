@@ -46,31 +46,31 @@ def promised(case: str, backend: str) -> Promise:
 PROMISED: Promises = {
     "load_from_host": {
         ALONE: Promise(
-            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 1312, "broadcast": 226432}
+            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 1968, "broadcast": 226432}
         ),
         BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"broadcast": 95364}),
     },
     "load_from_device": {
         ALONE: Promise(
-            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 1312, "broadcast": 226432}
+            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 1968, "broadcast": 226432}
         ),
         BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"broadcast": 95364}),
     },
     "load_from_both": {
         ALONE: Promise(
-            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 1312, "broadcast": 226432}
+            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 1968, "broadcast": 226432}
         ),
         BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"broadcast": 95364}),
     },
     "load_hsdp": {
         ALONE: Promise(
-            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 1312, "broadcast": 226432}
+            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 1968, "broadcast": 226432}
         ),
         BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"broadcast": 95364}),
     },
     "load_hsdp_from_device": {
         ALONE: Promise(
-            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 1312, "broadcast": 226432}
+            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 1968, "broadcast": 226432}
         ),
         BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"broadcast": 95364}),
     },
@@ -80,48 +80,48 @@ PROMISED: Promises = {
     },
     "load_ddp": {
         ALONE: Promise(
-            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 656, "broadcast": 119552}
+            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 984, "broadcast": 119552}
         ),
         BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"broadcast": 54018}),
     },
     "load_ddp_without_set_device": {
-        ALONE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 328, "broadcast": 56608}),
+        ALONE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 492, "broadcast": 56608}),
         BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"broadcast": 23841}),
     },
     "load_offloaded": {
         ALONE: Promise(
-            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 116544, "broadcast": 226432}
+            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 117856, "broadcast": 226432}
         ),
         BESIDE: Promise((0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0), {}),
     },
     "load_in_a_group": {
         ALONE: Promise(
-            (1, 1, 1, 0), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 27975, "broadcast": 59776}
+            (1, 1, 1, 0), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 28221, "broadcast": 59776}
         ),
         BESIDE: Promise(
             (1, 1, 1, 0), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 27360, "broadcast": 27010}
         ),
     },
     "load_with_split_groups": {
-        ALONE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 328, "broadcast": 56608}),
+        ALONE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 492, "broadcast": 56608}),
         BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"broadcast": 23841}),
     },
     "tensor_parallel": {
         ALONE: Promise(
-            (3, 2, 3, 2), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 9344, "broadcast": 131072}
+            (3, 2, 3, 2), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 10328, "broadcast": 131072}
         ),
         BESIDE: Promise((3, 2, 3, 2), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 6720, "broadcast": 8}),
     },
     "get_to_one": {
-        ALONE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 57616}),
+        ALONE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 57944}),
         BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 56960, "broadcast": 2}),
     },
     "get_to_all": {
-        ALONE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 57616}),
+        ALONE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 57944}),
         BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 56960, "broadcast": 2}),
     },
     "get_to_all_hsdp": {
-        ALONE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 109776}),
+        ALONE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 110104}),
         BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 109120, "broadcast": 4}),
     },
     "get_shards": {
@@ -130,7 +130,7 @@ PROMISED: Promises = {
     },
     "optimizer_adamw": {
         ALONE: Promise(
-            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 361840, "broadcast": 531360}
+            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 364136, "broadcast": 531360}
         ),
         BESIDE: Promise(
             (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 357248, "broadcast": 334766}
@@ -138,13 +138,13 @@ PROMISED: Promises = {
     },
     "optimizer_sgd": {
         ALONE: Promise(
-            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 102064, "broadcast": 131072}
+            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 102720, "broadcast": 131072}
         ),
         BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 100096, "broadcast": 4}),
     },
     "optimizer_hsdp": {
         ALONE: Promise(
-            (2, 2, 2, 2), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 290392, "broadcast": 322432}
+            (2, 2, 2, 2), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 291540, "broadcast": 322432}
         ),
         BESIDE: Promise(
             (2, 2, 2, 2), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 288096, "broadcast": 191370}
@@ -179,12 +179,12 @@ PROMISED: Promises = {
     },
     "hf_load": {
         ALONE: Promise(
-            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 6064, "broadcast": 122277}
+            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 6228, "broadcast": 122277}
         ),
         BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"broadcast": 23825}),
     },
     "whole_tensors": {
-        ALONE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 115872}),
+        ALONE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 117840}),
         BESIDE: Promise(
             (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 111936, "broadcast": 12}
         ),
@@ -195,13 +195,13 @@ PROMISED: Promises = {
     },
     "manager": {
         ALONE: Promise(
-            (2, 2, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 418984, "broadcast": 1310720}
+            (2, 2, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 419640, "broadcast": 1310720}
         ),
         BESIDE: Promise((2, 2, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 228480, "broadcast": 6}),
     },
     "errors_on_every_rank": {
         ALONE: Promise(
-            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 8848, "broadcast": 154912}
+            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 9012, "broadcast": 154912}
         ),
         BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"broadcast": 23841}),
     },
@@ -213,7 +213,7 @@ PROMISED: Promises = {
     },
     "counters_stay_on_the_host": {
         ALONE: Promise(
-            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 328, "broadcast": 432512}
+            (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 492, "broadcast": 432512}
         ),
         BESIDE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"broadcast": 399745}),
     },
@@ -228,7 +228,7 @@ PROMISED: Promises = {
             (1, 1, 1, 1),
             (0, 0, 0, 0),
             (0, 0, 0, 0),
-            {"allgather_base": 492312, "allreduce": 128, "broadcast": 911616},
+            {"allgather_base": 497560, "allreduce": 128, "broadcast": 911616},
         ),
         BESIDE: Promise(
             (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 325952, "broadcast": 95384}
@@ -236,7 +236,7 @@ PROMISED: Promises = {
     },
     "rooms_with_a_default_device": {
         ALONE: Promise(
-            (2, 2, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 425048, "broadcast": 1432997}
+            (2, 2, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 425884, "broadcast": 1432997}
         ),
         BESIDE: Promise(
             (2, 2, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 228480, "broadcast": 23831}
@@ -248,7 +248,7 @@ PROMISED: Promises = {
 OTHERWISE: dict[str, Promises] = {
     "2.7": {
         "load_in_a_group": {
-            ALONE: Promise((1, 1, 1, 0), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 27729}),
+            ALONE: Promise((1, 1, 1, 0), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 27852}),
             BESIDE: Promise(
                 (1, 1, 1, 0), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 27360, "broadcast": 1}
             ),
