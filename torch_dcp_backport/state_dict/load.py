@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.module import _IncompatibleKeys
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.destination import Destination, in_place, local_of
 from torch_dcp_backport.state_dict.source import Carried, Key, Unusable
 from torch_dcp_backport.transfer import Problem, TensorInfo, misfit, problem_of, spell_key
+from torch_dcp_backport.transfer.memory import has_slices, why_not_writable
 
 #: Key -> TensorInfo, Carried or Unusable for tensors, everything else as it is: an offer for each key.
 Inventory = Mapping[Any, Any]
@@ -83,7 +85,20 @@ class Plan:
         problem = misfit(key, local_of(live if view is None else view), destination.layout, self.rank)
         if problem:
             self.problems.append(problem)
+        self.writes(key, live)
         self.destinations[key] = destination
+
+    def writes(self, key: Key, live: torch.Tensor) -> None:
+        """Note that `live` (plain or DTensor) will be written; its local tensor must have memory for that.
+
+        Else the copy fails in the middle of the transfer, on this rank alone, or ends the process.
+        """
+        local = local_of(live)
+        # Wrappers around other tensors have no memory of their own.
+        if type(local) in compat.PLAIN_TENSORS and has_slices(local) and not local.is_meta:
+            why = why_not_writable(local)
+            if why:
+                self.problems.append(Problem("the destination cannot be written", spell_key(key), why))
 
 
 class Planner(NamedTuple):

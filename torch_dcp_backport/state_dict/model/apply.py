@@ -18,7 +18,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch_dcp_backport.state_dict.destination import FIRST
 from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX
 from torch_dcp_backport.state_dict.model.outline import Entry, Outline, is_meta
-from torch_dcp_backport.state_dict.model.places import Place
+from torch_dcp_backport.state_dict.model.places import Place, tensors_of
 from torch_dcp_backport.state_dict.model.plan import ROOT, ModelPlan
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.patched import original_method
@@ -158,7 +158,7 @@ class Handover:
         stages = dict.fromkeys(value.stage for value in state_dict.values() if isinstance(value, Awaited))
         for stage in stages:
             self.bring(stage, state_dict)
-        if not any(is_meta(value) for value in (*module._parameters.values(), *module._buffers.values())):
+        if not any(map(is_meta, tensors_of(module))):
             # Parameters that exist stay the objects that they are, whatever else is on meta.
             local_metadata.pop("assign_to_params_buffers", None)
         loader(state_dict, prefix, local_metadata, *rest, **more)
