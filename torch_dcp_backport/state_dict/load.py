@@ -118,6 +118,26 @@ class Planner(NamedTuple):
 
 
 @contextlib.contextmanager
+def normal_mode(live: Iterable[object]) -> Iterator[None]:
+    """A context outside `torch.inference_mode()`: tensors that are made in that mode can never be trained.
+
+    Args:
+        live: everything that may be written. If any of it was made in that mode, it can be written there
+            alone, and the mode stays.
+    """
+    if not torch.is_inference_mode_enabled() or any(map(is_of_inference, live)):
+        yield
+        return
+    # The end of the mode would switch gradients on.
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def is_of_inference(value: object) -> bool:
+    return torch.is_tensor(value) and local_of(value).is_inference()
+
+
+@contextlib.contextmanager
 def guarded(problems: list[Problem], others_wait: bool) -> Iterator[None]:
     """Turn an exception of this rank into a problem where other ranks wait in the agreement."""
     try:

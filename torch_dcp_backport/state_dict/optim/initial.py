@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.destination import local_of
 from torch_dcp_backport.state_dict.form import PARAMS
+from torch_dcp_backport.state_dict.load import normal_mode
 
 #: Bytes of stand-ins for parameters that may exist at a time while states are made.
 STAND_IN_BYTES = 16 * 2**20
@@ -79,11 +80,12 @@ def init_optim_state(optim: Optimizer) -> None:
     """
     if not is_fresh(optim):
         return
-    if kind_of(optim) is None:
-        step_without_effect(optim)
-        return
-    for param, states in first_states(optim, set(params_of(optim))).items():
-        optim.state[param] = states
+    with normal_mode(params_of(optim)):
+        if kind_of(optim) is None:
+            step_without_effect(optim)
+            return
+        for param, states in first_states(optim, set(params_of(optim))).items():
+            optim.state[param] = states
 
 
 def step_without_effect(optim: Optimizer) -> None:
