@@ -19,7 +19,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.course import run
 from torch_dcp_backport.state_dict.form import model_problem, optim_problem
 from torch_dcp_backport.state_dict.load import Planner, normal_mode
-from torch_dcp_backport.state_dict.model.apply import call_load_state_dict, under_load_keys
+from torch_dcp_backport.state_dict.model.apply import load_shards
 from torch_dcp_backport.state_dict.model.load import model_planner, outline_for_load
 from torch_dcp_backport.state_dict.model.outline import outline_of
 from torch_dcp_backport.state_dict.optim.get import Params
@@ -110,7 +110,7 @@ def load_model_state(
         if not state_dict:
             return _IncompatibleKeys([], [])
     if not info.full_state_dict:
-        return call_load_state_dict(model, under_load_keys(outline_of(model, info), state_dict), info)
+        return load_shards(outline_of(model, info), state_dict)
     planner = model_planner(outline, source, problems)
     return run(planner, source, broadcast=info.broadcast_from_rank0).keys
 
