@@ -22,6 +22,7 @@ from torch_dcp_backport.state_dict.model.outline import Entry, Outline, is_meta,
 from torch_dcp_backport.state_dict.model.places import Place, governors_of, has_loader, tensors_of
 from torch_dcp_backport.state_dict.source import About, Carried, Source, Unusable
 from torch_dcp_backport.transfer import Problem, TensorInfo
+from torch_dcp_backport.transfer.groups import source_of
 from torch_dcp_backport.transfer.memory import has_slices
 
 #: The stage of values that the root's loading code looks at. Other stages are FQN prefixes, which end with a
@@ -327,7 +328,7 @@ def plan_value(plan: ModelPlan, key: Any, live: Any, stage: str, owner: Owner) -
 
 def tensor_of_source(source: Source, key: Any, device: torch.device) -> Optional[torch.Tensor]:
     """The source's own tensor where loading code may get it as it is, as torch gives it."""
-    if dist.get_rank() or not source.is_dict or key not in source:
+    if dist.get_rank() != source_of(None) or not source.is_dict or key not in source:
         return None
     value = source.value(key)
     if not torch.is_tensor(value) or not has_slices(value) or value.device != device:
