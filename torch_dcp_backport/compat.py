@@ -16,9 +16,9 @@ from typing import IO, TYPE_CHECKING, Any, Optional, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor as DTensor
     from torch.distributed.tensor import Replicate as Replicate

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport.transfer.allgather import AllGather
+from torch_dcp_backport.transfer.allgather import AllGather, Held
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import (
     Key,
@@ -28,18 +28,11 @@ from torch_dcp_backport.transfer.engine import Engine
 from torch_dcp_backport.transfer.errors import Problem, spell_doing, spell_key
 from torch_dcp_backport.transfer.groups import Group, backend_of, note_device
 from torch_dcp_backport.transfer.lanes import Lane, is_collective, lane_of
-from torch_dcp_backport.transfer.layout import Layout, whole
+from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.memory import has_slices, is_freed
 from torch_dcp_backport.transfer.plan import Agreement, Terms, Want, misfit
 
 TITLE = "cannot gather"
-
-
-class Held(NamedTuple):
-    """A rank's part of a tensor: the local tensor of its box in a layout."""
-
-    tensor: torch.Tensor
-    layout: Layout
 
 
 @torch.no_grad()
