@@ -122,8 +122,8 @@ from torch_dcp_backport.activation import bindings
 from torch_dcp_backport.activation.table import TABLE
 def world():
     found = {}
-    for t in TABLE.targets:
-        if t.provider:
+    for t in served(TABLE.targets):
+        if t.provider and t.module in sys.modules:
             held = bindings.contents(bindings.holder_in(sys.modules[t.module], t.name))
             found[t.name] = held.get(t.name.rpartition(".")[2])
     return found

@@ -96,6 +96,8 @@ def find(
         if target.module not in modules or not target.serves(release, preview):
             continue
         module = sys.modules.get(target.module)
+        if module is None and target.module in table.optional:
+            continue
         if namespace_of(module) is None:
             raise Refused("unsupported", f"{target.module} is not loaded, though {table.trigger} is")
         holder = holder_in(module, target.name)

@@ -16,6 +16,7 @@ STATE_DICT_UTILS = "torch.distributed._state_dict_utils"
 PLANNER = "torch.distributed.checkpoint.default_planner"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 COLLECTIVES = "torch.distributed.checkpoint.utils"
+FSSPEC = "torch.distributed.checkpoint._fsspec_filesystem"
 
 # The records in patches/.
 KEPT_ALIVE = "0001-full-tensor-kept-alive"
@@ -31,6 +32,7 @@ LOST_WRITE = "0010-failed-writer-thread-publishes-a-checkpoint"
 OTHER_SHAPE = "0011-another-shape-loads-silently"
 COORDINATOR = "0012-save-and-load-without-global-rank-0"
 BY_KEY = "0013-load-by-key-fails-without-paths"
+DELETED = "0014-failed-read-deletes-the-file"
 
 # The subject of each record, and the pull requests or issues that it names.
 _PULL, _ISSUE = "https://github.com/pytorch/pytorch/pull/", "https://github.com/pytorch/pytorch/issues/"
@@ -54,6 +56,7 @@ RECORDS: dict[str, tuple[str, tuple[str, ...]]] = {
         (_PULL + "147675", _PULL + "155912", _PULL + "135045"),
     ),
     BY_KEY: ("a checkpoint that was saved unflattened loads not by key", (_PULL + "157940",)),
+    DELETED: ("a read through fsspec that fails deletes the file", (_PULL + "135541",)),
 }
 
 
@@ -80,6 +83,12 @@ class Table(NamedTuple):
     helpers: tuple[str, ...]  # modules that others of the owner's modules use without the trigger
     trigger: str  # the module whose import completes the set
     targets: tuple[Target, ...]
+    optional: tuple[str, ...] = ()  # helpers that are left out where they cannot be imported
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The helpers that are there wherever the trigger is."""
+        return tuple(helper for helper in self.helpers if helper not in self.optional)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -147,12 +156,14 @@ _DCP: tuple[tuple[str, str, tuple[str, ...], tuple[int, int]], ...] = (
     (COLLECTIVES, "_DistWrapper.broadcast_object", (COORDINATOR,), FIXED_IN),
     (COLLECTIVES, "_DistWrapper.gather_object", (COORDINATOR,), FIXED_IN),
     (COLLECTIVES, "_DistWrapper.scatter_object", (COORDINATOR,), FIXED_IN),
+    (FSSPEC, "FileSystem.create_stream", (DELETED,), FIXED_IN),
 )
 
 TABLE = Table(
     provider="torch_dcp_backport.state_dict",
     owner="torch",
-    helpers=(STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES),
+    helpers=(STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES, FSSPEC),
+    optional=(FSSPEC,),
     trigger=STATE_DICT,
     targets=(
         *(Target(STATE_DICT_UTILS, *helper) for helper in _HELPERS),

@@ -10,9 +10,11 @@ from torch_dcp_backport.dcp.collectives import DistWrapper as _DistWrapper
 from torch_dcp_backport.dcp.collectives import all_gather_keys as _all_gather_keys
 from torch_dcp_backport.dcp.planner import EmptyStateDictLoadPlanner as _EmptyStateDictLoadPlanner
 from torch_dcp_backport.dcp.planner import create_default_local_load_plan
+from torch_dcp_backport.dcp.remote import FileSystem
 from torch_dcp_backport.dcp.writer import FileSystemWriter as _FileSystemWriter
 
 __all__ = [
+    "FileSystem",
     "_DistWrapper",
     "_EmptyStateDictLoadPlanner",
     "_FileSystemWriter",
