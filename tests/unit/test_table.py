@@ -16,6 +16,7 @@ from torch_dcp_backport.activation.table import (
     FIRST,
     FIXED_IN,
     FSSPEC,
+    LOADER,
     PLANNER,
     RECORDS,
     STATE_DICT,
@@ -33,7 +34,7 @@ affected = pytest.mark.skipif(
 def test_no_name_is_listed_twice() -> None:
     places = [(target.module, target.name) for target in TABLE.targets]
     assert len(places) == len(set(places))
-    assert TABLE.modules == (STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES, FSSPEC, STATE_DICT)
+    assert TABLE.modules == (STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES, LOADER, FSSPEC, STATE_DICT)
     assert {*TABLE.modules} == {*TABLE.helpers, TABLE.trigger}
     assert all(FIRST <= target.since < target.until <= FIXED_IN for target in TABLE.targets)
 

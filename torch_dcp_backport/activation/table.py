@@ -16,6 +16,7 @@ STATE_DICT_UTILS = "torch.distributed._state_dict_utils"
 PLANNER = "torch.distributed.checkpoint.default_planner"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 COLLECTIVES = "torch.distributed.checkpoint.utils"
+LOADER = "torch.distributed.checkpoint.state_dict_loader"
 FSSPEC = "torch.distributed.checkpoint._fsspec_filesystem"
 
 # The records in patches/.
@@ -33,6 +34,7 @@ OTHER_SHAPE = "0011-another-shape-loads-silently"
 COORDINATOR = "0012-save-and-load-without-global-rank-0"
 BY_KEY = "0013-load-by-key-fails-without-paths"
 DELETED = "0014-failed-read-deletes-the-file"
+STATEFUL = "0015-load-replaces-stateful-objects"
 
 # The subject of each record, and the pull requests or issues that it names.
 _PULL, _ISSUE = "https://github.com/pytorch/pytorch/pull/", "https://github.com/pytorch/pytorch/issues/"
@@ -57,6 +59,7 @@ RECORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     BY_KEY: ("a checkpoint that was saved unflattened loads not by key", (_PULL + "157940",)),
     DELETED: ("a read through fsspec that fails deletes the file", (_PULL + "135541",)),
+    STATEFUL: ("dcp.load replaces the caller's Stateful objects", (_PULL + "138575",)),
 }
 
 
@@ -156,13 +159,14 @@ _DCP: tuple[tuple[str, str, tuple[str, ...], tuple[int, int]], ...] = (
     (COLLECTIVES, "_DistWrapper.broadcast_object", (COORDINATOR,), FIXED_IN),
     (COLLECTIVES, "_DistWrapper.gather_object", (COORDINATOR,), FIXED_IN),
     (COLLECTIVES, "_DistWrapper.scatter_object", (COORDINATOR,), FIXED_IN),
+    (LOADER, "load", (STATEFUL,), (2, 6)),
     (FSSPEC, "FileSystem.create_stream", (DELETED,), FIXED_IN),
 )
 
 TABLE = Table(
     provider="torch_dcp_backport.state_dict",
     owner="torch",
-    helpers=(STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES, FSSPEC),
+    helpers=(STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES, LOADER, FSSPEC),
     optional=(FSSPEC,),
     trigger=STATE_DICT,
     targets=(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch_dcp_backport.dcp.collectives import DistWrapper as _DistWrapper
 from torch_dcp_backport.dcp.collectives import all_gather_keys as _all_gather_keys
+from torch_dcp_backport.dcp.loader import load
 from torch_dcp_backport.dcp.planner import EmptyStateDictLoadPlanner as _EmptyStateDictLoadPlanner
 from torch_dcp_backport.dcp.planner import create_default_local_load_plan
 from torch_dcp_backport.dcp.remote import FileSystem
@@ -20,4 +21,5 @@ __all__ = [
     "_FileSystemWriter",
     "_all_gather_keys",
     "create_default_local_load_plan",
+    "load",
 ]
