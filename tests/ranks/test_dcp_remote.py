@@ -6,6 +6,8 @@ On torch >= 2.7 these run against torch as it is.
 from __future__ import annotations
 
 import io
+import os
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -148,3 +150,84 @@ def save_by_threads(api: Any, url: str) -> None:
 
 def test_threads_that_write_do_not_share_a_transaction(fixed, tmp_path):
     fixed(save_by_threads, f"file://{tmp_path}/saved", world=1, broken=TORCH in ((2, 4), (2, 5)))
+
+
+# --- forced to the disk
+
+
+def save_by_default(api: Any, url: str, later: bool) -> None:
+    """By the address alone, twice, and from a thread."""
+    for number in range(2):
+        if later:
+            dcp.async_save(state(number), checkpoint_id=url).result()
+        else:
+            dcp.save(state(number), checkpoint_id=url)
+        loaded = state(9)
+        dcp.load(loaded, checkpoint_id=url)
+        assert torch.equal(loaded["w3"], state(number)["w3"])
+        assert loaded["step"] == 7 + number
+    assert files(url) == {".metadata", "__0_0.distcp"}
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_save_to_a_storage_without_files(fixed, tmp_path, later):
+    fixed(save_by_default, f"memory://{tmp_path.name}", later, world=1, broken=AFFECTED)
+
+
+def count_syncs(api: Any, writer: Any) -> tuple[int, int]:
+    """How often a save forced a file, and everything, to the disk."""
+    files, everything = [], []
+    stock = os.fsync, os.sync
+    os.fsync, os.sync = files.append, lambda: everything.append(None)
+    try:
+        dcp.save(state(), storage_writer=writer)
+    finally:
+        os.fsync, os.sync = stock
+    return len(files), len(everything)
+
+
+def save_and_sync(api: Any, folder: str) -> dict[str, tuple[int, int]]:
+    class Unnamed(dcp.filesystem.FileSystem):
+        """Its streams have no `fileno` at all."""
+
+        def create_stream(self, path: Any, mode: str) -> Any:
+            return Plain(Path(path).open(mode))
+
+    custom = dcp.FileSystemWriter(f"{folder}/custom")
+    custom.fs = Unnamed()
+    url = f"memory://{Path(folder).name}"
+    writers = {
+        "files": dcp.FileSystemWriter(f"{folder}/files"),
+        "files in threads": dcp.FileSystemWriter(f"{folder}/threads", **OPTIONS),
+        "files, without": dcp.FileSystemWriter(f"{folder}/without", sync_files=False),
+        "streams": FsspecWriter(url),
+        "streams, without": FsspecWriter(url, sync_files=False),
+        "of the user's": custom,
+    }
+    return {name: count_syncs(api, writer) for name, writer in writers.items()}
+
+
+class Plain:
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.write, self.tell = stream.write, stream.tell
+        self.flush, self.close = stream.flush, stream.close
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stream.close()
+
+
+def test_what_a_save_forces_to_the_disk(ranks, tmp_path):
+    assert ranks(save_and_sync, str(tmp_path), world=1) == [
+        {
+            "files": (2, 0),
+            "files in threads": (7, 0),
+            "files, without": (0, 0),
+            "streams": (0, 2),
+            "streams, without": (0, 0),
+            "of the user's": (0, 2),
+        }
+    ]

@@ -35,6 +35,7 @@ COORDINATOR = "0012-save-and-load-without-global-rank-0"
 BY_KEY = "0013-load-by-key-fails-without-paths"
 DELETED = "0014-failed-read-deletes-the-file"
 STATEFUL = "0015-load-replaces-stateful-objects"
+REMOTE = "0016-save-to-a-remote-storage-fails"
 
 # The subject of each record, and the pull requests or issues that it names.
 _PULL, _ISSUE = "https://github.com/pytorch/pytorch/pull/", "https://github.com/pytorch/pytorch/issues/"
@@ -60,6 +61,7 @@ RECORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     BY_KEY: ("a checkpoint that was saved unflattened loads not by key", (_PULL + "157940",)),
     DELETED: ("a read through fsspec that fails deletes the file", (_PULL + "135541",)),
     STATEFUL: ("dcp.load replaces the caller's Stateful objects", (_PULL + "138575",)),
+    REMOTE: ("dcp.save to a storage without files fails", (_PULL + "143046", _PULL + "144753")),
 }
 
 
@@ -154,7 +156,8 @@ _DCP: tuple[tuple[str, str, tuple[str, ...], tuple[int, int]], ...] = (
     (PLANNER, "create_default_local_load_plan", (OTHER_SHAPE,), (2, 6)),
     (PLANNER, "_EmptyStateDictLoadPlanner._should_include_key", (BY_KEY,), FIXED_IN),
     (PLANNER, "_EmptyStateDictLoadPlanner.set_up_planner", (BY_KEY,), FIXED_IN),
-    (FILESYSTEM, "_FileSystemWriter.write_data", (LOST_WRITE,), FIXED_IN),
+    (FILESYSTEM, "_FileSystemWriter.write_data", (LOST_WRITE, REMOTE), FIXED_IN),
+    (FILESYSTEM, "_FileSystemWriter.finish", (REMOTE,), FIXED_IN),
     (COLLECTIVES, "_all_gather_keys", (COORDINATOR,), (2, 5)),
     (COLLECTIVES, "_DistWrapper.broadcast_object", (COORDINATOR,), FIXED_IN),
     (COLLECTIVES, "_DistWrapper.gather_object", (COORDINATOR,), FIXED_IN),
