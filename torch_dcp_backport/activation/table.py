@@ -36,6 +36,7 @@ BY_KEY = "0013-load-by-key-fails-without-paths"
 DELETED = "0014-failed-read-deletes-the-file"
 STATEFUL = "0015-load-replaces-stateful-objects"
 REMOTE = "0016-save-to-a-remote-storage-fails"
+UNPICKLED = "0017-errors-that-cannot-be-pickled-hang"
 
 # The subject of each record, and the pull requests or issues that it names.
 _PULL, _ISSUE = "https://github.com/pytorch/pytorch/pull/", "https://github.com/pytorch/pytorch/issues/"
@@ -62,6 +63,7 @@ RECORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     DELETED: ("a read through fsspec that fails deletes the file", (_PULL + "135541",)),
     STATEFUL: ("dcp.load replaces the caller's Stateful objects", (_PULL + "138575",)),
     REMOTE: ("dcp.save to a storage without files fails", (_PULL + "143046", _PULL + "144753")),
+    UNPICKLED: ("an error that cannot be pickled hangs dcp.save and dcp.load", (_PULL + "177754",)),
 }
 
 
@@ -159,9 +161,10 @@ _DCP: tuple[tuple[str, str, tuple[str, ...], tuple[int, int]], ...] = (
     (FILESYSTEM, "_FileSystemWriter.write_data", (LOST_WRITE, REMOTE), FIXED_IN),
     (FILESYSTEM, "_FileSystemWriter.finish", (REMOTE,), FIXED_IN),
     (COLLECTIVES, "_all_gather_keys", (COORDINATOR,), (2, 5)),
-    (COLLECTIVES, "_DistWrapper.broadcast_object", (COORDINATOR,), FIXED_IN),
-    (COLLECTIVES, "_DistWrapper.gather_object", (COORDINATOR,), FIXED_IN),
-    (COLLECTIVES, "_DistWrapper.scatter_object", (COORDINATOR,), FIXED_IN),
+    (COLLECTIVES, "_DistWrapper.all_gather_object", (UNPICKLED,), FIXED_IN),
+    (COLLECTIVES, "_DistWrapper.broadcast_object", (COORDINATOR, UNPICKLED), FIXED_IN),
+    (COLLECTIVES, "_DistWrapper.gather_object", (COORDINATOR, UNPICKLED), FIXED_IN),
+    (COLLECTIVES, "_DistWrapper.scatter_object", (COORDINATOR, UNPICKLED), FIXED_IN),
     (LOADER, "load", (STATEFUL,), (2, 6)),
     (FSSPEC, "FileSystem.create_stream", (DELETED,), FIXED_IN),
 )
