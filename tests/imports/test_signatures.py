@@ -22,9 +22,11 @@ NEWEST, LAST_AFFECTED = "2.13", "2.6"
 # [parameter, kind, default as text or null].
 SIGNATURES = """
 import importlib, inspect, json
+def text_of(default):
+    return default.__qualname__ if inspect.isfunction(default) else repr(default)
 def signature_of(function):
     parameters = inspect.signature(function).parameters.values()
-    return [[p.name, p.kind.name, None if p.default is p.empty else repr(p.default)] for p in parameters]
+    return [[p.name, p.kind.name, None if p.default is p.empty else text_of(p.default)] for p in parameters]
 def signatures(modules):
     found = {}
     for module in modules:

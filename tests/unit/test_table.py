@@ -22,6 +22,7 @@ from torch_dcp_backport.activation.table import (
     STATE_DICT,
     STATE_DICT_UTILS,
     TABLE,
+    TRAVERSE,
     Target,
 )
 
@@ -34,7 +35,8 @@ affected = pytest.mark.skipif(
 def test_no_name_is_listed_twice() -> None:
     places = [(target.module, target.name) for target in TABLE.targets]
     assert len(places) == len(set(places))
-    assert TABLE.modules == (STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES, LOADER, FSSPEC, STATE_DICT)
+    helpers = (STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES, LOADER, TRAVERSE, FSSPEC)
+    assert TABLE.modules == (*helpers, STATE_DICT)
     assert {*TABLE.modules} == {*TABLE.helpers, TABLE.trigger}
     assert all(FIRST <= target.since < target.until <= FIXED_IN for target in TABLE.targets)
 

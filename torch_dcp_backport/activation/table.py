@@ -17,6 +17,7 @@ PLANNER = "torch.distributed.checkpoint.default_planner"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 COLLECTIVES = "torch.distributed.checkpoint.utils"
 LOADER = "torch.distributed.checkpoint.state_dict_loader"
+TRAVERSE = "torch.distributed.checkpoint._traverse"
 FSSPEC = "torch.distributed.checkpoint._fsspec_filesystem"
 
 # The records in patches/.
@@ -37,6 +38,7 @@ DELETED = "0014-failed-read-deletes-the-file"
 STATEFUL = "0015-load-replaces-stateful-objects"
 REMOTE = "0016-save-to-a-remote-storage-fails"
 UNPICKLED = "0017-errors-that-cannot-be-pickled-hang"
+COPIES = "0018-finished-saves-keep-their-tensors"
 
 # The subject of each record, and the pull requests or issues that it names.
 _PULL, _ISSUE = "https://github.com/pytorch/pytorch/pull/", "https://github.com/pytorch/pytorch/issues/"
@@ -64,6 +66,7 @@ RECORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     STATEFUL: ("dcp.load replaces the caller's Stateful objects", (_PULL + "138575",)),
     REMOTE: ("dcp.save to a storage without files fails", (_PULL + "143046", _PULL + "144753")),
     UNPICKLED: ("an error that cannot be pickled hangs dcp.save and dcp.load", (_PULL + "177754",)),
+    COPIES: ("a finished save keeps its tensors until a collection", (_PULL + "170431",)),
 }
 
 
@@ -166,13 +169,14 @@ _DCP: tuple[tuple[str, str, tuple[str, ...], tuple[int, int]], ...] = (
     (COLLECTIVES, "_DistWrapper.gather_object", (COORDINATOR, UNPICKLED), FIXED_IN),
     (COLLECTIVES, "_DistWrapper.scatter_object", (COORDINATOR, UNPICKLED), FIXED_IN),
     (LOADER, "load", (STATEFUL,), (2, 6)),
+    (TRAVERSE, "traverse_state_dict", (COPIES,), FIXED_IN),
     (FSSPEC, "FileSystem.create_stream", (DELETED,), FIXED_IN),
 )
 
 TABLE = Table(
     provider="torch_dcp_backport.state_dict",
     owner="torch",
-    helpers=(STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES, LOADER, FSSPEC),
+    helpers=(STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES, LOADER, TRAVERSE, FSSPEC),
     optional=(FSSPEC,),
     trigger=STATE_DICT,
     targets=(
@@ -181,6 +185,7 @@ TABLE = Table(
             Target(module, name, FIRST, records, until, "torch_dcp_backport.dcp")
             for module, name, records, until in _DCP
         ),
+        Target(TRAVERSE, "traverse_state_dict_v_2_3", (2, 5), (COPIES,), provider="torch_dcp_backport.dcp"),
         *(Target(STATE_DICT, *helper) for helper in _SHARED),
         *(Target(STATE_DICT, name, FIRST, records) for name, records in _NAMES.items()),
     ),

@@ -12,6 +12,7 @@ from torch_dcp_backport.dcp.loader import load
 from torch_dcp_backport.dcp.planner import EmptyStateDictLoadPlanner as _EmptyStateDictLoadPlanner
 from torch_dcp_backport.dcp.planner import create_default_local_load_plan
 from torch_dcp_backport.dcp.remote import FileSystem
+from torch_dcp_backport.dcp.traverse import traverse_state_dict, traverse_state_dict_v_2_3
 from torch_dcp_backport.dcp.writer import FileSystemWriter as _FileSystemWriter
 
 __all__ = [
@@ -22,4 +23,6 @@ __all__ = [
     "_all_gather_keys",
     "create_default_local_load_plan",
     "load",
+    "traverse_state_dict",
+    "traverse_state_dict_v_2_3",
 ]
