@@ -209,8 +209,8 @@ class Installer:
         self._write(Replacement(Plan(swaps, []), bindings), modules)
 
     def _apply(self) -> None:
-        for helper in self.table.optional:
-            with contextlib.suppress(Exception):  # another package is missing, or does not fit
+        for helper in replace.optional(self.table, self.decision.release, self.decision.preview):
+            with contextlib.suppress(Exception):  # a package that it needs is missing, or does not fit
                 import_module(helper)
         stubs = [swap for step in self._stubs.steps for swap in step.swaps]
         plan = replace.plan(self.table, self.decision.release, self.decision.preview, stubs)

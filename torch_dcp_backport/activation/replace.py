@@ -123,6 +123,15 @@ def find(
     return swaps
 
 
+def optional(table: Table, release: tuple[int, int], preview: bool) -> list[str]:
+    """Return the optional helpers that have names to replace in this torch."""
+    served = (
+        target for target in table.targets if target.since <= release and target.serves(release, preview)
+    )
+    modules = {target.module for target in served}
+    return [helper for helper in table.optional if helper in modules]
+
+
 def behind_stub(value: object) -> object:
     """Return torch's own function behind a stub, of an earlier activation or another copy of us too."""
     stands_for = getattr(value, "__wrapped__", None) if _home(value) == STUBS else None

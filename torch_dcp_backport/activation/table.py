@@ -18,6 +18,9 @@ FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 COLLECTIVES = "torch.distributed.checkpoint.utils"
 LOADER = "torch.distributed.checkpoint.state_dict_loader"
 TRAVERSE = "torch.distributed.checkpoint._traverse"
+# FSDP2's records of parameters: torch 2.4 and 2.5, then 2.6.
+SHARDS_2_4 = "torch.distributed._composable.fsdp._fsdp_param"
+SHARDS = "torch.distributed.fsdp._fully_shard._fsdp_param"
 FSSPEC = "torch.distributed.checkpoint._fsspec_filesystem"
 
 # The records in patches/.
@@ -39,6 +42,7 @@ STATEFUL = "0015-load-replaces-stateful-objects"
 REMOTE = "0016-save-to-a-remote-storage-fails"
 UNPICKLED = "0017-errors-that-cannot-be-pickled-hang"
 COPIES = "0018-finished-saves-keep-their-tensors"
+STALE = "0019-kept-state-dicts-go-stale"
 
 # The subject of each record, and the pull requests or issues that it names.
 _PULL, _ISSUE = "https://github.com/pytorch/pytorch/pull/", "https://github.com/pytorch/pytorch/issues/"
@@ -67,6 +71,7 @@ RECORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     REMOTE: ("dcp.save to a storage without files fails", (_PULL + "143046", _PULL + "144753")),
     UNPICKLED: ("an error that cannot be pickled hangs dcp.save and dcp.load", (_PULL + "177754",)),
     COPIES: ("a finished save keeps its tensors until a collection", (_PULL + "170431",)),
+    STALE: ("a state dict that is kept goes stale with uneven shards", (_PULL + "163130",)),
 }
 
 
@@ -170,14 +175,25 @@ _DCP: tuple[tuple[str, str, tuple[str, ...], tuple[int, int]], ...] = (
     (COLLECTIVES, "_DistWrapper.scatter_object", (COORDINATOR, UNPICKLED), FIXED_IN),
     (LOADER, "load", (STATEFUL,), (2, 6)),
     (TRAVERSE, "traverse_state_dict", (COPIES,), FIXED_IN),
+    (SHARDS_2_4, "FSDPParam.reset_sharded_param", (STALE,), (2, 6)),
     (FSSPEC, "FileSystem.create_stream", (DELETED,), FIXED_IN),
 )
 
 TABLE = Table(
     provider="torch_dcp_backport.state_dict",
     owner="torch",
-    helpers=(STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES, LOADER, TRAVERSE, FSSPEC),
-    optional=(FSSPEC,),
+    helpers=(
+        STATE_DICT_UTILS,
+        PLANNER,
+        FILESYSTEM,
+        COLLECTIVES,
+        LOADER,
+        TRAVERSE,
+        SHARDS_2_4,
+        FSSPEC,
+        SHARDS,
+    ),
+    optional=(SHARDS_2_4, FSSPEC, SHARDS),
     trigger=STATE_DICT,
     targets=(
         *(Target(STATE_DICT_UTILS, *helper) for helper in _HELPERS),
@@ -186,6 +202,7 @@ TABLE = Table(
             for module, name, records, until in _DCP
         ),
         Target(TRAVERSE, "traverse_state_dict_v_2_3", (2, 5), (COPIES,), provider="torch_dcp_backport.dcp"),
+        Target(SHARDS, "FSDPParam.reset_sharded_param", (2, 6), (STALE,), provider="torch_dcp_backport.dcp"),
         *(Target(STATE_DICT, *helper) for helper in _SHARED),
         *(Target(STATE_DICT, name, FIRST, records) for name, records in _NAMES.items()),
     ),
