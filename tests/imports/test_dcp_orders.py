@@ -122,8 +122,8 @@ from torch_dcp_backport.activation import bindings
 from torch_dcp_backport.activation.table import TABLE
 def world():
     found = {}
-    for t in TABLE.targets:
-        if t.provider:
+    for t in served(TABLE.targets):
+        if t.provider and t.module in sys.modules:
             held = bindings.contents(bindings.holder_in(sys.modules[t.module], t.name))
             found[t.name] = held.get(t.name.rpartition(".")[2])
     return found
@@ -378,3 +378,34 @@ def test_an_interrupt_waits_for_the_files_that_are_being_written(fresh: Fresh) -
     assert "KeyboardInterrupt" in facts["error"]
     assert facts["still_open"] == 0
     assert not facts["published"]
+
+
+def test_a_load_without_a_process_group_keeps_objects_and_warns_as_torch_does(fresh: Fresh) -> None:
+    """Bound by name before us, with the reader by position as before torch 2.3."""
+    facts = fresh(
+        """
+        import torch, torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import load
+        import torch_dcp_backport
+        class Trainer:
+            step = 0
+            def state_dict(self):
+                return {"step": self.step}
+            def load_state_dict(self, state):
+                self.step = state["step"]
+        def loaded(*args, **kwargs):
+            kept = {"trainer": Trainer(), "w": torch.zeros(2)}
+            trainer = kept["trainer"]
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                load(kept, *args, **kwargs)
+            texts = [str(w.message) for w in found if "torch.distributed is unavailable" in str(w.message)]
+            return [kept["trainer"] is trainer, trainer.step, kept["w"].tolist(), len(texts)]
+        warnings.simplefilter("ignore")
+        saved = Trainer()
+        saved.step = 4
+        dcp.save({"trainer": saved, "w": torch.ones(2)}, checkpoint_id="saved")
+        tell(by_name=loaded(checkpoint_id="saved"), by_position=loaded(dcp.FileSystemReader("saved")))
+        """
+    ).facts
+    assert facts == {"by_name": [True, 4, [1, 1], 1], "by_position": [True, 4, [1, 1], 1]}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from interpreters import AFFECTED, TORCH, Fresh, own
 
-from torch_dcp_backport.activation.table import TABLE
-
 PENDING, APPLIED = ("pending", "applied") if AFFECTED else ("not-needed", "not-needed")
 HOME = "torch_dcp_backport" if AFFECTED else "torch"
 
@@ -142,11 +140,13 @@ def test_pending_until_it_is_applied(fresh: Fresh) -> None:
             __import__(name)
             seen.append(torch_dcp_backport.status().outcome)
         status = torch_dcp_backport.status()
-        tell(seen=seen, finger=status.fingerprint, replaced=status.replaced)
+        from torch_dcp_backport.activation.table import TABLE
+        tell(seen=seen, finger=status.fingerprint, replaced=[module for module, _ in status.replaced],
+             served=list(dict.fromkeys(t.module for t in served(TABLE.targets))))
         """
     ).facts
     assert facts["seen"] == [PENDING] * 3 + [APPLIED]
-    assert [module for module, _ in facts["replaced"]] == (list(TABLE.modules) if AFFECTED else [])
+    assert facts["replaced"] == (facts["served"] if AFFECTED else [])
     again = fresh(
         "import torch.distributed.checkpoint.state_dict, torch_dcp_backport\n"
         "tell(finger=torch_dcp_backport.status().fingerprint)"

@@ -22,9 +22,11 @@ NEWEST, LAST_AFFECTED = "2.13", "2.6"
 # [parameter, kind, default as text or null].
 SIGNATURES = """
 import importlib, inspect, json
+def text_of(default):
+    return default.__qualname__ if inspect.isfunction(default) else repr(default)
 def signature_of(function):
     parameters = inspect.signature(function).parameters.values()
-    return [[p.name, p.kind.name, None if p.default is p.empty else repr(p.default)] for p in parameters]
+    return [[p.name, p.kind.name, None if p.default is p.empty else text_of(p.default)] for p in parameters]
 def signatures(modules):
     found = {}
     for module in modules:
@@ -35,7 +37,10 @@ def signatures(modules):
                 except ValueError:  # an exception's class
                     pass
     for target in TABLE.targets:
-        value = importlib.import_module(target.module)
+        try:
+            value = importlib.import_module(target.module)
+        except ImportError:  # of an earlier torch
+            continue
         for part in target.name.split("."):
             value = getattr(value, part, None)
         if target.module not in modules and value is not None:
@@ -112,7 +117,7 @@ for target in TABLE.targets:
         mine = replacement_of(TABLE, target.module, target.name)
         positions = not (isinstance(mine, type) and target.name.startswith("_"))
         misfits[dotted] = call_misfit(stand_in(known[dotted]), mine, positions)
-    elif f"{{TORCHS[1]}}.{{target.name}}" not in known:
+    elif not any(name.endswith(f".{{target.name}}") for name in known):  # torch 2.4 has it elsewhere
         unknown.append(dotted)
 tell(misfits={{name: why for name, why in misfits.items() if why}}, checked=len(misfits), unknown=unknown)
 """

@@ -267,6 +267,71 @@ def test_the_rest_of_a_load_is_as_before(ranks, tmp_path):
     ranks(load_as_before, str(tmp_path / "saved"), world=2)
 
 
+# --- objects with a state
+
+
+class Trainer:
+    """`Stateful`, as torch calls it."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.weight = step, torch.full((3,), float(step))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.weight = state["weight"]
+
+
+def resume_and_save(api: Any, folder: str, group: bool) -> None:
+    """A job that keeps one dict for all of its saves and loads."""
+    options = {"process_group": dist.new_group([0, 1])} if group else {}
+
+    def job(step: int) -> dict[str, Any]:
+        return {"trainer": Trainer(step), "w": torch.full((2,), float(step)), "n": step}
+
+    dcp.save(job(3), checkpoint_id=f"{folder}/first", **options)
+    kept = job(0)
+    trainer, tensor = kept["trainer"], kept["w"]
+    dcp.load(kept, checkpoint_id=f"{folder}/first", **options)
+    assert kept["trainer"] is trainer, "the object was replaced"
+    assert kept["w"] is tensor
+    assert (trainer.step, tensor.tolist(), kept["n"]) == (3, [3, 3], 3)
+    trainer.step = 9
+    trainer.weight.fill_(9)
+    dcp.save(kept, checkpoint_id=f"{folder}/second", **options)
+    resumed = job(0)
+    dcp.load(resumed, checkpoint_id=f"{folder}/second", **options)
+    assert (resumed["trainer"].step, resumed["trainer"].weight.tolist(), resumed["n"]) == (9, [9] * 3, 3)
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_objects_with_a_state_stay_in_the_callers_dict(fixed, tmp_path, group):
+    fixed(resume_and_save, str(tmp_path), group, world=2, broken=TORCH in ((2, 4), (2, 5)))
+
+
+def load_objects_that_fail(api: Any, folder: str) -> None:
+    """Nothing was loaded: the dict and its objects are as they were."""
+    dcp.save({"trainer": Trainer(3), "n": 3}, checkpoint_id=folder)
+    kept = {"trainer": Trainer(1), "n": 1, **({"missing": 5} if dist.get_rank() == 1 else {})}
+    trainer = kept["trainer"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(CheckpointException, match="missing"):
+            dcp.load(kept, checkpoint_id=folder)
+    assert kept["trainer"] is trainer
+    assert (trainer.step, kept["n"]) == (1, 1)
+    assert any("mismatched keys in state dict" in str(warning.message) for warning in caught) is (
+        dist.get_rank() == 0
+    )
+
+
+@pytest.mark.skipif(TORCH >= (2, 7), reason="torch does not compare the keys")
+def test_a_load_that_fails_leaves_the_callers_dict(ranks, tmp_path):
+    ranks(load_objects_that_fail, str(tmp_path), world=2)
+
+
 # --- groups without global rank 0
 
 

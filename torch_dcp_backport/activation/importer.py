@@ -5,6 +5,7 @@ Must never import torch, act on a half-executed module, or run other code than o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -132,7 +133,7 @@ class Installer:
                 self._refuse("unsupported", why, error)
         # Pending: another thread is at it. If a helper is expected, ours would import it from the middle of
         # its package.
-        is_early = any(map(self._modules.is_expected, self.table.helpers))
+        is_early = any(map(self._modules.is_expected, self.table.required))
         if self._over or is_early or self.outcome not in ("applied", "pending"):
             return stock
         return cast("Callable[..., Any]", replace.replacement_of(self.table, module, name))
@@ -150,8 +151,15 @@ class Installer:
             if not modules.is_complete(trigger) and self._stubs.possible(self.table, modules):
                 again = self._attempt(self._put_stubs)
             # The end of a helper module brings us back here.
-            if modules.is_complete(trigger) and not any(map(modules.under_way, self.table.helpers)):
+            if modules.is_complete(trigger) and not self._is_helper_under_way():
                 again = self._attempt(self._apply) or again
+
+    def _is_helper_under_way(self) -> bool:
+        """Return whether a helper is in the middle of its import, or will certainly be imported."""
+        modules = self._modules
+        # No import has to come of an optional helper that is not there yet.
+        there = [name for name in self.table.optional if name in sys.modules]
+        return any(map(modules.under_way, (*self.table.required, *there)))
 
     def _start_again(self) -> None:
         with self._lock:
@@ -201,6 +209,9 @@ class Installer:
         self._write(Replacement(Plan(swaps, []), bindings), modules)
 
     def _apply(self) -> None:
+        for helper in replace.optional(self.table, self.decision.release, self.decision.preview):
+            with contextlib.suppress(Exception):  # a package that it needs is missing, or does not fit
+                import_module(helper)
         stubs = [swap for step in self._stubs.steps for swap in step.swaps]
         plan = replace.plan(self.table, self.decision.release, self.decision.preview, stubs)
         bindings = self._find_early(plan.swaps, search=self.table.trigger in self._modules.late)

@@ -96,6 +96,8 @@ def find(
         if target.module not in modules or not target.serves(release, preview):
             continue
         module = sys.modules.get(target.module)
+        if module is None and target.module in table.optional:
+            continue
         if namespace_of(module) is None:
             raise Refused("unsupported", f"{target.module} is not loaded, though {table.trigger} is")
         holder = holder_in(module, target.name)
@@ -119,6 +121,15 @@ def find(
             )
         swaps.append(swap)
     return swaps
+
+
+def optional(table: Table, release: tuple[int, int], preview: bool) -> list[str]:
+    """Return the optional helpers that have names to replace in this torch."""
+    served = (
+        target for target in table.targets if target.since <= release and target.serves(release, preview)
+    )
+    modules = {target.module for target in served}
+    return [helper for helper in table.optional if helper in modules]
 
 
 def behind_stub(value: object) -> object:

@@ -16,6 +16,12 @@ STATE_DICT_UTILS = "torch.distributed._state_dict_utils"
 PLANNER = "torch.distributed.checkpoint.default_planner"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 COLLECTIVES = "torch.distributed.checkpoint.utils"
+LOADER = "torch.distributed.checkpoint.state_dict_loader"
+TRAVERSE = "torch.distributed.checkpoint._traverse"
+# FSDP2's records of parameters: torch 2.4 and 2.5, then 2.6.
+SHARDS_2_4 = "torch.distributed._composable.fsdp._fsdp_param"
+SHARDS = "torch.distributed.fsdp._fully_shard._fsdp_param"
+FSSPEC = "torch.distributed.checkpoint._fsspec_filesystem"
 
 # The records in patches/.
 KEPT_ALIVE = "0001-full-tensor-kept-alive"
@@ -31,6 +37,12 @@ LOST_WRITE = "0010-failed-writer-thread-publishes-a-checkpoint"
 OTHER_SHAPE = "0011-another-shape-loads-silently"
 COORDINATOR = "0012-save-and-load-without-global-rank-0"
 BY_KEY = "0013-load-by-key-fails-without-paths"
+DELETED = "0014-failed-read-deletes-the-file"
+STATEFUL = "0015-load-replaces-stateful-objects"
+REMOTE = "0016-save-to-a-remote-storage-fails"
+UNPICKLED = "0017-errors-that-cannot-be-pickled-hang"
+COPIES = "0018-finished-saves-keep-their-tensors"
+STALE = "0019-kept-state-dicts-go-stale"
 
 # The subject of each record, and the pull requests or issues that it names.
 _PULL, _ISSUE = "https://github.com/pytorch/pytorch/pull/", "https://github.com/pytorch/pytorch/issues/"
@@ -54,6 +66,12 @@ RECORDS: dict[str, tuple[str, tuple[str, ...]]] = {
         (_PULL + "147675", _PULL + "155912", _PULL + "135045"),
     ),
     BY_KEY: ("a checkpoint that was saved unflattened loads not by key", (_PULL + "157940",)),
+    DELETED: ("a read through fsspec that fails deletes the file", (_PULL + "135541",)),
+    STATEFUL: ("dcp.load replaces the caller's Stateful objects", (_PULL + "138575",)),
+    REMOTE: ("dcp.save to a storage without files fails", (_PULL + "143046", _PULL + "144753")),
+    UNPICKLED: ("an error that cannot be pickled hangs dcp.save and dcp.load", (_PULL + "177754",)),
+    COPIES: ("a finished save keeps its tensors until a collection", (_PULL + "170431",)),
+    STALE: ("a state dict that is kept goes stale with uneven shards", (_PULL + "163130",)),
 }
 
 
@@ -80,6 +98,12 @@ class Table(NamedTuple):
     helpers: tuple[str, ...]  # modules that others of the owner's modules use without the trigger
     trigger: str  # the module whose import completes the set
     targets: tuple[Target, ...]
+    optional: tuple[str, ...] = ()  # helpers that are left out where they cannot be imported
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The helpers that are there wherever the trigger is."""
+        return tuple(helper for helper in self.helpers if helper not in self.optional)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -142,17 +166,34 @@ _DCP: tuple[tuple[str, str, tuple[str, ...], tuple[int, int]], ...] = (
     (PLANNER, "create_default_local_load_plan", (OTHER_SHAPE,), (2, 6)),
     (PLANNER, "_EmptyStateDictLoadPlanner._should_include_key", (BY_KEY,), FIXED_IN),
     (PLANNER, "_EmptyStateDictLoadPlanner.set_up_planner", (BY_KEY,), FIXED_IN),
-    (FILESYSTEM, "_FileSystemWriter.write_data", (LOST_WRITE,), FIXED_IN),
+    (FILESYSTEM, "_FileSystemWriter.write_data", (LOST_WRITE, REMOTE), FIXED_IN),
+    (FILESYSTEM, "_FileSystemWriter.finish", (REMOTE,), FIXED_IN),
     (COLLECTIVES, "_all_gather_keys", (COORDINATOR,), (2, 5)),
-    (COLLECTIVES, "_DistWrapper.broadcast_object", (COORDINATOR,), FIXED_IN),
-    (COLLECTIVES, "_DistWrapper.gather_object", (COORDINATOR,), FIXED_IN),
-    (COLLECTIVES, "_DistWrapper.scatter_object", (COORDINATOR,), FIXED_IN),
+    (COLLECTIVES, "_DistWrapper.all_gather_object", (UNPICKLED,), FIXED_IN),
+    (COLLECTIVES, "_DistWrapper.broadcast_object", (COORDINATOR, UNPICKLED), FIXED_IN),
+    (COLLECTIVES, "_DistWrapper.gather_object", (COORDINATOR, UNPICKLED), FIXED_IN),
+    (COLLECTIVES, "_DistWrapper.scatter_object", (COORDINATOR, UNPICKLED), FIXED_IN),
+    (LOADER, "load", (STATEFUL,), (2, 6)),
+    (TRAVERSE, "traverse_state_dict", (COPIES,), FIXED_IN),
+    (SHARDS_2_4, "FSDPParam.reset_sharded_param", (STALE,), (2, 6)),
+    (FSSPEC, "FileSystem.create_stream", (DELETED,), FIXED_IN),
 )
 
 TABLE = Table(
     provider="torch_dcp_backport.state_dict",
     owner="torch",
-    helpers=(STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES),
+    helpers=(
+        STATE_DICT_UTILS,
+        PLANNER,
+        FILESYSTEM,
+        COLLECTIVES,
+        LOADER,
+        TRAVERSE,
+        SHARDS_2_4,
+        FSSPEC,
+        SHARDS,
+    ),
+    optional=(SHARDS_2_4, FSSPEC, SHARDS),
     trigger=STATE_DICT,
     targets=(
         *(Target(STATE_DICT_UTILS, *helper) for helper in _HELPERS),
@@ -160,6 +201,8 @@ TABLE = Table(
             Target(module, name, FIRST, records, until, "torch_dcp_backport.dcp")
             for module, name, records, until in _DCP
         ),
+        Target(TRAVERSE, "traverse_state_dict_v_2_3", (2, 5), (COPIES,), provider="torch_dcp_backport.dcp"),
+        Target(SHARDS, "FSDPParam.reset_sharded_param", (2, 6), (STALE,), provider="torch_dcp_backport.dcp"),
         *(Target(STATE_DICT, *helper) for helper in _SHARED),
         *(Target(STATE_DICT, name, FIRST, records) for name, records in _NAMES.items()),
     ),

@@ -1,18 +1,25 @@
-"""`FileSystemWriter.write_data` that fails where one of its threads fails.
+"""`FileSystemWriter` that fails where one of its threads fails, and that needs no files on this machine.
 
-Torch's own code writes each file; only the threads around it are ours. Must never leave a thread writing.
+Torch's own code writes each file; the threads around it and the end of each file are ours. Must never leave a
+thread writing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from io import UnsupportedOperation
 from queue import Queue
 from typing import Any, Callable, NamedTuple
 
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -47,12 +54,12 @@ class FileSystemWriter:
             for file in batch:
                 waiting.put(file)
             filesystem._write_files_from_queue(
-                create_stream=self.fs.create_stream,
+                create_stream=partial(create_stream, self),
                 file_queue=waiting,
                 result_queue=written,
                 planner=planner,
                 inflight_threshhold=self.per_thread_copy_ahead,
-                use_fsync=self.sync_files,
+                use_fsync=False,  # our streams do it
                 thread_count=self.thread_count,
             )
             if written.qsize() != len(batch):
@@ -68,6 +75,30 @@ class FileSystemWriter:
         future: Future[list[WriteResult]] = Future()
         future.set_result([result for each in results for result in each])
         return future
+
+    def finish(self: Any, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publish the checkpoint: write `.metadata` under another name, then rename it."""
+        metadata.storage_data = {part.index: part.storage_data for of_rank in results for part in of_rank}
+        metadata.storage_meta = self.storage_meta()
+        draft = self.fs.concat_path(self.path, ".metadata.tmp")
+        with create_stream(self, draft, "wb") as stream:
+            pickle.dump(metadata, stream)
+        place = self.metadata_path
+        if self.fs.exists(place):  # not every storage renames onto what is there
+            self.fs.rm_file(place)
+        self.fs.rename(draft, place)
+
+
+@contextlib.contextmanager
+def create_stream(writer: Any, path: Any, mode: str) -> Iterator[Any]:
+    """Open a file of a writer's storage; at its end force it to the disk, where the writer is to do so."""
+    with writer.fs.create_stream(path, mode) as stream:
+        yield stream
+        if writer.sync_files:
+            try:
+                os.fsync(stream.fileno())
+            except (AttributeError, UnsupportedOperation):  # not a file of the operating system
+                os.sync()
 
 
 def write_in_threads(
