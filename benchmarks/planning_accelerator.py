@@ -26,9 +26,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.allgather import Held
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.engine import Engine
-from torch_dcp_backport.transfer.gather import Held, engine_of
+from torch_dcp_backport.transfer.gather import engine_of
 from torch_dcp_backport.transfer.layout import Box, Mesh, layout_at
 from torch_dcp_backport.transfer.plan import Agreement, Table, TensorInfo, Want
 from torch_dcp_backport.transfer.scatter import Offer, Scatter, Target
