@@ -123,7 +123,10 @@ def load_of(shapes: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], rank:
     }
     inventory = {key: TensorInfo(shape, dtype) for key, shape in shapes.items()}
     reader = Whole(shapes, dtype) if rank == 0 else None
-    return Scatter(call, Offer(inventory, reader), targets, agreement, None)  # type: ignore[arg-type]
+    engine = Scatter(call, Offer(inventory, reader), targets, agreement, None)  # type: ignore[arg-type]
+    # In torch's "fake" group every rank loads its own dict.
+    engine.source, engine.is_source = 0, rank == 0
+    return engine
 
 
 def get_of(shapes: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], rank: int, call: Call) -> Engine:
