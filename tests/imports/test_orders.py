@@ -27,7 +27,9 @@ classes = {"StateDictOptions", "_StateDictInfo", "_EXTRA_STATE"}
 result = dict(
     outcome=status.outcome,
     version=status.torch_version,
-    homes=sorted({home(t.name, t.module) for t in targets if t.name not in classes}),
+    homes=sorted(
+        {home(t.name, t.module) for t in targets if t.name not in classes and t.module in sys.modules}
+    ),
     classes=sorted({home(name) for name in classes}),
     shared=shares_torchs_set(),
     one_helper=b._broadcast_state_dict is a._broadcast_state_dict,
