@@ -16,9 +16,9 @@ from typing import IO, TYPE_CHECKING, Any, Optional, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor as DTensor
     from torch.distributed.tensor import Replicate as Replicate
@@ -273,8 +273,12 @@ def backend_device_types(group: dist.ProcessGroup) -> list[str]:
     No release has a public way to ask; the attributes below are the same from 2.1 to the newest. gloo
     says that it serves accelerators too, but its point-to-point messages are on the host.
     """
-    kinds = [device.type for device in cast(Any, group)._device_types]
-    return [kind for kind in kinds if kind == "cpu" or backend_name(group, kind) != "gloo"]
+    asked: Any = group
+    return [
+        device.type
+        for device in asked._device_types
+        if device.type == "cpu" or asked._get_backend(device).name() != "gloo"
+    ]
 
 
 def all_gather_rows(
@@ -292,14 +296,10 @@ def all_gather_rows(
 def backend_name(group: dist.ProcessGroup, kind: str) -> str:
     """The name of the backend that carries messages on a device type; "" where it has none."""
     asked: Any = group
-    with contextlib.suppress(RuntimeError, ValueError):
+    try:
         return str(asked._get_backend(torch.device(kind)).name())
-    # Of torch's backends for tests the threaded one has no such object, and the fake one's has no name:
-    # https://github.com/pytorch/pytorch/blob/v2.7.1/torch/csrc/distributed/c10d/Backend.hpp#L93
-    with contextlib.suppress(RuntimeError, ValueError):
-        names = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-        return str(names.get(kind, ""))
-    return ""
+    except (RuntimeError, ValueError):
+        return ""
 
 
 def bound_device(group: dist.ProcessGroup) -> Optional[torch.device]:

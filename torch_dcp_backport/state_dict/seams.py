@@ -11,7 +11,6 @@ from torch import nn
 from torch_dcp_backport.state_dict.api import (
     Optimizers,
     OptimizerStateType,
-    ValueType,  # noqa: F401  # in the alias OptimizerStateType, by its name
     as_tuple,
     get_model_state_dict,
     get_optimizer_state_dict,

@@ -16,7 +16,6 @@ from typing import NamedTuple, Optional
 from torch_dcp_backport.dist_checkpointing.engine import metadata
 from torch_dcp_backport.dist_checkpointing.engine.assign import Share
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place, Stored
-from torch_dcp_backport.dist_checkpointing.engine.records import Words
 from torch_dcp_backport.dist_checkpointing.engine.table import Table
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 
@@ -30,8 +29,8 @@ class Lines(NamedTuple):
     """The place of a rank's records: file, offsets and lengths."""
 
     file: str
-    offsets: Words
-    lengths: Words
+    offsets: array[int]
+    lengths: array[int]
 
 
 class Description:
@@ -47,7 +46,7 @@ class Description:
         self._template: Optional[metadata.Template] = None
         self._lines: dict[int, Lines] = {}
         #: Of each rank's records among all checksums.
-        self._places: dict[int, Words] = {}
+        self._places: dict[int, array[int]] = {}
 
     def to_bytes(self, outputs: Mapping[int, Output], common: tuple[int, int]) -> bytes:
         """Return the content of `.metadata` for the records that the ranks have written by this plan."""
