@@ -1,8 +1,9 @@
-"""Values that every rank, process and release makes the same."""
+"""Values that every rank, process and release makes the same, and a mapping that stops to give them."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -14,3 +15,22 @@ def value_of(key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float3
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.randint(1, 100, shape, generator=generator).to(dtype)
     return torch.randn(shape, generator=generator).to(dtype)
+
+
+class Breaking(Mapping[str, torch.Tensor]):
+    """Values that are made at each access, as from a disk that fails after some reads."""
+
+    def __init__(self, full: Mapping[str, torch.Tensor], reads: int) -> None:
+        self.full, self.reads = full, reads
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.full)
+
+    def __len__(self) -> int:
+        return len(self.full)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        self.reads -= 1
+        if self.reads < 0:
+            raise OSError("the disk failed")
+        return self.full[key].clone()

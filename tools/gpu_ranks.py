@@ -239,9 +239,9 @@ def load_offloaded(place: Place, api: Any, size: str) -> None:
     check_model(place, net, full, torch.device("cpu"))
 
 
-def filled(place: Place, size: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def filled(place: Place, size: str, tied: bool = True) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A sharded model with the known values; no message is sent."""
-    net, full = sharded(place, size), values(size, place.mib, True)
+    net, full = sharded(place, size, tied=tied), values(size, place.mib, tied)
     with torch.no_grad():
         for key, value in net.named_parameters():
             value._local_tensor.copy_(part(place, full[key]))
@@ -438,7 +438,7 @@ def manager(place: Place, api: Any, size: str) -> None:
     """Save, and load into another model and optimizer."""
     from torch_dcp_backport.checkpoint import FSDPCheckpointManager
 
-    net, full = filled_untied(place, size)
+    net, full = filled(place, size, tied=False)
     optimizer, states = filled_optimizer(place, size, net)
     other = sharded(place, size, tied=False)
     target = adamw(other)
@@ -453,16 +453,6 @@ def manager(place: Place, api: Any, size: str) -> None:
             local = target.state[parameter][name]._local_tensor
             assert local.device == place.device, (key, name, local.device)
             assert torch.equal(local.cpu(), part(place, states[key][name])), (key, name)
-
-
-def filled_untied(place: Place, size: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    net, full = sharded(place, size, tied=False), values(size, place.mib, False)
-    with torch.no_grad():
-        for key, value in net.named_parameters():
-            value._local_tensor.copy_(part(place, full[key]))
-        for key, value in net.named_buffers():
-            value.copy_(full[key])
-    return net, full
 
 
 def messages(place: Place, api: Any, size: str, *, unlike: bool = False) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from values import Breaking
 
 from torch_dcp_backport import compat, dist_checkpointing, hf, status, transfer
 from torch_dcp_backport.checkpoint import FSDPCheckpointManager
@@ -619,25 +620,6 @@ def errors_on_every_rank(rank: int, world: int) -> None:
             functions.set_model_state_dict(net, source if rank == 0 else {}, options=from_rank_0())
     functions.set_model_state_dict(net, full if rank == 0 else {}, options=from_rank_0())
     check_model(net, full)
-
-
-class Breaking(Mapping[str, torch.Tensor]):
-    """Values that are made at each access, as from a disk that fails after some."""
-
-    def __init__(self, full: State, reads: int) -> None:
-        self.full, self.reads = full, reads
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.full)
-
-    def __len__(self) -> int:
-        return len(self.full)
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        self.reads -= 1
-        if self.reads < 0:
-            raise OSError("the disk failed")
-        return self.full[key].clone()
 
 
 def a_dict_that_fails_while_it_is_sent(rank: int, world: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from models import build, check_values, full_state, local_of, value_of, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from values import Breaking
 
 from torch_dcp_backport import compat, transfer
 from torch_dcp_backport.state_dict import source
@@ -101,25 +102,6 @@ def test_a_model_is_loaded_and_read_and_errors_are_everywhere_the_same(ranks):
         assert (loaded.bytes_sent, loaded.bytes_received) == ((total, 0) if rank == 0 else (0, total))
         assert not any((loaded.peers_sent, loaded.peers_received, saved.peers_sent, saved.peers_received))
         assert loaded.rounds == loaded.chunks > 100
-
-
-class Breaking(Mapping[str, torch.Tensor]):
-    """Values that are made at each access, until one cannot be."""
-
-    def __init__(self, full: dict[str, torch.Tensor], reads: int) -> None:
-        self.full, self.reads = full, reads
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.full)
-
-    def __len__(self) -> int:
-        return len(self.full)
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        self.reads -= 1
-        if self.reads < 0:
-            raise OSError("the disk failed")
-        return self.full[key].clone()
 
 
 def a_copy_fails(api: Any, on: int) -> tuple[str, bool]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.call import Call
-from torch_dcp_backport.transfer.chunks import Key, KeyedBox, Piece, chunk_bytes, moved
+from torch_dcp_backport.transfer.chunks import Key, KeyedBox, Piece, chunk_bytes, cut_of, moved
 from torch_dcp_backport.transfer.consensus import NO_DIGEST, Mark, agree_on_mark, share_findings
 from torch_dcp_backport.transfer.errors import (
     DOUBTFUL,
@@ -31,6 +31,7 @@ from torch_dcp_backport.transfer.groups import device_in, note_device
 from torch_dcp_backport.transfer.layout import Box
 from torch_dcp_backport.transfer.memory import is_same_view
 from torch_dcp_backport.transfer.plan import Agreement
+from torch_dcp_backport.transfer.spread import intersection
 from torch_dcp_backport.transfer.staging import Move, Ring, Staging, copy_to, part_of
 from torch_dcp_backport.transfer.wire import Message, finish, open_lane, post
 
@@ -190,7 +191,43 @@ class Engine:
             if nbytes <= 0:
                 return
 
-    # --- messages ---
+    # --- chunks to all ranks ---
+
+    def broadcast(self, source: int, pieces: Sequence[Piece]) -> None:
+        """Bring a chunk from one rank to all, each of which keeps what it wants of it."""
+        buffer = self.ring.take(chunk_bytes(pieces))
+        if self.rank == source:
+            self.attempt(functools.partial(self.pack, buffer, pieces))
+            self.tally.sent(moved(pieces))
+        self.doing = f"broadcasting from rank {source}", pieces
+        work = dist.broadcast(buffer, src=source, group=self.group, async_op=True)
+        self.ring.use(functools.partial(self.arrive_at_all, self.doing[0], buffer, pieces, work))
+        self.tally.rounds += 1
+
+    def arrive_at_all(self, verb: str, buffer: torch.Tensor, pieces: Sequence[Piece], work: Any) -> None:
+        self.wait(verb, pieces, [work])
+        self.attempt(functools.partial(self.keep, buffer, pieces))
+
+    def keep(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        """Copy what this rank wants out of a chunk that went to all."""
+        raise NotImplementedError
+
+    def kept_boxes(self, key: Key) -> Sequence[Box]:
+        """The boxes of a key that `keep_parts` copies."""
+        raise NotImplementedError
+
+    def keep_parts(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        """Copy the parts of a chunk's pieces that lie in this rank's boxes."""
+
+        def moves() -> Iterator[Move]:
+            for piece in pieces:
+                for box in self.kept_boxes(piece.key):
+                    part = intersection(piece.box, box)
+                    if part is not None:
+                        self.written[piece.key] = None
+                        yield cut_of(piece, part), self.write(piece.key, part)
+
+        self.staging.unpack(buffer, moves())
 
     def attempt(self, copy: Callable[[], object]) -> None:
         """Copy, between collectives of an accelerator: an error is kept, since others wait in those to come.
@@ -222,6 +259,8 @@ class Engine:
             own = [(self.rank, problem_of(failure))] if failure is not None else []
             findings = share_findings(own, self.group)
             raise_together(title, findings, failure, TransferError, self.after_failure)
+
+    # --- messages ---
 
     def post(self, messages: Sequence[Message]) -> Sequence[Any]:
         for operation, _, peer in messages:

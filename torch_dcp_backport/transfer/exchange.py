@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from torch_dcp_backport.transfer.chunks import (
     chunk_bytes,
     chunks,
     collective_capacity,
-    cut_of,
     moved,
     total_bytes,
 )
@@ -43,11 +42,9 @@ from torch_dcp_backport.transfer.spread import (
     Ways,
     boxes_of,
     holders_of,
-    intersection,
     problems_of_spreads,
     ways_of,
 )
-from torch_dcp_backport.transfer.staging import Move
 from torch_dcp_backport.transfer.wire import Message
 
 #: A chunk to send and one to receive, of two steps.
@@ -229,7 +226,7 @@ class Exchange(Engine):
     def move(self, budget: int) -> None:
         plan, ranks = self.plan, self.ranks
         if self.is_collective:
-            self.broadcast(budget)
+            self.to_all(budget)
             return
         self.tally.meter.expect(lambda: plan.traffic)
         portion = capacity_of(budget, BUFFERS)
@@ -270,42 +267,27 @@ class Exchange(Engine):
         self.ring.use(functools.partial(self.arrive, buffer, incoming, works, before))
         return True
 
-    def broadcast(self, budget: int) -> None:
-        """Everything from its only holder to all."""
+    def to_all(self, budget: int) -> None:
+        """Everything from its only holder to all ranks."""
         plan, capacity = self.plan, self.capacity_for_all(budget)
         source = plan.only_holder
         assert source is not None, "the lane is for one holder"
         self.tally.meter.expect(lambda: box_bytes(plan.held()))
         self.ring = self.staging.ring(2, min(capacity, total_bytes(plan.held())))
         for pieces in chunks(plan.held(), capacity):
-            buffer = self.ring.take(chunk_bytes(pieces))
-            if self.rank == source:
-                self.attempt(functools.partial(self.pack, buffer, pieces))
-                self.tally.sent(moved(pieces))
-            self.doing = f"broadcasting from rank {source}", pieces
-            work = dist.broadcast(buffer, src=source, group=self.group, async_op=True)
-            self.ring.use(functools.partial(self.keep, buffer, pieces, work))
-            self.tally.rounds += 1
+            self.broadcast(source, pieces)
         self.attempt(functools.partial(self.copy_own, plan.own()))
         self.ring.drain()
         self.conclude()
 
-    def keep(self, buffer: torch.Tensor, pieces: Sequence[Piece], work: Any) -> None:
-        """Copy this rank's parts out of a chunk; the holder copies its own."""
-        self.wait(self.doing[0], pieces, [work])
-        if self.rank == self.plan.only_holder:
-            return
+    def keep(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        # The holder copies its own.
+        if self.rank != self.plan.only_holder:
+            self.keep_parts(buffer, pieces)
+            self.tally.received(moved(pieces))
 
-        def moves() -> Iterator[Move]:
-            for piece in pieces:
-                for wanted in self.plan.wanted[piece.key]:
-                    part = intersection(piece.box, wanted)
-                    if part is not None:
-                        self.written[piece.key] = None
-                        yield cut_of(piece, part), self.write(piece.key, part)
-
-        self.attempt(lambda: self.staging.unpack(buffer, moves()))
-        self.tally.received(moved(pieces))
+    def kept_boxes(self, key: Key) -> Sequence[Box]:
+        return self.plan.wanted[key]
 
     def filled(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """A chunk to send."""

@@ -26,7 +26,6 @@ from torch_dcp_backport.transfer.chunks import (
     chunk_bytes,
     chunks,
     collective_capacity,
-    cut_of,
     in_turn,
     moved,
     slots_of,
@@ -37,8 +36,6 @@ from torch_dcp_backport.transfer.groups import backend_of
 from torch_dcp_backport.transfer.lanes import Lane, lane_of
 from torch_dcp_backport.transfer.layout import Box, Mesh
 from torch_dcp_backport.transfer.plan import Agreement
-from torch_dcp_backport.transfer.spread import intersection
-from torch_dcp_backport.transfer.staging import Move, part_of
 
 #: Of the Python objects that say where a tensor goes, on a rank: with thousands of small tensors as much as
 #: the buffers. The staging budget is for both.
@@ -148,32 +145,26 @@ class Scatter(Engine):
         self.staging.pack(buffer, parts)
 
     def unpack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        if self.is_collective:
-            self.keep(buffer, pieces)
         # The source copies its own boxes.
-        elif not self.is_source:
+        if not self.is_source:
             super().unpack(buffer, pieces)
 
     def keep(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        """Copy this rank's parts out of a chunk of whole tensors.
-
-        The source's own parts come from there where they would go to its device a second time; the others may
-        share memory with what it still has to read.
-        """
-
-        def moves() -> Iterator[Move]:
-            for piece in pieces:
-                target = self.targets.get(piece.key)
-                if target is None or (self.is_source and piece.key not in self.crossing):
-                    continue
-                part = intersection(piece.box, target[1])
-                if part is not None:
-                    self.written[piece.key] = None
-                    yield cut_of(piece, part), part_of(*target, part)
-
-        self.staging.unpack(buffer, moves())
+        if not self.is_collective:
+            self.unpack(buffer, pieces)
+            return
+        self.keep_parts(buffer, pieces)
         if not self.is_source:
             self.tally.received(moved(pieces))
+
+    def kept_boxes(self, key: Key) -> Sequence[Box]:
+        """As the engine's. The source's own come from chunks where they would cross to its device once more.
+
+        Its others may share memory with what it still has to read.
+        """
+        if key not in self.targets or (self.is_source and key not in self.crossing):
+            return ()
+        return (self.targets[key][1],)
 
     def staging_bytes(self, budget: int) -> int:
         if len(self.ranks) == 1:
@@ -224,8 +215,7 @@ class Scatter(Engine):
         if window.common:
             self.ring = self.staging.ring(2, common_size)
             for pieces in self.delivery.chunks_for_all(window.common, self.capacity_for_all(budget)):
-                self.broadcast(pieces)
-                self.tally.rounds += 1
+                self.broadcast(self.source, pieces)
             self.ring.drain()
         last = next(reversed(window.ways), None)
         for relay, keys in window.ways.items():
@@ -235,20 +225,6 @@ class Scatter(Engine):
                 # The last chunks are still under way.
                 self.copy_own(own)
             self.ring.drain()
-
-    def broadcast(self, pieces: Sequence[Piece]) -> None:
-        """A chunk that goes to every rank."""
-        buffer = self.ring.take(chunk_bytes(pieces))
-        if self.is_source:
-            self.attempt(functools.partial(self.pack, buffer, pieces))
-            self.tally.sent(moved(pieces))
-        self.doing = f"broadcasting from rank {self.source}", pieces
-        work = dist.broadcast(buffer, src=self.source, group=self.group, async_op=True)
-        self.ring.use(functools.partial(self.arrive_at_all, buffer, pieces, work))
-
-    def arrive_at_all(self, buffer: torch.Tensor, pieces: Sequence[Piece], work: Any) -> None:
-        self.wait(f"broadcasting from rank {self.source}", pieces, [work])
-        self.attempt(functools.partial(self.unpack, buffer, pieces))
 
     def move_along(
         self, relay: Optional[Relay], keys: Sequence[Key], own: Iterator[KeyedBox], portion: int
