@@ -96,7 +96,9 @@ def create_stream(writer: Any, path: Any, mode: str) -> Iterator[Any]:
         yield stream
         if writer.sync_files:
             try:
-                os.fsync(stream.fileno())
+                number = stream.fileno()
+                stream.flush()  # what Python still has of the file is not the system's yet
+                os.fsync(number)
             except (AttributeError, UnsupportedOperation):  # not a file of the operating system
                 os.sync()
 
