@@ -5,6 +5,7 @@ On torch >= 2.7, which is left as it is, these run where torch has the correctio
 
 from __future__ import annotations
 
+import pickle
 import threading
 import traceback
 from types import CodeType
@@ -17,6 +18,8 @@ import torch.distributed.checkpoint as dcp
 from packaging.version import Version
 from torch.distributed.checkpoint import api as errors
 from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_dcp_backport.dcp import collectives
 
 TORCH = Version(torch.__version__).release[:2]
 AFFECTED = (2, 4) <= TORCH < (2, 7)
@@ -53,10 +56,33 @@ class Interrupted(KeyboardInterrupt):
         self.lock = threading.Lock()
 
 
+class Disguised(OSError):
+    """Is unpickled as what is no error, which the ranks would take for a result."""
+
+    def __reduce__(self) -> Any:
+        return str, ("no error",)
+
+
+class Leaving(OSError):
+    """Ends whoever pickles it."""
+
+    def __reduce__(self) -> Any:
+        raise SystemExit(1)
+
+
+class Untold(SyntaxError):
+    """Cannot even be formatted."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, ("no space", 1, 2, threading.Lock()))
+
+
 ERRORS = {
     "a lock": (lambda: Locked("no space"), OSError),
     "other arguments": (lambda: Precise("no space", code=5), Exception),
     "no text": (lambda: Bytes("no space"), RuntimeError),
+    "no error": (lambda: Disguised("no space"), OSError),
+    "an exit": (lambda: Leaving("no space"), OSError),
     "an interrupt": (lambda: Interrupted("no space"), KeyboardInterrupt),
     "an ordinary one": (lambda: PermissionError(13, "no space"), PermissionError),
 }
@@ -193,3 +219,10 @@ def test_without_a_group_the_error_itself_stays(tmp_path):
     text, same = fail_alone(str(tmp_path))
     assert "Locked: no space" in text
     assert same
+
+
+def test_an_error_without_a_text_has_its_class() -> None:
+    sent = collectives.portable_error(Untold("no space"))
+    assert type(sent) is SyntaxError
+    assert str(sent) == "Untold"
+    assert type(pickle.loads(pickle.dumps(sent))) is SyntaxError

@@ -162,3 +162,19 @@ def flattened(api: Any) -> Any:
 def test_flattened_names_are_as_before(pools, ranks):
     ours = ranks(flattened, world=1)
     assert pools.get(1, "torch.distributed.checkpoint.state_dict").run(flattened) == ours
+
+
+def walks_deep(api: Any) -> None:
+    """As deep as torch does."""
+    from torch.distributed.checkpoint import _traverse
+
+    value: Any = 1
+    for _ in range(600):
+        value = [value]
+    seen: list[Any] = []
+    _traverse.traverse_state_dict({"deep": value}, lambda path, leaf: seen.append((path, leaf)))
+    assert seen == [(("deep",), value)]
+
+
+def test_a_walk_goes_as_deep_as_torchs(ranks: Any) -> None:
+    ranks(walks_deep, world=0)

@@ -6,6 +6,7 @@ Ranks of torch.distributed's functions for objects are global, that of the coord
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import traceback
@@ -86,20 +87,21 @@ def portable(value: Any) -> Any:
 def portable_error(error: BaseException) -> BaseException:
     """Return the error, or where it cannot be pickled another of the closest built-in class, with its text.
 
-    It may hold a lock or a stream, or its class may need other arguments than the text.
+    It may hold a lock or a stream, its class may need other arguments than the text, and what is unpickled
+    may be no error: the ranks would take that for a result.
     """
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
+    # Code of the error's class runs here, which may raise whatever it likes: the other ranks wait.
+    with contextlib.suppress(BaseException):
+        if isinstance(pickle.loads(pickle.dumps(error)), BaseException):
+            return error
+    text = type(error).__name__
+    with contextlib.suppress(BaseException):
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
-        kind: type[BaseException] = next(
-            kind for kind in type(error).__mro__ if kind.__module__ == "builtins"
-        )
-        try:
-            return kind(text)
-        except TypeError:  # such as UnicodeDecodeError
-            return RuntimeError(text)
-    return error
+    kind: type[BaseException] = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    try:
+        return kind(text)
+    except TypeError:  # such as UnicodeDecodeError
+        return RuntimeError(text)
 
 
 def portable_stack(stack: traceback.StackSummary) -> traceback.StackSummary:

@@ -59,8 +59,9 @@ def is_leaf(value: Any, keep: Keep, has_leaf_mappings: bool) -> bool:
         below = value
     else:
         return True
-    return not any(
-        (isinstance(each, (Mapping, list)) and not is_leaf(each, keep, has_leaf_mappings))
-        or (keep is not None and keep(each))
-        for each in below
-    )
+    for each in below:  # no generator: a frame for each level is what torch takes of Python's limit
+        if isinstance(each, (Mapping, list)) and not is_leaf(each, keep, has_leaf_mappings):
+            return False
+        if keep is not None and keep(each):
+            return False
+    return True
