@@ -26,9 +26,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.transfer.allgather import Held
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.engine import Engine
-from torch_dcp_backport.transfer.gather import Held, engine_of
+from torch_dcp_backport.transfer.gather import engine_of
 from torch_dcp_backport.transfer.layout import Box, Mesh, layout_at
 from torch_dcp_backport.transfer.plan import Agreement, Table, TensorInfo, Want
 from torch_dcp_backport.transfer.scatter import Offer, Scatter, Target
@@ -122,7 +123,10 @@ def load_of(shapes: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], rank:
     }
     inventory = {key: TensorInfo(shape, dtype) for key, shape in shapes.items()}
     reader = Whole(shapes, dtype) if rank == 0 else None
-    return Scatter(call, Offer(inventory, reader), targets, agreement, None)  # type: ignore[arg-type]
+    engine = Scatter(call, Offer(inventory, reader), targets, agreement, None)  # type: ignore[arg-type]
+    # In the group that moves nothing each rank is its own source.
+    engine.source, engine.is_source = 0, rank == 0
+    return engine
 
 
 def get_of(shapes: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], rank: int, call: Call) -> Engine:

@@ -16,9 +16,10 @@ from typing import IO, TYPE_CHECKING, Any, Optional, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor as DTensor
     from torch.distributed.tensor import Replicate as Replicate
@@ -264,7 +265,10 @@ def fsdp2_states(model: torch.nn.Module) -> list[Any]:
 
 def mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(mesh shape, global ranks in row-major order)."""
-    return tuple(mesh.mesh.shape), tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
+    # torch 2.13 makes the tensor at each access: in a mode of the caller (FakeTensorMode) one without values.
+    with _disable_current_modes():
+        ranks = mesh.mesh
+        return tuple(ranks.shape), tuple(int(rank) for rank in ranks.flatten().tolist())
 
 
 def backend_device_types(group: dist.ProcessGroup) -> list[str]:
@@ -273,12 +277,8 @@ def backend_device_types(group: dist.ProcessGroup) -> list[str]:
     No release has a public way to ask; the attributes below are the same from 2.1 to the newest. gloo
     says that it serves accelerators too, but its point-to-point messages are on the host.
     """
-    asked: Any = group
-    return [
-        device.type
-        for device in asked._device_types
-        if device.type == "cpu" or asked._get_backend(device).name() != "gloo"
-    ]
+    kinds = [device.type for device in cast(Any, group)._device_types]
+    return [kind for kind in kinds if kind == "cpu" or backend_name(group, kind) != "gloo"]
 
 
 def all_gather_rows(
@@ -296,10 +296,14 @@ def all_gather_rows(
 def backend_name(group: dist.ProcessGroup, kind: str) -> str:
     """The name of the backend that carries messages on a device type; "" where it has none."""
     asked: Any = group
-    try:
+    with contextlib.suppress(RuntimeError, ValueError):
         return str(asked._get_backend(torch.device(kind)).name())
-    except (RuntimeError, ValueError):
-        return ""
+    # Of torch's backends for tests the threaded one has no such object, and the fake one's has no name:
+    # https://github.com/pytorch/pytorch/blob/v2.7.1/torch/csrc/distributed/c10d/Backend.hpp#L93
+    with contextlib.suppress(RuntimeError, ValueError):
+        names = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+        return str(names.get(kind, ""))
+    return ""
 
 
 def bound_device(group: dist.ProcessGroup) -> Optional[torch.device]:

@@ -38,6 +38,11 @@ BROADCAST = f"{FULL}+broadcast_from_rank0"
 
 DIFFERENCES: tuple[Difference, ...] = (
     Difference(
+        "missing keys of a full state dict have no prefix of a wrapper, as in the errors about them",
+        (f"load hooks/drops_a_misfit ddp {FULL}+strict=False*",),
+        "0002-bad-input-loads-or-hangs",
+    ),
+    Difference(
         "missing and unexpected keys are found before any write, the same on every rank",
         (f"set model, other keys/load_keys * {FULL}*",),
         "0002-bad-input-loads-or-hangs",

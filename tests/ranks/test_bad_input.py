@@ -85,6 +85,149 @@ def spoiled(api: Any, spoiler: str, how: str, device: str) -> tuple[str, str]:
     return error
 
 
+def freed(*shape: int) -> torch.Tensor:
+    tensor = torch.zeros(*shape)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def expanded(model: Any) -> str:
+    model.layers[1].scale = torch.ones(1).expand(3)
+    return "layers.1.scale"
+
+
+def expanded_in_anothers_memory(model: Any) -> str:
+    """load_state_dict() itself copies tensors that share memory, in its order."""
+    model.layers[1].scale = model.layers[1].count.view(1).expand(3)
+    return "layers.1.scale"
+
+
+def expanded_shard(model: Any) -> str:
+    weight = model.layers[1].even.weight
+    weight._local_tensor = torch.zeros(1).expand(weight._local_tensor.shape)
+    return "layers.1.even.weight"
+
+
+def freed_buffer(model: Any) -> str:
+    model.layers[1].scale = freed(3)
+    return "layers.1.scale"
+
+
+def freed_shard(model: Any) -> str:
+    weight = model.layers[1].even.weight
+    weight._local_tensor = freed(*weight._local_tensor.shape)
+    return "layers.1.even.weight"
+
+
+def of_inference(model: Any) -> str:
+    with torch.inference_mode():
+        model.layers[1].scale = torch.ones(3)
+    return "layers.1.scale"
+
+
+UNWRITABLE = {
+    expanded: "several of its elements are the same memory",
+    expanded_in_anothers_memory: "several of its elements are the same memory",
+    expanded_shard: "several of its elements are the same memory",
+    freed_buffer: "its memory was freed",
+    freed_shard: "its memory was freed",
+    of_inference: "it was made in inference mode",
+}
+
+
+def unwritable(api: Any, spoiler: Callable[[Any], str], how: str, function: str) -> str:
+    """On one rank a tensor of the model cannot be written."""
+    model = build()
+    if dist.get_rank() == 1:
+        spoiler(model)
+    optim = optimizer_of(model, "AdamW")
+    states = full_optimizer_state(model, optim)
+    is_given = how == "all" or dist.get_rank() == 0
+    mine, of_optimizer = (full_state(), states) if is_given else ({}, {})
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "rank0")
+
+    def call() -> None:
+        if function == "both":
+            api.set_state_dict(
+                model, optim, model_state_dict=mine, optim_state_dict=of_optimizer, options=options
+            )
+        else:
+            api.set_model_state_dict(model, mine, options=options)
+
+    error = error_of(call)
+    same_everywhere(error)
+    assert error[0] == "RuntimeError"
+    assert not optim.state
+    for key, param in model.named_parameters():
+        if param._local_tensor.untyped_storage().nbytes():
+            assert not param._local_tensor.any(), f"{key} was written"
+    # The group is in step.
+    good = build()
+    api.set_model_state_dict(good, mine, options=options)
+    check_values(good, full_state())
+    return error[1]
+
+
+def unwritable_states(api: Any, how: str) -> None:
+    """Loaded states are new tensors: whatever memory those of today have, none of it is written."""
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "rank0")
+    state = full_optimizer_state(model, optim)
+    mine = state if how == "all" or dist.get_rank() == 0 else {}
+    api.set_optimizer_state_dict(model, optim, mine, options=options)
+    before = snapshot(optim)
+    for states in optim.state.values():
+        shape = states["exp_avg"]._local_tensor.shape
+        states["exp_avg"]._local_tensor = torch.zeros(1).expand(shape)
+        states["exp_avg_sq"]._local_tensor = freed(*shape)
+    api.set_optimizer_state_dict(model, optim, mine, options=options)
+    assert snapshot(optim) == before
+
+
+def freed_source(api: Any, how: str, function: str) -> str:
+    """What is read was freed: torch ends the process."""
+    model, state = build(), full_state()
+    optim = optimizer_of(model, "AdamW")
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "rank0")
+    if function == "get":
+        freed_shard(model)
+        error = error_of(
+            lambda: api.get_model_state_dict(model, options=api.StateDictOptions(full_state_dict=True))
+        )
+    elif function == "model":
+        state["layers.1.even.weight"] = freed(16, 8)
+        mine = state if how == "all" or dist.get_rank() == 0 else {}
+        error = error_of(lambda: api.set_model_state_dict(model, mine, options=options))
+    else:
+        states = full_optimizer_state(model, optim)
+        states["state"]["layers.1.even.weight"]["exp_avg"] = freed(16, 8)
+        mine = states if how == "all" or dist.get_rank() == 0 else {}
+        error = error_of(lambda: api.set_optimizer_state_dict(model, optim, mine, options=options))
+    same_everywhere(error)
+    return error[1]
+
+
+def hook_that_makes_room(api: Any, how: str) -> None:
+    """Loading code outside torch may replace a tensor that cannot be written."""
+
+    class Roomy(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[1].scale = torch.ones(1).expand(3)
+            self.layers[1]._register_load_state_dict_pre_hook(self.make_room, with_module=True)
+
+        @staticmethod
+        def make_room(layer: Any, *_: Any) -> None:
+            layer.scale = layer.scale.clone()
+
+    model = Roomy()
+    mine = full_state() if how == "all" or dist.get_rank() == 0 else {}
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "rank0")
+    api.set_model_state_dict(model, mine, options=options)
+    check_values(model, full_state())
+
+
 def forgot_to_broadcast(api: Any) -> tuple[str, str]:
     model = build()
     mine = full_state() if dist.get_rank() == 0 else {}
@@ -235,6 +378,37 @@ def test_one_error_on_every_rank_and_nothing_written(ranks, spoiler, how, device
             assert part in text
         assert "nothing was changed" in text
         assert "rank" in text
+
+
+@pytest.mark.parametrize("function", ["model", "both"])
+@pytest.mark.parametrize("how", ["rank0", "all"])
+@pytest.mark.parametrize("spoiler", UNWRITABLE)
+def test_a_tensor_that_cannot_be_written_is_named_before_any_write(ranks, spoiler, how, function):
+    for text in ranks(unwritable, spoiler, how, function, world=2):
+        key = "layers.1.even.weight" if "shard" in spoiler.__name__ else "layers.1.scale"
+        assert f"rank 1: the destination cannot be written: {key} ({UNWRITABLE[spoiler]}" in text
+        assert "1 problem(s), nothing was changed" in text
+
+
+@pytest.mark.parametrize("how", ["rank0", "all"])
+def test_states_that_cannot_be_written_are_replaced(ranks, how):
+    ranks(unwritable_states, how, world=2)
+
+
+@pytest.mark.parametrize(
+    ("how", "function"),
+    [("rank0", "model"), ("all", "model"), ("rank0", "optimizer"), ("all", "optimizer"), ("all", "get")],
+)
+def test_a_tensor_that_was_freed_is_not_read(ranks, how, function):
+    for text in ranks(freed_source, how, function, world=2):
+        assert "a tensor whose memory was freed" in text
+        assert "layers.1.even.weight" in text
+        assert "nothing was changed" in text
+
+
+@pytest.mark.parametrize("how", ["rank0", "all"])
+def test_loading_code_may_make_room_for_a_tensor_that_cannot_be_written(ranks, how):
+    ranks(hook_that_makes_room, how, world=2)
 
 
 def test_stock_loads_a_wrong_shape(fixed):

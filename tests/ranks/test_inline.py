@@ -219,7 +219,8 @@ def cannot_copy(api: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
     model.register_load_state_dict_post_hook(lambda *_: None)
     if dist.get_rank() == 1:
-        model[1].bias = nn.Parameter(torch.zeros(1).expand(4))
+        # torch has no copy into this dtype.
+        model[1].bias = nn.Parameter(torch.zeros(4, dtype=torch.uint8).view(torch.bits8), requires_grad=False)
     state = {key: torch.ones(value.shape) for key, value in nn.Sequential(*model).state_dict().items()}
     start = time.monotonic()
     words = "rank 1"

@@ -13,7 +13,9 @@ from conftest import two_dim_support
 from hooked import HOWS, WRAPPERS, error_of, given, options, unwrapped, whole_state, wrapped
 from models import build, full_state
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Tied(nn.Module):
@@ -233,6 +235,32 @@ def read_slices(api: Any, wrapper: str, how: str) -> int:
 # The tests.
 
 
+def keys_of_wrappers(api: Any, wrapper: str, how: str, has_hook: bool) -> None:
+    """Names are those of the model without wrappers, and the caller's own, as in a strict error."""
+
+    def make() -> nn.Module:
+        inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        if has_hook:
+            inner[1].register_load_state_dict_post_hook(lambda *_: None)
+        return inner
+
+    state = make().state_dict()
+    for key in ("0.weight", "1.0.bias", "1.1.running_mean"):
+        del state[key]
+    more = ["1.0.more", "more", "module.more"]
+    state.update(dict.fromkeys(more, torch.ones(2)))
+    model = make()
+    if "checkpoint" in wrapper:
+        model[1][0] = checkpoint_wrapper(model[1][0])
+    if "compile" in wrapper:
+        model[1] = torch.compile(model[1])
+    if "ddp" in wrapper:
+        model = DistributedDataParallel(model)
+    result = api.set_model_state_dict(model, given(dict(state), how), options=options(api, how, strict=False))
+    assert sorted(result.missing_keys) == ["0.weight", "1.0.bias", "1.1.running_mean"]
+    assert sorted(result.unexpected_keys) == sorted(more)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("order", ["sorted", "as the module"])
 @pytest.mark.parametrize("how", HOWS)
@@ -302,3 +330,10 @@ def test_slices_are_read_slice_by_slice(ranks, wrapper, how):
         else:
             expected = whole // 4 if wrapper == "fsdp2" else whole
         assert elements <= expected
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("wrapper", ["ddp", "checkpoint", "compile", "ddp checkpoint compile"])
+def test_missing_and_unexpected_keys_have_no_prefix_of_a_wrapper(ranks, wrapper, how, has_hook):
+    ranks(keys_of_wrappers, wrapper, how, has_hook, world=2)

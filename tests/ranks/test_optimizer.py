@@ -12,7 +12,6 @@ import torch.distributed as dist
 from models import Model, build, check_storages, local_of, value_of, whole
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 KINDS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2, "betas": (0.8, 0.9), "foreach": False},
@@ -401,18 +400,20 @@ def stand_ins_are_bounded(api: Any) -> int:
 
     kept, initial.STAND_IN_BYTES = initial.STAND_IN_BYTES, 256
     model = build()
-    optim = torch.optim.AdamW(model.parameters())
+    optim = torch.optim.Adam(model.parameters())
     most = []
 
-    def spy(twin: torch.optim.Optimizer, *_: Any) -> None:
+    def spy(twin: Any, *args: Any, **kwargs: Any) -> Any:
         assert twin is not optim
         most.append(sum(local_of(one).nbytes for group in twin.param_groups for one in group["params"]))
+        return init_group(twin, *args, **kwargs)
 
-    hook = register_optimizer_step_pre_hook(spy)
+    init_group = torch.optim.Adam._init_group
+    torch.optim.Adam._init_group = spy
     try:
         initial.init_optim_state(optim)
     finally:
-        hook.remove()
+        torch.optim.Adam._init_group = init_group
         initial.STAND_IN_BYTES = kept
     assert all(param in optim.state for param in model.parameters())
     assert all(param.grad is None for param in model.parameters())
@@ -530,21 +531,23 @@ def test_numbered_parameters_need_the_same_groups(ranks):
 def states_cannot_be_made(api: Any, kind: str) -> None:
     """Rank 1 has no memory for the states that the optimizer makes itself."""
     model = build()
-    optim = getattr(torch.optim, kind)(model.parameters())
+    maker: Any = getattr(torch.optim, kind)
+    optim = maker(model.parameters())
     before = dict(optim.state)
 
     def no_memory(*_: Any) -> None:
         raise RuntimeError("can't allocate memory")
 
-    hook = register_optimizer_step_pre_hook(no_memory) if dist.get_rank() == 1 else None
+    init_group = maker._init_group
+    if dist.get_rank() == 1:
+        maker._init_group = no_memory
     options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     match = r"rank 1: could not make the optimizer's states.*can't allocate"
     try:
         with pytest.raises(RuntimeError, match=match):
             api.set_optimizer_state_dict(model, optim, {}, options=options)
     finally:
-        if hook:
-            hook.remove()
+        maker._init_group = init_group
     assert dict(optim.state) == before
 
 

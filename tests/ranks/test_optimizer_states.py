@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import local_of
 from optimizers import WRAPPERS, held, load, saved, step, weights, wrapped
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
 class OneBased(torch.optim.Optimizer):
@@ -101,6 +104,63 @@ def get_does_not_step(api: Any) -> None:
 
 def test_hooks_of_a_step_do_not_run_in_a_get(fixed):
     fixed(get_does_not_step, world=2)
+
+
+def global_hooks(api: Any, name: str, function: str) -> None:
+    """The program's hooks see its own steps alone; ranks make first states of different numbers."""
+    maker: Any = getattr(torch.optim, name)
+    model = wrapped("plain")
+    optim = maker(model.parameters(), lr=0.5)
+    step(model, optim)
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state = api.get_optimizer_state_dict(model, optim) if dist.get_rank() == 0 else {}
+    seen: list[str] = []
+
+    def barrier(*_: Any) -> None:
+        seen.append("hook")
+        dist.barrier()
+
+    class_step = maker.step
+
+    @functools.wraps(class_step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        seen.append("class")
+        return class_step(*args, **kwargs)
+
+    def call(optim: torch.optim.Optimizer) -> None:
+        if function == "get":
+            api.get_optimizer_state_dict(model, optim)
+        elif function == "partly":
+            # One rank's optimizer has some states, and makes the others for the dict.
+            step(model, optim, only=lambda name: "embed" in name and dist.get_rank() == 0)
+            seen.clear()
+            api.get_optimizer_state_dict(model, optim)
+        else:
+            api.set_optimizer_state_dict(model, optim, state, options=options)
+
+    hooks = [register_optimizer_step_pre_hook(barrier), register_optimizer_step_post_hook(barrier)]
+    maker.step = counted
+    try:
+        other = maker(model.parameters(), lr=0.5)
+        call(other)
+        assert not seen
+        # They are all there, also after an error.
+        missing = maker([torch.nn.Parameter(torch.ones(3))], lr=0.5)
+        with pytest.raises((KeyError, RuntimeError)):
+            call(missing)
+        assert not seen
+        step(model, other)
+        assert seen == ["class", "hook", "hook"]
+    finally:
+        maker.step = class_step
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("function", ["get", "partly", "set"])
+@pytest.mark.parametrize("name", ["Adam", "Adadelta", "ASGD", "NAdam", "Rprop"])
+def test_hooks_of_all_optimizers_do_not_run_where_states_are_made(ranks, name, function):
+    ranks(global_hooks, name, function, world=2)
 
 
 # --- shared memory ---------------------------------------------------------------------------

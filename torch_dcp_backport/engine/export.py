@@ -13,9 +13,8 @@ import torch
 
 from torch_dcp_backport.hf.state import Held as Part
 from torch_dcp_backport.hf.state import names_of, tied_names, unchecked
-from torch_dcp_backport.transfer import gather
+from torch_dcp_backport.transfer import Held, gather
 from torch_dcp_backport.transfer.chunks import Key
-from torch_dcp_backport.transfer.gather import Held
 from torch_dcp_backport.transfer.groups import Group
 
 BUCKET_BYTES = 64 * 2**20

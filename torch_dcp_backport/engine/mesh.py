@@ -5,18 +5,16 @@ Must never leave ranks that share nothing without saying so: a shard size of 1 i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch.distributed as dist
 from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.hf.moving import agree, groups_of
 from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.groups import Group, members
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 TITLE = "cannot arrange the ranks"
 

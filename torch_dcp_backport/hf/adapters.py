@@ -18,6 +18,7 @@ import torch
 from torch_dcp_backport.hf.blocks import Share
 from torch_dcp_backport.hf.format import is_plain
 from torch_dcp_backport.transfer import Box, TensorInfo
+from torch_dcp_backport.transfer.spread import Boxes  # noqa: F401  # of fields that MergedShare inherits
 
 #: Before the names of a model that peft wraps.
 PREFIX = "base_model.model."

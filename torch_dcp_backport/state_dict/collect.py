@@ -19,6 +19,7 @@ from torch_dcp_backport.state_dict.tree import Path, leaves, rebuild
 from torch_dcp_backport.transfer import Held, Layout, Mesh, gather, layout_of
 from torch_dcp_backport.transfer.groups import device_in, group_ranks
 from torch_dcp_backport.transfer.layout import Placement, mesh_of
+from torch_dcp_backport.transfer.memory import has_slices
 
 Group = Optional[dist.ProcessGroup]
 
@@ -138,10 +139,11 @@ def full_tensors(
     gathered: dict[Path, torch.Tensor] = {}
     moving: dict[Path, Held] = {}
     for path, (tensor, layout) in tensors.items():
-        local = compat.local_part(tensor).detach()
-        if group is None or layout is None:
+        local = compat.arrived(compat.local_part(tensor)).detach()
+        if group is None or layout is None or not has_slices(local):
             # Several dimensions of a larger mesh have no group, and making one would need ranks that are not
-            # in this call. DTensor goes dimension by dimension, on the device of its mesh.
+            # in this call. DTensor goes dimension by dimension, on the device of its mesh. A wrapper (8-bit
+            # states, a FakeTensor) knows itself how it is gathered, and stays one.
             value = compat.on_mesh_device(tensor).full_tensor()
             if keep:
                 gathered[path] = value.cpu() if cpu_offload else value

@@ -24,7 +24,7 @@ from torch_dcp_backport.transfer import (
     spell_key,
 )
 from torch_dcp_backport.transfer.errors import DOUBTFUL, as_transfer_error, spell_broken_off
-from torch_dcp_backport.transfer.groups import comm_device_type, device_types, note_device
+from torch_dcp_backport.transfer.groups import comm_device_type, device_types, note_device, source_of
 from torch_dcp_backport.transfer.layout import Mesh, mesh_of
 from torch_dcp_backport.transfer.plan import Terms
 from torch_dcp_backport.transfer.scatter import Offer, Reader
@@ -155,7 +155,7 @@ class Broadcast(Course):
 
     def __init__(self, planner: Planner, source: Source, group: Optional[dist.ProcessGroup]) -> None:
         super().__init__(planner, source, Call(planner.title, "scatter", [group], planner.problems))
-        self.is_source = dist.get_rank(group) == 0
+        self.is_source = self.call.rank == source_of(group)
         self.inventory: dict[Key, Any] = {}
         #: Reads the values where they came with the inventory.
         self.values: Optional[inline.Values] = None

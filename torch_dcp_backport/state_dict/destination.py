@@ -5,6 +5,7 @@ A destination says what is filled and what it becomes. Nothing is made or writte
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from typing import Any, NamedTuple, Optional
 
@@ -111,6 +112,14 @@ def target_of(destination: Destination, rank: int) -> Target:
     return Target(local, box)
 
 
+def another(local: torch.Tensor) -> torch.Tensor:
+    """Another tensor of a subclass, to be written."""
+    with contextlib.suppress(NotImplementedError):
+        return torch.empty_like(local)
+    # What moves between devices can be copied.
+    return local.to(local.device, copy=True)
+
+
 def value_of(destination: Destination, filled: torch.Tensor) -> Any:
     """The owner's value, once the local tensor is filled."""
     like, becomes = destination.like, destination.becomes
@@ -129,7 +138,7 @@ def value_of(destination: Destination, filled: torch.Tensor) -> Any:
     if becomes is Becomes.STATE:
         local = local_of(like)
         if type(local) not in compat.PLAIN_TENSORS:
-            filled = torch.empty_like(local).copy_(filled)
+            filled = another(local).copy_(filled)
         return compat.wrap_local(filled, like) if isinstance(like, compat.DTensor) else filled
     value = compat.from_local(filled, like) if isinstance(like, compat.DTensor) else filled
     return nn.Parameter(value, like.requires_grad) if becomes is Becomes.PARAMETER else value

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 FLAT_PARAM = "_flat_param"
 CHECKPOINT_PREFIX: str = checkpoint_wrapper._CHECKPOINT_PREFIX
+FSDP_PREFIX = f"{FSDP_WRAPPED_MODULE}."
 COMPILED_PREFIX = "_orig_mod."
 #: The method by which a module declares children that its state dict hooks rename (pytorch#146053).
 FQN_MODIFIERS = "_fqn_modifiers"

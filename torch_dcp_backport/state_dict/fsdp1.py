@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch.distributed as dist
 from torch import nn
@@ -23,17 +23,15 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
-from torch_dcp_backport.state_dict.form import renamed_params
+# Modules that import this one.
+from torch_dcp_backport.state_dict import form, options
 from torch_dcp_backport.state_dict.fqn import COMPILED_PREFIX, Names
 from torch_dcp_backport.state_dict.patched import original_method
 from torch_dcp_backport.transfer.groups import group_ranks
 
-if TYPE_CHECKING:
-    from torch_dcp_backport.state_dict.options import StateDictInfo
-
 
 @contextlib.contextmanager
-def state_dict_type(model: nn.Module, info: StateDictInfo) -> Iterator[None]:
+def state_dict_type(model: nn.Module, info: options.StateDictInfo) -> Iterator[None]:
     """FSDP1's switch between full and sharded state dicts, without its deprecation warning."""
     offload = info.cpu_offload
     if info.full_state_dict:
@@ -52,16 +50,16 @@ def state_dict_type(model: nn.Module, info: StateDictInfo) -> Iterator[None]:
             yield
 
 
-def named_state(model: nn.Module, optim: Optimizer, info: StateDictInfo) -> dict[str, Any]:
+def named_state(model: nn.Module, optim: Optimizer, info: options.StateDictInfo) -> dict[str, Any]:
     """`optim.state_dict()` by FQN, which FSDP1 gives with the compiler's prefix."""
     state = original_method(optim, "state_dict")()
     with info.fsdp_context():
         state = FullyShardedDataParallel.optim_state_dict(model, optim, state, group=group_of(info))
-    return renamed_params(state, lambda fqn: fqn.replace(COMPILED_PREFIX, "")) if state else {}
+    return form.renamed_params(state, lambda fqn: fqn.replace(COMPILED_PREFIX, "")) if state else {}
 
 
 def state_to_load(
-    model: nn.Module, optim: Optimizer, state: dict[str, Any], info: StateDictInfo
+    model: nn.Module, optim: Optimizer, state: dict[str, Any], info: options.StateDictInfo
 ) -> dict[str, Any]:
     """The states of FlatParameters, which FSDP1 makes of those under FQNs with the compiler's prefix."""
     prefixed: dict[str, str] = {}
@@ -72,12 +70,12 @@ def state_to_load(
             (fqn,), (prefixed_fqn,) = fqns, prefixed_fqns
             prefixed[fqn] = prefixed_fqn
     if state:
-        state = renamed_params(state, lambda fqn: prefixed.get(fqn, fqn))
+        state = form.renamed_params(state, lambda fqn: prefixed.get(fqn, fqn))
     with info.fsdp_context():
         return FullyShardedDataParallel.optim_state_dict_to_load(model, optim, state, group=group_of(info))
 
 
-def group_of(info: StateDictInfo) -> Optional[dist.ProcessGroup]:
+def group_of(info: options.StateDictInfo) -> Optional[dist.ProcessGroup]:
     """The group that FSDP1 shards over: its ranks alone take part. None (the default group) for HSDP.
 
     None, too, where a FlatParameter's states come from global rank 0 and it is no member.

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.module import _IncompatibleKeys
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.destination import Destination, in_place, local_of
 from torch_dcp_backport.state_dict.source import Carried, Key, Unusable
 from torch_dcp_backport.transfer import Problem, TensorInfo, misfit, problem_of, spell_key
+from torch_dcp_backport.transfer.memory import has_slices, why_not_writable
 
 #: Key -> TensorInfo, Carried or Unusable for tensors, everything else as it is: an offer for each key.
 Inventory = Mapping[Any, Any]
@@ -83,7 +85,20 @@ class Plan:
         problem = misfit(key, local_of(live if view is None else view), destination.layout, self.rank)
         if problem:
             self.problems.append(problem)
+        self.writes(key, live)
         self.destinations[key] = destination
+
+    def writes(self, key: Key, live: torch.Tensor) -> None:
+        """Note that `live` (plain or DTensor) will be written; its local tensor must have memory for that.
+
+        Else the copy fails in the middle of the transfer, on this rank alone, or ends the process.
+        """
+        local = local_of(live)
+        # Wrappers around other tensors have no memory of their own.
+        if type(local) in compat.PLAIN_TENSORS and has_slices(local) and not local.is_meta:
+            why = why_not_writable(local)
+            if why:
+                self.problems.append(Problem("the destination cannot be written", spell_key(key), why))
 
 
 class Planner(NamedTuple):
@@ -100,6 +115,26 @@ class Planner(NamedTuple):
     plan: Callable[[Inventory, Sequence[str]], Plan]
     #: Hands what was loaded to its owners; the function that it is given brings the tensors of a stage.
     apply: Callable[[Any, Callable[[str], None]], None] = lambda plan, fetch: None
+
+
+@contextlib.contextmanager
+def normal_mode(live: Iterable[object]) -> Iterator[None]:
+    """A context outside `torch.inference_mode()`: tensors that are made in that mode can never be trained.
+
+    Args:
+        live: everything that may be written. If any of it was made in that mode, it can be written there
+            alone, and the mode stays.
+    """
+    if not torch.is_inference_mode_enabled() or any(map(is_of_inference, live)):
+        yield
+        return
+    # The end of the mode would switch gradients on.
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def is_of_inference(value: object) -> bool:
+    return torch.is_tensor(value) and local_of(value).is_inference()
 
 
 @contextlib.contextmanager

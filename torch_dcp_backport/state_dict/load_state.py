@@ -5,8 +5,10 @@ The caller's dicts are never changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Optional, TypeVar, cast
 
 import torch
 from torch import nn
@@ -16,8 +18,8 @@ from torch.optim import Optimizer
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.course import run
 from torch_dcp_backport.state_dict.form import model_problem, optim_problem
-from torch_dcp_backport.state_dict.load import Planner
-from torch_dcp_backport.state_dict.model.apply import call_load_state_dict, under_load_keys
+from torch_dcp_backport.state_dict.load import Planner, normal_mode
+from torch_dcp_backport.state_dict.model.apply import load_shards
 from torch_dcp_backport.state_dict.model.load import model_planner, outline_for_load
 from torch_dcp_backport.state_dict.model.outline import outline_of
 from torch_dcp_backport.state_dict.optim.get import Params
@@ -28,8 +30,23 @@ from torch_dcp_backport.state_dict.source import Source, Sources
 from torch_dcp_backport.state_dict.together import together
 from torch_dcp_backport.transfer import Problem
 
+Loader = TypeVar("Loader", bound=Callable[..., Any])
+
+
+def in_normal_mode(load: Loader) -> Loader:
+    """Make a load into a model, or into optimizers of its parameters, leave `torch.inference_mode()`."""
+
+    @functools.wraps(load)
+    def loader(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Of optimizers nothing is written in place.
+        with normal_mode(itertools.chain(model.parameters(), model.buffers())):
+            return load(model, *args, **kwargs)
+
+    return cast(Loader, loader)
+
 
 @torch.no_grad()
+@in_normal_mode
 def load_state(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
@@ -71,6 +88,7 @@ def load_state(
 
 
 @torch.no_grad()
+@in_normal_mode
 def load_model_state(
     model: nn.Module,
     state_dict: Mapping[str, Any],
@@ -92,12 +110,13 @@ def load_model_state(
         if not state_dict:
             return _IncompatibleKeys([], [])
     if not info.full_state_dict:
-        return call_load_state_dict(model, under_load_keys(outline_of(model, info), state_dict), info)
+        return load_shards(outline_of(model, info), state_dict)
     planner = model_planner(outline, source, problems)
     return run(planner, source, broadcast=info.broadcast_from_rank0).keys
 
 
 @torch.no_grad()
+@in_normal_mode
 def load_optim_state(
     model: nn.Module,
     optimizers: Sequence[Optimizer],

@@ -11,6 +11,7 @@ from torch import nn
 from torch_dcp_backport.state_dict.api import (
     Optimizers,
     OptimizerStateType,
+    ValueType,  # noqa: F401  # in the alias OptimizerStateType, by its name
     as_tuple,
     get_model_state_dict,
     get_optimizer_state_dict,

@@ -20,7 +20,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.destination import local_of
 from torch_dcp_backport.transfer import TensorInfo, spell_key
 from torch_dcp_backport.transfer.layout import Box, whole
-from torch_dcp_backport.transfer.memory import has_slices
+from torch_dcp_backport.transfer.memory import has_slices, is_freed
 from torch_dcp_backport.transfer.staging import part_of
 
 Key = Hashable
@@ -234,6 +234,8 @@ def offer_of(value: Any, whole_only: bool) -> Any:
         return Unusable("a tensor on the meta device, which holds no values")
     elif not has_slices(value):
         return Carried(value)
+    elif is_freed(value):
+        return Unusable("a tensor whose memory was freed")
     return TensorInfo(tuple(value.shape), value.dtype)
 
 

@@ -3,9 +3,10 @@
 Knows tensors, layouts and process groups. Must never know what a model or an optimizer is.
 """
 
+from torch_dcp_backport.transfer.allgather import Held
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.errors import Problem, TransferError, problem_of, raise_together, spell_key
-from torch_dcp_backport.transfer.gather import Held, gather
+from torch_dcp_backport.transfer.gather import gather
 from torch_dcp_backport.transfer.layout import Box, Layout, Mesh, layout_of
 from torch_dcp_backport.transfer.plan import Agreement, TensorInfo, Want, misfit
 from torch_dcp_backport.transfer.progress import Progress

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -29,16 +29,20 @@ from torch_dcp_backport.transfer.chunks import (
 from torch_dcp_backport.transfer.engine import Engine
 from torch_dcp_backport.transfer.errors import UNCHANGED, spell_doing
 from torch_dcp_backport.transfer.grid import largest_block, moves_of, nbytes_of
-from torch_dcp_backport.transfer.layout import Box, whole
+from torch_dcp_backport.transfer.layout import Box, Layout, whole
 from torch_dcp_backport.transfer.plan import Agreement
 from torch_dcp_backport.transfer.spread import intersection
 from torch_dcp_backport.transfer.staging import Move, copy_to, part_of
 
-if TYPE_CHECKING:
-    from torch_dcp_backport.transfer.gather import Held
-
 #: Rounds under way: one travels while the other is filled or emptied.
 BUFFERS = 2
+
+
+class Held(NamedTuple):
+    """A rank's part of a tensor: the local tensor of its box in a layout."""
+
+    tensor: torch.Tensor
+    layout: Layout
 
 
 class AllGather(Engine):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport.transfer.errors import UNCHANGED, Finding, Problem, as_transfer_error, spell
-from torch_dcp_backport.transfer.groups import Group, group_ranks
+from torch_dcp_backport.transfer.groups import Group, group_ranks, is_silent
 from torch_dcp_backport.transfer.wire import (
     absent,
     bytes_of,
@@ -91,6 +91,8 @@ def agree_on_mark(mark: Mark, group: Group, so_far: str = UNCHANGED) -> Mark:
 
 
 def _agree_on_mark(mark: Mark, ranks: Sequence[int], group: Group) -> Mark:
+    if is_silent(group):
+        return mark
     first, others, device = ranks[0], ranks[1:], device_for(group)
     if takes_collectives(group):
         rows = gather_rows(tensor_of(mark.to_bytes()).to(device), group).cpu()

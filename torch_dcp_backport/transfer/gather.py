@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport.transfer.allgather import AllGather
+from torch_dcp_backport.transfer.allgather import AllGather, Held
 from torch_dcp_backport.transfer.call import Call
 from torch_dcp_backport.transfer.chunks import (
     Key,
@@ -28,17 +28,11 @@ from torch_dcp_backport.transfer.engine import Engine
 from torch_dcp_backport.transfer.errors import Problem, spell_doing, spell_key
 from torch_dcp_backport.transfer.groups import Group, backend_of, note_device
 from torch_dcp_backport.transfer.lanes import Lane, is_collective, lane_of
-from torch_dcp_backport.transfer.layout import Layout, whole
+from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.memory import has_slices, is_freed
 from torch_dcp_backport.transfer.plan import Agreement, Terms, Want, misfit
 
 TITLE = "cannot gather"
-
-
-class Held(NamedTuple):
-    """A rank's part of a tensor: the local tensor of its box in a layout."""
-
-    tensor: torch.Tensor
-    layout: Layout
 
 
 @torch.no_grad()
@@ -179,6 +173,11 @@ def agree_on_all(held: Mapping[Key, Held], call: Call, staging_bytes: Optional[i
     """Budget and device, where all ranks hold the same keys, dtypes and layouts."""
     misfits = [misfit(key, tensor, layout, call.rank) for key, (tensor, layout) in held.items()]
     call.problems += [problem for problem in misfits if problem]
+    call.problems += [
+        Problem("a tensor whose memory was freed", spell_key(key))
+        for key, (tensor, _) in held.items()
+        if has_slices(tensor) and is_freed(tensor)
+    ]
     wants = {key: Want(layout, tensor.dtype) for key, (tensor, layout) in held.items()}
     device = common_device(tensor.device.type for tensor, _ in held.values())
     agreement = call.agree(wants, Terms(device), staging_bytes=staging_bytes)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.transfer.errors import UNCHANGED
+from torch_dcp_backport.transfer.lanes import SILENT
 
 Group = Optional[dist.ProcessGroup]
 
@@ -87,6 +88,20 @@ def backend_of(group: Group, kind: str) -> str:
     if kind not in known:
         known[kind] = compat.backend_name(members(group), kind)
     return known[kind]
+
+
+def is_silent(group: Group) -> bool:
+    """Whether messages of a group move nothing: what a rank would receive is in none of its buffers.
+
+    Such a rank takes its own words for those of all ranks.
+    """
+    return backend_of(group, comm_device_type(group, "cpu")) in SILENT
+
+
+def source_of(group: Group) -> int:
+    """The rank whose dict all ranks of a group load: the first one; this one where messages move nothing."""
+    rank = dist.get_rank()
+    return rank if is_silent(group) else group_ranks(group)[0]
 
 
 def note_device(group: Group, values: Iterable[object]) -> None:

@@ -15,6 +15,8 @@ MESSENGERS = frozenset({"gloo", "mpi"})
 #: Backends of accelerators. NCCL keeps buffers for every peer of a communicator, outside torch's allocator,
 #: as long as the communicator lives (https://github.com/NVIDIA/nccl/issues/1685). The others follow it.
 COLLECTIVE = frozenset({"nccl", "xccl", "ccl", "hccl", "mccl", "cncl", "eccl", "ucc"})
+#: Backends whose messages move nothing. torch has one for dry runs: one process plays any rank of any world.
+SILENT = frozenset({"fake"})
 
 _unknown: set[str] = set()
 

@@ -11,14 +11,12 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_dcp_backport import compat
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 #: Per mesh dimension: None for a replica, (tensor dim, split factor) for a shard.
 Placement = Optional[tuple[int, int]]

@@ -23,7 +23,7 @@ from torch_dcp_backport.transfer.errors import (
     raise_together,
     spell_key,
 )
-from torch_dcp_backport.transfer.groups import Group, group_ranks
+from torch_dcp_backport.transfer.groups import Group, group_ranks, source_of
 from torch_dcp_backport.transfer.layout import Layout
 from torch_dcp_backport.transfer.wire import broadcast_bytes, gather_objects, share_bytes
 
@@ -102,7 +102,7 @@ def publish(
     Raises:
         RuntimeError: the first rank has problems; on every rank.
     """
-    source = group_ranks(group)[0]
+    source = source_of(group)
     is_source = dist.get_rank() == source
     # As torch's own object collectives do.
     received = pickle.loads(broadcast_bytes(pickled(inventory or {}, problems) if is_source else b"", group))

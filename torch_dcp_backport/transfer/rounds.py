@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport.transfer.groups import Group, group_ranks
+from torch_dcp_backport.transfer.groups import Group, group_ranks, source_of
 from torch_dcp_backport.transfer.wire import (
     LENGTH,
     MOST,
@@ -47,7 +47,7 @@ def ask(data: bytes, group: Group) -> Optional[Heard]:
     if takes_collectives(group):
         # A rank that is gone leaves all to the group's timeout: no part of a collective fails alone.
         messages = gather_bytes(data, group)
-        return Heard(messages) if rank == ranks[0] else None
+        return Heard(messages) if rank == source_of(group) else None
     if rank != ranks[0]:
         _send(data, ranks[0], group)
         return None

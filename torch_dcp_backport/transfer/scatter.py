@@ -32,7 +32,7 @@ from torch_dcp_backport.transfer.chunks import (
 )
 from torch_dcp_backport.transfer.delivery import Delivery, Relay, Window
 from torch_dcp_backport.transfer.engine import Engine
-from torch_dcp_backport.transfer.groups import backend_of
+from torch_dcp_backport.transfer.groups import backend_of, source_of
 from torch_dcp_backport.transfer.lanes import Lane, lane_of
 from torch_dcp_backport.transfer.layout import Box, Mesh
 from torch_dcp_backport.transfer.plan import Agreement
@@ -125,7 +125,7 @@ class Scatter(Engine):
         #: Keys whose targets the source fills from the chunks: they are on another device than what it reads.
         self.crossing: set[Key] = set()
         self.relay_groups = relay_groups
-        self.source = call.ranks[0]
+        self.source = source_of(call.group)
         self.is_source = call.rank == self.source
         self.slots = slots_of(call.ranks)
 

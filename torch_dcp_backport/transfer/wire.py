@@ -23,6 +23,7 @@ from torch_dcp_backport.transfer.groups import (
     device_in,
     group_ranks,
     info_of,
+    is_silent,
 )
 from torch_dcp_backport.transfer.lanes import is_collective
 
@@ -75,6 +76,8 @@ def broadcast_bytes(data: bytes, group: Group) -> bytes:
 
 def broadcast_from_first(data: bytes, group: Group) -> bytes:
     """As `broadcast_bytes`, within another agreement: its error is the backend's own."""
+    if is_silent(group):
+        return data
     source, device = group_ranks(group)[0], device_for(group)
     is_source = dist.get_rank() == source
     block = torch.zeros(BLOCK, dtype=torch.uint8, device=device)
@@ -107,6 +110,8 @@ def share_bytes(data: bytes, sizes: Mapping[int, int], group: Group) -> dict[int
         data: this rank's bytes, where it is one of the senders.
         sizes: the senders, and how many bytes each has; the same on every rank.
     """
+    if is_silent(group):
+        return dict.fromkeys(sizes, data)
     first, rank, device = group_ranks(group)[0], dist.get_rank(), device_for(group)
     buffer = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=device)
     parts = dict(zip(sizes, torch.split(buffer, list(sizes.values()))))
@@ -142,7 +147,10 @@ def gather_rows(row: torch.Tensor, group: Group) -> torch.Tensor:
 
 def gather_bytes(data: bytes, group: Group) -> dict[int, bytes]:
     """Every rank's bytes, of any length, on every rank: global rank -> bytes."""
-    ranks, device = group_ranks(group), device_for(group)
+    ranks = group_ranks(group)
+    if is_silent(group):
+        return dict.fromkeys(ranks, data)
+    device = device_for(group)
 
     def rows_of(part: bytes, nbytes: int) -> list[bytes]:
         row = tensor_of(part.ljust(nbytes, b"\0")).to(device)

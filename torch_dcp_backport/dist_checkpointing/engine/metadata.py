@@ -22,7 +22,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from torch_dcp_backport.dist_checkpointing.engine import flat, unpickle
-from torch_dcp_backport.dist_checkpointing.engine.records import bytes_to_words, words_to_bytes
+from torch_dcp_backport.dist_checkpointing.engine.records import Words, bytes_to_words, words_to_bytes
 from torch_dcp_backport.dist_checkpointing.engine.unpickle import (
     FOREIGN,
     METADATA,
@@ -235,7 +235,7 @@ class Template:
         }
         return result
 
-    def filled(self, sums: array[int], common: Optional[tuple[int, int]]) -> bytes:
+    def filled(self, sums: Words, common: Optional[tuple[int, int]]) -> bytes:
         """Return the content.
 
         Args:

@@ -16,6 +16,7 @@ from typing import NamedTuple, Optional
 from torch_dcp_backport.dist_checkpointing.engine import metadata
 from torch_dcp_backport.dist_checkpointing.engine.assign import Share
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place, Stored
+from torch_dcp_backport.dist_checkpointing.engine.records import Words
 from torch_dcp_backport.dist_checkpointing.engine.table import Table
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 
@@ -29,8 +30,8 @@ class Lines(NamedTuple):
     """The place of a rank's records: file, offsets and lengths."""
 
     file: str
-    offsets: array[int]
-    lengths: array[int]
+    offsets: Words
+    lengths: Words
 
 
 class Description:
@@ -46,7 +47,7 @@ class Description:
         self._template: Optional[metadata.Template] = None
         self._lines: dict[int, Lines] = {}
         #: Of each rank's records among all checksums.
-        self._places: dict[int, array[int]] = {}
+        self._places: dict[int, Words] = {}
 
     def to_bytes(self, outputs: Mapping[int, Output], common: tuple[int, int]) -> bytes:
         """Return the content of `.metadata` for the records that the ranks have written by this plan."""

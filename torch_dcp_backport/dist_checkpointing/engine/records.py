@@ -15,10 +15,15 @@ import sys
 import zlib
 from array import array
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
+
+if TYPE_CHECKING:
+    Words = array[int]
+else:  # which no Python before 3.12 can look up
+    Words = array
 
 #: Values begin at a multiple of this within a record, as torch aligns them.
 ALIGNMENT = 64
@@ -255,7 +260,7 @@ class RunningSum:
         return words_to_bytes(self._table)
 
 
-def words_to_bytes(words: array[int]) -> bytes:
+def words_to_bytes(words: Words) -> bytes:
     """Return checksums as bytes, little-endian on every machine."""
     if sys.byteorder == "big":
         words = array("I", words)
@@ -263,7 +268,7 @@ def words_to_bytes(words: array[int]) -> bytes:
     return words.tobytes()
 
 
-def bytes_to_words(data: bytes) -> array[int]:
+def bytes_to_words(data: bytes) -> Words:
     words = array("I")
     words.frombytes(data)
     if sys.byteorder == "big":

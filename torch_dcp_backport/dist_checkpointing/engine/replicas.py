@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_dcp_backport.dist_checkpointing.engine.records import Words
 from torch_dcp_backport.dist_checkpointing.engine.table import Cells, spelled
 from torch_dcp_backport.transfer import Problem
 from torch_dcp_backport.transfer.errors import spell
@@ -24,7 +25,7 @@ PIECE = 4 * 2**20
 #: Odd numbers without a pattern.
 FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 #: Number of a group of ranks -> the rows of this rank's table that exactly these ranks hold.
-Shared = dict[int, "array[int]"]
+Shared = dict[int, Words]
 #: Number of a group -> the digest of its rows.
 Digests = dict[int, bytes]
 #: Row of a rank's table -> its digest.

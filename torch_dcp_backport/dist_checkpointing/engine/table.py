@@ -14,6 +14,7 @@ import torch
 
 from torch_dcp_backport.dist_checkpointing.engine.cover import fills, overlapping
 from torch_dcp_backport.dist_checkpointing.engine.meeting import Findings
+from torch_dcp_backport.dist_checkpointing.engine.records import Words
 from torch_dcp_backport.transfer import Box, Problem
 from torch_dcp_backport.transfer.layout import whole
 
@@ -62,7 +63,7 @@ class Table(NamedTuple):
         return _table_of, (keys, numbers, list(forms), list(map(tuple, self.objects)))
 
 
-def _table_of(keys: list[str], numbers: array[int], forms: list[Any], objects: list[Any]) -> Table:
+def _table_of(keys: list[str], numbers: Words, forms: list[Any], objects: list[Any]) -> Table:
     rows = [Row._make((key, *forms[number])) for key, number in zip(keys, numbers)]
     return Table(rows, [ObjectRow(*row) for row in objects])
 

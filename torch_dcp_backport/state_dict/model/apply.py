@@ -18,7 +18,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch_dcp_backport.state_dict.destination import FIRST
 from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX
 from torch_dcp_backport.state_dict.model.outline import Entry, Outline, is_meta
-from torch_dcp_backport.state_dict.model.places import Place
+from torch_dcp_backport.state_dict.model.places import Place, tensors_of
 from torch_dcp_backport.state_dict.model.plan import ROOT, ModelPlan
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.patched import original_method
@@ -84,7 +84,8 @@ class Handover:
         for entries, present in plan.untied:
             tie(entries, present)
         missing = [key for key in result.missing_keys if key.replace(CHECKPOINT_PREFIX, "") not in forgiven]
-        keys = _IncompatibleKeys(missing, result.unexpected_keys)
+        given = {key if load_key is None else load_key: key for key, load_key in plan.unexpected.items()}
+        keys = by_fqn(outline, _IncompatibleKeys(missing, result.unexpected_keys), given)
         if strict and forgiven:
             raise_incompatible(outline.model, keys)
         return keys
@@ -158,7 +159,7 @@ class Handover:
         stages = dict.fromkeys(value.stage for value in state_dict.values() if isinstance(value, Awaited))
         for stage in stages:
             self.bring(stage, state_dict)
-        if not any(is_meta(value) for value in (*module._parameters.values(), *module._buffers.values())):
+        if not any(map(is_meta, tensors_of(module))):
             # Parameters that exist stay the objects that they are, whatever else is on meta.
             local_metadata.pop("assign_to_params_buffers", None)
         loader(state_dict, prefix, local_metadata, *rest, **more)
@@ -182,14 +183,30 @@ class Handover:
             self.plan.take(owner, self.plan.source.tensor(key))
 
 
-def under_load_keys(outline: Outline, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """`state_dict` under the keys of the model's own load_state_dict(), values as they are."""
+def load_shards(outline: Outline, state_dict: Mapping[str, Any]) -> _IncompatibleKeys:
+    """Load values as they are, by the model's own load_state_dict()."""
     load_keys = {entry.fqn: entry.load_key for entry in outline.entries}
-    result = OrderedDict((load_keys.get(key, key), value) for key, value in state_dict.items())
+    loaded = OrderedDict((load_keys.get(key, key), value) for key, value in state_dict.items())
     metadata = metadata_of(state_dict)
     if metadata is not None:
-        result._metadata = renamed_metadata(metadata, outline.places)  # type: ignore[attr-defined]
-    return result
+        loaded._metadata = renamed_metadata(metadata, outline.places)  # type: ignore[attr-defined]
+    return call_load_state_dict(outline.model, loaded, outline.info)
+
+
+def by_fqn(outline: Outline, keys: _IncompatibleKeys, given: Mapping[Any, Any]) -> _IncompatibleKeys:
+    """What load_state_dict() found, by FQN and by the caller's keys: wrappers put their prefixes before both.
+
+    Args:
+        given: load key -> key of the caller's dict.
+    """
+    if not isinstance(keys, _IncompatibleKeys):
+        # Of a load_state_dict() that is not torch's.
+        return keys
+    given = {str(load_key).replace(CHECKPOINT_PREFIX, ""): key for load_key, key in given.items()}
+    return _IncompatibleKeys(
+        list(map(outline.fqn_of, keys.missing_keys)),
+        [given.get(str(key).replace(CHECKPOINT_PREFIX, ""), key) for key in keys.unexpected_keys],
+    )
 
 
 def renamed_metadata(

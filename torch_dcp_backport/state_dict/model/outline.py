@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.destination import local_of
-from torch_dcp_backport.state_dict.fqn import ExtraState, Names
+from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX, FSDP_PREFIX, ExtraState, Names
 from torch_dcp_backport.state_dict.model.places import Place, places_of, values_of
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.patched import original_method
@@ -69,6 +69,22 @@ class Outline:
     def assigns(self) -> bool:
         """Whether load_state_dict() puts tensors into the modules instead of copying them."""
         return any(is_meta(entry.value) for entry in self.entries)
+
+    @functools.cached_property
+    def fqns(self) -> dict[str, str]:
+        """Load key -> FQN."""
+        return {entry.load_key: entry.fqn for entry in self.entries}
+
+    def fqn_of(self, load_key: str) -> str:
+        """The FQN of a name in what load_state_dict() returns, also of one that loading code made up."""
+        for prefix in (CHECKPOINT_PREFIX, FSDP_PREFIX):
+            load_key = load_key.replace(prefix, "")
+        fqn = self.fqns.get(load_key)
+        if fqn is not None:
+            return fqn
+        holders = [place for place in self.places if load_key.startswith(place.prefix)]
+        holder = max(holders, key=lambda place: len(place.prefix), default=None)
+        return load_key if holder is None else holder.fqn + load_key[len(holder.prefix) :]
 
     @property
     def is_alone(self) -> bool:

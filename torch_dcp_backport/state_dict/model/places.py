@@ -42,6 +42,8 @@ class Place:
     #: Whether hooks or loading code outside torch see its keys; whether any code outside torch takes part.
     user_loader: bool
     user_code: bool
+    #: Whether code outside torch takes part in loading this module, or one that it is part of.
+    below_user_code: bool
     #: Whether a hook outside torch runs after everything here is loaded.
     looked_at_after: bool
 
@@ -79,6 +81,7 @@ def place_of(
         path, prefix = parent.path + step, parent.prefix + prefix_step
         fqn = parent.fqn if parent.wraps else parent.fqn + prefix_step
     user_loader = has_user_loader(module)
+    user_code = user_loader or (sets_extra_state(module) and is_user_code(type(module).set_extra_state))
     after = user_loader and any(map(is_user_code, module._load_state_dict_post_hooks.values()))
     return Place(
         module,
@@ -90,7 +93,8 @@ def place_of(
         declares(module, modifiers),
         looks(module),
         user_loader,
-        user_loader or (sets_extra_state(module) and is_user_code(type(module).set_extra_state)),
+        user_code,
+        user_code or (parent is not None and parent.below_user_code),
         after or (parent is not None and parent.looked_at_after),
     )
 
@@ -178,6 +182,11 @@ def module_of(function: Any) -> str:
 
 def sets_extra_state(module: nn.Module) -> bool:
     return type(module).set_extra_state is not nn.Module.set_extra_state
+
+
+def tensors_of(module: nn.Module) -> Iterable[object]:
+    """The parameters and buffers that a module holds itself; None where one is not set."""
+    return (*module._parameters.values(), *module._buffers.values())
 
 
 def values_of(place: Place) -> Iterator[tuple[str, Any]]:

@@ -19,9 +19,10 @@ from torch_dcp_backport.state_dict.destination import FIRST, Becomes, fresh, uns
 from torch_dcp_backport.state_dict.fqn import ExtraState
 from torch_dcp_backport.state_dict.load import Inventory, Plan
 from torch_dcp_backport.state_dict.model.outline import Entry, Outline, is_meta, is_sliceable
-from torch_dcp_backport.state_dict.model.places import Place, governors_of
+from torch_dcp_backport.state_dict.model.places import Place, governors_of, has_loader, tensors_of
 from torch_dcp_backport.state_dict.source import About, Carried, Source, Unusable
 from torch_dcp_backport.transfer import Problem, TensorInfo
+from torch_dcp_backport.transfer.groups import source_of
 from torch_dcp_backport.transfer.memory import has_slices
 
 #: The stage of values that the root's loading code looks at. Other stages are FQN prefixes, which end with a
@@ -109,6 +110,15 @@ class ModelPlan(Plan):
     def is_looked_at(self, entry: Entry) -> bool:
         """Whether loading code judges the shape."""
         return entry.place in self.governance.by_place and entry.place.fqn not in self.governance.blind
+
+    def is_copied(self, entry: Entry) -> bool:
+        """Whether a value that is loaded whole is copied into the live tensor, which no code can replace."""
+        place, outline = entry.place, self.outline
+        if not is_sliceable(entry.value) or has_loader(place.module) or outline.info.fsdp_modules:
+            return False
+        # With tensors on meta beside it, a tensor may be replaced.
+        replaced = outline.assigns and any(map(is_meta, tensors_of(place.module)))
+        return outline.loads_as_torch and not replaced and not place.below_user_code
 
     def forgive(self, entries: Iterable[Entry]) -> None:
         """Let names be missing. Loading code finds them missing, as they are."""
@@ -269,6 +279,8 @@ def plan_governed(plan: ModelPlan, entries: list[Entry], present: list[Entry]) -
     for entry in present:
         if plan.is_looked_at(entry) or fits(plan, entry):
             plan_value(plan, entry.fqn, entry.value, plan.stage_of(entry), [entry])
+        if isinstance(entry.value, torch.Tensor) and plan.is_copied(entry):
+            plan.writes(entry.fqn, entry.value)
     if not plan.outline.info.fsdp_modules:
         plan.forgive(entry for entry in entries if entry not in present)
         if len(entries) > 1 and is_meta(present[0].value):
@@ -316,7 +328,7 @@ def plan_value(plan: ModelPlan, key: Any, live: Any, stage: str, owner: Owner) -
 
 def tensor_of_source(source: Source, key: Any, device: torch.device) -> Optional[torch.Tensor]:
     """The source's own tensor where loading code may get it as it is, as torch gives it."""
-    if dist.get_rank() or not source.is_dict or key not in source:
+    if dist.get_rank() != source_of(None) or not source.is_dict or key not in source:
         return None
     value = source.value(key)
     if not torch.is_tensor(value) or not has_slices(value) or value.device != device:

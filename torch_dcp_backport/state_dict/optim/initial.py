@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.destination import local_of
 from torch_dcp_backport.state_dict.form import PARAMS
+from torch_dcp_backport.state_dict.load import normal_mode
 
 #: Bytes of stand-ins for parameters that may exist at a time while states are made.
 STAND_IN_BYTES = 16 * 2**20
@@ -78,11 +80,12 @@ def init_optim_state(optim: Optimizer) -> None:
     """
     if not is_fresh(optim):
         return
-    if kind_of(optim) is None:
-        step_without_effect(optim)
-        return
-    for param, states in first_states(optim, set(params_of(optim))).items():
-        optim.state[param] = states
+    with normal_mode(params_of(optim)):
+        if kind_of(optim) is None:
+            step_without_effect(optim)
+            return
+        for param, states in first_states(optim, set(params_of(optim))).items():
+            optim.state[param] = states
 
 
 def step_without_effect(optim: Optimizer) -> None:
@@ -136,7 +139,7 @@ def first_states(
             stand_ins = [stand_in_for(param, kind) for param in batch]
             lr = {} if group.get("lr") is None else {"lr": zero_rate(group["lr"])}
             twin.param_groups = [{**group, **lr, PARAMS: stand_ins}]
-            twin.step()
+            step_of(type(twin))(twin)
             for param, stand_in in zip(batch, stand_ins):
                 states = twin.state.get(stand_in)
                 if states:
@@ -145,17 +148,22 @@ def first_states(
     return states_of
 
 
+def step_of(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
+    """The step of an optimizer's class without what torch and programs have put around it.
+
+    torch's own wrapper runs the hooks of all optimizers of the process (`register_optimizer_step_pre_hook`).
+    Ranks make different numbers of twins: a hook that communicates would wait for ever. To take the hooks out
+    of torch's registries meanwhile would keep them from the steps of other threads.
+    """
+    step: Callable[[Optimizer], object] = inspect.unwrap(kind.step)
+    return step
+
+
 def twin_of(optim: Optimizer) -> Optimizer:
-    """An optimizer of the same class and settings, without states, groups and the hooks of its steps."""
+    """An optimizer of the same class and settings, without states and groups."""
     twin: Optimizer = object.__new__(type(optim))
     vars(twin).update(vars(optim))
-    # Schedulers, and users, replace it in the instance.
-    vars(twin).pop("step", None)
-    vars(twin).update(
-        state=defaultdict(dict),
-        _optimizer_step_pre_hooks=OrderedDict(),
-        _optimizer_step_post_hooks=OrderedDict(),
-    )
+    vars(twin).update(state=defaultdict(dict))
     return twin
 
 

@@ -35,6 +35,7 @@ from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.patched import original_method
 from torch_dcp_backport.state_dict.tree import Path
 from torch_dcp_backport.transfer import Problem
+from torch_dcp_backport.transfer.groups import source_of
 
 
 def prepare_full(
@@ -58,7 +59,7 @@ def prepare_full(
             outline = outline_of(params, beginning, info.strict)
         except (RuntimeError, MemoryError) as error:
             problems.append(Problem("could not make the optimizer's states", got=str(error)))
-    if not problems and (not info.broadcast_from_rank0 or dist.get_rank() == 0):
+    if not problems and (not info.broadcast_from_rank0 or dist.get_rank() == source_of(None)):
         try:
             if not state_dict and sharded and not info.broadcast_from_rank0:
                 raise RuntimeError("the optimizer state dict is empty")

@@ -14,7 +14,13 @@ import torch
 from torch.optim import Optimizer
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.state_dict.destination import Becomes, Destination, local_of, unsharded
+from torch_dcp_backport.state_dict.destination import (
+    Becomes,
+    Destination,
+    local_of,
+    unsharded,
+    value_of,
+)
 from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE
 from torch_dcp_backport.state_dict.load import Inventory, Plan
 from torch_dcp_backport.state_dict.optim.get import Params, named_state, params_by_fqn
@@ -28,7 +34,8 @@ from torch_dcp_backport.state_dict.optim.initial import (
 from torch_dcp_backport.state_dict.source import Carried
 from torch_dcp_backport.state_dict.tree import Index, Path, leaves, place, with_lists
 from torch_dcp_backport.transfer import Problem, TensorInfo, layout_of, misfit, spell_key
-from torch_dcp_backport.transfer.layout import Layout
+from torch_dcp_backport.transfer.layout import Layout, whole
+from torch_dcp_backport.transfer.staging import part_of
 
 logger = logging.getLogger("torch_dcp_backport.state_dict.optimizer")
 
@@ -244,6 +251,14 @@ def plan_state(plan: OptimPlan, path: Path, offer: Any) -> None:
         plan.want_new(path, expected)
 
 
+def part_of_carried(like: torch.Tensor, value: torch.Tensor, rank: int) -> Any:
+    """This rank's part of a wrapper without slices (8-bit states), as a new state like a sharded one."""
+    layout, local = layout_of(like), local_of(like)
+    dense = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+    part = part_of(dense, whole(layout.shape), layout.own_box(rank)).to(local.device, copy=True)
+    return value_of(Destination(layout, part.dtype, part.device, None, Becomes.STATE, like), part)
+
+
 def plan_unknown_state(plan: OptimPlan, path: Path, expected: Optional[Expected], offer: Any) -> None:
     """Plan a state of an unknown kind; `expected` is the tensor in its place, if there is one."""
     param = plan.outline.params[str(path[1])]
@@ -251,6 +266,10 @@ def plan_unknown_state(plan: OptimPlan, path: Path, expected: Optional[Expected]
     if isinstance(offer, Carried) and not sharded:
         # Quantized states of a plain model: the optimizer's own code takes them as they are.
         plan.values[path] = offer.value
+    elif expected and isinstance(offer, Carried) and type(offer.value) not in compat.PLAIN_TENSORS:
+        info = TensorInfo(tuple(offer.value.shape), offer.value.dtype)
+        if plan.accepts(path, info, expected.shape):
+            plan.values[path] = part_of_carried(expected.like, offer.value, plan.rank)
     elif not plan.usable(path, offer):
         return
     elif not isinstance(offer, TensorInfo):
