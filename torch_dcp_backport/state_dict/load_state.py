@@ -20,8 +20,9 @@ from torch_dcp_backport.state_dict.course import run
 from torch_dcp_backport.state_dict.form import model_problem, optim_problem
 from torch_dcp_backport.state_dict.load import Planner, normal_mode
 from torch_dcp_backport.state_dict.model.apply import load_shards
-from torch_dcp_backport.state_dict.model.load import model_planner, outline_for_load
+from torch_dcp_backport.state_dict.model.load import TITLE, model_planner, outline_for_load
 from torch_dcp_backport.state_dict.model.outline import outline_of
+from torch_dcp_backport.state_dict.model.straight import copies_of, copy_all
 from torch_dcp_backport.state_dict.optim.get import Params
 from torch_dcp_backport.state_dict.optim.initial import Beginning, undone_if_failed
 from torch_dcp_backport.state_dict.optim.load import load_parts, prepare_full, prepare_parts
@@ -65,13 +66,19 @@ def load_state(
     if info.full_state_dict and not info.fsdp_modules:
         problems = [problem for problem in (of_model, of_optimizers) if problem]
         parts: dict[str, tuple[Planner, Source]] = {}
+        copies = None
         if info.handle_model:
-            source, outline = Source(model_dict, metadata=True), outline_for_load(model, info, problems)
+            outline = outline_for_load(model, info, problems)
+            copies = copies_of(outline, model_dict) if not problems else None
+        if info.handle_model and copies is None:
+            source = Source(model_dict, metadata=True)
             planner = model_planner(outline, source, problems, optional=info.broadcast_from_rank0)
             parts["the model"] = planner, source
-        return load_together(
+        keys = load_together(
             model, optimizers if info.handle_optim else (), optim_dict, info, problems, parts
         )
+        # Nothing is wrong with them, whatever the optimizers' states turn out to be.
+        return keys if copies is None else copy_all(TITLE, copies)
     if of_model and not info.full_state_dict:
         raise RuntimeError(str(of_model))
     # FSDP1 and shards: torch's own loading code writes. All ranks hear of a bad model dict of whole tensors.
@@ -101,7 +108,7 @@ def load_model_state(
     problems = [problem] if problem else []
     is_alone = True
     if info.full_state_dict:
-        source, outline = Source(state_dict, metadata=True), outline_for_load(model, info, problems)
+        outline = outline_for_load(model, info, problems)
         is_alone = outline.is_alone
     if is_alone:
         # No other rank waits, so none needs to hear of it.
@@ -111,6 +118,10 @@ def load_model_state(
             return _IncompatibleKeys([], [])
     if not info.full_state_dict:
         return load_shards(outline_of(model, info), state_dict)
+    copies = copies_of(outline, state_dict) if is_alone else None
+    if copies is not None:
+        return copy_all(TITLE, copies)
+    source = Source(state_dict, metadata=True)
     planner = model_planner(outline, source, problems)
     return run(planner, source, broadcast=info.broadcast_from_rank0).keys
 

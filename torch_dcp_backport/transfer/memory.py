@@ -11,6 +11,11 @@ def has_slices(value: torch.Tensor) -> bool:
     return not is_wrapper and value.layout is torch.strided and not value.is_quantized
 
 
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether a tensor that is known to be no wrapper has slices, and values."""
+    return value.layout is torch.strided and not value.is_meta and not value.is_quantized
+
+
 def layout_text(value: torch.Tensor) -> str:
     """The kind of a tensor without slices, for errors."""
     return f"{type(value).__name__} of layout {value.layout}"

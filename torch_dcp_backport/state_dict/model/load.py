@@ -14,6 +14,8 @@ from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.source import About, Source
 from torch_dcp_backport.transfer import Problem
 
+TITLE = "cannot load this model state dict"
+
 
 def outline_for_load(model: nn.Module, info: StateDictInfo, problems: list[Problem]) -> Outline:
     """The outline of a model; an exception on the way is a problem where other ranks wait."""
@@ -38,7 +40,7 @@ def model_planner(
             plan.keys = Handover(plan, fetch).run()
 
     return Planner(
-        "cannot load this model state dict",
+        TITLE,
         problems,
         lambda: (entry.value for entry in outline.entries),
         plan,

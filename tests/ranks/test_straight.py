@@ -1,0 +1,234 @@
+"""Full loads of plain models, most of which are copies and nothing else: what they give is torch's."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    """Parameters, buffers, a norm and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+
+
+class Doubling(nn.Module):
+    """Its own loading code doubles what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Net()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state_dict[prefix + "inner.first.bias"] = state_dict[prefix + "inner.first.bias"] * 2
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    return model
+
+
+def overlapping() -> nn.Module:
+    memory = torch.zeros(6)
+    model = nn.Module()
+    model.register_buffer("a", memory[:4])
+    model.register_buffer("b", memory[2:])
+    return model
+
+
+def halves() -> nn.Module:
+    """Two tensors in one memory, beside each other."""
+    memory = torch.zeros(6)
+    model = nn.Module()
+    model.register_buffer("a", memory[:3])
+    model.register_buffer("b", memory[3:])
+    return model
+
+
+def expanded() -> nn.Module:
+    model = nn.Module()
+    model.register_buffer("a", torch.ones(1).expand(3))
+    model.register_buffer("b", torch.ones(3))
+    return model
+
+
+def hooked() -> nn.Module:
+    model = Net()
+    model.register_load_state_dict_post_hook(add_to_scale)
+    return model
+
+
+def add_to_scale(model: Any, keys: object) -> None:
+    model.scale.data.add_(1)
+
+
+def hooked_by_torch() -> nn.Module:
+    """A hook of torch's that changes values, as those of its quantized modules do."""
+    model = Net()
+    model._register_load_state_dict_pre_hook(double)
+    return model
+
+
+def double(state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    if prefix + "first.bias" in state_dict:
+        state_dict[prefix + "first.bias"] = state_dict[prefix + "first.bias"] * 2
+
+
+double.__module__ = "torch.ao.quantization"
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Net,
+    "own code": Doubling,
+    "hook": hooked,
+    "torch's hook": hooked_by_torch,
+    "tied": tied,
+    "overlapping": overlapping,
+    "halves": halves,
+    "expanded": expanded,
+    "other dtype": lambda: Net().to(torch.bfloat16),
+    "frozen": lambda: Net().requires_grad_(False),
+    "channels last": lambda: nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last),
+    "complex": lambda: nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.complex64))]),
+    "empty": lambda: nn.ParameterDict({"none": torch.empty(0, 3), "a": torch.zeros(2)}),
+    "nothing": nn.Identity,
+}
+
+
+def short(state: dict[str, Any]) -> dict[str, Any]:
+    del state[next(iter(state))]
+    return state
+
+
+def first_as(change: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Change a value that is no scalar."""
+
+    def changed(state: dict[str, Any]) -> dict[str, Any]:
+        key = max(state, key=lambda key: state[key].dim())
+        return {**state, key: change(state[key])}
+
+    return changed
+
+
+DICTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "as it is": lambda state: state,
+    "ordered": OrderedDict,
+    "backwards": lambda state: dict(reversed(state.items())),
+    "a key too many": lambda state: {**state, "more": torch.ones(1)},
+    "a key too few": short,
+    "another key": lambda state: {**short(state), "more": torch.ones(1)},
+    "not contiguous": first_as(lambda value: torch.stack([value, value], -1)[..., 0]),
+    "negated": first_as(lambda value: torch._neg_view(value)),
+    "parameters": first_as(nn.Parameter),
+    "double": first_as(lambda value: value.to(torch.float64)),
+    "a shape more": first_as(lambda value: value[None]),
+    "on meta": first_as(lambda value: value.to("meta")),
+    "sparse": first_as(lambda value: value.to_sparse()),
+    "a number": first_as(lambda value: 3),
+    "none": first_as(lambda value: None),
+}
+
+
+def load(api: Any, model: nn.Module, state: Any, strict: bool) -> Any:
+    """What a load gives: keys and values, or the error and the values."""
+    options = api.StateDictOptions(full_state_dict=True, strict=strict)
+    identities = [id(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    try:
+        keys = api.set_model_state_dict(model, state, options=options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", model.state_dict()
+    assert identities == [id(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    return (sorted(keys.missing_keys), sorted(keys.unexpected_keys)), model.state_dict()
+
+
+def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert list(mine) == list(theirs)
+    for key, value in theirs.items():
+        assert (mine[key].dtype, mine[key].stride()) == (value.dtype, value.stride()), key
+        assert torch.equal(mine[key], value), key
+
+
+def loads_as_torch(api: Any, model: str, state: str, strict: bool) -> None:
+    """A dict is loaded as any other mapping is, and as torch's own load_state_dict() loads it."""
+    torch.manual_seed(1)
+    ours = MODELS[model]()
+    other, theirs = map(copy.deepcopy, (ours, ours))
+    values = {key: torch.rand(value.shape).to(value.dtype) for key, value in theirs.state_dict().items()}
+    given = DICTS[state](dict(values)) if values else {}
+    told, after = load(api, ours, given, strict)
+    told_of_mapping, after_mapping = load(api, other, MappingProxyType(given), strict)
+    assert told == told_of_mapping
+    same(after, after_mapping)
+    if isinstance(told, str) or not given or model in ("tied", "own code"):
+        return
+    keys = theirs.load_state_dict(dict(given), strict=strict)
+    assert told == (sorted(keys.missing_keys), sorted(keys.unexpected_keys))
+    same(after, theirs.state_dict())
+
+
+def refused(api: Any) -> None:
+    """What is wrong is refused before a write."""
+    names = ["a key too many", "a key too few", "a shape more", "on meta", "sparse", "a number", "none"]
+    for name in names:
+        model = Net()
+        before = copy.deepcopy(model.state_dict())
+        told, after = load(api, model, DICTS[name](dict(Net().state_dict())), True)
+        assert str(told).startswith("RuntimeError: "), name
+        same(after, before)
+
+
+def loads_itself(api: Any) -> None:
+    """A dict of the model's own tensors, and of views of them, as torch loads it."""
+    options = api.StateDictOptions(full_state_dict=True)
+    model = nn.Linear(3, 3)
+    before = model.weight.detach().clone()
+    version = model.weight._version
+    api.set_model_state_dict(model, dict(model.state_dict()), options=options)
+    assert torch.equal(model.weight, before)
+    assert model.weight._version == version, "read-only memory would have been written"
+    api.set_model_state_dict(
+        model, {"weight": model.weight.detach().t(), "bias": model.bias.detach()}, options=options
+    )
+    assert torch.equal(model.weight, before.t())
+
+
+def reports(api: Any) -> None:
+    from torch_dcp_backport import transfer
+
+    model = Net()
+    api.set_model_state_dict(model, model.state_dict(), options=api.StateDictOptions(full_state_dict=True))
+    report = transfer.last_report()
+    assert report is not None
+    assert (report.operation, report.tensors) == ("slice", len(model.state_dict()))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_plain_model_loads_as_torch_loads_it(ranks, model):
+    for state in DICTS:
+        for strict in (True, False):
+            ranks(loads_as_torch, model, state, strict, world=0)
+
+
+def test_what_does_not_fit_is_refused(ranks):
+    ranks(refused, world=0)
+
+
+def test_a_model_loads_its_own_tensors(ranks):
+    ranks(loads_itself, world=0)
+
+
+def test_what_was_copied_is_reported(ranks):
+    ranks(reports, world=0)
