@@ -20,8 +20,8 @@ from trainer import Trainer, same
 
 from torch_dcp_backport import dist_checkpointing
 from torch_dcp_backport.checkpoint import FSDPCheckpointManager, retention, saves, store, together
-from torch_dcp_backport.checkpoint.layout import SHARDED
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
+from torch_dcp_backport.dist_checkpointing.core import SHARDED
 from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 

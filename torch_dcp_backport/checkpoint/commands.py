@@ -15,11 +15,11 @@ import torch
 
 from torch_dcp_backport.checkpoint import exporting, manifest, retention, store
 from torch_dcp_backport.checkpoint.exporting import export_checkpoint
-from torch_dcp_backport.checkpoint.layout import SHARDED
 from torch_dcp_backport.checkpoint.manifest import Manifest
 from torch_dcp_backport.checkpoint.retention import Verdict
 from torch_dcp_backport.checkpoint.store import Step
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, inspection
+from torch_dcp_backport.dist_checkpointing.core import SHARDED
 from torch_dcp_backport.hf import Export
 from torch_dcp_backport.transfer import configure
 

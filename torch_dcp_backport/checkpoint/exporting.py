@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,18 +16,17 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 
 from torch_dcp_backport.checkpoint import manifest, store, verl
-from torch_dcp_backport.checkpoint.layout import ADAPTER, HUGGING_FACE, SHARDED, TIED, VERL_ADAPTER
+from torch_dcp_backport.checkpoint.layout import ADAPTER, TIED, VERL_ADAPTER
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.core import Folder
-from torch_dcp_backport.dist_checkpointing.engine.cover import covered, fills
+from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Stored
-from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader, wrong_files
-from torch_dcp_backport.dist_checkpointing.inspection import opened_alone
+from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
+from torch_dcp_backport.dist_checkpointing.inspection import not_whole, opened_alone
 from torch_dcp_backport.dist_checkpointing.training_state import MODEL
 from torch_dcp_backport.hf import adapters
-from torch_dcp_backport.hf.blocks import Window, windows
+from torch_dcp_backport.hf.blocks import Window, nbytes_of_window, windows
 from torch_dcp_backport.hf.companions import ADAPTER_CONFIG
 from torch_dcp_backport.hf.export import (
     Export,
@@ -258,7 +256,10 @@ def _opened_ours(call: Call, checkpoint: Opened) -> Model:
         tied = checkpoint.common_state().get(TIED, {})
     every = checkpoint.holds.tensors.items()
     stored = {key[len(PREFIX) :]: value for key, value in every if key.startswith(PREFIX)}
-    call.problems += problems_of(checkpoint, stored)
+    if not stored:
+        what = f"no model: no tensor's key begins with {PREFIX}"
+        call.problems.append(Problem(what, str(checkpoint.folder)))
+    call.problems += not_whole(checkpoint, stored)
     settle(call)
     reader = Reader(checkpoint.folder, checkpoint.holds.is_ours)
 
@@ -326,12 +327,6 @@ def meter_of(tensors: Mapping[str, TensorInfo]) -> Meter:
     return meter
 
 
-def nbytes_of_window(window: Window, tensors: Mapping[str, TensorInfo]) -> int:
-    return sum(
-        piece.box.numel * tensors[key].dtype.itemsize for key, pieces in window.items() for piece in pieces
-    )
-
-
 def faults_of(folder: Path) -> list[str]:
     try:
         content = manifest.read(folder)
@@ -343,21 +338,6 @@ def faults_of(folder: Path) -> list[str]:
     # The files of the sharded checkpoint are verified record by record when they are read.
     small = {name: entry for name, entry in content.files.items() if not name.endswith(".distcp")}
     return list(manifest.wrong_checksums(folder, dataclasses.replace(content, files=small)))
-
-
-def problems_of(checkpoint: Opened, stored: Mapping[str, Stored]) -> list[Problem]:
-    """Return the problems that keep tensors from being read in full."""
-    if not stored:
-        return [Problem(f"no model: no tensor's key begins with {PREFIX}", str(checkpoint.folder))]
-    places = [(key, chunk.place) for key, tensor in stored.items() for chunk in tensor.chunks]
-    problems = list(wrong_files(checkpoint.folder, places, checkpoint.holds))
-    for key, tensor in stored.items():
-        boxes = [chunk.box for chunk in tensor.chunks]
-        if not fills(boxes, tensor.shape):
-            have, numel = covered(boxes), math.prod(tensor.shape)
-            if have != numel:
-                problems.append(Problem("not all of it was saved", key, f"{have} elements", f"{numel}"))
-    return problems
 
 
 def reads_of(stored: Mapping[str, Stored], key: str, box: Box, into: torch.Tensor) -> list[Read]:

@@ -17,19 +17,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint import beside, extra, flat, verl
-from torch_dcp_backport.checkpoint.layout import (
-    ADAPTER,
-    HUGGING_FACE,
-    SAVED,
-    SCHEDULERS_WORLD,
-    SHARDED,
-    TIED,
-    WORLD,
-)
+from torch_dcp_backport.checkpoint.layout import ADAPTER, SAVED, SCHEDULERS_WORLD, TIED, WORLD
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
 from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, CANNOT_SAVE, make_folder, run_on_first
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
-from torch_dcp_backport.dist_checkpointing.core import Folder
+from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
 from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard

@@ -1,7 +1,5 @@
 """Names of folders in a manager's checkpoint, and keys of its common state."""
 
-#: The sharded checkpoint, and the files with which transformers opens the model.
-SHARDED, HUGGING_FACE = "dist_ckpt", "huggingface"
 #: Objects: each rank's scheduler, where they differ; the common state has their number.
 SCHEDULERS, SCHEDULERS_WORLD = "lr_schedulers", "lr_schedulers_world"
 #: Common state: scheduler, number of ranks, contents, keys that are another key's tensor.

@@ -17,17 +17,13 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import nn
 
+from torch_dcp_backport import rooms
 from torch_dcp_backport.checkpoint import beside, extra
-from torch_dcp_backport.checkpoint.layout import (
-    HUGGING_FACE,
-    SAVED,
-    SCHEDULERS_WORLD,
-    SHARDED,
-    WORLD,
-)
+from torch_dcp_backport.checkpoint.layout import SAVED, SCHEDULERS_WORLD, WORLD
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
 from torch_dcp_backport.checkpoint.together import CANNOT_SAVE, make_folder
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, param_groups
+from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED
 from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
@@ -41,7 +37,6 @@ from torch_dcp_backport.dist_checkpointing.serialization import load_made
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import structure_of
 from torch_dcp_backport.dist_checkpointing.training_state import groups_together
 from torch_dcp_backport.hf import Export
-from torch_dcp_backport.megatron import Parallel, save_hf
 from torch_dcp_backport.state_dict.optim.initial import init_optim_state
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.once import warn_once
@@ -170,7 +165,7 @@ class MegatronCheckpointManager(ShardedManager):
         self.save_state(lambda: state, folder / SHARDED, step, self.agree_on_schedule())
         if self.should_save_hf_model:
             target, how = folder / HUGGING_FACE, Export(dtype=self.param_dtype, overwrite=True)
-            place = self.tensor_parallel
+            place, save_hf = self.tensor_parallel, rooms.offered("the export of Megatron models")
             self.try_hf_model(
                 folder, lambda: save_hf(self.chunks, target, like=target, parallel=place, how=how)
             )
@@ -304,15 +299,16 @@ class MegatronCheckpointManager(ShardedManager):
         return loaded.get_cuda_rng_tracker()
 
     @property
-    def tensor_parallel(self) -> Optional[Parallel]:
+    def tensor_parallel(self) -> Any:
         """This rank's place for the cuts of weights; None leaves it to megatron-core."""
         state = self._parallel_state
         if state is None:
             return None
+        place = rooms.offered("a rank's place in Megatron's grid")
         own = state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
         if not hasattr(state, "get_expert_model_parallel_rank"):
-            return Parallel(*own)
-        return Parallel(
+            return place(*own)
+        return place(
             *own, state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()
         )
 

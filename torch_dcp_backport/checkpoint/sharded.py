@@ -10,7 +10,7 @@ from typing import Any, Optional, TypeVar
 
 import torch.distributed as dist
 
-from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SAVED, SCHEDULER, SCHEDULERS, SCHEDULERS_WORLD
+from torch_dcp_backport.checkpoint.layout import SAVED, SCHEDULER, SCHEDULERS, SCHEDULERS_WORLD
 from torch_dcp_backport.checkpoint.manager import CONTENTS, BaseCheckpointManager
 from torch_dcp_backport.checkpoint.store import checked_step
 from torch_dcp_backport.checkpoint.together import (
@@ -26,6 +26,7 @@ from torch_dcp_backport.dist_checkpointing import (
     ShardedObject,
     load_common_state_dict,
 )
+from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE
 from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, consult, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.options import SaveOptions

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from torch_dcp_backport.checkpoint import manifest, owners, store
-from torch_dcp_backport.checkpoint.layout import SHARDED
 from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
 from torch_dcp_backport.checkpoint.store import Identity, Shelf
-from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.core import SHARDED, CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     Refusal,

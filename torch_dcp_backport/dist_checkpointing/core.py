@@ -16,6 +16,8 @@ from torch_dcp_backport.dist_checkpointing.engine import files
 CONFIG_FNAME = "metadata.json"
 #: The only backends that are read and written: torch's records, and one file of plain values.
 SHARDED_BACKEND, COMMON_BACKEND = "torch_dist", "torch"
+#: Folders of a step, as verl's managers name them: the sharded checkpoint, and the files for transformers.
+SHARDED, HUGGING_FACE = "dist_ckpt", "huggingface"
 
 Folder = Union[str, "os.PathLike[str]"]
 

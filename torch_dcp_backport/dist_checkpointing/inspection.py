@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -24,6 +24,7 @@ from torch_dcp_backport.dist_checkpointing.engine.load import Opened, opened, sm
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Place, Stored
 from torch_dcp_backport.dist_checkpointing.engine.reader import BLOCK, Read, Reader, wrong_files
 from torch_dcp_backport.dist_checkpointing.engine.unpickle import escaped
+from torch_dcp_backport.transfer import Problem
 from torch_dcp_backport.transfer.layout import whole
 
 
@@ -118,6 +119,19 @@ def problems_of(checkpoint: Opened) -> Iterator[str]:
     except CheckpointingException as error:
         if "known to be harmless" not in str(error):
             yield str(error)
+
+
+def not_whole(checkpoint: Opened, stored: Mapping[str, Stored]) -> list[Problem]:
+    """Return the problems that keep tensors from being read in full."""
+    places = [(key, chunk.place) for key, tensor in stored.items() for chunk in tensor.chunks]
+    problems = list(wrong_files(checkpoint.folder, places, checkpoint.holds))
+    for key, tensor in stored.items():
+        boxes = [chunk.box for chunk in tensor.chunks]
+        if not fills(boxes, tensor.shape):
+            have, numel = covered(boxes), math.prod(tensor.shape)
+            if have != numel:
+                problems.append(Problem("not all of it was saved", key, f"{have} elements", f"{numel}"))
+    return problems
 
 
 def problems_of_digests(checkpoint: Opened) -> Iterator[str]:

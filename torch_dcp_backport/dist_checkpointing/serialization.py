@@ -44,8 +44,8 @@ from torch_dcp_backport.dist_checkpointing.validation import (
     table_of,
     verify_digests,
 )
-from torch_dcp_backport.state_dict.api import gc_context
 from torch_dcp_backport.transfer import Call
+from torch_dcp_backport.transfer.collector import gc_context
 from torch_dcp_backport.transfer.groups import Group
 
 CANNOT_LOAD = "cannot load the checkpoint"

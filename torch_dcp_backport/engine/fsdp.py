@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport import compat
+from torch_dcp_backport import compat, rooms
 from torch_dcp_backport.engine import (
     batches,
     build,
@@ -125,8 +124,8 @@ class FSDPEngine(BaseEngine):
                 least=asked.min_lr_ratio or 0.0,
                 cycles=asked.num_cycles,
             )
-        checkpoint = importlib.import_module("torch_dcp_backport.checkpoint")
-        self.checkpoint_manager = checkpoint.FSDPCheckpointManager(
+        manager = rooms.offered("the manager of FSDP2 models")
+        self.checkpoint_manager = manager(
             self.module,
             self.optimizer,
             self.lr_scheduler,

@@ -98,6 +98,12 @@ def windows(
         yield window
 
 
+def nbytes_of_window(window: Window, tensors: Mapping[str, TensorInfo]) -> int:
+    return sum(
+        piece.box.numel * tensors[key].dtype.itemsize for key, pieces in window.items() for piece in pieces
+    )
+
+
 def clipped(spread: Boxes, pieces: Sequence[Piece]) -> Boxes:
     """Return the part of a spread that lies in some pieces of the tensor."""
     rows = []

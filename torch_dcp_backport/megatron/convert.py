@@ -14,19 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from torch_dcp_backport.checkpoint.exporting import nbytes_of_window, problems_of
-from torch_dcp_backport.checkpoint.layout import HUGGING_FACE, SHARDED
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
-from torch_dcp_backport.dist_checkpointing.core import Folder
+from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Stored
 from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
-from torch_dcp_backport.dist_checkpointing.inspection import opened_alone
+from torch_dcp_backport.dist_checkpointing.inspection import not_whole, opened_alone
 from torch_dcp_backport.dist_checkpointing.options import SaveOptions
 from torch_dcp_backport.dist_checkpointing.serialization import save_made
 from torch_dcp_backport.hf import Export
-from torch_dcp_backport.hf.blocks import Window
+from torch_dcp_backport.hf.blocks import Window, nbytes_of_window
 from torch_dcp_backport.hf.companions import as_config, companions_of
 from torch_dcp_backport.hf.export import examined, target_of, write_files
 from torch_dcp_backport.hf.files import Room, replaced, sync_folder, write_small
@@ -331,7 +329,7 @@ def _to_files(
     left = dict.fromkeys(sorted(set(everything) - set(stored)), "not the model's, or a second name")
     infos = {key: TensorInfo(entry.shape, entry.dtype) for key, entry in stored.items()}
     sources, held = _sources(call, shape, naming, infos)
-    call.problems += problems_of(checkpoint, stored) if stored else []
+    call.problems += not_whole(checkpoint, stored)
     with call.guard(str(out)):
         # An export replaces nothing but a model, and checks that again before it writes.
         replaced(out, target.how.overwrite, target.companions[CONFIG])

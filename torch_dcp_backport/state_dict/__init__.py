@@ -17,7 +17,6 @@ from torch_dcp_backport.state_dict.api import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch_dcp_backport.state_dict.api import gc_context as _gc_context
 from torch_dcp_backport.state_dict.api import verify_state_dict as _verify_state_dict
 from torch_dcp_backport.state_dict.collect import full_or_cpu as _maybe_full_or_cpu_state_dict
 from torch_dcp_backport.state_dict.cpu_copy import check_state_dict_similarity as _check_state_dict_similarity
@@ -46,6 +45,7 @@ from torch_dcp_backport.state_dict.patched import original_method as _state_dict
 from torch_dcp_backport.state_dict.seams import patch_model_state_dict as _patch_model_state_dict
 from torch_dcp_backport.state_dict.seams import patch_optimizer_state_dict as _patch_optimizer_state_dict
 from torch_dcp_backport.state_dict.seams import split_optim_state_dict as _split_optim_state_dict
+from torch_dcp_backport.transfer.collector import gc_context as _gc_context
 
 __all__ = [
     "StateDictOptions",

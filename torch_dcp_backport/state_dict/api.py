@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Optional, Union
 
 import torch
@@ -24,6 +22,7 @@ from torch_dcp_backport.state_dict.options import (
     info_of,
     verify_options,
 )
+from torch_dcp_backport.transfer.collector import gc_context
 
 PrimitiveType = Union[DTensor, ShardedTensor, torch.Tensor, int, float, str]
 ValueType = Union[PrimitiveType, list[PrimitiveType], tuple[PrimitiveType], dict[str, "ValueType"]]
@@ -168,18 +167,6 @@ def set_state_dict(
 
 def as_tuple(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-
-
-@contextlib.contextmanager
-def gc_context() -> Iterator[None]:
-    """No garbage collection meanwhile: a state dict's many small objects would trigger it over and over."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def verify_state_dict(

@@ -30,8 +30,8 @@ from torch_dcp_backport.dist_checkpointing.engine.unpickle import (
     Refused,
     TensorEntry,
 )
-from torch_dcp_backport.state_dict.api import gc_context
 from torch_dcp_backport.transfer import Box
+from torch_dcp_backport.transfer.collector import gc_context
 from torch_dcp_backport.transfer.spread import intersection
 
 NAME = ".metadata"
