@@ -80,7 +80,7 @@ def load_older(api: Any, folder: str, kind: str, flat: bool) -> None:
     assert torch.equal(loaded.weight, model.weight)
 
     state["model"]["more"] = torch.zeros(1)
-    with pytest.raises(CheckpointException, match="Missing key .*model.more"):
+    with pytest.raises(CheckpointException, match=r"Missing key .*model\.more"):
         dcp.load(state, checkpoint_id=folder, planner=planner()())
     # What the page says of the other way.
     dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
