@@ -194,12 +194,15 @@ LEAVES_OUT = {
 ROOMS = ("checkpoint", "dist_checkpointing", "hf", "megatron")
 SHARES = {
     "2.4": (
-        *(f"{path}=0/1" for path in _files("ranks", ("dcp", "faults", "fuzz", "soak", "stages"))),
+        *(
+            f"{path}=0/1"
+            for path in _files("ranks", ("dcp", "dcp_plans", "faults", "fuzz", "soak", "stages"))
+        ),
         "tests/ranks=0/2",
         "tests/engine=0/2",
         *(f"tests/{room}=0/2" for room in ROOMS),
     ),
-    "2.5": (*(f"{path}=0/1" for path in _files("ranks", ("dcp", "stages"))), "tests/ranks=1/4"),
+    "2.5": (*(f"{path}=0/1" for path in _files("ranks", ("dcp", "dcp_plans", "stages"))), "tests/ranks=1/4"),
     "2.7": ("tests/ranks=3/4",),
     "2.6": ("tests/engine=1/2",),
     "current": tuple(f"tests/{room}=1/2" for room in ROOMS),

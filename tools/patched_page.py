@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""docs/what-is-patched.md, from the records in patches/ and the table of replaced names.
+"""docs/what-is-patched.md, from the records in patches/, its list of upstream's fixes and the replaced names.
 
     make patched-page
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "what-is-patched.md"
 PATCHES = ROOT / "patches"
+UPSTREAM = PATCHES / "upstream.md"  # written by hand; [0008] becomes a link to the record
 # By its file: importing it would import the package, which activates and warns where there is no torch.
 TABLE = SimpleNamespace(**runpy.run_path(str(ROOT / "torch_dcp_backport" / "activation" / "table.py")))
 FIRST, FIXED_IN = (".".join(map(str, release)) for release in (TABLE.FIRST, TABLE.FIXED_IN))
@@ -74,7 +75,18 @@ class Record(NamedTuple):
 def page() -> str:
     records = [read(path.stem, path.read_text()) for path in sorted(PATCHES.glob("[0-9]*.md"))]
     summary = table(("record", "torch releases that have it", "upstream"), *map(row, records))
-    return "".join((HEAD, summary, TAIL, *replaced()))
+    return "".join((HEAD, summary, "\n", linked(UPSTREAM.read_text(), records), TAIL, *replaced()))
+
+
+def linked(text: str, records: list[Record]) -> str:
+    names = {record.name[:4]: record.name for record in records}
+
+    def link(match: re.Match[str]) -> str:
+        if match[1] not in names:
+            raise ValueError(f"patches/{UPSTREAM.name} names record {match[1]}, which does not exist")
+        return f"[{match[1]}](../patches/{names[match[1]]}.md)"
+
+    return re.sub(r"\[(\d{4})\](?!\()", link, text)
 
 
 def read(name: str, text: str) -> Record:

@@ -222,6 +222,22 @@ def test_another_shape_is_an_error(fixed, tmp_path, case):
     fixed(load_into_another_shape, str(tmp_path / "saved"), case, world=2, broken=TORCH in ((2, 4), (2, 5)))
 
 
+def load_what_changed_its_size(api: Any, folder: str) -> None:
+    """The ways out that patches/0011 names."""
+    dcp.save({"rng": [{"cuda": torch.arange(8.0)}], "w": torch.ones(2)}, checkpoint_id=folder)
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata["rng.0.cuda"]
+    wanted = {"rng": [{"cuda": torch.zeros(stored.size)}], "w": torch.zeros(2)}
+    dcp.load(wanted, checkpoint_id=folder)
+    assert torch.equal(wanted["rng"][0]["cuda"], torch.arange(8.0))
+    part = {"w": torch.zeros(2)}
+    dcp.load(part, checkpoint_id=folder)
+    assert torch.all(part["w"] == 1)
+
+
+def test_what_changed_its_size_loads_by_the_saved_size(ranks, tmp_path):
+    ranks(load_what_changed_its_size, str(tmp_path / "saved"), world=2)
+
+
 def load_what_may_differ(api: Any, folder: str) -> None:
     """Tensors as Megatron-LM makes them."""
 

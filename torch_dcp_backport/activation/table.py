@@ -43,6 +43,12 @@ REMOTE = "0016-save-to-a-remote-storage-fails"
 UNPICKLED = "0017-errors-that-cannot-be-pickled-hang"
 COPIES = "0018-finished-saves-keep-their-tensors"
 STALE = "0019-kept-state-dicts-go-stale"
+OLD_NAMES = "0020-checkpoints-of-torch-2.3-do-not-load"
+PARTIAL = "0021-one-part-of-a-sum-is-saved"
+META = "0022-a-load-leaves-meta-tensors"
+LOST_OBJECTS = "0023-a-partial-load-loses-objects"
+NO_KEYS = "0024-a-load-of-all-keys-is-empty"
+UNFLATTENED = "0025-an-unflattened-load-leaves-objects"
 
 # The subject of each record, and the pull requests or issues that it names.
 _PULL, _ISSUE = "https://github.com/pytorch/pytorch/pull/", "https://github.com/pytorch/pytorch/issues/"
@@ -72,6 +78,12 @@ RECORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     UNPICKLED: ("an error that cannot be pickled hangs dcp.save and dcp.load", (_PULL + "177754",)),
     COPIES: ("a finished save keeps its tensors until a collection", (_PULL + "170431",)),
     STALE: ("a state dict that is kept goes stale with uneven shards", (_PULL + "163130",)),
+    OLD_NAMES: ("torch 2.4 does not load checkpoints of torch 2.3", (_PULL + "134158",)),
+    PARTIAL: ("of a DTensor with partial values one rank's part is saved", (_PULL + "163941",)),
+    META: ("dcp.load leaves tensors on the meta device", (_PULL + "133256",)),
+    LOST_OBJECTS: ("dcp.load puts None in the place of objects that a checkpoint lacks", ()),
+    NO_KEYS: ("a load of all keys returns nothing", (_PULL + "150058",)),
+    UNFLATTENED: ("dcp.load without flattening leaves objects as they were", ()),
 }
 
 
@@ -163,7 +175,10 @@ _HELPERS: tuple[tuple[str, tuple[int, int], tuple[str, ...]], ...] = (
 
 # The names that dcp.save and dcp.load use, without checkpoint.state_dict.
 _DCP: tuple[tuple[str, str, tuple[str, ...], tuple[int, int]], ...] = (
-    (PLANNER, "create_default_local_load_plan", (OTHER_SHAPE,), (2, 6)),
+    (PLANNER, "create_default_local_save_plan", (PARTIAL,), FIXED_IN),
+    (PLANNER, "create_default_local_load_plan", (OTHER_SHAPE, PARTIAL), FIXED_IN),
+    (PLANNER, "DefaultLoadPlanner.set_up_planner", (META, LOST_OBJECTS, UNFLATTENED), FIXED_IN),
+    (PLANNER, "DefaultLoadPlanner.create_local_plan", (OLD_NAMES,), (2, 5)),
     (PLANNER, "_EmptyStateDictLoadPlanner._should_include_key", (BY_KEY,), FIXED_IN),
     (PLANNER, "_EmptyStateDictLoadPlanner.set_up_planner", (BY_KEY,), FIXED_IN),
     (FILESYSTEM, "_FileSystemWriter.write_data", (LOST_WRITE, REMOTE), FIXED_IN),
@@ -174,6 +189,7 @@ _DCP: tuple[tuple[str, str, tuple[str, ...], tuple[int, int]], ...] = (
     (COLLECTIVES, "_DistWrapper.gather_object", (COORDINATOR, UNPICKLED), FIXED_IN),
     (COLLECTIVES, "_DistWrapper.scatter_object", (COORDINATOR, UNPICKLED), FIXED_IN),
     (LOADER, "load", (STATEFUL,), (2, 6)),
+    (LOADER, "_load_state_dict_from_keys", (NO_KEYS,), FIXED_IN),
     (TRAVERSE, "traverse_state_dict", (COPIES,), FIXED_IN),
     (SHARDS_2_4, "FSDPParam.reset_sharded_param", (STALE,), (2, 6)),
     (FSSPEC, "FileSystem.create_stream", (DELETED,), FIXED_IN),

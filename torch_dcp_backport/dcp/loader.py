@@ -1,6 +1,6 @@
-"""`dcp.load` that leaves the caller's objects in the caller's dict.
+"""`dcp.load` that leaves the caller's objects in the caller's dict; loads that need no dict.
 
-Must never write into that dict before everything is read.
+Must never write into the caller's dict before everything is read.
 """
 
 from __future__ import annotations
@@ -75,6 +75,39 @@ def load(
                 value.load_state_dict(loaded[key])
             else:
                 state_dict[key] = loaded[key]
+
+
+def load_state_dict_from_keys(
+    keys: Optional[Union[set[str], str]] = None,
+    *,
+    checkpoint_id: Union[str, os.PathLike[str], None] = None,
+    storage_reader: Optional[StorageReader] = None,
+    process_group: Optional[dist.ProcessGroup] = None,
+) -> dict[str, Any]:
+    """Return a part of a checkpoint, as a nested state dict, or all of it.
+
+    Torch takes no keys for the empty set, and returns nothing.
+    https://github.com/pytorch/pytorch/pull/150058
+
+    Args:
+        keys: of the values, or keys above them; None for all.
+        checkpoint_id: the folder or the name of the checkpoint, as the storage has it.
+        storage_reader: reads the checkpoint; by default chosen by `checkpoint_id`.
+        process_group: the ranks that load; by default all.
+    """
+    alone = not (dist.is_available() and dist.is_initialized())
+    if alone:
+        warnings.warn(f"{ALONE}, assuming the intent is to load in a single process.", stacklevel=2)
+    reader = stock._storage_setup(storage_reader, checkpoint_id, reader=True)
+    found: dict[str, Any] = {}
+    stock._load_state_dict(
+        state_dict=found,
+        storage_reader=reader,
+        process_group=process_group,
+        no_dist=alone,
+        planner=stock._EmptyStateDictLoadPlanner(keys={keys} if isinstance(keys, str) else keys),
+    )
+    return found
 
 
 def shared_keys(state_dict: dict[str, Any], group: Optional[dist.ProcessGroup]) -> list[str]:

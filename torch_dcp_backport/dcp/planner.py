@@ -1,4 +1,4 @@
-"""The plan of a load: shapes that must fit, and the keys of a checkpoint without a state dict.
+"""The plans of a save and a load: shapes that must fit, keys of older checkpoints, keys of a part of one.
 
 Must never change the metadata: the storage reader has it too.
 """
@@ -10,14 +10,31 @@ from itertools import accumulate
 from typing import Any, Optional
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from torch_dcp_backport.compat import DTensor
+from torch_dcp_backport.dcp.room import init_state_dict
+from torch_dcp_backport.dcp.traverse import Path, traverse_state_dict_v_2_3
 
 planners: Any = default_planner  # by attribute: other tools may replace its private names
+
+
+def create_default_local_save_plan(state_dict: Mapping[str, Any], is_coordinator: bool) -> SavePlan:
+    """Return a part to write for each value that this rank holds a part of.
+
+    Raises:
+        ValueError: a DTensor has partial values.
+    """
+    parts = []
+    for key, value in state_dict.items():
+        if is_here(value):
+            check_whole(key, value)
+            parts += planners._create_write_items(key, value)
+    return SavePlan(parts)
 
 
 def create_default_local_load_plan(
@@ -27,7 +44,7 @@ def create_default_local_load_plan(
 
     Raises:
         RuntimeError: strict, and a key is not in the checkpoint.
-        ValueError: a tensor has another shape there.
+        ValueError: a tensor has another shape there, or is a DTensor with partial values.
     """
     requests = []
     for key, value in state_dict.items():
@@ -37,10 +54,29 @@ def create_default_local_load_plan(
             continue
         stored = metadata.state_dict_metadata[key]
         check_size(key, stored, value)
-        # A DTensor on a mesh without this rank asks for nothing.
-        if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is not None:
+        if is_here(value):
+            check_whole(key, value)
             requests += planners._create_read_items(key, stored, value)
     return LoadPlan(requests)
+
+
+def is_here(value: object) -> bool:
+    """Return whether this rank has a part of a value: of a DTensor the ranks of its mesh have."""
+    return not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is not None
+
+
+def check_whole(key: str, value: object) -> None:
+    """Raise a ValueError for a DTensor with partial values.
+
+    The value is the sum (or another reduction) of all ranks' tensors, which a plan takes for replicas: one
+    rank's tensor would be saved, and a load would write the value into all of them.
+    https://github.com/pytorch/pytorch/pull/163941
+    """
+    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+        raise ValueError(
+            f"{key} is a DTensor with partial values, {tuple(value.placements)}, which no checkpoint can "
+            "hold: redistribute it to Replicate() or Shard() first, or take full_tensor()"
+        )
 
 
 def check_size(key: str, stored: object, value: Any) -> None:
@@ -64,6 +100,64 @@ def may_differ(value: Any) -> bool:
     if made_of is not None:
         return bool(made_of.allow_shape_mismatch)
     return hasattr(value, "prepend_axis_num")  # releases up to 0.7 have no mcore_sh_ten
+
+
+class DefaultLoadPlanner:
+    def set_up_planner(
+        self: Any,
+        state_dict: dict[str, Any],
+        metadata: Optional[Metadata] = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Note what is to be loaded, by keys, and make room for it."""
+        init_state_dict(state_dict)
+        self.original_state_dict = state_dict
+        # Unflattened, loaded objects are put into the state dict that is kept here: it must be the caller's,
+        # and not one that was built anew.
+        rebuild = self.flatten_state_dict or any(map(is_nested, state_dict.values()))
+        if self.flatten_sharded_tensors and rebuild:
+            state_dict = planners._flatten_sharded_tensors(state_dict)
+        if self.flatten_state_dict:
+            state_dict, self.mappings = planners.flatten_state_dict(state_dict)
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self: Any) -> LoadPlan:
+        """Return the requests of a load, by torch 2.3's keys where it wrote the checkpoint.
+
+        https://github.com/pytorch/pytorch/pull/134158
+        """
+        if self.metadata is None:
+            raise AssertionError("no metadata: set_up_planner comes first")
+        if self.flatten_state_dict:
+            others = self.metadata.state_dict_metadata.keys() - self.state_dict.keys()
+            values, paths = flattened_as_2_3(self.original_state_dict) if others else ({}, {})
+            if others & values.keys():
+                self.state_dict, self.mappings = values, paths
+        plan: LoadPlan = planners.create_default_local_load_plan(
+            self.state_dict, self.metadata, not self.allow_partial_load
+        )
+        return plan
+
+
+def is_nested(value: object) -> bool:
+    """Return whether it is a ShardedTensor of ShardedTensors, as FSDP1 over tensor parallelism made them."""
+    shards = value.local_shards() if isinstance(value, ShardedTensor) else ()
+    return any(isinstance(shard.tensor, ShardedTensor) for shard in shards)
+
+
+def flattened_as_2_3(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Return the values and the paths of a nested state dict by torch 2.3's keys."""
+    values: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+
+    def add(path: Path, value: Any) -> None:
+        key = ".".join(map(str, path))
+        if key in values:
+            raise ValueError(f"duplicated flatten key {key}")
+        values[key], paths[key] = value, path
+
+    traverse_state_dict_v_2_3(state_dict, add)
+    return values, paths
 
 
 class EmptyStateDictLoadPlanner:
