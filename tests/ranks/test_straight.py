@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hooked import wrapped
 from torch import nn
 
 
@@ -205,6 +206,86 @@ def loads_itself(api: Any) -> None:
     assert torch.equal(model.weight, before.t())
 
 
+def loads_itself_into_memory_that_cannot_be_written(api: Any, wrapper: str) -> None:
+    """What `get` gives goes back: nothing is written where a tensor is loaded from itself."""
+    options = api.StateDictOptions(full_state_dict=True)
+    model = nn.Linear(2, 2)
+    model.register_buffer("wide", torch.ones(1, 3).expand(4, 3))
+    with torch.inference_mode():
+        model.register_buffer("inferred", torch.ones(3))
+    model = wrapped(model, wrapper)
+    api.set_model_state_dict(model, api.get_model_state_dict(model, options=options), options=options)
+    assert torch.equal(model.wide, torch.ones(4, 3))
+
+
+def keeps_what_another_name_brought(api: Any, is_dict: bool) -> None:
+    model = nn.Module()
+    model.p = model.q = nn.Parameter(torch.zeros(2))
+    state = {"p": torch.ones(2), "q": model.q.detach()}
+    mine = state if is_dict else MappingProxyType(state)
+    api.set_model_state_dict(model, mine, options=api.StateDictOptions(full_state_dict=True))
+    assert torch.equal(model.p, torch.ones(2))
+
+
+def fails_before_the_optimizer(api: Any) -> None:
+    """A copy that fails, as only a copy can tell, leaves the optimizer as it was."""
+    memory = torch.arange(8.0)
+    model = nn.Module()
+    model.v, model.w = nn.Parameter(torch.zeros(4)), nn.Parameter(memory[:4])
+    optim = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = api.StateDictOptions(full_state_dict=True)
+    states = api.get_optimizer_state_dict(model, optim, options=options)
+    states["param_groups"][0]["lr"] = 7.0
+    with pytest.raises(RuntimeError) as caught:
+        api.set_state_dict(
+            model,
+            optim,
+            model_state_dict={"v": torch.ones(4), "w": memory[2:6]},
+            optim_state_dict=states,
+            options=options,
+        )
+    assert optim.param_groups[0]["lr"] == 1.0
+    notes = getattr(caught.value, "__notes__", ["model state dict: w: 1 of 2 tensors were written before"])
+    assert "model state dict: w: 1 of 2 tensors were written before" in notes[0]
+
+
+class Renaming(nn.parallel.DistributedDataParallel):
+    """A wrapper with a tensor of its own, under the name of one inside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.register_buffer("weight", torch.zeros(2, 2))
+
+
+def sees_a_key_too_many(api: Any) -> None:
+    model = Renaming(nn.Linear(2, 2))
+    state = {**nn.Linear(2, 2).state_dict(), "more": torch.ones(1)}
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: .*more"):
+        api.set_model_state_dict(model, state, options=api.StateDictOptions(full_state_dict=True))
+
+
+def names_of_wrappers_as_keys(api: Any, strict: bool) -> None:
+    """A key that DDP's own code would take for another tensor is unexpected."""
+    model, state = nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2).state_dict()
+    mine = {**state, "module.weight": torch.full((2, 2), 7.0)}
+    options = api.StateDictOptions(full_state_dict=True, strict=strict)
+    if strict:
+        with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: .*module.weight"):
+            api.set_model_state_dict(model, mine, options=options)
+        return
+    keys = api.set_model_state_dict(model, mine, options=options)
+    assert (keys.missing_keys, keys.unexpected_keys) == ([], ["module.weight"])
+    assert torch.equal(model.module.weight, state["weight"])
+
+
+def names_that_end_like_wrappers(api: Any) -> None:
+    model = nn.Module()
+    model.my_fsdp_wrapped_module = nn.Linear(2, 2)
+    options = api.StateDictOptions(full_state_dict=True, strict=False)
+    keys = api.set_model_state_dict(model, {"more": torch.ones(1)}, options=options)
+    assert keys.missing_keys == ["my_fsdp_wrapped_module.weight", "my_fsdp_wrapped_module.bias"]
+
+
 def reports(api: Any) -> None:
     from torch_dcp_backport import transfer
 
@@ -228,6 +309,33 @@ def test_what_does_not_fit_is_refused(ranks):
 
 def test_a_model_loads_its_own_tensors(ranks):
     ranks(loads_itself, world=0)
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
+def test_what_cannot_be_written_loads_itself(ranks, wrapper):
+    ranks(loads_itself_into_memory_that_cannot_be_written, wrapper, world=2)
+
+
+@pytest.mark.parametrize("is_dict", [True, False])
+def test_a_tied_tensor_keeps_what_another_name_brought(ranks, is_dict):
+    ranks(keeps_what_another_name_brought, is_dict, world=0)
+
+
+def test_a_copy_that_fails_leaves_the_optimizer(ranks):
+    ranks(fails_before_the_optimizer, world=0)
+
+
+def test_a_wrapper_with_a_tensor_of_an_inner_name(ranks):
+    ranks(sees_a_key_too_many, world=2)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_key_with_the_prefix_of_ddp_is_unexpected(ranks, strict):
+    ranks(names_of_wrappers_as_keys, strict, world=2)
+
+
+def test_names_that_end_like_those_of_wrappers(ranks):
+    ranks(names_that_end_like_wrappers, world=0)
 
 
 def test_what_was_copied_is_reported(ranks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, Union
 
 import torch.distributed as dist
@@ -37,8 +37,12 @@ def run(
     *,
     broadcast: bool,
     group: Optional[dist.ProcessGroup] = None,
+    once_agreed: Callable[[], object] = lambda: None,
 ) -> Plan:
     """Carry out a load: from the `state` of the group's first rank, or from every rank's own.
+
+    Args:
+        once_agreed: is called when nothing is wrong on any rank, before anything is written.
 
     Returns:
         this rank's plan, carried out.
@@ -53,6 +57,7 @@ def run(
     try:
         with course.call:
             course.agree()
+            once_agreed()
             course.carry_out()
         return course.plan
     finally:

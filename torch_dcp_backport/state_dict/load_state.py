@@ -74,11 +74,12 @@ def load_state(
             source = Source(model_dict, metadata=True)
             planner = model_planner(outline, source, problems, optional=info.broadcast_from_rank0)
             parts["the model"] = planner, source
-        keys = load_together(
-            model, optimizers if info.handle_optim else (), optim_dict, info, problems, parts
-        )
-        # Nothing is wrong with them, whatever the optimizers' states turn out to be.
-        return keys if copies is None else copy_all(TITLE, copies)
+        if copies is not None and not info.handle_optim:
+            return copy_all(TITLE, copies)
+        # Between the check of the optimizers' states and the first write to them.
+        then = (lambda: None) if copies is None else functools.partial(copy_all, TITLE, copies)
+        optimizers = optimizers if info.handle_optim else ()
+        return load_together(model, optimizers, optim_dict, info, problems, parts, then)
     if of_model and not info.full_state_dict:
         raise RuntimeError(str(of_model))
     # FSDP1 and shards: torch's own loading code writes. All ranks hear of a bad model dict of whole tensors.
@@ -151,8 +152,13 @@ def load_together(
     info: StateDictInfo,
     problems: list[Problem],
     last: Mapping[str, tuple[Planner, Source]],
+    once_agreed: Callable[[], object] = lambda: None,
 ) -> _IncompatibleKeys:
-    """Load full tensors into the optimizers, and into what is `last`; all share the list of problems."""
+    """Load full tensors into the optimizers, and into what is `last`; all share the list of problems.
+
+    Args:
+        once_agreed: is called once nothing is wrong, before anything is written.
+    """
     parts: dict[str, tuple[Planner, Source]] = {}
     begun: list[Beginning] = []
     params = Params(model)
@@ -168,4 +174,4 @@ def load_together(
         else:
             planners = {name: planner for name, (planner, _) in parts.items()}
             planner, source = together(planners, problems), Sources(sources)
-        return run(planner, source, broadcast=info.broadcast_from_rank0).keys
+        return run(planner, source, broadcast=info.broadcast_from_rank0, once_agreed=once_agreed).keys

@@ -13,7 +13,9 @@ def has_slices(value: torch.Tensor) -> bool:
 
 def is_dense(value: torch.Tensor) -> bool:
     """Whether a tensor that is known to be no wrapper has slices, and values."""
-    return value.layout is torch.strided and not value.is_meta and not value.is_quantized
+    return (
+        value.layout is torch.strided and not value.is_meta and not value.is_quantized and not value.is_nested
+    )
 
 
 def layout_text(value: torch.Tensor) -> str:
@@ -60,6 +62,8 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 def why_not_writable(tensor: torch.Tensor) -> str:
     """The reason why a copy into this tensor would fail; "" where it would not."""
+    if not tensor.numel():
+        return ""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "it was made in inference mode"
     if is_freed(tensor):

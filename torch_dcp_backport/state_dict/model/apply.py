@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from torch_dcp_backport.state_dict.destination import FIRST
-from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX
-from torch_dcp_backport.state_dict.model.outline import Entry, Outline, is_meta
+from torch_dcp_backport.state_dict.model.outline import Entry, Outline, is_meta, without_wrappers
 from torch_dcp_backport.state_dict.model.places import Place, tensors_of
 from torch_dcp_backport.state_dict.model.plan import ROOT, ModelPlan
 from torch_dcp_backport.state_dict.options import StateDictInfo
@@ -59,6 +58,8 @@ class Handover:
         self.outline = plan.outline
         self.fetch = fetch
         self.by_stage: dict[str, list[Entry]] = {}
+        #: Unexpected keys that are what the model's own load_state_dict() calls another tensor.
+        self.homonyms: list[Any] = []
 
     def run(self) -> _IncompatibleKeys:
         """Load the model, and return its missing and unexpected keys."""
@@ -83,10 +84,12 @@ class Handover:
             )
         for entries, present in plan.untied:
             tie(entries, present)
-        missing = [key for key in result.missing_keys if key.replace(CHECKPOINT_PREFIX, "") not in forgiven]
+        missing = [key for key in result.missing_keys if without_wrappers(key) not in forgiven]
         given = {key if load_key is None else load_key: key for key, load_key in plan.unexpected.items()}
         keys = by_fqn(outline, _IncompatibleKeys(missing, result.unexpected_keys), given)
-        if strict and forgiven:
+        if self.homonyms and isinstance(keys, _IncompatibleKeys):
+            keys.unexpected_keys.extend(self.homonyms)
+        if strict and (forgiven or self.homonyms):
             raise_incompatible(outline.model, keys)
         return keys
 
@@ -99,6 +102,7 @@ class Handover:
         by_fqn: dict[str, list[Entry]] = {}
         for entry in self.outline.entries:
             by_fqn.setdefault(entry.fqn, []).append(entry)
+        own = {entry.load_key for entry in self.outline.entries}
         loaded: OrderedDict[str, Any] = OrderedDict()
         for key in plan.inventory:
             for entry in by_fqn.pop(key, ()):
@@ -110,7 +114,10 @@ class Handover:
                     loaded[entry.load_key] = Awaited(entry.load_key, plan.stage_of(entry))
             if key in plan.unexpected:
                 load_key = plan.unexpected[key]
-                if load_key is None:
+                if load_key is None and key in own:
+                    # "module.weight" in a dict for DDP: the model's own code would take it for "weight".
+                    self.homonyms.append(key)
+                elif load_key is None:
                     # No code looks at the value; torch counts the key.
                     loaded[key] = None
                 elif not self.outline.info.fsdp_modules:
@@ -202,10 +209,10 @@ def by_fqn(outline: Outline, keys: _IncompatibleKeys, given: Mapping[Any, Any]) 
     if not isinstance(keys, _IncompatibleKeys):
         # Of a load_state_dict() that is not torch's.
         return keys
-    given = {str(load_key).replace(CHECKPOINT_PREFIX, ""): key for load_key, key in given.items()}
+    given = {without_wrappers(str(load_key)): key for load_key, key in given.items()}
     return _IncompatibleKeys(
         list(map(outline.fqn_of, keys.missing_keys)),
-        [given.get(str(key).replace(CHECKPOINT_PREFIX, ""), key) for key in keys.unexpected_keys],
+        [given.get(without_wrappers(str(key)), key) for key in keys.unexpected_keys],
     )
 
 

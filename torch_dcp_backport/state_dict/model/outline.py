@@ -77,11 +77,10 @@ class Outline:
 
     def fqn_of(self, load_key: str) -> str:
         """The FQN of a name in what load_state_dict() returns, also of one that loading code made up."""
-        for prefix in (CHECKPOINT_PREFIX, FSDP_PREFIX):
-            load_key = load_key.replace(prefix, "")
-        fqn = self.fqns.get(load_key)
-        if fqn is not None:
-            return fqn
+        for name in (load_key, without_wrappers(load_key)):
+            if name in self.fqns:
+                return self.fqns[name]
+        load_key = without_wrappers(load_key)
         holders = [place for place in self.places if load_key.startswith(place.prefix)]
         holder = max(holders, key=lambda place: len(place.prefix), default=None)
         return load_key if holder is None else holder.fqn + load_key[len(holder.prefix) :]
@@ -147,6 +146,12 @@ class Outline:
         if dist.is_initialized():
             return compat.current_device(comm_device_type(None, "cpu"))
         return torch.device("cpu")
+
+
+def without_wrappers(load_key: str) -> str:
+    """A name without the modules that checkpointing and FSDP1 put around others."""
+    hidden = (CHECKPOINT_PREFIX.rstrip("."), FSDP_PREFIX.rstrip("."))
+    return ".".join(part for part in load_key.split(".") if part not in hidden)
 
 
 def outline_of(model: nn.Module, info: StateDictInfo) -> Outline:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.state_dict.destination import FIRST, Becomes, fresh, unsharded
+from torch_dcp_backport.state_dict.destination import FIRST, Becomes, fresh, local_of, unsharded
 from torch_dcp_backport.state_dict.fqn import ExtraState
 from torch_dcp_backport.state_dict.load import Inventory, Plan
 from torch_dcp_backport.state_dict.model.outline import Entry, Outline, is_meta, is_sliceable
@@ -23,7 +23,7 @@ from torch_dcp_backport.state_dict.model.places import Place, governors_of, has_
 from torch_dcp_backport.state_dict.source import About, Carried, Source, Unusable
 from torch_dcp_backport.transfer import Problem, TensorInfo
 from torch_dcp_backport.transfer.groups import source_of
-from torch_dcp_backport.transfer.memory import has_slices
+from torch_dcp_backport.transfer.memory import has_slices, is_same_view
 
 #: The stage of values that the root's loading code looks at. Other stages are FQN prefixes, which end with a
 #: point; none is FIRST.
@@ -106,6 +106,13 @@ class ModelPlan(Plan):
             if governor == place.fqn and text.startswith(place.fqn):
                 return place.prefix + text[len(place.fqn) :]
         return None
+
+    def gets_itself(self, key: Any, live: Any) -> bool:
+        value = self.source.value(key) if key in self.source else None
+        if not torch.is_tensor(value) or not torch.is_tensor(live):
+            return False
+        local, given = local_of(live), local_of(value)
+        return has_slices(local) and has_slices(given) and is_same_view(given, local)
 
     def is_looked_at(self, entry: Entry) -> bool:
         """Whether loading code judges the shape."""
@@ -251,8 +258,14 @@ def plan_tied(plan: ModelPlan, entries: list[Entry], present: list[Entry]) -> No
     """
     for entry in present:
         plan_direct(plan, entry, entries)
-    for entry in present[:-1]:
-        plan.destinations.pop(entry.fqn, None)
+    last = present[-1]
+    if len(present) > 1 and not plan.outline.info.broadcast_from_rank0:
+        # A name whose value is the live tensor itself changes nothing that another name brought.
+        moved = [entry for entry in present if not plan.gets_itself(entry.fqn, entry.value)]
+        last = moved[-1] if moved else last
+    for entry in present:
+        if entry is not last:
+            plan.destinations.pop(entry.fqn, None)
     if not (plan.outline.assigns and is_meta(present[-1].value)):
         plan.forgive(entry for entry in entries if entry not in present)
 

@@ -16,13 +16,15 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.model.outline import Outline
 from torch_dcp_backport.transfer import Call
-from torch_dcp_backport.transfer.memory import is_dense, is_freed, why_not_writable
+from torch_dcp_backport.transfer.errors import spell_key
+from torch_dcp_backport.transfer.memory import is_dense, is_freed, is_same_view, why_not_writable
 from torch_dcp_backport.transfer.staging import copy_to
 
 
 class Copy(NamedTuple):
     """A value of the dict, and the model's own tensor."""
 
+    key: str
     value: torch.Tensor
     live: torch.Tensor
 
@@ -47,20 +49,27 @@ def copies_of(outline: Outline, state: Mapping[Any, Any]) -> Optional[list[Copy]
         value: Any = state.get(entry.fqn)
         if type(live) not in compat.PLAIN_TENSORS or type(value) not in compat.PLAIN_TENSORS:
             return None
-        if live.shape != value.shape or not is_dense(live) or not is_dense(value):
+        if not is_dense(live) or not is_dense(value) or live.shape != value.shape:
             return None
-        if is_freed(value) or why_not_writable(live):
+        # Nothing is written where a tensor is loaded from itself.
+        if is_freed(value) or (why_not_writable(live) and not is_same_view(value, live)):
             return None
-        copies.append(Copy(value, live))
-    return copies
+        copies.append(Copy(entry.fqn, value, live))
+    # A wrapper's own tensor may have the name of one inside.
+    return copies if len({copy.key for copy in copies}) == len(copies) else None
 
 
 def copy_all(title: str, copies: list[Copy]) -> _IncompatibleKeys:
     """Copy in the order of load_state_dict(), which says what stays where two names have one memory."""
     with Call(title, "slice", ()) as call:
         with call.tally.phase("move"):
-            for value, live in copies:
-                copy_to(live.detach(), value.detach())
+            for number, (key, value, live) in enumerate(copies):
+                try:
+                    copy_to(live.detach(), value.detach())
+                except Exception as error:
+                    before = f"{number} of {len(copies)} tensors were written before"
+                    compat.add_note(error, f"{title}: {spell_key(key)}: {before}")
+                    raise
         call.tally.tensors = len(copies)
         call.tally.close()
     return _IncompatibleKeys([], [])
