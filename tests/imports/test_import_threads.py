@@ -26,7 +26,7 @@ def test_a_package_and_a_module_of_it(fresh: Fresh) -> None:
     assert fresh(TWO, timeout=120).facts["outcome"] == ("applied" if AFFECTED else "not-needed")
 
 
-# Every deadlock of import locks knows whether a thread of its circle is in code of ours. Our finder does not
+# Every deadlock of import locks knows whether a thread of its circle is in code of ours. Our loader does not
 # count: below it is what stock executes too.
 WATCH = """
 import importlib._bootstrap as _bootstrap, sys, threading
@@ -43,7 +43,7 @@ def circle(lock):
 def is_ours(frame):
     while frame is not None:
         home = frame.f_globals.get("__name__", "")
-        if home.startswith("torch_dcp_backport") and home != "torch_dcp_backport.activation.finder":
+        if home.startswith("torch_dcp_backport") and home != "torch_dcp_backport.activation.hooks":
             return True
         frame = frame.f_back
     return False

@@ -40,7 +40,7 @@ def test_no_name_is_listed_twice() -> None:
     assert len(places) == len(set(places))
     helpers = (STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES, LOADER, TRAVERSE)
     assert TABLE.modules == (*helpers, SHARDS_2_4, FSSPEC, SHARDS, STATE_DICT)
-    assert {*TABLE.modules} == {*TABLE.helpers, TABLE.trigger}
+    assert {*TABLE.optional} == {SHARDS_2_4, FSSPEC, SHARDS}
     assert all(FIRST <= target.since < target.until <= FIXED_IN for target in TABLE.targets)
 
 
@@ -67,7 +67,7 @@ def test_records_and_patches_name_each_other() -> None:
 
 
 def test_provider_has_every_name_on_every_torch() -> None:
-    found = {(t.module, t.name): replace.replacement_of(TABLE, t.module, t.name) for t in TABLE.targets}
+    found = {(t.module, t.name): replace.replacement_of(t.module, t.name) for t in TABLE.targets}
     assert [place for place, ours in found.items() if ours is None] == []
 
 
@@ -81,7 +81,7 @@ def test_since_is_true_of_this_torch(target: Target) -> None:
         assert target.since > TORCH or not target.serves(TORCH, False)
         return
     holder = bindings.holder_in(module, target.name)
-    assert (target.name.rpartition(".")[2] in bindings.contents(holder)) is (target.since <= TORCH)
+    assert (target.name.rpartition(".")[2] in bindings.namespace_of(holder)) is (target.since <= TORCH)
 
 
 @affected
@@ -115,7 +115,7 @@ def test_the_whole_set_can_be_planned(preview: bool) -> None:
     before = torch_dcp_backport.status().outcome
     torch_dcp_backport.deactivate()
     try:
-        swaps = replace.plan(TABLE, TORCH, preview).swaps  # type: ignore[arg-type]
+        swaps = replace.plan(TORCH, preview).swaps  # type: ignore[arg-type]
         assert [swap.name for swap in swaps] == [
             t.name
             for t in TABLE.targets
