@@ -13,6 +13,7 @@ import pytest
 from torch_dcp_backport.activation import bindings, replace
 from torch_dcp_backport.activation.table import (
     COLLECTIVES,
+    DECORATED,
     FILESYSTEM,
     FIRST,
     FIXED_IN,
@@ -105,6 +106,10 @@ def test_what_is_not_replaced_is_known() -> None:
     assert own == set()
 
 
+def _layers(value: object) -> int:
+    return 0 if not hasattr(value, "__wrapped__") else 1 + _layers(value.__wrapped__)
+
+
 @affected
 @pytest.mark.parametrize("preview", [False, True])
 def test_the_whole_set_can_be_planned(preview: bool) -> None:
@@ -123,6 +128,9 @@ def test_the_whole_set_can_be_planned(preview: bool) -> None:
             and (t.module in sys.modules or t.module not in TABLE.optional)
         ]
         assert [swap.name for swap in swaps if swap.stock is swap.ours] == ["StateDictOptions"]
+        layers = {swap.name: _layers(swap.stock) for swap in swaps}
+        known = {name: sum(since <= TORCH for since in DECORATED.get(name, ())) for name in layers}
+        assert layers == known
     finally:
         if before in ("applied", "pending"):
             torch_dcp_backport.activate()

@@ -48,6 +48,10 @@ class Hooks:
     def unhook(self, name: str) -> None:
         self._hooks.pop(name, None)
 
+    def awaits(self, name: str) -> bool:
+        """Return whether the hook of this module is still to be called."""
+        return name in self._registered
+
     def when_lazy(self, name: str) -> None:
         """Call the hook of a module that LazyLoader has put into sys.modules when that is executed."""
         spec = object.__getattribute__(sys.modules[name], "__spec__")
@@ -128,6 +132,6 @@ def when_ended(name: str, after: Callable[[], None]) -> None:
     Nothing else tells: the module was looked for before there was a hook, or has none.
     """
     spec = getattr(sys.modules.get(name), "__spec__", None)
-    if type(spec) is ModuleSpec:
+    if type(spec) is ModuleSpec and vars(spec).get("_initializing"):
         vars(spec)["_after"] = after
         spec.__class__ = _Ending

@@ -100,7 +100,8 @@ class Installer:
         outermost = _outermost()
         if outermost is not None:
             # What it imports next may be what we would import, and find half executed.
-            when_ended(outermost, self._advance)
+            if not self._hooks.awaits(outermost):
+                when_ended(outermost, self._advance)
             return
         try:
             # In this order: else an import of torch's that is under way in another thread is not waited for.

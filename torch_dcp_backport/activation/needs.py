@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 #: As in pyproject.toml. wrapt before 1.15 holds a lock of its own while it calls hooks, and ours import: two
-#: threads could wait for each other. packaging 20.0 is the oldest that was tried.
+#: threads could wait for each other. Version.major came with packaging 20.0.
 LEAST = {"packaging": "20.0", "wrapt": "1.15.0"}
 
 

@@ -199,7 +199,7 @@ TABLE = Table(
 DECORATED: dict[str, tuple[tuple[int, int], ...]] = {
     "_gc_context": (FIRST,),
     "_get_fqns": (FIRST,),
-    "load": (FIRST, (2, 6)),
+    "load": (FIRST, FIRST),
     "FileSystem.create_stream": (FIRST,),
     **dict.fromkeys(("_get_model_state_dict", "_load_model_state_dict"), ((2, 5),)),
     **dict.fromkeys(("_get_optim_state_dict", "_load_optim_state_dict"), ((2, 5),)),
