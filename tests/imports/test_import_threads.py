@@ -90,7 +90,7 @@ import torch_dcp_backport
 tell(errors=errors, deadlocks=deadlocks, outcome=torch_dcp_backport.status().outcome,
      home=None if errors else home("set_model_state_dict"))
 """
-PROCESSES = int(os.environ.get("SOAK_PROCESSES", "8"))  # 200 take a quarter of an hour
+PROCESSES = int(os.environ.get("SOAK_PROCESSES", "8"))  # 200 take some minutes
 
 
 @pytest.mark.skipif(not TORCH.startswith("2.6."), reason="the same on every release; a minute")

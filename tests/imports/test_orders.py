@@ -251,7 +251,7 @@ def test_each_module_alone_replaces_all(fresh: Fresh, module: str) -> None:
         before = torch_dcp_backport.status().outcome
         try:
             import {module}
-        except ModuleNotFoundError as error:  # another release has it
+        except ImportError as error:  # another release has it, or it can: torch's imports are circular
             assert error.name in {module!r}, error
             import torch.distributed.fsdp
         from torch_dcp_backport.activation.table import TABLE
