@@ -5,6 +5,7 @@ Only looks: must never run code of the modules and classes that it looks at, nor
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
@@ -55,7 +56,8 @@ class Early(NamedTuple):
 def namespace_of(holder: object) -> dict[str, object] | types.MappingProxyType[str, object]:
     """Return the names of a module or class without running code of it; nothing for another object."""
     if issubclass(type(holder), type):
-        return cast("types.MappingProxyType[str, object]", _facts["__dict__"].__get__(holder))
+        # On Python 3.9 a class written in C may have none yet.
+        return cast("types.MappingProxyType[str, object]", _facts["__dict__"].__get__(holder) or {})
     if not issubclass(type(holder), types.ModuleType):
         return {}
     # Lazy modules import things on a plain getattr.
@@ -123,7 +125,9 @@ def _names(
         yield holder, home, name, value
         if seen is not None and issubclass(type(value), type) and id(value) not in seen:
             seen.add(id(value))
-            title = f"{_facts['__module__'].__get__(value)}.{_facts['__qualname__'].__get__(value)}"
+            title = home
+            with contextlib.suppress(AttributeError):  # a class without __module__
+                title = f"{_facts['__module__'].__get__(value)}.{_facts['__qualname__'].__get__(value)}"
             yield from _names(cast(type, value), title, seen)
 
 
