@@ -207,7 +207,11 @@ def _skip_own_code() -> None:
 
 def _is_lazy(name: str) -> bool:
     """Return whether a module is one of LazyLoader's that has not been executed. Runs no code of it."""
-    return type(sys.modules.get(name)).__name__ == "_LazyModule"
+    module = sys.modules.get(name)
+    if type(module).__name__ != "_LazyModule":
+        return False
+    # From Python 3.12 on it keeps this class until the hook at its end has been called.
+    return not object.__getattribute__(module, "__spec__").loader_state.get("is_loading")
 
 
 def _is_there(name: str) -> bool:
