@@ -32,7 +32,9 @@ from typing import IO, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 
-TOOLS = ("pytest>=8.3,<9", "hypothesis>=6.100,<7", "pytest-timeout>=2.3,<3", "wrapt>=1.16", "packaging>=23")
+# What the package itself needs besides torch, here as every current environment has it.
+NEEDED = ("wrapt>=1.16", "packaging>=23")
+TOOLS = ("pytest>=8.3,<9", "hypothesis>=6.100,<7", "pytest-timeout>=2.3,<3", *NEEDED)
 VERIFY = ("transformers>=4.51,<4.58", "safetensors>=0.4.3,<1", "matplotlib>=3.8,<4")
 OLD = ("numpy<2", "setuptools<80")
 # Programs that call what is patched; verl's numpy < 2 wants the older readers of files. Python 3.10 to 3.12.
@@ -135,8 +137,8 @@ WRITTEN = (
 STORED = (*WRITTEN, *_files("dist_checkpointing", ("background", "commit", "damage", "integrity")))
 # Of the engine, beside a training that is that of one process.
 KEPT = _files("engine", ("engine_bad_input", "engine_contexts", "engine_keeps"))
-# The package's stand-in for torch, without torch; and what tests stand on.
-HOOKS = _files("unit", ("importer", "pool"))
+# What tests stand on.
+POOL = _files("unit", ("pool",))
 # By file: pytest does not ignore a folder that it is told to look into.
 LOADS = ("model", "model-meta", "optimizer")
 REGRESSION = tuple(f"torch_dcp_backport/regression/test_{name}.py" for name in ("out_of_memory", "storages"))
@@ -167,7 +169,7 @@ BETWEEN = (
     *_files("ranks", ENGINE),
 )
 LEAVES_OUT = {
-    "2.4": (*SAME_EVERYWHERE, *TOGETHER, *KILLS, *STORED, *KEPT, *HOOKS, *_regression("direct")),
+    "2.4": (*SAME_EVERYWHERE, *TOGETHER, *KILLS, *STORED, *KEPT, *POOL, *_regression("direct")),
     "2.5": (*BETWEEN, *REGRESSION, *_files("engine", ("engine_trains",))),
     "2.7": (*BETWEEN, *REGRESSION, *_files("imports", (*EFFECTS, "dcp_orders"))),
     "2.6": _files("ranks", ("faults",)),
@@ -177,7 +179,7 @@ LEAVES_OUT = {
             (*COMMANDS, *EFFECTS, *(name for name in STATE if name not in ("options", "switch"))),
         ),
         *TOGETHER,
-        *HOOKS,
+        *POOL,
         *WRITTEN,
         *(path for path in KILLS if "train_resume" not in path),
         # Stock torch and a patched one are the same code there, torch's own.

@@ -138,8 +138,10 @@ def status(argv: list[str]) -> int:
 
 
 def current() -> Status:
-    """The status of this process, and where the import failed on the switch, that."""
+    """The status of this process, and where the import failed on the switch or a package, that."""
     failure = torch_dcp_backport._failure
+    if isinstance(failure, ImportError):
+        return Status("unsupported", str(failure), os.environ.get(gate.VARIABLE) or "auto", None)
     if not isinstance(failure, ValueError):
         return torch_dcp_backport.status()
     reason = f"{failure}. Until then `import torch_dcp_backport` raises this ValueError"

@@ -61,36 +61,3 @@ def test_stock_writes_what_training_made_of_it(fresh: Fresh, tmp_path: str) -> N
         f"folder = {str(tmp_path)!r}\n" + SAVE + "tell(saved=saved['weight'].unique().tolist())\n" + LEAVE
     )
     assert ended.facts["saved"] == [1]
-
-
-@pytest.mark.skipif(not AFFECTED, reason="nothing is replaced")
-def test_nothing_is_imported_before_the_first_call(fresh: Fresh) -> None:
-    facts = fresh(
-        """
-        import inspect, pickle, torch_dcp_backport
-        import torch.distributed.checkpoint.state_dict_saver as saver
-        from torch.distributed.fsdp import _optim_utils
-        import torch.distributed._state_dict_utils as utils
-        from torch_dcp_backport.activation.table import TABLE
-        ours = "torch_dcp_backport.state_dict"
-        early = sorted(name for name in sys.modules if name == B or name.startswith(ours))
-        stub = [saver._offload_state_dict_to_cpu]  # a name of this module would be rebound
-        looks = [stub[0] is utils._offload_state_dict_to_cpu, pickle.loads(pickle.dumps(stub)) == stub,
-                 list(inspect.signature(*stub).parameters)[0], home("_copy_state_dict", A)]
-        before = torch_dcp_backport.status()
-        _optim_utils._gather_state_dict({})
-        after = torch_dcp_backport.status()
-        held = [module._offload_state_dict_to_cpu is not stub[0] for module in (saver, utils)]
-        tell(early=early, looks=looks, before=[before.outcome, before.reason, before.replaced], held=held,
-             after=[after.outcome, {*dict(after.replaced)} == {t.module for t in served(TABLE.targets)}],
-             home=home("set_model_state_dict"))
-        """
-    ).facts
-    assert facts["early"] == []
-    assert facts["looks"] == [True, True, "state_dict", "torch"]
-    outcome, reason, replaced = facts["before"]
-    assert (outcome, replaced) == ("pending", [])
-    assert "or for a function of torch.distributed._state_dict_utils, torch.distributed.che" in reason
-    assert reason.endswith(" to be called")
-    assert facts["held"] == [True, True]
-    assert (facts["after"], facts["home"]) == (["applied", True], "torch_dcp_backport")

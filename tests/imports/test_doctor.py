@@ -29,7 +29,7 @@ if __name__ == "__main__":
         ("import sys\nsys.path.insert(0, 'lib')\nimport inside\ntry:\n    import parrot\n"
          "except ImportError:\n    import client\nKEPT = []\nimport kept\n", 1,
             ["is not imported by this program", "inside.load, by line 3: import inside",
-            "client.load, by line 7: import client", "list in kept.KEPT, by line 9: import kept",
+            "client.load, by line 7: import client", "functools.partial in kept.KEPT, by line 9: import kept",
             "failed       line 5: import parrot: ModuleNotFoundError: No module named 'parrot'",
             "put `import torch_dcp_backport` above line 3, or start it with "
             "python -m torch_dcp_backport run train.py"]),
@@ -46,7 +46,7 @@ def test_it_says_what_to_change(
 ) -> None:
     (tmp_path / "train.py").write_text(program + BODY)
     (tmp_path / "client.py").write_text("print('hello')\n" + CLIENT)
-    (tmp_path / "kept.py").write_text(CLIENT + "KEPT = [load]\ndel load\n")
+    (tmp_path / "kept.py").write_text(CLIENT + "import functools\nKEPT = functools.partial(load)\ndel load\n")
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "inside.py").write_text(CLIENT)
     ended = fresh("", *M, "train.py", "--lr", "1")

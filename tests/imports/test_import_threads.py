@@ -26,7 +26,7 @@ def test_a_package_and_a_module_of_it(fresh: Fresh) -> None:
     assert fresh(TWO, timeout=120).facts["outcome"] == ("applied" if AFFECTED else "not-needed")
 
 
-# Every deadlock of import locks knows whether a thread of its circle is in code of ours. Our finder does not
+# Every deadlock of import locks knows whether a thread of its circle is in code of ours. Our loader does not
 # count: below it is what stock executes too.
 WATCH = """
 import importlib._bootstrap as _bootstrap, sys, threading
@@ -43,7 +43,7 @@ def circle(lock):
 def is_ours(frame):
     while frame is not None:
         home = frame.f_globals.get("__name__", "")
-        if home.startswith("torch_dcp_backport") and home != "torch_dcp_backport.activation.finder":
+        if home.startswith("torch_dcp_backport") and home != "torch_dcp_backport.activation.hooks":
             return True
         frame = frame.f_back
     return False
@@ -90,7 +90,7 @@ import torch_dcp_backport
 tell(errors=errors, deadlocks=deadlocks, outcome=torch_dcp_backport.status().outcome,
      home=None if errors else home("set_model_state_dict"))
 """
-PROCESSES = int(os.environ.get("SOAK_PROCESSES", "8"))  # 200 take a quarter of an hour
+PROCESSES = int(os.environ.get("SOAK_PROCESSES", "8"))  # 200 take some minutes
 
 
 @pytest.mark.skipif(not TORCH.startswith("2.6."), reason="the same on every release; a minute")

@@ -59,16 +59,8 @@ REBOUND = [
     "client.alias",
     "client.get_model_state_dict",
 ]
-LISTED = [
-    "a client.Trainer object",
-    "closure of client.make.<locals>.inner",
-    "closure of client.undifferentiated",
-    "default of client.train",
-    "dict in client.Trainer.registry",
-    "functools.partial in client.loader",
-    "functools.partial in closure of a client.Model object",  # torch's _patch_model_state_dict made two
-    "list in client.kept",
-]
+LISTED = ["functools.partial in client.loader"]
+# What else has torch's own function finds the replaced ones in the globals of torch's module.
 UNREACHED = {"inner", "loader", "undifferentiated", "registry", "load_too", "default", "kept"}
 
 LOOK = """
@@ -109,6 +101,11 @@ source = {"weight": torch.ones(3, 3)}
 client.loader(model, source)
 works = [torch.equal(model.weight, source["weight"])]
 works += [client.Trainer.load(model, model.state_dict()) is not None]
+early = client.inner(), client.Trainer.registry["load"], client.trainer.load_too, client.undifferentiated
+for load in early:
+    source = {"weight": source["weight"] + 1}
+    load(model, source, options=client.StateDictOptions(strict=False))
+    works += [torch.equal(model.weight, source["weight"])]
 works += [sorted(client.patched.state_dict()), client.loader.keywords["options"].strict]
 torch_dcp_backport.deactivate()
 tell(found=found, stock=stock, ours=ours, late=status.late_bindings, listed=status.out_of_reach, works=works,
@@ -116,7 +113,7 @@ tell(found=found, stock=stock, ours=ours, late=status.late_bindings, listed=stat
 """
     ).facts
     assert set(facts["stock"].values()) == {True}
-    assert facts["works"] == [True, True, ["bias", "weight"], False]
+    assert facts["works"] == [*[True] * 6, ["bias", "weight"], False]
     assert facts["same"]
     if not AFFECTED:
         assert (facts["found"], facts["late"], facts["listed"]) == ([], [], [])
@@ -131,7 +128,6 @@ tell(found=found, stock=stock, ours=ours, late=status.late_bindings, listed=stat
         assert name in text
         assert name in " ".join(facts["text"].split())
     assert "torch.distributed" not in text
-    assert text.count("client.Model") == 1
 
 
 @pytest.mark.usefixtures("client")
@@ -160,12 +156,14 @@ tell(error=error, same=before == world(), all=all(now().values()))
 
 ONE = {
     "a class attribute": ("class T:\n    f = staticmethod(b.set_model_state_dict)", "__main__.T.f"),
-    "a closure": (
-        "f = (lambda g: lambda: g)(b.set_model_state_dict)",
-        "closure of __main__.<lambda>.<locals>.<lambda>",
-    ),
+    "a class method": ("class T:\n    f = classmethod(b.set_model_state_dict)", "__main__.T.f"),
+    "a class in a class": ("class T:\n class U:\n  f = b.set_model_state_dict", "__main__.T.U.f"),
     "a partial": ("f = functools.partial(b.set_model_state_dict)", "functools.partial in __main__.f"),
-    "a list": ("f = [b.set_model_state_dict]", "list in __main__.f"),
+    "a partial of a class": (
+        "class T: f = functools.partial(b.set_model_state_dict)",
+        "functools.partial in __main__.T.f",
+    ),
+    "a bound method": ("f = types.MethodType(b.set_model_state_dict, 1)", "method in __main__.f"),
 }
 
 
@@ -174,7 +172,7 @@ ONE = {
 def test_each_alone_is_enough(fresh: Fresh, one: str, switch: str) -> None:
     code, name = ONE[one]
     ended = fresh(
-        f"import functools\nimport torch.distributed.checkpoint.state_dict as b\n{code}\n"
+        f"import functools, types\nimport torch.distributed.checkpoint.state_dict as b\n{code}\n"
         "import torch_dcp_backport\n"
         "tell(outcome=torch_dcp_backport.status().outcome)",
         switch=switch,
@@ -217,25 +215,40 @@ def test_torch_alone_is_nobodys_early_binding(fresh: Fresh) -> None:
     assert "torch_dcp_backport" not in ended.err
 
 
-@pytest.mark.skipif(not AFFECTED, reason="nothing is searched")
-def test_holders_are_searched_together(fresh: Fresh) -> None:
-    """Each walk goes through all objects: one for every level of holders, not one for every holder."""
-    facts = fresh(
+def test_the_search_runs_no_code_of_what_it_looks_at(fresh: Fresh) -> None:
+    """Lazy modules, objects in a module's place, metaclasses with methods of their own."""
+    ended = fresh(
         """
-        import gc, torch._dynamo, torch.distributed.checkpoint.state_dict as torchs
-        import torch_dcp_backport, torch_dcp_backport.activation as activation
-        activation.deactivate()
-        names = [name for name in vars(torchs) if name.startswith(("get_", "set_"))]
-        kept = [{name: [getattr(torchs, name)]} for name in names for _ in range(50)]
-        walks, real = [], gc.get_referrers
-        gc.get_referrers = lambda *things: (walks.append(len(things)), real(*things))[1]
-        activation.activate()
-        tell(walks=walks, kept=len(kept), listed=torch_dcp_backport.status().out_of_reach)
+        import types, torch.distributed.checkpoint.state_dict as b
+        def no(*args): raise AssertionError("asked")
+        class Lazy(types.ModuleType):
+            __getattribute__ = no
+        class Odd:
+            __getattr__ = no
+            __class__ = property(no)
+        class Meta(type):
+            __getattribute__ = __setattr__ = __eq__ = no
+            __hash__ = type.__hash__
+        class Deep(metaclass=Meta):
+            load = b.set_model_state_dict
+        scope = {"load": b.set_model_state_dict}
+        exec("cls = type('Nameless', (), {'load': load})", scope)  # without a __module__
+        Nameless = scope["cls"]
+        sys.modules.update(lazy=Lazy("lazy"), odd=Odd(), nothing=None)
+        warnings.simplefilter("ignore")
+        import torch_dcp_backport
+        def same():
+            return type.__getattribute__(Deep, "load") is b.set_model_state_dict
+        status, ours = torch_dcp_backport.status(), same()
+        torch_dcp_backport.deactivate()
+        late = [name for name in status.late_bindings if name.endswith(".load")]
+        tell(outcome=status.outcome, ours=ours, late=late, back=same())
         """
-    ).facts
-    assert facts["listed"] == ["list in dict in list in __main__.kept"]
-    assert max(facts["walks"]) > facts["kept"] >= 300
-    assert len(facts["walks"]) <= 8
+    )
+    late = ["__main__.Deep.load", "__main__.load"] if AFFECTED else []
+    assert ended.facts == {
+        "outcome": "applied" if AFFECTED else "not-needed", "ours": True, "late": late, "back": True
+    }  # fmt: skip
 
 
 def test_what_was_bound_early_is_not_kept_alive(fresh: Fresh, tmp_path: Path) -> None:
@@ -278,7 +291,6 @@ import torch.distributed.fsdp
 from torch.distributed import _state_dict_utils as utils
 class Saver:
     offload = staticmethod(utils._offload_state_dict_to_cpu)
-kept = [utils._copy_state_dict]
 def activate():
     import torch_dcp_backport
 found = caught(activate)
@@ -293,5 +305,5 @@ tell(late=status.late_bindings, listed=status.out_of_reach, found=found, saved=s
     ).facts
     assert facts["saved"] == [0, 0, 0]
     assert own(facts["late"]) == ["__main__.Saver.offload"]
-    assert facts["listed"] == ["list in __main__.kept"]
+    assert facts["listed"] == []
     assert [category for category, *_ in facts["found"]] == ["LateImportWarning"]

@@ -114,7 +114,7 @@ misfits, unknown = {{}}, []
 for target in TABLE.targets:
     dotted = f"{{target.module}}.{{target.name}}"
     if dotted in known:
-        mine = replacement_of(TABLE, target.module, target.name)
+        mine = replacement_of(target.module, target.name)
         positions = not (isinstance(mine, type) and target.name.startswith("_"))
         misfits[dotted] = call_misfit(stand_in(known[dotted]), mine, positions)
     elif not any(name.endswith(f".{{target.name}}") for name in known):  # torch 2.4 has it elsewhere

@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from torch_dcp_backport.activation.needs import LEAST
+
 ROOT = Path(__file__).resolve().parents[2]
 (LINE,) = re.findall(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 NEEDED = {needed.name: needed.specifier for needed in map(Requirement, re.findall('"([^"]+)"', LINE))}
 
 
-def test_nothing_comes_beside_torch() -> None:
-    assert set(NEEDED) == {"torch"}
+def test_nothing_else_is_needed_and_an_import_checks_the_same_bounds() -> None:
+    assert {name: str(needed) for name, needed in NEEDED.items() if name != "torch"} == {
+        name: f">={least}" for name, least in LEAST.items()
+    }
+    assert set(NEEDED) == {"torch", "packaging", "wrapt"}
 
 
 def test_pip_does_not_pick_a_nightly() -> None:

@@ -13,6 +13,7 @@ import pytest
 from torch_dcp_backport.activation import bindings, replace
 from torch_dcp_backport.activation.table import (
     COLLECTIVES,
+    DECORATED,
     FILESYSTEM,
     FIRST,
     FIXED_IN,
@@ -40,7 +41,7 @@ def test_no_name_is_listed_twice() -> None:
     assert len(places) == len(set(places))
     helpers = (STATE_DICT_UTILS, PLANNER, FILESYSTEM, COLLECTIVES, LOADER, TRAVERSE)
     assert TABLE.modules == (*helpers, SHARDS_2_4, FSSPEC, SHARDS, STATE_DICT)
-    assert {*TABLE.modules} == {*TABLE.helpers, TABLE.trigger}
+    assert {*TABLE.optional} == {SHARDS_2_4, FSSPEC, SHARDS}
     assert all(FIRST <= target.since < target.until <= FIXED_IN for target in TABLE.targets)
 
 
@@ -67,7 +68,7 @@ def test_records_and_patches_name_each_other() -> None:
 
 
 def test_provider_has_every_name_on_every_torch() -> None:
-    found = {(t.module, t.name): replace.replacement_of(TABLE, t.module, t.name) for t in TABLE.targets}
+    found = {(t.module, t.name): replace.replacement_of(t.module, t.name) for t in TABLE.targets}
     assert [place for place, ours in found.items() if ours is None] == []
 
 
@@ -81,7 +82,7 @@ def test_since_is_true_of_this_torch(target: Target) -> None:
         assert target.since > TORCH or not target.serves(TORCH, False)
         return
     holder = bindings.holder_in(module, target.name)
-    assert (target.name.rpartition(".")[2] in bindings.contents(holder)) is (target.since <= TORCH)
+    assert (target.name.rpartition(".")[2] in bindings.namespace_of(holder)) is (target.since <= TORCH)
 
 
 @affected
@@ -105,6 +106,10 @@ def test_what_is_not_replaced_is_known() -> None:
     assert own == set()
 
 
+def _layers(value: object) -> int:
+    return 0 if not hasattr(value, "__wrapped__") else 1 + _layers(value.__wrapped__)
+
+
 @affected
 @pytest.mark.parametrize("preview", [False, True])
 def test_the_whole_set_can_be_planned(preview: bool) -> None:
@@ -115,7 +120,7 @@ def test_the_whole_set_can_be_planned(preview: bool) -> None:
     before = torch_dcp_backport.status().outcome
     torch_dcp_backport.deactivate()
     try:
-        swaps = replace.plan(TABLE, TORCH, preview).swaps  # type: ignore[arg-type]
+        swaps = replace.plan(TORCH, preview).swaps  # type: ignore[arg-type]
         assert [swap.name for swap in swaps] == [
             t.name
             for t in TABLE.targets
@@ -123,6 +128,9 @@ def test_the_whole_set_can_be_planned(preview: bool) -> None:
             and (t.module in sys.modules or t.module not in TABLE.optional)
         ]
         assert [swap.name for swap in swaps if swap.stock is swap.ours] == ["StateDictOptions"]
+        layers = {swap.name: _layers(swap.stock) for swap in swaps}
+        known = {name: sum(since <= TORCH for since in DECORATED.get(name, ())) for name in layers}
+        assert layers == known
     finally:
         if before in ("applied", "pending"):
             torch_dcp_backport.activate()

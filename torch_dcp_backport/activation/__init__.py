@@ -6,19 +6,23 @@ Knows nothing of tensors. Must never import torch or our replacements where they
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from torch_dcp_backport.activation import finder, gate
+from torch_dcp_backport.activation import gate
+from torch_dcp_backport.activation.needs import require
 from torch_dcp_backport.activation.status import BackportWarning, Status, warn
-from torch_dcp_backport.activation.table import TABLE
 
 if TYPE_CHECKING:
+    from torch_dcp_backport.activation.hooks import Hooks
     from torch_dcp_backport.activation.importer import Installer
 
-# The process's finder has the installer, once the gate let us through; else this is what happened.
+# The process's hooks have the installer, once the gate let us through; else this is what happened.
 # importlib.reload() executes this again, and must not forget it.
 _outcome: Status | None = globals().get("_outcome")
+# Also where sys.meta_path was put back to what it had been.
+_own: Hooks | None = globals().get("_own")
 _lock = threading.Lock()
 #: Reasons that were warned about.
 _reported: set[str] = globals().get("_reported", set())
@@ -29,6 +33,7 @@ def activate() -> Status:
 
     Raises:
         ValueError: an unknown TORCH_DCP_BACKPORT.
+        ImportError: packaging or wrapt, where it is needed, is missing or too old.
         RuntimeError: strict, and it cannot be applied.
     """
     installer = _pending_or_applied() or _enter_gate()
@@ -44,12 +49,11 @@ def deactivate() -> Status:
         installer = _pending_or_applied()
         if installer is None:  # nothing was done, so there is nothing to take back
             return current()
-        finder.process().installer = None
+        here = _hooks()
+        assert here is not None
+        here.installer = None
         decision = installer.decision
         _outcome = Status("disabled", "deactivate() was called", decision.switch, decision.torch_version)
-    from torch_dcp_backport.activation import compiled
-
-    compiled.stop()
     lost = installer.remove()
     if lost:
         reason = f"deactivate() was called; left alone, as somebody else replaced them: {', '.join(lost)}"
@@ -65,9 +69,16 @@ def current() -> Status:
     return _outcome or Status("disabled", "activate() was not called yet", "auto", None)
 
 
+def _hooks() -> Hooks | None:
+    """Return this process's hooks, perhaps of a copy of this package deleted from sys.modules."""
+    for finder in sys.meta_path:
+        if type(finder).__module__ == f"{__name__}.hooks":
+            return cast("Hooks", finder)
+    return _own
+
+
 def _installer() -> Installer | None:
-    """Return this process's installer, perhaps of a copy of this package deleted from sys.modules."""
-    here = finder.installed()
+    here = _hooks()
     return here.installer if here is not None else None
 
 
@@ -78,19 +89,19 @@ def _pending_or_applied() -> Installer | None:
 
 def _enter_gate() -> Installer | None:
     """Return a new installer if this process needs the replacements."""
-    global _outcome
+    global _outcome, _own
     decision = gate.decide(gate.read_facts(os.environ))
     if decision.outcome == "pending":
-        from torch_dcp_backport.activation import compiled
+        require("wrapt")
+        from torch_dcp_backport.activation.hooks import Hooks
         from torch_dcp_backport.activation.importer import Installer
 
-        compiled.skip_own_code()
         with _lock:  # of two threads the second takes the installer of the first
-            installer = _pending_or_applied() or Installer(TABLE, decision)
-            finder.process().installer = installer
-            return installer
+            _own = _hooks() or Hooks()
+            _own.installer = _pending_or_applied() or Installer(decision, _own)
+            return _own.installer
     with _lock:
-        here = finder.installed()
+        here = _hooks()
         if here is not None:
             here.installer = None
         _outcome = Status(decision.outcome, decision.reason, decision.switch, decision.torch_version)

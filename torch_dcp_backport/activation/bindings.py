@@ -1,39 +1,32 @@
-"""Early bindings of torch's objects: those that can be given the replacement, and those that cannot.
+"""Names that hold torch's objects: those that are replaced, and those that bound them before us.
 
-Rebinds names of modules and class attributes. Other holders may keep an original on purpose: they are listed.
-Must never keep a module or class alive.
+Only looks: must never run code of the modules and classes that it looks at, nor keep one alive.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
+import types
 import weakref
-from types import ModuleType
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, cast
 
-from torch_dcp_backport.activation.holders import (
-    OWN,
-    Holders,
-    Own,
-    class_namespace,
-    namespace_of,
-    title,
-    within,
-)
-
+OWN = __name__.partition(".")[0]
 ABSENT = object()
+_facts = vars(type)  # the attributes of a class by `type` itself: a metaclass may have others of these names
 
 
 class Swap(NamedTuple):
-    """A name in a module: its object now, torch's object, and the replacement.
+    """A name in a module or class: torch's object, and the replacement.
 
     A class that is changed in place is its own replacement.
     """
 
     module: str
-    name: str  # with a dot a method of a class
-    holder: weakref.ref[ModuleType | type]
-    held: object  # torch's own, or the stub that was put there for it
+    name: str  # with dots an attribute of a class
+    holder: weakref.ref[types.ModuleType | type]
     stock: object
     ours: object
 
@@ -45,136 +38,101 @@ class Swap(NamedTuple):
     def key(self) -> str:
         return self.name.rpartition(".")[2]
 
-    @property
-    def namespace(self) -> dict[str, object]:
-        return contents(self.holder())
-
-
-def holder_in(module: object, name: str) -> ModuleType | type | None:
-    """Return the module that has this name, or with a dot the class in it. Runs no code of theirs."""
-    namespace = namespace_of(module)
-    if namespace is None:
-        return None
-    cls = name.rpartition(".")[0]
-    if not cls:
-        return cast(ModuleType, module)
-    value = namespace.get(cls)
-    return cast(type, value) if issubclass(type(value), type) else None
-
-
-def contents(holder: ModuleType | type | None) -> dict[str, object]:
-    """Return the namespace itself of a module or class; an empty dict for None."""
-    if issubclass(type(holder), type):
-        return class_namespace(cast(type, holder))
-    return namespace_of(holder) or {}
-
-
-class ClassAttribute(NamedTuple):
-    """An attribute of a class; ABSENT stands for no value."""
-
-    name: str  # for warnings; empty for torch's own classes
-    cls: weakref.ref[type]
-    key: str
-    stock: object
-    ours: object
-
-    def put(self) -> None:
-        self._turn(self.stock, self.ours)
-
-    def undo(self) -> None:
-        self._turn(self.ours, self.stock)
-
-    def _turn(self, old: object, new: object) -> None:
-        cls = self.cls()
-        if cls is not None:
-            turn(cls, self.key, old, new)
-
-
-def turn(cls: type, key: str, old: object, new: object) -> None:
-    """Replace an attribute of a class, unless it holds a third value by now."""
-    if class_namespace(cls).get(key, ABSENT) is not old:
-        return
-    # A metaclass may have a __setattr__ of its own.
-    if new is ABSENT:
-        type.__delattr__(cls, key)
-    else:
-        type.__setattr__(cls, key, new)
+    def holder_now(self) -> types.ModuleType | type | None:
+        """Return the holder of this name in the module that is loaded now."""
+        return holder_in(sys.modules.get(self.module), self.name)
 
 
 class Early(NamedTuple):
-    """The early bindings of a set."""
+    """What bound torch's objects before us."""
 
-    names: list[Swap]
-    attributes: list[ClassAttribute]
-    listed: list[str]  # out of reach
+    swaps: list[Swap]
+    listed: list[str]  # places that cannot be written, but seen
 
-    @property
-    def rebound(self) -> tuple[str, ...]:
-        """The names that held torch's own object. A stub has been ours from the beginning."""
-        names = {swap.dotted for swap in self.names if swap.held is swap.stock}
-        return tuple(sorted(names | {attribute.name for attribute in self.attributes if attribute.name}))
-
-    def reported(self, owner: str) -> list[str]:
-        """The rebound names outside of torch."""
-        own = {swap.dotted for swap in self.names if within(swap.module, owner)}
-        return [name for name in self.rebound if name not in own]
+    def rebound(self) -> list[str]:
+        return sorted({swap.dotted for swap in self.swaps})
 
 
-def early_names(swaps: list[Swap]) -> list[Swap]:
-    """Return the names of other modules that hold an object of the swaps."""
-    doomed = {id(thing): (swap, thing) for swap in _moved(swaps) for thing in (swap.held, swap.stock)}
-    names = []
-    # A module may have two names (__main__ and __mp_main__).
-    seen = {id(swap.namespace) for swap in swaps if swap.holder() is not None}
-    for module_name, module in sys.modules.copy().items():
-        namespace = namespace_of(module)
-        if namespace is None or id(namespace) in seen or within(module_name, OWN):
+def namespace_of(holder: object) -> dict[str, object] | types.MappingProxyType[str, object]:
+    """Return the names of a module or class without running code of it; nothing for another object."""
+    if issubclass(type(holder), type):
+        # On Python 3.9 a class written in C may have none yet.
+        return cast("types.MappingProxyType[str, object]", _facts["__dict__"].__get__(holder) or {})
+    if not issubclass(type(holder), types.ModuleType):
+        return {}
+    # Lazy modules import things on a plain getattr.
+    namespace = object.__getattribute__(holder, "__dict__")
+    return namespace if isinstance(namespace, dict) else {}
+
+
+def holder_in(module: object, name: str) -> types.ModuleType | type | None:
+    """Return the module that has this name, or with a dot the class in it."""
+    cls = name.rpartition(".")[0]
+    holder = namespace_of(module).get(cls) if cls else module
+    is_holder = issubclass(type(holder), (type if cls else types.ModuleType))
+    return cast("types.ModuleType | type", holder) if is_holder else None
+
+
+def turn(changes: Iterable[tuple[types.ModuleType | type | None, str, object, object]]) -> None:
+    """Apply (holder, name, old, new), each module's at once; leave a name that holds a third value."""
+    updates: dict[int, tuple[dict[str, object], dict[str, object]]] = {}
+    for holder, name, old, new in changes:
+        held = namespace_of(holder)
+        if held.get(name, ABSENT) is not old:
             continue
-        seen.add(id(namespace))
-        for name, value in namespace.copy().items():
-            swap, held = doomed.get(id(value), (None, None))
+        if isinstance(held, dict):
+            updates.setdefault(id(held), (held, {}))[1][name] = new
+        elif new is ABSENT:  # a metaclass may have a __setattr__ of its own
+            type.__delattr__(cast(type, holder), name)
+        else:
+            type.__setattr__(cast(type, holder), name, new)
+    for held, values in updates.values():
+        held.update(values)  # no thread sees it half done
+
+
+def find_early(swaps: list[Swap], owner: str, classes: bool) -> Early:
+    """Return other names of modules, and with `classes` of their classes, that hold an object of the swaps.
+
+    What a closure, a container or an instance holds is not looked for: torch's function from there still
+    finds its module's names, which are replaced.
+    """
+    moved = {id(swap.stock): swap for swap in swaps if swap.ours is not swap.stock}
+    seen = {id(swap.holder()) for swap in swaps}
+    found, listed = [], set()
+    for module_name, module in sys.modules.copy().items():
+        if module_name.partition(".")[0] == OWN or id(module) in seen:
+            continue
+        seen.add(id(module))  # a module may have two names (__main__ and __mp_main__)
+        for holder, home, name, value in _names(module, module_name, seen if classes else None):
+            swap = moved.get(id(value))
+            new = swap.ours if swap is not None else None
+            if type(value) in (staticmethod, classmethod) and holder is not module:
+                swap = moved.get(id(value.__func__))  # type: ignore[attr-defined]
+                new = type(value)(swap.ours) if swap is not None else None  # type: ignore[call-arg]
             if swap is not None:
-                holder: weakref.ref[ModuleType | type] = weakref.ref(module)
-                names.append(swap._replace(module=module_name, name=name, holder=holder, held=held))
-    return names
+                found.append(Swap(home, name, weakref.ref(holder), value, new))
+            elif id(_inside(value)) in moved and home.partition(".")[0] != owner:
+                what = f"{type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
+                listed.add(f"{what} in {home}.{name}")
+    return Early(found, sorted(listed))
 
 
-def early_places(swaps: list[Swap], owner: str) -> tuple[list[ClassAttribute], list[str]]:
-    """Return early bindings outside of modules: attributes of classes, and places that cannot be rebound."""
-    ours = {id(swap.stock): swap for swap in _moved(swaps)}
-    holders = Holders(Own(swap.stock for swap in ours.values()), owner)
-    attributes: list[ClassAttribute] = []
-    listed: set[str] = set()
-    for swap in ours.values():
-        for holder in holders.of(swap.stock):
-            if holders.is_module(holder):
-                continue
-            of_classes = _attributes(holders, holder, swap)
-            attributes += of_classes
-            if not of_classes:
-                listed.update(holders.names_in(holder, swap.stock))
-    return attributes, sorted(listed)
+def _names(
+    holder: types.ModuleType | type, home: str, seen: set[int] | None
+) -> Iterator[tuple[types.ModuleType | type, str, str, object]]:
+    """Yield holder, its name, and each name in it with its value; with `seen` also of classes, each once."""
+    for name, value in dict(namespace_of(holder)).items():
+        yield holder, home, name, value
+        if seen is not None and issubclass(type(value), type) and id(value) not in seen:
+            seen.add(id(value))
+            title = home
+            with contextlib.suppress(AttributeError):  # a class without __module__
+                title = f"{_facts['__module__'].__get__(value)}.{_facts['__qualname__'].__get__(value)}"
+            yield from _names(cast(type, value), title, seen)
 
 
-def _moved(swaps: list[Swap]) -> list[Swap]:
-    return [swap for swap in swaps if swap.ours is not swap.stock]
-
-
-def _attributes(holders: Holders, holder: object, swap: Swap) -> list[ClassAttribute]:
-    """Return the class attributes by which this holder, a wrapper or a namespace, has torch's own."""
-    kind = type(holder)
-    if kind is staticmethod or kind is classmethod:
-        wrapper = kind(swap.ours)  # type: ignore[call-arg]
-        return [
-            attribute for above in holders.of(holder) for attribute in _of(holders, above, holder, wrapper)
-        ]
-    return _of(holders, holder, swap.stock, swap.ours)
-
-
-def _of(holders: Holders, namespace: object, old: object, new: object) -> list[ClassAttribute]:
-    cls = holders.class_of(namespace)
-    if cls is None:
-        return []
-    name = "" if holders.is_quiet(title(cls)) else title(cls)
-    keys = [key for key, value in class_namespace(cls).copy().items() if value is old]
-    return [ClassAttribute(name and f"{name}.{key}", weakref.ref(cls), key, old, new) for key in keys]
+def _inside(value: object) -> object:
+    """Return the function in a partial or a bound method."""
+    if type(value) is functools.partial:
+        return value.func
+    return value.__func__ if type(value) is types.MethodType else None

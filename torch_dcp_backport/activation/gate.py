@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from torch_dcp_backport.activation.needs import require
 from torch_dcp_backport.activation.table import FIRST, FIXED_IN, STATE_DICT
 
 VARIABLE = "TORCH_DCP_BACKPORT"
@@ -56,7 +57,11 @@ def read_facts(environ: Mapping[str, str]) -> Facts:
 
 
 def decide(facts: Facts) -> Decision:
-    """Return the outcome for these facts, with a reason that a person can act on."""
+    """Return the outcome for these facts, with a reason that a person can act on.
+
+    Raises:
+        ImportError: there is a version to compare, and no packaging that can.
+    """
     if facts.switch == "off":
         return Decision("disabled", f"{VARIABLE}=off", "off")
     fixed_in = _dotted(FIXED_IN)
@@ -97,23 +102,16 @@ def decide(facts: Facts) -> Decision:
     return decision("unsupported", f"torch {text} (a pre-release or vendor build) is unknown; {unsupported}")
 
 
-# packaging's parser brings re, inspect and ast along: milliseconds of every process that needs no fix.
-_PREVIEWS = ("a", "b", "c", "rc", "alpha", "beta", "pre", "preview", "dev")
-_REVISIONS = ("post", "rev", "r")
-_DIGITS = "0123456789"
-
-
 def _parse(text: str) -> tuple[tuple[int, int], bool] | None:
     """Return the release, and whether it is a pre-release; None for a text that PEP 440 does not know."""
-    public = text.strip().lower().partition("+")[0]
-    rest = public.lstrip(_DIGITS + ".")
-    numbers = public[: len(public) - len(rest)].rstrip(".").split(".")
-    parts = rest.replace("-", ".").replace("_", ".").split(".")
-    kinds = [part.rstrip(_DIGITS) for part in parts]
-    if not all(map(str.isdigit, numbers)) or not {*kinds} <= {"", *_PREVIEWS, *_REVISIONS}:
+    require("packaging")
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        version = Version(text)
+    except InvalidVersion:
         return None
-    major, minor = (*map(int, numbers), 0)[:2]
-    return (major, minor), any(kind in _PREVIEWS for kind in kinds)
+    return (version.major, version.minor), version.is_prerelease
 
 
 def _dotted(release: tuple[int, int]) -> str:

@@ -6,31 +6,25 @@ Must never leave a part of the set written, and must never run code of the modul
 from __future__ import annotations
 
 import functools
-import linecache
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import NamedTuple, cast
 
 from torch_dcp_backport.activation.bindings import (
     ABSENT,
-    ClassAttribute,
     Early,
     Swap,
-    contents,
     holder_in,
+    namespace_of,
     turn,
 )
-from torch_dcp_backport.activation.holders import class_namespace, namespace_of, within
-from torch_dcp_backport.activation.table import FIRST, Table, Target
+from torch_dcp_backport.activation.table import DECORATED, FIRST, TABLE, Target
 
-# The module whose functions stand for torch's until the set is complete.
-STUBS = "torch_dcp_backport.activation.importer"
 # Torch decorates some of its functions with these, and with its own.
 _DECORATORS = ("contextlib", "functools")
-_LAYERLESS = ("@no_type_check",)  # returns what it is given
 _LRU_CACHE = type(functools.lru_cache(maxsize=None)(lambda: None))
 # The names that @dataclass writes into a class, besides the defaults of its fields.
 _DATACLASS = ("__init__", "__repr__", "__eq__", "__replace__", "__match_args__", "__annotations__",
@@ -50,92 +44,56 @@ class Plan(NamedTuple):
     """A checked set: names of modules, and attributes of torch's own classes."""
 
     swaps: list[Swap]
-    attributes: list[ClassAttribute]
+    attributes: list[Swap]
 
 
-def plan(table: Table, release: tuple[int, int], preview: bool, stubs: Sequence[Swap] = ()) -> Plan:
-    """Return the full set, checked; raise Refused if a member cannot be replaced. `stubs`: as for `find`."""
+def plan(release: tuple[int, int], preview: bool, former: Mapping[str, Swap] | None = None) -> Plan:
+    """Return the full set, checked; raise Refused if a member is not torch's own or cannot be replaced.
+
+    `former`: the swaps of before a module of torch's was executed again, by name. What stands there is ours.
+    """
     swaps, attributes = [], []
-    for swap in find(table, table.modules, release, preview, stubs):
-        swap = swap._replace(ours=replacement_of(table, swap.module, swap.name))
-        _check(swap, table)
-        if isinstance(swap.stock, type) and not swap.name.startswith("_"):
-            # Instances made before stay instances of the class that other modules have.
-            attributes += _extension(swap.stock, cast(type, swap.ours))
-            swap = swap._replace(ours=swap.stock)
+    for target in TABLE.targets:
+        module = sys.modules.get(target.module)
+        if not target.serves(release, preview) or (module is None and target.module in TABLE.optional):
+            continue
+        if not namespace_of(module):
+            raise Refused("unsupported", f"{target.module} is not loaded, though {TABLE.trigger} is")
+        holder = holder_in(module, target.name)
+        stock = namespace_of(holder).get(target.name.rpartition(".")[2], ABSENT)
+        if holder is None or stock is ABSENT:
+            if _required(target, release, preview):
+                raise Refused("unsupported", f"{target.module} has no {target.name}: unknown layout")
+            continue
+        ours = replacement_of(target.module, target.name)
+        swap = Swap(target.module, target.name, weakref.ref(holder), stock, ours)
+        before = (former or {}).get(swap.dotted)
+        if before is not None and stock is before.ours:
+            swap = swap._replace(stock=before.stock, ours=before.ours)
+        else:
+            _check(swap, release)
+            if isinstance(stock, type) and not swap.name.startswith("_"):
+                # Instances made before stay instances of the class that other modules have.
+                attributes += _extension(stock, cast(type, ours))
+                swap = swap._replace(ours=stock)
         swaps.append(swap)
     return Plan(swaps, attributes)
 
 
-def replacement_of(table: Table, module: str, name: str) -> object:
+def replacement_of(module: str, name: str) -> object:
     """Return our object for this name in torch's module, or None. Imports the provider."""
-    (target,) = (target for target in table.targets if (target.module, target.name) == (module, name))
-    value: object = import_module(target.provider or table.provider)
+    (target,) = (target for target in TABLE.targets if (target.module, target.name) == (module, name))
+    value: object = import_module(target.provider or TABLE.provider)
     for part in name.split("."):
         value = getattr(value, part, None)
     return value
 
 
-def find(
-    table: Table,
-    modules: Collection[str],
-    release: tuple[int, int],
-    preview: bool,
-    stubs: Sequence[Swap] = (),
-) -> list[Swap]:
-    """Return these modules' swaps, without a replacement yet; raise Refused if a name is not torch's own.
-
-    `stubs`: those that are in place. An object that another tool put over a stub since counts as an object
-    over ours: left alone, and reported as overridden. A wrapper around the stub calls ours by then.
-    """
-    put = {swap.dotted: swap for swap in stubs}
-    # By name, and the id of what stands in the place of a stub: other modules import it from there.
-    instead: dict[tuple[str, int], Swap] = {}
-    swaps = []
-    for target in table.targets:
-        if target.module not in modules or not target.serves(release, preview):
-            continue
-        module = sys.modules.get(target.module)
-        if module is None and target.module in table.optional:
-            continue
-        if namespace_of(module) is None:
-            raise Refused("unsupported", f"{target.module} is not loaded, though {table.trigger} is")
-        holder = holder_in(module, target.name)
-        held = contents(holder).get(target.name.rpartition(".")[2], ABSENT)
-        if holder is None or held is ABSENT:
-            if _required(target, release, preview):
-                raise Refused("unsupported", f"{target.module} has no {target.name}: unknown layout")
-            continue
-        stock = behind_stub(held)
-        swap = Swap(target.module, target.name, weakref.ref(holder), held, stock, stock)
-        foreign = foreign_layer(stock, table)
-        stub = put.get(swap.dotted, instead.get((swap.key, id(held))))
-        if foreign is not None and stub is not None:
-            instead[swap.key, id(held)] = stub
-            swap = swap._replace(held=stub.ours, stock=stub.stock, ours=stub.stock)
-        elif foreign is not None:
-            raise Refused(
-                "conflict",
-                f"{swap.dotted} was already replaced by {foreign}: remove one of the two, "
-                "or import torch_dcp_backport first if the other one can wrap it",
-            )
-        swaps.append(swap)
-    return swaps
-
-
-def optional(table: Table, release: tuple[int, int], preview: bool) -> list[str]:
-    """Return the optional helpers that have names to replace in this torch."""
-    served = (
-        target for target in table.targets if target.since <= release and target.serves(release, preview)
-    )
-    modules = {target.module for target in served}
-    return [helper for helper in table.optional if helper in modules]
-
-
-def behind_stub(value: object) -> object:
-    """Return torch's own function behind a stub, of an earlier activation or another copy of us too."""
-    stands_for = getattr(value, "__wrapped__", None) if _home(value) == STUBS else None
-    return value if stands_for is None else stands_for
+def optional(release: tuple[int, int], preview: bool) -> list[str]:
+    """Return the optional modules that have names to replace in this torch."""
+    served = (target for target in TABLE.targets if target.since <= release)
+    modules = {target.module for target in served if target.serves(release, preview)}
+    return [module for module in TABLE.optional if module in modules]
 
 
 def _required(target: Target, release: tuple[int, int], preview: bool) -> bool:
@@ -144,7 +102,15 @@ def _required(target: Target, release: tuple[int, int], preview: bool) -> bool:
     return target.since <= release
 
 
-def _check(swap: Swap, table: Table) -> None:
+def _check(swap: Swap, release: tuple[int, int]) -> None:
+    layers = [since for since in DECORATED.get(swap.name, ()) if since <= release]
+    foreign = foreign_layer(swap.stock, len(layers))
+    if foreign is not None:
+        raise Refused(
+            "conflict",
+            f"{swap.dotted} was already replaced by {foreign}: remove one of the two, "
+            "or import torch_dcp_backport first if the other one can wrap it",
+        )
     if swap.ours is None or isinstance(swap.stock, type) != isinstance(swap.ours, type):
         raise Refused("unsupported", f"there is no replacement for {swap.dotted}")
     # torch 2.7 itself shifted the positions of _StateDictInfo, which only torch creates, by keyword.
@@ -155,34 +121,35 @@ def _check(swap: Swap, table: Table) -> None:
         raise Refused("unsupported", why)
 
 
-def _extension(stock: type, ours: type) -> list[ClassAttribute]:
+def _extension(stock: type, ours: type) -> list[Swap]:
     """Return the attributes that turn torch's own dataclass into the newer."""
-    old, new = class_namespace(stock), class_namespace(ours)
+    old, new = namespace_of(stock), namespace_of(ours)
     fields = cast("dict[str, object]", new.get("__dataclass_fields__", {}))
+    keys = [key for key in (*_DATACLASS, *fields) if key in new]
+    home: weakref.ref[ModuleType | type] = weakref.ref(stock)
     return [
-        ClassAttribute("", weakref.ref(stock), key, old.get(key, ABSENT), new[key])
-        for key in (*_DATACLASS, *fields)
-        if key in new
+        Swap(stock.__module__, f"{stock.__qualname__}.{key}", home, old.get(key, ABSENT), new[key])
+        for key in keys
     ]
 
 
-def foreign_layer(value: object, table: Table) -> str | None:
+def foreign_layer(value: object, layers: int = 1) -> str | None:
     """Return the module that changed this function or class of torch's; None if there is none.
 
-    A wrapper's home does not decide: every @torch.no_grad() comes from the same module as torch's own. So the
-    layers are counted: torch's definition has one for each of its decorators.
+    A wrapper's home does not decide: every @torch.no_grad() comes from the same module as torch's own. But
+    the `layers` that torch has around a function are known: most have none.
     """
     definition, wrappers = value, []
     while getattr(definition, "__wrapped__", None) is not None:
         wrappers.append(_home(definition))
         definition = definition.__wrapped__  # type: ignore[attr-defined]
     home = _home(definition)
-    if home not in table.modules:
+    if home not in TABLE.modules:
         return home
-    unknown = [layer for layer in wrappers if not within(layer, table.owner) and layer not in _DECORATORS]
-    if unknown or not wrappers:
-        return unknown[0] if unknown else None
-    return wrappers[0] if len(wrappers) > _decorators(definition) else None
+    for wrapper in wrappers:
+        if wrapper.partition(".")[0] != TABLE.owner and wrapper not in _DECORATORS:
+            return wrapper
+    return wrappers[0] if len(wrappers) > layers else None
 
 
 def _home(layer: object) -> str:
@@ -194,21 +161,6 @@ def _home(layer: object) -> str:
     return (
         "functools" if type(layer) is _LRU_CACHE else f"a {type(layer).__module__}.{type(layer).__qualname__}"
     )
-
-
-def _decorators(definition: object) -> int:
-    """Return the number of decorators in torch's source of a function; the largest int without a source."""
-    if type(definition) is not FunctionType:
-        return 0
-    code = definition.__code__
-    linecache.checkcache(code.co_filename)
-    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
-    count = 0
-    for line in map(str.lstrip, lines):  # a method's are indented
-        if line.startswith("def "):
-            return count
-        count += line.startswith("@") and not line.startswith(_LAYERLESS)
-    return sys.maxsize
 
 
 def call_misfit(stock: object, ours: object, positions: bool = True) -> str | None:
@@ -248,80 +200,57 @@ class Replacement:
     def __init__(self, plan: Plan, early: Early) -> None:
         self.swaps = plan.swaps
         self.early = early
-        self._attributes = [*plan.attributes, *early.attributes]
+        self._all = [*plan.swaps, *plan.attributes, *early.swaps]
         self._labels: list[tuple[type, str, str]] = []  # our classes, with their own module and name
 
     def write(self) -> None:
         try:
-            _update([(swap.holder(), swap.key, swap.held, swap.ours) for swap in self.swaps])
+            turn([(swap.holder(), swap.key, swap.stock, swap.ours) for swap in self._all])
             for swap in self.swaps:
                 # Pickle looks a class up by module and name. Functions keep theirs: tracebacks stay honest.
                 if isinstance(swap.ours, type) and swap.ours is not swap.stock:
                     self._labels.append((swap.ours, swap.ours.__module__, swap.ours.__qualname__))
                     _label(swap.ours, swap.module, swap.name)
-            _update([(swap.holder(), swap.key, swap.held, swap.ours) for swap in self.early.names])
-            for attribute in self._attributes:
-                attribute.put()
         except BaseException:
             self.undo()
             raise
 
     def undo(self) -> None:
         """Put torch's own objects back, except over an object that replaced ours since."""
-        for attribute in reversed(self._attributes):
-            attribute.undo()
         # A module that was imported anew took its imports from modules that were not.
-        anew = [(holder_in(sys.modules.get(swap.module), swap.name), swap) for swap in self.swaps]
-        places = [(swap.holder(), swap) for swap in (*self.early.names, *self.swaps)]
-        _update([(holder, swap.key, swap.ours, swap.stock) for holder, swap in (*places, *anew)])
+        anew = [(swap.holder_now(), swap.key, swap.ours, swap.stock) for swap in self.swaps]
+        turn([*anew, *((swap.holder(), swap.key, swap.ours, swap.stock) for swap in reversed(self._all))])
         while self._labels:
             _label(*self._labels.pop())
 
     def overridden(self) -> list[str]:
         """Return names that no longer hold what was put there (a reload, another patch)."""
-        lost = []
-        for swap in self.swaps:
-            now = contents(holder_in(sys.modules.get(swap.module), swap.name))
-            if now.get(swap.key) is not swap.ours:
-                lost.append(swap.dotted)
-        return lost
+        return [
+            swap.dotted
+            for swap in self.swaps
+            if namespace_of(swap.holder_now()).get(swap.key) is not swap.ours
+        ]
 
-    def reloaded(self, table: Table) -> bool:
+    def reloaded(self) -> bool:
         """Return whether torch's module was executed again, and has torch's own functions again."""
-        module = namespace_of(sys.modules.get(table.trigger)) or {}
-        imported = {swap.name for swap in self.swaps if swap.module != table.trigger}
-        swaps = [swap for swap in self.swaps if swap.module == table.trigger and swap.name not in imported]
-        return not any(module.get(swap.name) is swap.ours for swap in swaps) and not any(
-            foreign_layer(module.get(swap.name), table) for swap in swaps
-        )
+        module = namespace_of(sys.modules.get(TABLE.trigger))
+        imported = {swap.name for swap in self.swaps if swap.module != TABLE.trigger}
+        own = [swap for swap in self.swaps if swap.module == TABLE.trigger and swap.name not in imported]
+        now = [(module.get(swap.name), swap.ours) for swap in own]
+        return not any(held is ours or foreign_layer(held) for held, ours in now)
+
+    def names_by_module(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        names: dict[str, list[str]] = {}
+        for swap in self.swaps:
+            names.setdefault(swap.module, []).append(swap.name)
+        return tuple((module, tuple(sorted(of_module))) for module, of_module in names.items())
+
+    def records(self) -> tuple[str, ...]:
+        replaced = {(swap.module, swap.name) for swap in self.swaps}
+        used = (target.records for target in TABLE.targets if (target.module, target.name) in replaced)
+        return tuple(sorted({record for records in used for record in records}))
 
 
 def _label(cls: type, module: str, qualname: str) -> None:
     if (cls.__module__, cls.__qualname__) != (module, qualname):
         cls.__module__, cls.__qualname__ = module, qualname
-
-
-def _update(changes: Iterable[tuple[ModuleType | type | None, str, object, object]]) -> None:
-    """Apply (holder, name, old, new), each module in one dict.update: no thread sees it half done."""
-    updates: dict[int, tuple[dict[str, object], dict[str, object]]] = {}
-    for holder, name, old, new in changes:
-        namespace = contents(holder)
-        if issubclass(type(holder), type):
-            turn(cast(type, holder), name, old, new)
-        elif namespace.get(name, ABSENT) is old:
-            updates.setdefault(id(namespace), (namespace, {}))[1][name] = new
-    for namespace, new_values in updates.values():
-        namespace.update(new_values)
-
-
-def names_by_module(swaps: list[Swap]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    names: dict[str, list[str]] = {}
-    for swap in swaps:
-        names.setdefault(swap.module, []).append(swap.name)
-    return tuple((module, tuple(sorted(of_module))) for module, of_module in names.items())
-
-
-def records_of(swaps: list[Swap], table: Table) -> tuple[str, ...]:
-    replaced = {(swap.module, swap.name) for swap in swaps}
-    used = (target.records for target in table.targets if (target.module, target.name) in replaced)
-    return tuple(sorted({record for records in used for record in records}))

@@ -16,7 +16,7 @@ from torch_dcp_backport.activation.table import FIXED_IN, RECORDS
 # Each outcome in plain words.
 MEANING = {
     "applied": "torch's functions are replaced in this process",
-    "pending": "nothing is replaced yet; it will be as soon as torch's functions are imported or called",
+    "pending": "nothing is replaced yet; it will be once FSDP or torch.distributed.checkpoint is imported",
     "not-needed": "this torch has the fix, nothing was touched",
     "disabled": "switched off, nothing is replaced",
     "unsupported": "this torch cannot be fixed here, nothing was touched",

@@ -12,6 +12,8 @@ FIRST = (2, 4)
 FIXED_IN = (2, 7)
 
 STATE_DICT = "torch.distributed.checkpoint.state_dict"
+CHECKPOINT = "torch.distributed.checkpoint"
+FSDP = "torch.distributed.fsdp"
 STATE_DICT_UTILS = "torch.distributed._state_dict_utils"
 PLANNER = "torch.distributed.checkpoint.default_planner"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -107,15 +109,10 @@ class Table(NamedTuple):
 
     provider: str  # our package that has the replacements
     owner: str  # the top-level package that must have defined what is replaced
-    helpers: tuple[str, ...]  # modules that others of the owner's modules use without the trigger
+    entrances: tuple[str, ...]  # torch imports none of the targets' modules without one of these
     trigger: str  # the module whose import completes the set
     targets: tuple[Target, ...]
-    optional: tuple[str, ...] = ()  # helpers that are left out where they cannot be imported
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """The helpers that are there wherever the trigger is."""
-        return tuple(helper for helper in self.helpers if helper not in self.optional)
+    optional: tuple[str, ...] = ()  # modules that are left out where they cannot be imported
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -198,17 +195,7 @@ _DCP: tuple[tuple[str, str, tuple[str, ...], tuple[int, int]], ...] = (
 TABLE = Table(
     provider="torch_dcp_backport.state_dict",
     owner="torch",
-    helpers=(
-        STATE_DICT_UTILS,
-        PLANNER,
-        FILESYSTEM,
-        COLLECTIVES,
-        LOADER,
-        TRAVERSE,
-        SHARDS_2_4,
-        FSSPEC,
-        SHARDS,
-    ),
+    entrances=(FSDP, CHECKPOINT, STATE_DICT_UTILS),
     optional=(SHARDS_2_4, FSSPEC, SHARDS),
     trigger=STATE_DICT,
     targets=(
@@ -223,3 +210,13 @@ TABLE = Table(
         *(Target(STATE_DICT, name, FIRST, records) for name, records in _NAMES.items()),
     ),
 )
+
+# The targets that torch itself has decorated: the releases that added a layer. More are another tool's.
+DECORATED: dict[str, tuple[tuple[int, int], ...]] = {
+    "_gc_context": (FIRST,),
+    "_get_fqns": (FIRST,),
+    "load": (FIRST, FIRST),
+    "FileSystem.create_stream": (FIRST,),
+    **dict.fromkeys(("_get_model_state_dict", "_load_model_state_dict"), ((2, 5),)),
+    **dict.fromkeys(("_get_optim_state_dict", "_load_optim_state_dict"), ((2, 5),)),
+}

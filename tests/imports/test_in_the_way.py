@@ -1,0 +1,235 @@
+"""What stands in the way in torch, and what other tools do around us: torch stays whole, and it is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from interpreters import AFFECTED, Fresh
+
+pytestmark = pytest.mark.skipif(not AFFECTED, reason="nothing is replaced")
+
+ACTIVATE = """
+import torch.distributed.checkpoint.state_dict as b, torch.distributed._state_dict_utils as a
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _FileSystemWriter as writer
+def world():
+    return [dict(vars(holder)) for holder in (a, b, filesystem, writer, b.StateDictOptions)]
+def same(x, y):
+    return all(p.keys() == q.keys() and all(p[n] is q[n] for n in p) for p, q in zip(x, y))
+def activate():
+    global error
+    try:
+        import torch_dcp_backport
+    except (RuntimeError, UserWarning) as raised:
+        error = str(raised)
+error = None
+"""
+TELL = """
+before = world()
+found = caught(activate)
+ours = sys.modules["torch_dcp_backport.activation"]  # strict: the package is imported anew each time
+status = ours.current()
+tell(same=same(before, world()), outcome=status.outcome, reason=status.reason, replaced=status.replaced,
+     text=error or " ".join(text for _, text, _ in found), warnings=len(found))
+"""
+LAYOUTS = {
+    "a name is missing": ("del b._load_model_state_dict", "has no _load_model_state_dict: unknown layout"),
+    "a newer parameter": (
+        "exec('def _get_fqns(model, name, skip_ddp_prefix=1, skip_compiler_prefix=1, new=0): 0', vars(b))",
+        "no parameter new",
+    ),
+    "another order": ("exec('def _copy_state_dict(b, a): 0', vars(a))", "unknown layout"),
+    "a function for a class": ("exec('def StateDictOptions(): 0', vars(b))", "there is no replacement for"),
+    "a method is gone": ("del writer.write_data", "has no _FileSystemWriter.write_data: unknown layout"),
+}
+
+
+@pytest.mark.parametrize("switch", ["auto", "strict"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_unknown_layout_is_left_alone(fresh: Fresh, layout: str, switch: str) -> None:
+    change, says = LAYOUTS[layout]
+    facts: Any = fresh(ACTIVATE + change + TELL, switch=switch).facts
+    assert (facts["same"], facts["outcome"], facts["replaced"]) == (True, "unsupported", [])
+    assert says in facts["text"]
+    assert facts["reason"] in facts["text"]
+    assert facts["warnings"] == (switch == "auto")
+
+
+def test_replacements_that_cannot_be_imported_break_no_import_of_torchs(fresh: Fresh) -> None:
+    facts: Any = fresh(
+        """
+        import torch_dcp_backport
+        sys.modules["torch_dcp_backport.dcp"] = None
+        def load():
+            import torch.distributed.fsdp
+        found = caught(load)
+        tell(found=found, outcome=torch_dcp_backport.status().outcome, home=home("set_model_state_dict"))
+        """
+    ).facts
+    assert (facts["outcome"], facts["home"]) == ("unsupported", "torch")
+    ((category, text, _),) = facts["found"]
+    assert category == "BackportWarning"
+    assert "taken back: ModuleNotFoundError" in text
+
+
+def test_a_warning_that_is_an_error_changes_nothing(fresh: Fresh) -> None:
+    facts: Any = fresh(
+        ACTIVATE
+        + """
+load = b.set_model_state_dict
+before = world()
+warnings.simplefilter("error")
+activate()
+ours = sys.modules["torch_dcp_backport.activation"]  # strict: the package is imported anew each time
+tell(same=same(before, world()), outcome=ours.current().outcome, error=error)
+"""
+    ).facts
+    assert (facts["same"], facts["outcome"]) == (True, "conflict")
+    assert "__main__.load" in facts["error"]
+
+
+# A finder of another tool that fails at torch's module, until it is taken out.
+FAILS = """
+import torch_dcp_backport, torch
+class Fails:
+    def find_spec(self, name, path=None, target=None):
+        if name == B:
+            1 / 0
+fails = Fails()
+sys.meta_path.insert(0, fails)
+"""
+
+
+def test_torchs_module_that_cannot_be_imported_is_told_and_tried_again(fresh: Fresh) -> None:
+    """torch.distributed.checkpoint can be, and is what was asked for."""
+    facts: Any = fresh(
+        FAILS
+        + """
+def load():
+    import torch.distributed.checkpoint
+found = caught(load)
+first = torch_dcp_backport.status()
+sys.meta_path.remove(fails)
+import torch.distributed.checkpoint.state_dict
+tell(found=found, first=[first.outcome, first.reason], after=torch_dcp_backport.status().outcome)
+"""
+    ).facts
+    ((category, text, _),) = facts["found"]
+    assert category == "BackportWarning"
+    assert "state_dict cannot be imported: ZeroDivisionError" in text
+    outcome, reason = facts["first"]
+    assert (outcome, facts["after"]) == ("pending", "applied")
+    assert "cannot be imported" in reason
+
+
+def test_torchs_module_that_cannot_be_imported_is_an_error_when_strict(fresh: Fresh) -> None:
+    facts: Any = fresh(
+        FAILS
+        + """
+try:
+    import torch.distributed.checkpoint
+    error = None
+except RuntimeError as raised:
+    error = str(raised)
+sys.meta_path.remove(fails)
+import torch.distributed.checkpoint
+tell(error=error, after=torch_dcp_backport.status().outcome)
+""",
+        switch="strict",
+    ).facts
+    assert "state_dict cannot be imported: ZeroDivisionError" in facts["error"]
+    assert facts["after"] == "applied"
+
+
+@pytest.mark.parametrize("when", ["before us", "after us", "after us, and deactivated"])
+def test_hooks_of_other_tools_on_the_same_modules_are_called_once(fresh: Fresh, when: str) -> None:
+    facts = fresh(
+        f"""
+        import wrapt, torch
+        when, seen = {when!r}, []
+        if when != "before us":
+            import torch_dcp_backport
+        for name in (A, B, "torch.distributed.fsdp", "torch.distributed.checkpoint"):
+            wrapt.register_post_import_hook(lambda module: seen.append(module.__name__), name)
+        import torch_dcp_backport
+        if "deactivated" in when:
+            torch_dcp_backport.deactivate()
+        import torch.distributed.checkpoint.state_dict
+        tell(seen=sorted(seen), outcome=torch_dcp_backport.status().outcome)
+        """
+    ).facts
+    assert facts["seen"] == [
+        "torch.distributed._state_dict_utils", "torch.distributed.checkpoint",
+        "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
+    ]  # fmt: skip
+    assert facts["outcome"] == ("disabled" if "deactivated" in when else "applied")
+
+
+def test_what_another_tool_puts_over_ours_is_told_and_left(fresh: Fresh) -> None:
+    facts: Any = fresh(
+        ACTIVATE
+        + """
+before = world()
+activate()
+import torch_dcp_backport
+b.set_model_state_dict = theirs = lambda *args: "theirs"
+writer.finish = finish = lambda *args: "theirs"
+lost = torch_dcp_backport.status()
+off = torch_dcp_backport.deactivate()
+kept = [b.set_model_state_dict is theirs, writer.finish is finish]
+b.set_model_state_dict, writer.finish = before[1]["set_model_state_dict"], before[3]["finish"]
+tell(lost=[lost.outcome, *lost.overridden], off=off.reason, kept=kept, same=same(before, world()))
+"""
+    ).facts
+    names = "checkpoint.filesystem._FileSystemWriter.finish", "checkpoint.state_dict.set_model_state_dict"
+    assert facts["lost"] == ["applied", *(f"torch.distributed.{name}" for name in names)]
+    assert "left alone, as somebody else replaced them" in facts["off"]
+    assert (facts["kept"], facts["same"]) == ([True, True], True)
+
+
+# One thread is in the middle of torch's module, and stays there until the other has gone on.
+SLOW = """
+import threading, time, wrapt
+import torch.distributed.checkpoint
+started, go = threading.Event(), threading.Event()
+def stay(module):
+    started.set()
+    assert go.wait(60)
+C = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+del sys.modules[C]  # which torch's module imports in the middle
+wrapt.register_post_import_hook(stay, C)
+importing = threading.Thread(target=__import__, args=(B,))
+importing.start()
+assert started.wait(60)
+"""
+
+
+def test_a_module_that_another_thread_is_in_the_middle_of_is_waited_for(fresh: Fresh) -> None:
+    facts = fresh(
+        SLOW
+        + """
+half = "set_model_state_dict" not in vars(sys.modules[B])
+threading.Timer(0.5, go.set).start()
+import torch_dcp_backport
+importing.join(60)
+tell(half=half, outcome=torch_dcp_backport.status().outcome, home=home("set_model_state_dict"))
+""",
+        switch="strict",
+    ).facts
+    assert facts == {"half": True, "outcome": "applied", "home": "torch_dcp_backport"}
+
+
+def test_deactivated_while_another_thread_imports_torchs_module(fresh: Fresh) -> None:
+    facts = fresh(
+        SLOW.replace("import torch.distributed.checkpoint", "import torch_dcp_backport, torch").replace(
+            "del", "#"
+        )
+        + """
+off = torch_dcp_backport.deactivate().outcome
+go.set()
+importing.join(60)
+tell(off=off, alive=importing.is_alive(), home=home("set_model_state_dict"))
+"""
+    ).facts
+    assert facts == {"off": "disabled", "alive": False, "home": "torch"}
