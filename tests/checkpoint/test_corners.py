@@ -22,8 +22,8 @@ from torch_dcp_backport import dist_checkpointing
 from torch_dcp_backport.checkpoint import FSDPCheckpointManager, retention, saves, store, together
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.core import SHARDED
-from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch_dcp_backport.publish import disk
 
 
 def good(root: Path) -> list[int]:
@@ -47,7 +47,7 @@ def test_another_process_clears_up_while_a_draft_is_made(tmp_path: Path, monkeyp
             times += 1
             store.clean(tmp_path)
 
-    monkeypatch.setattr(files, "on_step", clear_up)
+    monkeypatch.setattr(disk, "on_step", clear_up)
     trainer.handler.save_checkpoint(1)
     assert (times, good(tmp_path)) == (3, [1])
 
@@ -335,7 +335,7 @@ def test_steps_that_go_while_they_are_tried(tmp_path: Path, monkeypatch, caplog)
 
 
 def test_a_root_that_cannot_be_synced_has_the_step(tmp_path: Path, monkeypatch, caplog) -> None:
-    trainer, native = Trainer(tmp_path), files.sync_folder
+    trainer, native = Trainer(tmp_path), disk.sync_folder
 
     def sync(folder: Path) -> None:
         if folder == tmp_path:
@@ -343,7 +343,7 @@ def test_a_root_that_cannot_be_synced_has_the_step(tmp_path: Path, monkeypatch, 
         native(folder)
 
     for _ in range(2):  # new, and in the place of the same step
-        monkeypatch.setattr(files, "sync_folder", sync)
+        monkeypatch.setattr(disk, "sync_folder", sync)
         trainer.handler.max_ckpt_to_keep = None
         with caplog.at_level(logging.ERROR):
             trainer.handler.save_checkpoint(1)

@@ -21,7 +21,7 @@ from torch_dcp_backport.__main__ import main
 from torch_dcp_backport.checkpoint import commands, manifest, owners, store
 from torch_dcp_backport.checkpoint.manifest import Damaged, Manifest
 from torch_dcp_backport.checkpoint.retention import Retention
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.publish import disk
 
 
 def published(root: Path, step: int, content: bytes = b"values") -> Path:
@@ -214,7 +214,7 @@ def test_a_writer_that_died_before_it_gave_its_name_leaves_nothing(tmp_path: Pat
         if name.startswith("name "):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(files, "on_step", killed)
+    monkeypatch.setattr(disk, "on_step", killed)
     with pytest.raises(KeyboardInterrupt):
         store.draft_of(tmp_path / "global_step_1")
     assert len(list(tmp_path.iterdir())) == 1
@@ -290,11 +290,11 @@ def test_another_writer_between_two_renames_is_told(tmp_path: Path, monkeypatch,
                 final.rename(tmp_path / ".global_step_1.was-01234567")
             theirs.rename(final)
 
-    monkeypatch.setattr(files, "on_step", other)
+    monkeypatch.setattr(disk, "on_step", other)
     expected = contextlib.nullcontext() if at.endswith("replaced") else pytest.raises(store.AnotherWriter)
     with expected:
         store.publish(draft, final, before)
-    monkeypatch.setattr(files, "on_step", None)
+    monkeypatch.setattr(disk, "on_step", None)
     place = final if at.endswith("draft") else next(tmp_path.glob("global_step_1.kept-*"))
     assert (place / "part/file").read_bytes() == b"theirs"
 
@@ -303,7 +303,7 @@ def test_a_draft_that_gets_its_owner_now_is_left_to_it(tmp_path: Path, monkeypat
     """Another process cleans up between its folder and its mark: it is no step that lost its name."""
     nameless = tmp_path / ".global_step_5.old-01234567"
     nameless.mkdir()
-    native = files.walk
+    native = disk.walk
 
     def walk(top: Path, *args: Any) -> Any:
         listed = list(native(top, *args))
@@ -311,11 +311,11 @@ def test_a_draft_that_gets_its_owner_now_is_left_to_it(tmp_path: Path, monkeypat
             owners.mark(nameless / owners.OWNER)
         return iter(listed)
 
-    monkeypatch.setattr(files, "walk", walk)
+    monkeypatch.setattr(disk, "walk", walk)
     store.clean(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [nameless.name]
     assert not caplog.records
-    monkeypatch.setattr(files, "walk", native)
+    monkeypatch.setattr(disk, "walk", native)
     store.clean(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -467,7 +467,7 @@ def test_a_published_folder_is_published_whatever_comes_after(tmp_path: Path, mo
     def refuse(paths: Sequence[Path]) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(files, "remove", refuse)
+    monkeypatch.setattr(disk, "remove", refuse)
     published(tmp_path, 5)
     assert "is published" in caplog.text
     assert states(tmp_path) == {5: ""}

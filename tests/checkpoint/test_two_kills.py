@@ -13,7 +13,7 @@ from trainer import Trainer
 
 from torch_dcp_backport.checkpoint import store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.publish import disk
 
 
 def killed_between_two_renames(root: Path) -> Trainer:
@@ -29,7 +29,7 @@ def killed_between_two_renames(root: Path) -> Trainer:
             if name == "rename the draft":
                 os._exit(9)
 
-        files.on_step = die
+        disk.on_step = die
         try:
             trainer.handler.save_checkpoint(2)
         finally:
@@ -90,7 +90,7 @@ def test_a_draft_that_cannot_be_removed_now_is_removed_later(tmp_path: Path, mon
         if name in ("write manifest.json", "remove data_0.pt"):
             raise OSError(errno.EBUSY, "Device or resource busy", name)
 
-    monkeypatch.setattr(files, "on_step", refuse)
+    monkeypatch.setattr(disk, "on_step", refuse)
     native = store.shutil.rmtree
 
     def rmtree(path: Path, ignore_errors: bool = False) -> None:

@@ -19,9 +19,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Optional, Union
@@ -29,7 +27,7 @@ from typing import NamedTuple, Optional, Union
 from torch_dcp_backport.checkpoint import manifest, owners
 from torch_dcp_backport.checkpoint.manifest import Damaged, Manifest
 from torch_dcp_backport.checkpoint.owners import OWNER, is_alive
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.publish import disk
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -274,14 +272,14 @@ def draft_of(final: Path) -> Path:
     clean(final.parent, re.compile(re.escape(final.name)))
     for attempt in range(ATTEMPTS):
         draft, nameless = hidden_name(final, "tmp"), hidden_name(final, "old")
-        files.step(f"make {draft.name[-12:]}")
+        disk.step(f"make {draft.name[-12:]}")
         try:
             # Another process may have removed it, as it was empty.
             make_parents(final)
             # Until it has an owner, its name allows any process to remove it.
             nameless.mkdir()
             owners.mark(nameless / OWNER)
-            files.step(f"name {draft.name[-12:]}")
+            disk.step(f"name {draft.name[-12:]}")
             os.rename(nameless, draft)
             owners.keep_young(draft / OWNER)
             break
@@ -298,7 +296,7 @@ def make_parents(path: Path) -> None:
     absent = [folder for folder in path.parents if not os.path.exists(folder)]
     path.parent.mkdir(parents=True, exist_ok=True)
     for folder in absent:
-        files.sync_folder(folder.parent)
+        disk.sync_folder(folder.parent)
 
 
 def hidden_name(path: Path, kind: str) -> Path:
@@ -352,14 +350,14 @@ def publish(draft: Path, final: Path, before: Optional[Identity], synced: Collec
     # Retention may have removed it.
     before = now
     replaced = None
-    sync_tree(draft, synced)
+    disk.sync_tree(draft, synced)
     try:
         if before is not None:
             hidden = hidden_name(final, "was")
-            files.step("rename the folder that is replaced")
+            disk.step("rename the folder that is replaced")
             os.rename(final, hidden)
             replaced = hidden
-        files.step("rename the draft")
+        disk.step("rename the draft")
         os.rename(draft, final)
     except OSError as error:
         if is_replaced(before, identity_of(final)):
@@ -369,39 +367,15 @@ def publish(draft: Path, final: Path, before: Optional[Identity], synced: Collec
         raise
     # From here on readers see it: an error must not say that the save failed.
     try:
-        files.step("sync the root")
-        files.sync_folder(final.parent)
-        files.remove([final / OWNER])
+        disk.step("sync the root")
+        disk.sync_folder(final.parent)
+        disk.remove([final / OWNER])
     except OSError:
         logger.exception("%s is published; a loss of power may take it back", final)
     if replaced is not None:
-        files.step("remove the folder that was replaced")
+        disk.step("remove the folder that was replaced")
         for reason in removed(given_up(replaced), final)[:1]:
             logger.error("%s was replaced, and still takes its room on the disk: %s", final, reason)
-
-
-def sync_tree(folder: Path, synced: Collection[str] = ()) -> None:
-    """Put the files below a folder on disk, but for those that are, and then the names of all."""
-    paths, folders = list[Path](), list[Path]()
-    for place, entries in files.walk(folder):
-        folders.append(place)
-        paths += [Path(entry.path) for entry in entries if not entry.is_dir(follow_symlinks=False)]
-    paths = [path for path in paths if path.relative_to(folder).as_posix() not in synced]
-    # Disks sync several files at once in the time of a single file.
-    with ThreadPoolExecutor(8) as pool:
-        deque(pool.map(sync_file, paths), 0)
-        deque(pool.map(files.sync_folder, folders), 0)
-
-
-def sync_file(path: Path) -> None:
-    """Put a file on disk; pipes, links to nowhere and the like have nothing there."""
-    if not os.path.isfile(path):
-        return
-    fd = files.opened(path)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def write_tracker(root: Path, step: int) -> None:
@@ -409,13 +383,13 @@ def write_tracker(root: Path, step: int) -> None:
 
     They do believe it: it is on disk before it has its name, and a loss of power leaves no empty file.
     """
-    files.publish(root / TRACKER, str(step).encode())
+    disk.publish(root / TRACKER, str(step).encode())
 
 
 def tracked(root: Path) -> Optional[int]:
     """Return the step that the tracker names; None where there is no tracker, or no number in it."""
     try:
-        return int(files.read_whole(root / TRACKER))
+        return int(disk.read_whole(root / TRACKER))
     except (OSError, ValueError):
         return None
 
@@ -441,14 +415,14 @@ def is_uploading(folder: Path) -> bool:
 def mark_uploaded(folder: Path, url: str, mark: bytes) -> None:
     """Record the URL that a step was uploaded to, and its manifest then: a step may be saved again."""
     record = json.dumps({"url": url, "manifest": zlib.crc32(mark)})
-    files.publish(folder / UPLOADED, record.encode(), is_synced=False)
+    disk.publish(folder / UPLOADED, record.encode(), is_synced=False)
 
 
 def uploaded_to(folder: Path) -> str:
     """Return the URL that a step was uploaded to; "" where it was not."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        record = json.loads(files.read_whole(folder / UPLOADED))
-        if record["manifest"] == zlib.crc32(files.read_whole(folder / manifest.NAME)):
+        record = json.loads(disk.read_whole(folder / UPLOADED))
+        if record["manifest"] == zlib.crc32(disk.read_whole(folder / manifest.NAME)):
             return str(record["url"])
     return ""
 
@@ -503,7 +477,7 @@ def discard(draft: Path) -> list[str]:
         return [f"{draft} is a link"]
     hidden = as_kind(draft, "off")
     try:
-        files.step(f"give up {draft.name[-12:]}")
+        disk.step(f"give up {draft.name[-12:]}")
         if hidden != draft:
             os.rename(draft, hidden)
     except FileNotFoundError:
@@ -523,7 +497,7 @@ def discard(draft: Path) -> list[str]:
 def _removed_whole(path: Path) -> list[str]:
     """Remove a file, or a folder with all that is in it, as far as possible; return why it is still there."""
     try:
-        files.step(f"remove {path.name}")
+        disk.step(f"remove {path.name}")
         if os.path.islink(path) or not os.path.isdir(path):
             path.unlink(missing_ok=True)
         else:
@@ -577,7 +551,7 @@ def removed(hidden: Path, final: Path) -> list[str]:
 
 def _held(folder: Path) -> Iterator[str]:
     """Yield the paths below a folder of what is no folder, but for the mark of an owner."""
-    for _, entries in files.walk(folder):
+    for _, entries in disk.walk(folder):
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False) and entry.name not in (OWNER, f"{OWNER}.new"):
                 yield Path(entry.path).relative_to(folder).as_posix()
@@ -589,7 +563,7 @@ def _removed_file(folder: Path, name: str) -> list[str]:
     if any(map(os.path.islink, between(folder, path))):
         return []
     try:
-        files.step(f"remove {name}")
+        disk.step(f"remove {name}")
         path.unlink(missing_ok=True)
     except NotADirectoryError:
         pass
@@ -634,11 +608,11 @@ def _removed_if_empty(hidden: Path) -> bool:
     """Remove a folder that holds empty folders and the mark of its owner alone; return whether it is gone."""
     if os.path.islink(hidden):
         return False
-    for place, entries in reversed(list(files.walk(hidden))):
+    for place, entries in reversed(list(disk.walk(hidden))):
         names = {entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)}
         with contextlib.suppress(OSError):
             if place == hidden and not names - {OWNER, f"{OWNER}.new"}:
-                files.remove([hidden / name for name in names])
+                disk.remove([hidden / name for name in names])
             os.rmdir(place)
     return not os.path.lexists(hidden)
 

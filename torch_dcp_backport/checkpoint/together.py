@@ -23,7 +23,6 @@ from torch_dcp_backport.checkpoint import manifest, owners, store
 from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
 from torch_dcp_backport.checkpoint.store import Identity, Shelf
 from torch_dcp_backport.dist_checkpointing.core import SHARDED, CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     Refusal,
     Topic,
@@ -37,6 +36,7 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.hf.moving import NOTHING, Common, differences
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Call, Problem, settings
 from torch_dcp_backport.transfer.errors import UNCHANGED
 from torch_dcp_backport.transfer.groups import Group
@@ -283,7 +283,7 @@ def finish_folder(
         with guard(call):
             for name in work.names:
                 own[name] = manifest.entry_of(draft / name)
-                store.sync_file(draft / name)
+                disk.sync_file(draft / name)
 
         def settle(own_by_rank: Mapping[int, Mapping[str, Entry]]) -> Mapping[int, Any]:
             publish(own_by_rank)
@@ -350,7 +350,7 @@ def entries_into(folder: Path) -> Callable[[Output], None]:
 def write_file(path: Path, data: bytes) -> None:
     """Write a small file of this rank into the draft, and note its checksum."""
     writing = _writing.get()
-    files.publish(path, data)
+    disk.publish(path, data)
     if writing is not None:
         writing.entries[path] = Entry(len(data), zlib.crc32(data)), state_of(path)
 

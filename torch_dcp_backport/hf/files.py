@@ -21,6 +21,7 @@ from torch_dcp_backport.hf.companions import ADAPTER_CONFIG, code_of, is_of_a_mo
 from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.source import CONFIG, INDEX, SINGLE
 from torch_dcp_backport.hf.writing import Files
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import TensorInfo
 
 logger = logging.getLogger("torch_dcp_backport.hf")
@@ -262,7 +263,7 @@ class Draft:
             total = sum(map(nbytes_of, tensors.values()))
             index = {key: files.places[key][0] for key in tensors}
             value = {"metadata": {"total_size": total}, "weight_map": index}
-            write_small(self.folder / INDEX, json.dumps(value, indent=2).encode())
+            disk.write(self.folder / INDEX, json.dumps(value, indent=2).encode())
             self._weights.append(INDEX)
 
     def add(self, name: str, content: bytes) -> None:
@@ -276,7 +277,8 @@ class Draft:
             return
         if link is not None:
             raise behind(link, name)
-        write_small(self.folder / name, content)
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        disk.write(self.folder / name, content)
         self._small.append(name)
 
     def spare(self) -> None:
@@ -318,7 +320,7 @@ class Draft:
         """
         self.files.sync()
         for folder in {self.folder, *((self.folder / name).parent for name in self._small)}:
-            sync_folder(folder)
+            disk.sync_folder(folder)
 
     def switch(self) -> None:
         """Put the weights in their place. A new folder appears at once, and complete.
@@ -373,9 +375,9 @@ class Draft:
         """
         removed = []
         if self.is_new:
-            sync_folder(self.target.parent)
+            disk.sync_folder(self.target.parent)
         else:
-            sync_folder(self.target)
+            disk.sync_folder(self.target)
             removed = [name for name in self.stale if name not in (*self._weights, *self._small)]
             # With two models in a folder readers may take either: files that lead to the old model go first.
             pointers = [name for name in (ADAPTER_CONFIG, SINGLE, INDEX) if name in removed]
@@ -389,7 +391,7 @@ class Draft:
                 (self.target / name).parent.mkdir(parents=True, exist_ok=True)
                 os.rename(self.folder / name, self.target / name)
             for folder in {self.target, *((self.target / name).parent for name in changed)}:
-                sync_folder(folder)
+                disk.sync_folder(folder)
             for name in removed:
                 if name not in pointers:
                     os.unlink(self.target / name)
@@ -435,13 +437,6 @@ class Draft:
 
 def behind(link: Path, name: str) -> FileExistsError:
     return FileExistsError(f"{link} is a link, and an export writes nothing behind it ({name}): remove it")
-
-
-def write_small(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def located(target: Path) -> Path:
@@ -497,11 +492,3 @@ def discarding(draft: Optional[Draft]) -> Iterator[None]:
         if draft is not None:
             with contextlib.suppress(OSError):
                 draft.discard()
-
-
-def sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -27,7 +27,7 @@ from torch_dcp_backport.hf import Export
 from torch_dcp_backport.hf.blocks import Window, nbytes_of_window
 from torch_dcp_backport.hf.companions import as_config, companions_of
 from torch_dcp_backport.hf.export import examined, target_of, write_files
-from torch_dcp_backport.hf.files import Room, replaced, sync_folder, write_small
+from torch_dcp_backport.hf.files import Room, replaced
 from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.moving import settle
 from torch_dcp_backport.hf.source import CONFIG, Source
@@ -51,6 +51,7 @@ from torch_dcp_backport.megatron.stored import (
     second_name,
     states_of,
 )
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Box, Call, Problem, TensorInfo
 from torch_dcp_backport.transfer.memories import Memory
 from torch_dcp_backport.transfer.spread import intersection
@@ -200,9 +201,10 @@ def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bo
             ) from error
         (new / HUGGING_FACE).mkdir()
         for name, content in companions_of(folder).items():
-            write_small(new / HUGGING_FACE / name, content)
-            sync_folder((new / HUGGING_FACE / name).parent)
-        sync_folder(new / HUGGING_FACE)
+            (new / HUGGING_FACE / name).parent.mkdir(parents=True, exist_ok=True)
+            disk.write(new / HUGGING_FACE / name, content)
+            disk.sync_folder((new / HUGGING_FACE / name).parent)
+        disk.sync_folder(new / HUGGING_FACE)
     return converted
 
 
@@ -289,7 +291,7 @@ def _published(out: Path, how: Export) -> Iterator[Path]:
         # What was there before the lock was taken may be another conversion's work by now.
         _check_target(out, how)
         yield new
-        sync_folder(new)
+        disk.sync_folder(new)
         # An empty folder makes room by itself; a folder that is filled meanwhile does not, and is an error.
         is_there = how.overwrite and out.exists()
         if is_there:
@@ -300,7 +302,7 @@ def _published(out: Path, how: Export) -> Iterator[Path]:
             if is_there:
                 os.rename(old, out)
             raise
-        sync_folder(out.parent)
+        disk.sync_folder(out.parent)
     finally:
         with contextlib.suppress(OSError):
             room.leave()

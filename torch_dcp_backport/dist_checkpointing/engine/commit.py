@@ -19,10 +19,11 @@ from torch_dcp_backport.dist_checkpointing.core import (
     CheckpointingConfig,
     config_bytes,
 )
-from torch_dcp_backport.dist_checkpointing.engine import files, integrity, metadata
+from torch_dcp_backport.dist_checkpointing.engine import integrity, metadata
 from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Index
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Problem
 
 COMMON = "common.pt"
@@ -42,17 +43,17 @@ def file_of(rank: int) -> str:
 def clear(folder: Path) -> None:
     """Make a folder no checkpoint: a save that fails must not leave a mixture of two that loads."""
     unmark(folder)
-    files.step("remove old records")
-    files.remove(
+    disk.step("remove old records")
+    disk.remove(
         [path for path in folder.iterdir() if RECORDS.fullmatch(path.name) or path.name == integrity.NAME]
     )
 
 
 def unmark(folder: Path) -> None:
     for name in (CONFIG_FNAME, metadata.NAME):
-        files.step(f"remove {name}")
-        files.remove([folder / name])
-        files.sync_folder(folder)
+        disk.step(f"remove {name}")
+        disk.remove([folder / name])
+        disk.sync_folder(folder)
 
 
 def publish(
@@ -85,19 +86,19 @@ def publish_described(
     if findings:
         raise Refusal(findings)
     try:
-        files.publish(folder / COMMON, common)
-        files.publish(folder / metadata.NAME, described)
+        disk.publish(folder / COMMON, common)
+        disk.publish(folder / metadata.NAME, described)
         if is_hashed:
             small = {COMMON: common, metadata.NAME: described, CONFIG_FNAME: MARKER}
             digests = {name: integrity.digest(data) for name, data in small.items()}
             digests.update((output.file, output.sha256) for output in outputs.values() if output.nbytes)
-            files.publish(folder / integrity.NAME, integrity.to_bytes(digests))
-        files.step("sync folder")
-        files.sync_folder(folder)
-        files.publish(folder / CONFIG_FNAME, MARKER)
-        files.step("sync marker")
-        files.sync_folder(folder)
-        files.step("done")
+            disk.publish(folder / integrity.NAME, integrity.to_bytes(digests))
+        disk.step("sync folder")
+        disk.sync_folder(folder)
+        disk.publish(folder / CONFIG_FNAME, MARKER)
+        disk.step("sync marker")
+        disk.sync_folder(folder)
+        disk.step("done")
     except Exception:
         # The ranks remove their files when they hear of it: no marker may be left by then.
         with contextlib.suppress(OSError):
@@ -117,10 +118,10 @@ def forget(folder: Path, index: Index, is_forgotten: Callable[[str], bool]) -> N
     kept.planner_data = {key: path for key, path in paths_of(index).items() if not is_forgotten(key)}
     is_hashed = integrity.is_there(folder)
     # A checkpoint without a list of digests is valid; with an old list it is not.
-    files.remove([folder / integrity.NAME])
-    files.publish(folder / metadata.NAME, metadata.to_bytes(kept))
-    files.sync_folder(folder)
-    files.remove([folder / name for name in before - set(kept.ends)])
+    disk.remove([folder / integrity.NAME])
+    disk.publish(folder / metadata.NAME, metadata.to_bytes(kept))
+    disk.sync_folder(folder)
+    disk.remove([folder / name for name in before - set(kept.ends)])
     if is_hashed:
         integrity.write_all(folder)
 
