@@ -10,8 +10,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Optional, TypeVar
@@ -20,6 +19,7 @@ from torch_dcp_backport.checkpoint import manifest, store
 from torch_dcp_backport.checkpoint.manifest import Damaged, Entry, Manifest
 from torch_dcp_backport.checkpoint.store import Step
 from torch_dcp_backport.publish import disk
+from torch_dcp_backport.publish.drafts import discarding
 from torch_dcp_backport.transfer import settings
 from torch_dcp_backport.transfer.progress import Bar, Meter
 
@@ -306,18 +306,17 @@ def download(place: Place, final: Path) -> Manifest:
         content = manifest.parsed(mark)
     except Damaged as error:
         raise Failed(f"{place.url}: {error}") from error
-    before = store.identity_of(final)
-    draft = store.draft_of(final)
+    draft = store.Draft(final)
     with discarding(draft):
         meter = meter_of("download", content)
         for name, entry in content.files.items():
             disk.step(f"download {name}")
-            bring(place.below(name), draft / name, entry, Reported(meter, entry.nbytes))
+            bring(place.below(name), draft.folder / name, entry, Reported(meter, entry.nbytes))
         disk.step(f"download {manifest.NAME}")
         data = mark or b""
-        disk.publish(draft / manifest.NAME, data, is_synced=False)
-        store.mark_uploaded(draft, place.url, data)
-        store.publish(draft, final, before)
+        disk.publish(draft.folder / manifest.NAME, data, is_synced=False)
+        store.mark_uploaded(draft.folder, place.url, data)
+        store.publish(draft)
     return content
 
 
@@ -335,12 +334,3 @@ def bring(place: Place, target: Path, entry: Entry, report: Reported) -> None:
 
     persistently(place.url, attempt)
     report.upto(entry.nbytes)
-
-
-@contextmanager
-def discarding(draft: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        store.discard(draft)
-        raise

@@ -12,16 +12,16 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from torch_dcp_backport.checkpoint import manifest, owners, store
+from torch_dcp_backport.checkpoint import manifest, store
 from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
-from torch_dcp_backport.checkpoint.store import Identity, Shelf
+from torch_dcp_backport.checkpoint.store import Shelf
 from torch_dcp_backport.dist_checkpointing.core import SHARDED, CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     Refusal,
@@ -37,6 +37,8 @@ from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.hf.moving import NOTHING, Common, differences
 from torch_dcp_backport.publish import disk
+from torch_dcp_backport.publish.drafts import discarding
+from torch_dcp_backport.publish.owners import OWNER
 from torch_dcp_backport.transfer import Call, Problem, settings
 from torch_dcp_backport.transfer.errors import UNCHANGED
 from torch_dcp_backport.transfer.groups import Group
@@ -133,8 +135,8 @@ class Begun:
 
     final: Path
     step: int
-    #: On the first rank: `identity_of(final)` when the draft was made.
-    before: Optional[Identity]
+    #: On the first rank; others neither name nor remove it.
+    draft: Optional[store.Draft]
     #: The requests are empty on every rank, or on none.
     writing: Writing
 
@@ -160,7 +162,7 @@ def begin_folder(
         CheckpointingException: the same on every rank; nothing is left.
     """
     with begin(CANNOT_SAVE, "save", group) as call:
-        before: Optional[Identity] = None
+        draft: Optional[store.Draft] = None
         failures: list[OSError] = []
         final, step, common = Path(), 0, dict[str, str]()
         with guard(call):
@@ -169,15 +171,14 @@ def begin_folder(
             common = {"folder": str(final), "step": str(step), **wanted.common}
 
         def start() -> tuple[str, str]:
-            nonlocal before
+            nonlocal draft
             outlook = outlook_of(final, step, shelf_of(final))
             try:
-                draft = store.draft_of(final)
+                draft = store.Draft(final)
             except OSError as error:
                 failures.append(error)
                 return "", outlook
-            before = store.identity_of(final)
-            return str(draft), outlook
+            return str(draft.folder), outlook
 
         name, outlook = run_on_first(call, start, "making a folder", common)
         if not name:
@@ -185,18 +186,17 @@ def begin_folder(
                 for error in failures:
                     raise error
             consult(call, None, nothing, Topic("making the draft", outlook))
-        draft = Path(name)
-        writing = Writing(draft, [], {}, [], outlook)
+        writing = Writing(Path(name), [], {}, [], outlook)
         token = _writing.set(writing)
         try:
-            with discarding(call, draft), saying(outlook):
+            with discarding(draft), saying(outlook):
                 with guard(call):
-                    write(draft)
+                    write(writing.draft)
                 common = {"saves in the background": str(len(writing.requests))}
                 run_on_first(call, lambda: None, "writing", common)
         finally:
             _writing.reset(token)
-    return Begun(final, step, before, writing)
+    return Begun(final, step, draft, writing)
 
 
 def outlook_of(final: Path, step: int, shelf: Optional[Shelf]) -> str:
@@ -236,9 +236,9 @@ def finish_folder(
     Raises:
         CheckpointingException: the same on every rank; older folders are as they were.
     """
-    draft, final, so_far = begun.writing.draft, begun.final, begun.writing.outlook
+    folder, final, so_far = begun.writing.draft, begun.final, begun.writing.outlook
     unheard = f"list the steps to see whether {final.name} is one"
-    with begin(CANNOT_SAVE, "save", group) as call, discarding(call, draft):
+    with begin(CANNOT_SAVE, "save", group) as call, discarding(begun.draft):
         if begun.requests:
             call.problems += map(problem_from, begun.writing.failures)
             # Once all have written: a file may be written by another rank than its name says.
@@ -251,8 +251,9 @@ def finish_folder(
             order = 1 if shelf is None else shelf.next_order()
             listed = {name: Entry(*entry) for own in own_by_rank.values() for name, entry in own.items()}
             content = Manifest(begun.step, len(own_by_rank), time.time(), order, {**listed, **more})
-            manifest.write(draft, content)
-            store.publish(draft, final, begun.before, set(listed))
+            manifest.write(folder, content)
+            assert begun.draft is not None, "runs on the first rank"
+            store.publish(begun.draft, set(listed))
             for follow in then:
                 try:
                     follow(final)
@@ -264,14 +265,14 @@ def finish_folder(
             """List the draft, which only the first rank does, and share what nobody knows the checksum of."""
             names: dict[int, list[str]] = {rank: [] for rank in noted_by_rank}
             known = {name for noted in noted_by_rank.values() for name in noted}
-            for name in manifest.paths_in(draft):
-                if name not in known and name != owners.OWNER:
+            for name in manifest.paths_in(folder):
+                if name not in known and name != OWNER:
                     match = OF_RANK.fullmatch(name.rpartition("/")[2])
                     rank = call.rank if match is None else int(match[match.lastindex or 0])
                     names.get(rank, names[call.rank]).append(name)
             if any(names[rank] for rank in names if rank != call.rank):
                 return {rank: Work(False, names[rank]) for rank in names}
-            publish(noted_by_rank, {name: manifest.entry_of(draft / name) for name in names[call.rank]})
+            publish(noted_by_rank, {name: manifest.entry_of(folder / name) for name in names[call.rank]})
             return dict.fromkeys(names, Work(True))
 
         own: dict[str, Entry] = {}
@@ -282,8 +283,8 @@ def finish_folder(
             return
         with guard(call):
             for name in work.names:
-                own[name] = manifest.entry_of(draft / name)
-                disk.sync_file(draft / name)
+                own[name] = manifest.entry_of(folder / name)
+                disk.sync_file(folder / name)
 
         def settle(own_by_rank: Mapping[int, Mapping[str, Entry]]) -> Mapping[int, Any]:
             publish(own_by_rank)
@@ -296,17 +297,6 @@ def complete(requests: Iterable[AsyncRequest]) -> None:
     for request in requests:
         for finalize in request.finalize_fns:
             finalize()
-
-
-@contextlib.contextmanager
-def discarding(call: Call, draft: Path) -> Iterator[None]:
-    """Remove a draft that will not be published."""
-    try:
-        yield
-    except BaseException:
-        if call.rank == ranks_of(call)[0]:
-            store.discard(draft)
-        raise
 
 
 def make_folder(path: Path) -> None:

@@ -1,4 +1,6 @@
 """The one way from bytes to something that readers see: draft, lock, sync, rename, discard.
 
-`disk` writes, syncs and removes. Knows no tensors and no ranks; must never import torch.
+`disk` writes, syncs and removes; `drafts` are folders that readers do not see yet. A lock keeps others from a
+draft: a `room` has one for all drafts of a target, a `hidden` draft the mark of its process (`owners`).
+Knows no tensors and no ranks; must never import torch.
 """

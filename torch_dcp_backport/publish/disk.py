@@ -5,8 +5,10 @@ Every step that a crash can fall between goes through `step`, where tests make i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 import stat
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -170,3 +172,19 @@ def walk(top: Path, on_error: Optional[Callable[[OSError], None]] = None) -> Ite
 def remove(paths: Sequence[Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
+
+
+def remove_whole(path: Path) -> list[Exception]:
+    """Remove a file, or a folder with all that is in it, as far as possible; return why it is still there."""
+    try:
+        step(f"remove {path.name}")
+        if os.path.islink(path) or not os.path.isdir(path):
+            path.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(path)
+    except (OSError, RecursionError) as error:
+        with contextlib.suppress(OSError, RecursionError):
+            shutil.rmtree(path, ignore_errors=True)
+        # Another process may clean up, too.
+        return [error] if os.path.lexists(path) else []
+    return []
