@@ -19,7 +19,8 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint import beside, extra, flat, verl
 from torch_dcp_backport.checkpoint.layout import ADAPTER, SAVED, SCHEDULERS_WORLD, TIED, WORLD
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
-from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, CANNOT_SAVE, make_folder, run_on_first
+from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, CANNOT_SAVE, run_on_first
+from torch_dcp_backport.checkpoint.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
@@ -235,7 +236,7 @@ class FSDPCheckpointManager(ShardedManager):
             beside.write_adapters(folder.parent / ADAPTER, self.adapters, str(self.origin or ""), model)
         version = fsdp_version(self.model)
         if version:
-            make_folder(folder.parent)
+            writing_in(folder).make_folder(folder.parent)
             facts = {"FSDP_version": version, "world_size": self.place()[1]}
             text = json.dumps(facts, indent=4)
             disk.publish(folder.parent / FSDP_CONFIG, text.encode(), is_synced=False)

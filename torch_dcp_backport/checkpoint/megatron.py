@@ -21,7 +21,8 @@ from torch_dcp_backport import rooms
 from torch_dcp_backport.checkpoint import beside, extra
 from torch_dcp_backport.checkpoint.layout import SAVED, SCHEDULERS_WORLD, WORLD
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
-from torch_dcp_backport.checkpoint.together import CANNOT_SAVE, make_folder
+from torch_dcp_backport.checkpoint.together import CANNOT_SAVE
+from torch_dcp_backport.checkpoint.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, param_groups
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
@@ -175,7 +176,7 @@ class MegatronCheckpointManager(ShardedManager):
             folder, config=self.hf_config, processing_class=self.processing_class, origin=self.origin
         )
         if self.should_save_extra and dataclasses.is_dataclass(self.transformer_config):
-            make_folder(folder.parent)
+            writing_in(folder).make_folder(folder.parent)
             text = text_of(self.transformer_config)
             disk.publish(folder.parent / TRANSFORMER_CONFIG, text.encode(), is_synced=False)
 

@@ -11,10 +11,8 @@ import logging
 import os
 import re
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -22,6 +20,7 @@ from typing import Any, NamedTuple, Optional
 from torch_dcp_backport.checkpoint import manifest, store
 from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
 from torch_dcp_backport.checkpoint.store import Shelf
+from torch_dcp_backport.checkpoint.writing import Writing
 from torch_dcp_backport.dist_checkpointing.core import SHARDED, CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     Refusal,
@@ -33,7 +32,6 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     ranks_of,
     saying,
 )
-from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.hf.moving import NOTHING, Common, differences
 from torch_dcp_backport.publish import disk
@@ -53,24 +51,6 @@ CANNOT_UPLOAD = "cannot upload the checkpoint"
 PATIENCE = 2.0
 #: Files that a rank writes, by its number: of dist_checkpointing and torch, data loaders, verl's own manager.
 OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|data_(\d+)\.pt|\w+_rank_(\d+)\.pt")
-
-
-class Writing(NamedTuple):
-    """A folder that `begin_folder` is making."""
-
-    draft: Path
-    #: Parts that are still to be written.
-    requests: list[AsyncRequest]
-    #: Files of this rank -> checksums computed while they were written, and `state_of` the files then.
-    entries: dict[Path, tuple[Entry, tuple[int, ...]]]
-    #: Errors in the background.
-    failures: list[Exception]
-    #: What an error says of the state on the disk: that this was not saved, and what is there.
-    outlook: str = ""
-
-
-#: The folder that this thread is making.
-_writing: ContextVar[Optional[Writing]] = ContextVar("writing", default=None)
 
 
 def run_on_first(
@@ -155,7 +135,7 @@ def begin_folder(
 
     Args:
         write: called on every rank with the draft, which is there. It gives parts that are to be written in
-            the background to `write_later`.
+            the background to `Writing.requests`.
         shelf_of: returns the shelf that the folder is on; called on the first rank.
 
     Raises:
@@ -186,16 +166,12 @@ def begin_folder(
                 for error in failures:
                     raise error
             consult(call, None, nothing, Topic("making the draft", outlook))
-        writing = Writing(Path(name), [], {}, [], outlook)
-        token = _writing.set(writing)
-        try:
-            with discarding(draft), saying(outlook):
-                with guard(call):
-                    write(writing.draft)
-                common = {"saves in the background": str(len(writing.requests))}
-                run_on_first(call, lambda: None, "writing", common)
-        finally:
-            _writing.reset(token)
+        writing = Writing(Path(name), outlook)
+        with discarding(draft), saying(outlook):
+            with guard(call), writing.is_open():
+                write(writing.draft)
+            common = {"saves in the background": str(len(writing.requests))}
+            run_on_first(call, lambda: None, "writing", common)
     return Begun(final, step, draft, writing)
 
 
@@ -277,7 +253,7 @@ def finish_folder(
 
         own: dict[str, Entry] = {}
         with guard(call):
-            own = {} if call.problems else noted_by(begun.writing)
+            own = {} if call.problems else begun.writing.noted()
         work: Work = consult(call, own, look, Topic("publishing", so_far, unheard))
         if work.is_published:
             return
@@ -297,76 +273,6 @@ def complete(requests: Iterable[AsyncRequest]) -> None:
     for request in requests:
         for finalize in request.finalize_fns:
             finalize()
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder below the draft that `begin_folder` made.
-
-    Raises:
-        FileNotFoundError: the draft is not there.
-    """
-    writing = _writing.get()
-    if writing is not None and not writing.draft.is_dir():
-        raise FileNotFoundError(
-            f"{writing.draft} is not there: another rank gave up the save, or made it on a disk of its own"
-        )
-    path.mkdir(parents=True, exist_ok=True)
-
-
-def write_later(request: AsyncRequest) -> None:
-    """Add a part of the folder that `begin_folder` is making, to be written in the background.
-
-    Errors of its `async_fn` are raised on every rank when the folder is finished.
-    """
-    writing = _writing.get()
-    assert writing is not None, "a folder is being written"
-    writing.requests.append(request)
-
-
-def entries_into(folder: Path) -> Callable[[Output], None]:
-    """Return a callback that notes the checksums of files as they are written into a folder of the draft."""
-    writing = _writing.get()
-    assert writing is not None, "a folder is being written"
-    entries = writing.entries
-
-    def note(output: Output) -> None:
-        path = folder / output.file
-        if output.nbytes:
-            entries[path] = Entry(output.nbytes, output.crc), state_of(path)
-
-    return note
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file of this rank into the draft, and note its checksum."""
-    writing = _writing.get()
-    disk.publish(path, data)
-    if writing is not None:
-        writing.entries[path] = Entry(len(data), zlib.crc32(data)), state_of(path)
-
-
-def state_of(path: Path) -> tuple[int, ...]:
-    """Return numbers that change when a file is written again."""
-    stat = path.stat()
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def noted_by(writing: Writing) -> dict[str, Entry]:
-    """Return sizes and checksums of the files that this rank wrote, and that are as they were then."""
-    noted = {}
-    for path, (entry, state) in writing.entries.items():
-        with contextlib.suppress(FileNotFoundError):
-            if state == state_of(path):
-                noted[path.relative_to(writing.draft).as_posix()] = entry
-    return noted
-
-
-def is_in_draft(path: object) -> bool:
-    """Return whether a path is in the draft that `begin_folder` is making: it is published with the draft."""
-    writing = _writing.get()
-    if writing is None or not isinstance(path, (str, os.PathLike)):
-        return False
-    return writing.draft in (Path(path), *Path(path).parents)
 
 
 def put_back(
