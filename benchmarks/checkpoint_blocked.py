@@ -33,8 +33,8 @@ sys.path += [path for path in PATHS if path not in sys.path]
 from qwen import build  # noqa: E402
 
 from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager  # noqa: E402
-from torch_dcp_backport.dist_checkpointing.engine import files  # noqa: E402
 from torch_dcp_backport.dist_checkpointing.training_state import save_training_state  # noqa: E402
+from torch_dcp_backport.publish import disk  # noqa: E402
 from torch_dcp_backport.regression import launch, meter  # noqa: E402
 
 WORLD = 4
@@ -90,9 +90,9 @@ def measure(
             is_last = is_traced and name == HANDLER and number == rounds + 1
             if is_last:
                 began = time.perf_counter()
-                files.on_step = lambda step, began=began: steps.append((time.perf_counter() - began, step))
+                disk.on_step = lambda step, began=began: steps.append((time.perf_counter() - began, step))
             took = seconds_of(work)
-            files.on_step = None
+            disk.on_step = None
             if number > 1:  # the first finds no step to remove, and a cold plan
                 found[name].append(took)
             time.sleep(training)

@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.publish import disk
 
 
 def until(limit: int, work: Callable[[Callable[[], None]], None], is_uploading: bool = False) -> int:
@@ -35,7 +35,7 @@ def until(limit: int, work: Callable[[Callable[[], None]], None], is_uploading: 
                 count += 1
 
         def begin() -> None:
-            files.on_step = die
+            disk.on_step = die
 
         try:
             work(begin)

@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from collections import Counter, OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from test_async_saves import ASYNC, slow
 from trainer import Trainer, same
 
 from torch_dcp_backport import dist_checkpointing
-from torch_dcp_backport.checkpoint import FSDPCheckpointManager, retention, saves, store, together
+from torch_dcp_backport.checkpoint import FSDPCheckpointManager, retention, saves, store
+from torch_dcp_backport.checkpoint.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.core import SHARDED
-from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch_dcp_backport.publish import disk
 
 
 def good(root: Path) -> list[int]:
@@ -47,7 +49,7 @@ def test_another_process_clears_up_while_a_draft_is_made(tmp_path: Path, monkeyp
             times += 1
             store.clean(tmp_path)
 
-    monkeypatch.setattr(files, "on_step", clear_up)
+    monkeypatch.setattr(disk, "on_step", clear_up)
     trainer.handler.save_checkpoint(1)
     assert (times, good(tmp_path)) == (3, [1])
 
@@ -105,6 +107,30 @@ def test_what_is_written_again_is_what_the_manifest_has(tmp_path: Path) -> None:
         trainer.handler.save_checkpoint(step)
     assert good(tmp_path) == [1, 2]
     assert are_whole(tmp_path)
+
+
+class InAThread:
+    """An engine that has its manager save in another thread."""
+
+    def __init__(self, manager: FSDPCheckpointManager) -> None:
+        self.manager = manager
+
+    def save_checkpoint(self, **options: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self.manager.save_checkpoint, **options).result()
+
+
+def test_an_engine_may_save_in_a_thread(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, config=ASYNC)
+    trainer.handler.engine = InAThread(trainer.manager)
+    trainer.handler.save_checkpoint(1)
+    trainer.handler.finish()
+    assert good(tmp_path) == [1]
+    assert {path.name for path in tmp_path.iterdir()} == {"global_step_1", store.TRACKER}
+    assert are_whole(tmp_path)
+    trainer.train(1)
+    trainer.handler.engine = trainer.manager
+    assert trainer.handler.load_checkpoint() == 1
 
 
 class NoText:
@@ -188,7 +214,7 @@ class Later(FSDPCheckpointManager):
 
     def write(self, folder: Path, step: int) -> None:
         super().write(folder, step)
-        together.write_later(AsyncRequest(self.work, (folder,), []))
+        writing_in(folder).requests.append(AsyncRequest(self.work, (folder,), []))
 
 
 def later(api: Any, root: Path, what: str) -> list[str]:
@@ -335,7 +361,7 @@ def test_steps_that_go_while_they_are_tried(tmp_path: Path, monkeypatch, caplog)
 
 
 def test_a_root_that_cannot_be_synced_has_the_step(tmp_path: Path, monkeypatch, caplog) -> None:
-    trainer, native = Trainer(tmp_path), files.sync_folder
+    trainer, native = Trainer(tmp_path), disk.sync_folder
 
     def sync(folder: Path) -> None:
         if folder == tmp_path:
@@ -343,7 +369,7 @@ def test_a_root_that_cannot_be_synced_has_the_step(tmp_path: Path, monkeypatch, 
         native(folder)
 
     for _ in range(2):  # new, and in the place of the same step
-        monkeypatch.setattr(files, "sync_folder", sync)
+        monkeypatch.setattr(disk, "sync_folder", sync)
         trainer.handler.max_ckpt_to_keep = None
         with caplog.at_level(logging.ERROR):
             trainer.handler.save_checkpoint(1)

@@ -177,7 +177,7 @@ def test_files_that_a_user_put_into_a_step_outlive_it(tmp_path: Path, caplog) ->
 
 def test_two_processes_remove_the_same_step(tmp_path: Path, monkeypatch, caplog) -> None:
     """The one that comes second finds no manifest, and takes the folder for nobody else's."""
-    from torch_dcp_backport.dist_checkpointing.engine import files
+    from torch_dcp_backport.publish import disk
 
     trainer = Trainer(tmp_path)
     trainer.handler.save_checkpoint(1)
@@ -189,7 +189,7 @@ def test_two_processes_remove_the_same_step(tmp_path: Path, monkeypatch, caplog)
     def other(name: str) -> None:
         names.append(name)
         if len(names) == limit:
-            monkeypatch.setattr(files, "on_step", None)
+            monkeypatch.setattr(disk, "on_step", None)
             at.append(name)
             store.clean(tmp_path)
 
@@ -198,9 +198,9 @@ def test_two_processes_remove_the_same_step(tmp_path: Path, monkeypatch, caplog)
         folder.rename(hidden)
         names.clear()
         limit += 1
-        monkeypatch.setattr(files, "on_step", other)
+        monkeypatch.setattr(disk, "on_step", other)
         assert store.removed(hidden, folder) == []
-        monkeypatch.setattr(files, "on_step", None)
+        monkeypatch.setattr(disk, "on_step", None)
         assert {path.name for path in tmp_path.iterdir()} == {"global_step_2", store.TRACKER}
     assert "remove manifest.json" in at
     assert "is kept" not in caplog.text
@@ -571,7 +571,7 @@ def test_what_retention_cannot_take_is_said_once(tmp_path: Path, what: str, capl
 @pytest.mark.parametrize("at", ["rename global_step_1 away", "before"])
 def test_a_step_that_another_process_saves_again_is_not_removed(tmp_path: Path, monkeypatch, at) -> None:
     """It was the oldest when prune looked, and is the newest when prune comes to it."""
-    from torch_dcp_backport.dist_checkpointing.engine import files
+    from torch_dcp_backport.publish import disk
 
     trainer = Trainer(tmp_path)
     for step in (1, 2, 3):
@@ -579,10 +579,10 @@ def test_a_step_that_another_process_saves_again_is_not_removed(tmp_path: Path, 
 
     def other(name: str) -> None:
         if name == at:
-            monkeypatch.setattr(files, "on_step", None)
+            monkeypatch.setattr(disk, "on_step", None)
             Trainer(tmp_path).handler.save_checkpoint(1)
 
-    monkeypatch.setattr(files, "on_step", other)
+    monkeypatch.setattr(disk, "on_step", other)
 
     def report(verdict: retention.Verdict) -> None:
         if verdict.entry.step == 1:
@@ -625,7 +625,7 @@ def test_a_step_that_is_missing_a_name_with_a_newline_is_put_back(tmp_path: Path
 
 
 def fails(api: Any, root: Path, where: str, is_async: bool) -> str:
-    from torch_dcp_backport.dist_checkpointing.engine import files
+    from torch_dcp_backport.publish import disk
 
     trainer = Trainer(root, config={"async_save": is_async})
     for step in (1, 2):
@@ -637,13 +637,13 @@ def fails(api: Any, root: Path, where: str, is_async: bool) -> str:
             raise OSError(28, "No space left on device")
 
     if dist.get_rank() == (1 if where == "create" else 0):
-        files.on_step = fail
+        disk.on_step = fail
     try:
         with pytest.raises(CheckpointingException) as caught:  # noqa: PT012
             trainer.handler.save_checkpoint(3)
             trainer.handler.finish()
     finally:
-        files.on_step = None
+        disk.on_step = None
     dist.barrier()
     assert not list(root.glob(".*"))
     assert Trainer(root).handler.load_checkpoint() == 2

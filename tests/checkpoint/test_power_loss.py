@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from trainer import Trainer
 
-from torch_dcp_backport.checkpoint import owners, store
+from torch_dcp_backport.checkpoint import store
+from torch_dcp_backport.publish import owners
 
 
 class Disk:
@@ -69,6 +70,6 @@ def test_a_manager_alone_puts_the_folders_above_on_disk(tmp_path: Path, monkeypa
 def test_a_file_that_is_not_synced_is_seen(tmp_path: Path, monkeypatch) -> None:
     """The test of the test."""
     disk = Disk(monkeypatch)
-    monkeypatch.setattr(store, "sync_tree", lambda *args: None)
+    monkeypatch.setattr("torch_dcp_backport.publish.disk.sync_tree", lambda *args: None)
     Trainer(tmp_path).handler.save_checkpoint(1)
     assert "manifest.json" in disk.lost["global_step_1"]

@@ -20,7 +20,7 @@ from torch_dcp_backport.__main__ import main
 from torch_dcp_backport.checkpoint import manifest, store
 from torch_dcp_backport.checkpoint.manifest import Damaged, Entry, Manifest
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.publish import disk
 
 
 def saved_again(root: Path, step: int, times: int = 1) -> None:
@@ -111,10 +111,10 @@ def test_a_step_that_is_saved_again_while_it_is_uploaded_is_no_failed_upload(
 
     def other(name: str) -> None:
         if name.startswith("upload "):
-            monkeypatch.setattr(files, "on_step", None)
+            monkeypatch.setattr(disk, "on_step", None)
             saved_again(root, 1)
 
-    monkeypatch.setattr(files, "on_step", other)
+    monkeypatch.setattr(disk, "on_step", other)
     with caplog.at_level(logging.WARNING):
         trainer.handler.save_checkpoint(1)
         trainer.handler.finish()
@@ -224,4 +224,4 @@ def test_a_manifest_that_is_too_large_to_be_read_is_not_written(tmp_path: Path) 
         manifest.write(tmp_path, Manifest(1, 1, 0.0, 1, entries))
     assert not list(tmp_path.iterdir())
     with pytest.raises(Damaged, match="are the most"):
-        manifest.parsed(b" " * (files.MOST_SMALL + 1))
+        manifest.parsed(b" " * (disk.MOST_SMALL + 1))

@@ -23,7 +23,7 @@ from trainer import Trainer
 
 from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager, retention, store
 from torch_dcp_backport.checkpoint.background import Background
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.publish import disk
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             assert threading.current_thread() is not threading.main_thread()
             assert opened.wait(30)
 
-    monkeypatch.setattr(files, "on_step", wait)
+    monkeypatch.setattr(disk, "on_step", wait)
     try:
         yield opened
     finally:
@@ -78,7 +78,7 @@ def test_what_cannot_be_removed_is_told_once_and_no_reason_not_to_save(
         if name == "remove data_0.pt":
             raise PermissionError(13, "Permission denied", name)
 
-    monkeypatch.setattr(files, "on_step", refuse)
+    monkeypatch.setattr(disk, "on_step", refuse)
     with caplog.at_level(logging.ERROR):
         for step in (1, 2, 3):
             trainer.handler.save_checkpoint(step)
@@ -122,7 +122,7 @@ def test_a_removal_that_failed_is_gone_on_with(tmp_path: Path, monkeypatch, what
     if what in ("a folder", "the step"):
         monkeypatch.setattr(os, "rmdir", refuse_folder)
     else:
-        monkeypatch.setattr(files, "on_step", refuse_file)
+        monkeypatch.setattr(disk, "on_step", refuse_file)
     trainer.handler.save_checkpoint(1 if again else 3)
     trainer.handler.finish()
     monkeypatch.undo()
@@ -153,7 +153,7 @@ def test_what_stays_is_named_by_prune_and_at_a_start(tmp_path: Path, monkeypatch
         if name == "remove data_0.pt":
             raise OSError(16, "Device or resource busy", name)
 
-    monkeypatch.setattr(files, "on_step", refuse)
+    monkeypatch.setattr(disk, "on_step", refuse)
     (failure,) = retention.prune(tmp_path, 1, lambda verdict: None)
     assert failure.startswith(f"{hidden}: [Errno 16]")
     caplog.clear()
@@ -166,11 +166,11 @@ import sys, threading, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from trainer import Trainer
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.publish import disk
 def slow(name):
     if threading.current_thread() is not threading.main_thread() and name.startswith("remove "):
         time.sleep(0.1)
-files.on_step = slow
+disk.on_step = slow
 trainer = Trainer(Path(sys.argv[2]), max_ckpt_to_keep=1)
 for step in (1, 2):
     trainer.handler.save_checkpoint(step)
@@ -217,7 +217,7 @@ def test_half_of_a_replaced_step_never_comes_back(tmp_path: Path, monkeypatch) -
         if name == "remove manifest.json":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(files, "on_step", die)
+    monkeypatch.setattr(disk, "on_step", die)
     with pytest.raises(KeyboardInterrupt):
         trainer.handler.save_checkpoint(1)
     monkeypatch.undo()
@@ -309,12 +309,12 @@ def slowly(api: Any, root: Path) -> bool:
         process_group=group,
     )
     handler.save_checkpoint(1)
-    files.on_step = lambda name: time.sleep(5) if name.startswith("remove .global_step_") else None
+    disk.on_step = lambda name: time.sleep(5) if name.startswith("remove .global_step_") else None
     try:
         handler.save_checkpoint(2)
         handler.finish()
     finally:
-        files.on_step = None
+        disk.on_step = None
     dist.barrier(group)
     return not list(root.glob(".*"))
 

@@ -18,21 +18,21 @@ import pytest
 from damaging import flip
 
 from torch_dcp_backport.__main__ import main
-from torch_dcp_backport.checkpoint import commands, manifest, owners, store
+from torch_dcp_backport.checkpoint import commands, manifest, store
 from torch_dcp_backport.checkpoint.manifest import Damaged, Manifest
 from torch_dcp_backport.checkpoint.retention import Retention
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.publish import disk, owners
 
 
 def published(root: Path, step: int, content: bytes = b"values") -> Path:
     final = root / store.name_of(step)
-    before = store.identity_of(final)
-    draft = store.draft_of(final)
+    writing = store.Draft(final)
+    draft = writing.folder
     (draft / "part").mkdir()
     (draft / "part" / "file").write_bytes(content)
     entries = {"part/file": manifest.entry_of(draft / "part/file")}
     manifest.write(draft, Manifest(step, 4, 0.0, store.Shelf(root).next_order(), entries))
-    store.publish(draft, final, before)
+    store.publish(writing)
     return final
 
 
@@ -201,7 +201,7 @@ def test_a_manifest_of_another_program_or_release(tmp_path: Path, content: str, 
 def test_a_zombie_is_dead(tmp_path: Path) -> None:
     child = os.fork()
     if not child:
-        store.draft_of(tmp_path / "global_step_1")
+        store.Draft(tmp_path / "global_step_1")
         os._exit(0)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     store.clean(tmp_path)
@@ -214,9 +214,9 @@ def test_a_writer_that_died_before_it_gave_its_name_leaves_nothing(tmp_path: Pat
         if name.startswith("name "):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(files, "on_step", killed)
+    monkeypatch.setattr(disk, "on_step", killed)
     with pytest.raises(KeyboardInterrupt):
-        store.draft_of(tmp_path / "global_step_1")
+        store.Draft(tmp_path / "global_step_1")
     assert len(list(tmp_path.iterdir())) == 1
     store.clean(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -238,7 +238,7 @@ def test_a_link_in_the_place_of_a_step_is_kept_beside_it(tmp_path: Path) -> None
 
 def test_a_step_between_two_renames_of_a_living_writer_is_left_to_it(tmp_path: Path) -> None:
     folder = published(tmp_path, 5)
-    draft = store.draft_of(folder)
+    draft = store.Draft(folder).folder
     away = folder.rename(tmp_path / ".global_step_5.was-00000000")
     store.clean(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {draft.name, away.name}
@@ -267,19 +267,17 @@ def test_another_writer_of_the_same_step_is_told(tmp_path: Path, is_there: bool)
     final = tmp_path / "global_step_1"
     if is_there:
         published(tmp_path, 1, b"old")
-    before = store.identity_of(final)
-    draft = store.draft_of(final)
+    draft = store.Draft(final)
     published(tmp_path, 1, b"theirs")
     with pytest.raises(store.AnotherWriter, match="another writer published global_step_1"):
-        store.publish(draft, final, before)
+        store.publish(draft)
     assert (final / "part/file").read_bytes() == b"theirs"
 
 
 @pytest.mark.parametrize("at", ["rename the folder that is replaced", "rename the draft"])
 def test_another_writer_between_two_renames_is_told(tmp_path: Path, monkeypatch, at: str) -> None:
     final = published(tmp_path, 1, b"old")
-    before = store.identity_of(final)
-    draft = store.draft_of(final)
+    draft = store.Draft(final)
     theirs = tmp_path / "theirs"
     (theirs / "part").mkdir(parents=True)
     (theirs / "part" / "file").write_bytes(b"theirs")
@@ -290,20 +288,34 @@ def test_another_writer_between_two_renames_is_told(tmp_path: Path, monkeypatch,
                 final.rename(tmp_path / ".global_step_1.was-01234567")
             theirs.rename(final)
 
-    monkeypatch.setattr(files, "on_step", other)
+    monkeypatch.setattr(disk, "on_step", other)
     expected = contextlib.nullcontext() if at.endswith("replaced") else pytest.raises(store.AnotherWriter)
     with expected:
-        store.publish(draft, final, before)
-    monkeypatch.setattr(files, "on_step", None)
+        store.publish(draft)
+    monkeypatch.setattr(disk, "on_step", None)
     place = final if at.endswith("draft") else next(tmp_path.glob("global_step_1.kept-*"))
     assert (place / "part/file").read_bytes() == b"theirs"
+
+
+def test_an_interrupt_between_two_renames_puts_the_step_back(tmp_path: Path, monkeypatch) -> None:
+    final = published(tmp_path, 1, b"old")
+
+    def interrupt(name: str) -> None:
+        if name == "rename the draft":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(disk, "on_step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        published(tmp_path, 1, b"new")
+    assert (final / "part/file").read_bytes() == b"old"
+    assert states(tmp_path) == {1: ""}
 
 
 def test_a_draft_that_gets_its_owner_now_is_left_to_it(tmp_path: Path, monkeypatch, caplog) -> None:
     """Another process cleans up between its folder and its mark: it is no step that lost its name."""
     nameless = tmp_path / ".global_step_5.old-01234567"
     nameless.mkdir()
-    native = files.walk
+    native = disk.walk
 
     def walk(top: Path, *args: Any) -> Any:
         listed = list(native(top, *args))
@@ -311,11 +323,11 @@ def test_a_draft_that_gets_its_owner_now_is_left_to_it(tmp_path: Path, monkeypat
             owners.mark(nameless / owners.OWNER)
         return iter(listed)
 
-    monkeypatch.setattr(files, "walk", walk)
+    monkeypatch.setattr(disk, "walk", walk)
     store.clean(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [nameless.name]
     assert not caplog.records
-    monkeypatch.setattr(files, "walk", native)
+    monkeypatch.setattr(disk, "walk", native)
     store.clean(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -332,14 +344,14 @@ def test_a_copy_with_a_number_of_its_own_spelling_is_no_step(tmp_path: Path) -> 
 def dead_draft(root: Path) -> Path:
     """As a process leaves it that is killed."""
     code = "import sys; from pathlib import Path; from torch_dcp_backport.checkpoint import store\n"
-    code += "print(store.draft_of(Path(sys.argv[1]) / 'global_step_5'))"
+    code += "print(store.Draft(Path(sys.argv[1]) / 'global_step_5').folder)"
     done = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, check=True)
     return Path(done.stdout.split()[-1])
 
 
 def test_what_the_dead_left_is_removed_and_what_the_living_write_is_not(tmp_path: Path) -> None:
-    own, dead = store.draft_of(tmp_path / "global_step_4"), dead_draft(tmp_path)
-    far, old = store.draft_of(tmp_path / "global_step_6"), store.draft_of(tmp_path / "global_step_7")
+    own, dead = store.Draft(tmp_path / "global_step_4").folder, dead_draft(tmp_path)
+    far, old = store.Draft(tmp_path / "global_step_6").folder, store.Draft(tmp_path / "global_step_7").folder
     for draft in (far, old):
         (draft / owners.OWNER).write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
     for path in (old / owners.OWNER, old):
@@ -358,7 +370,7 @@ def test_the_next_writer_of_a_folder_removes_what_a_dead_one_left_of_it(tmp_path
     dead = dead_draft(tmp_path)
     other = tmp_path / ".another.old-00000000"
     other.mkdir()
-    draft = store.draft_of(tmp_path / "global_step_5")
+    draft = store.Draft(tmp_path / "global_step_5").folder
     assert not dead.exists()
     assert {path.name for path in tmp_path.iterdir()} == {draft.name, other.name}
 
@@ -449,14 +461,14 @@ def test_what_is_in_hand_for_long_is_not_abandoned_for_other_machines(tmp_path: 
     """A step that is uploaded, and one that is whole and waits for its save to be finished."""
     monkeypatch.setattr(owners, "ABANDONED", 0.6)
     monkeypatch.setattr(owners, "_marks", set())
-    folder, draft = published(tmp_path, 5), store.draft_of(tmp_path / "global_step_6")
+    folder, draft = published(tmp_path, 5), store.Draft(tmp_path / "global_step_6")
     with store.uploading(folder):
         time.sleep(1.2)
         monkeypatch.setattr(owners.socket, "gethostname", lambda: "elsewhere")
         assert store.is_uploading(folder)
         store.clean(tmp_path)
-        assert draft.exists()
-    store.discard(draft)
+        assert draft.folder.exists()
+    draft.discard()
     deadline = time.monotonic() + 10
     while owners._marks:
         assert time.monotonic() < deadline
@@ -467,7 +479,7 @@ def test_a_published_folder_is_published_whatever_comes_after(tmp_path: Path, mo
     def refuse(paths: Sequence[Path]) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(files, "remove", refuse)
+    monkeypatch.setattr(disk, "remove", refuse)
     published(tmp_path, 5)
     assert "is published" in caplog.text
     assert states(tmp_path) == {5: ""}

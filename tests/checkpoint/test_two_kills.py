@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from trainer import Trainer
 
 from torch_dcp_backport.checkpoint import store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.publish import disk
 
 
 def killed_between_two_renames(root: Path) -> Trainer:
@@ -29,7 +30,7 @@ def killed_between_two_renames(root: Path) -> Trainer:
             if name == "rename the draft":
                 os._exit(9)
 
-        files.on_step = die
+        disk.on_step = die
         try:
             trainer.handler.save_checkpoint(2)
         finally:
@@ -90,14 +91,14 @@ def test_a_draft_that_cannot_be_removed_now_is_removed_later(tmp_path: Path, mon
         if name in ("write manifest.json", "remove data_0.pt"):
             raise OSError(errno.EBUSY, "Device or resource busy", name)
 
-    monkeypatch.setattr(files, "on_step", refuse)
-    native = store.shutil.rmtree
+    monkeypatch.setattr(disk, "on_step", refuse)
+    native = shutil.rmtree
 
     def rmtree(path: Path, ignore_errors: bool = False) -> None:
         if path.name != "data_0.pt":
             native(path, ignore_errors)
 
-    monkeypatch.setattr(store.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
     with pytest.raises(CheckpointingException):
         trainer.handler.save_checkpoint(2)
     monkeypatch.undo()
@@ -119,7 +120,7 @@ def test_a_root_that_goes_while_it_is_cleaned(tmp_path: Path, monkeypatch) -> No
     def isdir(path: str) -> bool:
         is_there = native(path)
         if Path(path).name == "global_step_1":
-            store.shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
         return is_there
 
     monkeypatch.setattr(store.os.path, "isdir", isdir)

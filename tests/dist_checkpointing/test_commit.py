@@ -16,7 +16,7 @@ from pool import Pool, RankError
 
 from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor, core
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.publish import disk
 
 
 def state_of(value: float, rank: int, world: int) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def save_killed(folder: Path, limit: int, is_hashed: bool) -> None:
     child = os.fork()
     if not child:
         try:
-            files.on_step = step
+            disk.on_step = step
             room.save(state_of(2.0, 0, 1), folder, verify_integrity=is_hashed)
         finally:
             os._exit(1)
@@ -56,11 +56,11 @@ def test_at_every_step_the_folder_is_a_whole_checkpoint_or_none(
     tmp_path: Path, is_overwrite: bool, is_hashed: bool
 ) -> None:
     steps: list[str] = []
-    files.on_step = steps.append
+    disk.on_step = steps.append
     try:
         room.save(state_of(2.0, 0, 1), tmp_path, verify_integrity=is_hashed)
     finally:
-        files.on_step = None
+        disk.on_step = None
     total = len(steps)
     assert total > 12
     outcomes = []
@@ -89,11 +89,11 @@ def test_at_every_step_the_folder_is_a_whole_checkpoint_or_none(
 
 def step_names(room: Any, folder: str) -> list[str]:
     names: list[str] = []
-    files.on_step = names.append
+    disk.on_step = names.append
     try:
         room.save(state_of(1.0, dist.get_rank(), dist.get_world_size()), folder)
     finally:
-        files.on_step = None
+        disk.on_step = None
     return names
 
 
@@ -107,7 +107,7 @@ def killed(room: Any, folder: str, victim: int, limit: int) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
         count += 1
 
-    files.on_step = step if rank == victim else None
+    disk.on_step = step if rank == victim else None
     try:
         room.save(state_of(2.0, rank, dist.get_world_size()), folder)
     except room.CheckpointingException as error:
@@ -147,7 +147,7 @@ def test_no_write_goes_where_a_link_leads(tmp_path: Path, name: str, monkeypatch
         if step == "create __0_0.distcp":
             (folder / name).symlink_to(other)
 
-    monkeypatch.setattr(files, "on_step", plant)
+    monkeypatch.setattr(disk, "on_step", plant)
     with contextlib.suppress(CheckpointingException):
         room.save(state_of(1.0, 0, 1), folder)
     assert other.read_text() == "not to be written"

@@ -17,13 +17,13 @@ from damaging import flip
 
 from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
-from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.serialization import remove_sharded_tensors
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch_dcp_backport.dist_checkpointing.validation import (
     save_integrity_manifest,
     verify_integrity_manifest,
 )
+from torch_dcp_backport.publish import disk
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -162,11 +162,11 @@ def test_a_list_is_never_that_of_an_older_checkpoint(tmp_path: Path) -> None:
 
 def test_the_marker_comes_after_the_list(tmp_path: Path) -> None:
     steps: list[str] = []
-    files.on_step = steps.append
+    disk.on_step = steps.append
     try:
         room.save(state_of(1.0), tmp_path, verify_integrity=True)
     finally:
-        files.on_step = None
+        disk.on_step = None
     order = [steps.index(f"rename {name}") for name in (".metadata", "integrity.json", "metadata.json")]
     assert order == sorted(order)
     assert "sync folder" in steps[order[1] : order[2]]

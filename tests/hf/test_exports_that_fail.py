@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
@@ -300,3 +301,20 @@ def test_a_system_that_cannot_reserve_room(tmp_path, monkeypatch, answer):
         monkeypatch.setattr(os, "posix_fallocate", cannot)
     exported(tmp_path / "m", NEW, 10)
     assert same(tmp_path / "m", NEW)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_file_system_that_cannot_sync_a_folder(tmp_path, monkeypatch, is_there):
+    native = os.fsync
+
+    def of_files_alone(number: int) -> None:
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        native(number)
+
+    if is_there:
+        exported(tmp_path / "m", TENSORS, 10)
+    monkeypatch.setattr(os, "fsync", of_files_alone)
+    exported(tmp_path / "m", NEW, 10, overwrite=is_there)
+    assert same(tmp_path / "m", NEW)
+    assert not list(tmp_path.glob("**/.*"))

@@ -21,16 +21,17 @@ NAME = PACKAGE.name
 FLOORS: dict[str, set[str]] = {
     "_version": set(),
     "compat": set(),
+    "publish": set(),
     "transfer": {"compat"},
     "state_dict": {"compat", "transfer"},
     "dcp": {"compat"},
     # Finds its replacements by name, when they are put in place.
     "activation": {"_version", "dcp", "state_dict"},
-    "dist_checkpointing": {"compat", "transfer"},
-    "hf": {"compat", "transfer"},
-    "megatron": {"compat", "transfer", "hf", "dist_checkpointing"},
+    "dist_checkpointing": {"compat", "publish", "transfer"},
+    "hf": {"compat", "publish", "transfer"},
+    "megatron": {"compat", "publish", "transfer", "hf", "dist_checkpointing"},
     "rooms": set(),
-    "checkpoint": {"compat", "transfer", "hf", "dist_checkpointing", "state_dict", "rooms"},
+    "checkpoint": {"compat", "publish", "transfer", "hf", "dist_checkpointing", "state_dict", "rooms"},
     "engine": {"compat", "transfer", "hf", "rooms"},
 }
 #: Modules that stand on another floor than their folder, and what they may use besides.

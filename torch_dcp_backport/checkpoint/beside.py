@@ -20,9 +20,9 @@ from typing import Any, Optional
 from torch import nn
 
 from torch_dcp_backport.hf.companions import ADAPTER_CONFIG, OF_QUANTISED, TEMPLATES, as_config, names_in
-from torch_dcp_backport.hf.files import write_small
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.hf.state import spelled_config
+from torch_dcp_backport.publish import disk
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -74,12 +74,12 @@ def write_beside(
     if origin is not None:
         with told(f"what is in {origin}"):
             for name in copied(names_in(origin), written):
-                write_small(folder / name, (origin / name).read_bytes())
+                write(folder / name, (origin / name).read_bytes())
     has_config = hasattr(config, "save_pretrained")
     if has_config and CONFIG not in saved_by(config, folder, "the configuration that it saves itself"):
         with told("the configuration, as its values"):
             values = as_config(config)
-            write_small(folder / CONFIG, json.dumps(values, indent=2, sort_keys=True, default=str).encode())
+            write(folder / CONFIG, json.dumps(values, indent=2, sort_keys=True, default=str).encode())
     if generates:
         write_generation(folder, generation, origin)
 
@@ -127,13 +127,13 @@ def write_generation(folder: Path, generation: Any, origin: Optional[Path]) -> N
     )
     if own is not None and (is_derived or is_of(generation, own.parent)):
         with told("the generation configuration"):
-            write_small(folder / GENERATION, own.read_bytes())
+            write(folder / GENERATION, own.read_bytes())
     elif not is_derived and GENERATION not in saved_by(
         generation, folder, "a valid generation configuration"
     ):
         # transformers refuses to save some that it loads.
         with told("the generation configuration, as its values"):
-            write_small(folder / GENERATION, generation.to_json_string().encode())
+            write(folder / GENERATION, generation.to_json_string().encode())
 
 
 def is_of(generation: Any, folder: Path) -> bool:
@@ -178,7 +178,7 @@ def write_adapters(folder: Path, configs: Mapping[str, Any], base: str, model: A
     """
     for name, config in configs.items():
         with told(f"the configuration of the adapter {name}"):
-            write_small(
+            write(
                 (folder / name if len(configs) > 1 else folder) / ADAPTER_CONFIG,
                 spelled_config(adapter_settings(config, base, model), 2).encode(),
             )
@@ -200,6 +200,11 @@ def adapter_settings(config: Any, base: str, model: Any = None) -> dict[str, Any
 def class_of(model: nn.Module) -> type:
     """Return a model's own class: FSDP2 puts another in its place, which is derived from it."""
     return next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+
+
+def write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    disk.write(path, content)
 
 
 @contextlib.contextmanager

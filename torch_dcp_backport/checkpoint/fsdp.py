@@ -19,10 +19,10 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint import beside, extra, flat, verl
 from torch_dcp_backport.checkpoint.layout import ADAPTER, SAVED, SCHEDULERS_WORLD, TIED, WORLD
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
-from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, CANNOT_SAVE, make_folder, run_on_first
+from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, CANNOT_SAVE, run_on_first
+from torch_dcp_backport.checkpoint.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
-from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
@@ -41,6 +41,7 @@ from torch_dcp_backport.dist_checkpointing.training_state import (
 from torch_dcp_backport.hf import Export, save_adapter, save_state_dict
 from torch_dcp_backport.hf.adapters import PREFIX, is_wrapped, scale_of
 from torch_dcp_backport.hf.state import tied_names, unchecked
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.state_dict import set_model_state_dict, set_optimizer_state_dict, set_state_dict
 from torch_dcp_backport.state_dict.fqn import get_fqns
 from torch_dcp_backport.transfer.groups import Group
@@ -235,10 +236,10 @@ class FSDPCheckpointManager(ShardedManager):
             beside.write_adapters(folder.parent / ADAPTER, self.adapters, str(self.origin or ""), model)
         version = fsdp_version(self.model)
         if version:
-            make_folder(folder.parent)
+            writing_in(folder).make_folder(folder.parent)
             facts = {"FSDP_version": version, "world_size": self.place()[1]}
             text = json.dumps(facts, indent=4)
-            files.publish(folder.parent / FSDP_CONFIG, text.encode(), is_synced=False)
+            disk.publish(folder.parent / FSDP_CONFIG, text.encode(), is_synced=False)
 
     def read(self, folder: Path) -> None:
         path = folder / SHARDED

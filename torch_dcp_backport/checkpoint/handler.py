@@ -25,6 +25,7 @@ from torch_dcp_backport.checkpoint.saves import Saves
 from torch_dcp_backport.checkpoint.store import Shelf
 from torch_dcp_backport.checkpoint.together import Wanted
 from torch_dcp_backport.checkpoint.uploads import Brought, Uploads
+from torch_dcp_backport.checkpoint.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.dist_checkpointing.engine import values
@@ -217,13 +218,13 @@ class CheckpointHandler:
         rank = dist.get_rank(self.process_group) if dist.is_initialized() else 0
         if self.lora_train_meta is not None and rank == 0:
             text = json.dumps(self.lora_train_meta, ensure_ascii=False, indent=4)
-            together.write_file(draft / LORA, text.encode())
+            writing_in(draft).write(draft / LORA, text.encode())
         if self.is_data_source and has_state(self.train_dataloader):
             state = values.dumps(self.train_dataloader.state_dict())
             reason = "" if self.trust else values.why_not_loadable(state)
             if reason:
                 raise CheckpointingException(f"the data loader's state would not load again: {reason}")
-            together.write_file(draft / f"data_{self.data_rank}.pt", state)
+            writing_in(draft).write(draft / f"data_{self.data_rank}.pt", state)
 
     def load_checkpoint(self) -> int:
         """Load the step that `resume_mode` selects, and return its number; 0 where there is none. Collective.

@@ -15,6 +15,7 @@ from typing import NamedTuple, Optional
 from torch_dcp_backport.checkpoint import manifest, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
+from torch_dcp_backport.publish.hidden import HIDDEN
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -132,6 +133,6 @@ def parts_in(folder: Path) -> dict[str, Path]:
         OSError: the step cannot be listed.
     """
     folders = [path for path in sorted(store.paths_in(folder)) if os.path.isdir(path)]
-    paths = {path: store.HIDDEN.fullmatch(path.name) for path in folders}
+    paths = {path: HIDDEN.fullmatch(path.name) for path in folders}
     lost = {match["name"]: path for path, match in paths.items() if match and match["kind"] == "was"}
     return {**lost, **{path.name: path for path, match in paths.items() if match is None}}

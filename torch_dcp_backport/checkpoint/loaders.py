@@ -12,7 +12,8 @@ from typing import Any, Optional
 
 from torch_dcp_backport.checkpoint import extra, manifest
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine import files, values
+from torch_dcp_backport.dist_checkpointing.engine import values
+from torch_dcp_backport.publish import disk
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -37,7 +38,7 @@ def data_state(folder: Path, rank: int, world: int, on_data: str, trust: bool) -
     if len(paths) == world:
         return loaded(folder / f"data_{rank}.pt", trust)
     if paths:
-        contents = {files.read_whole(path, MOST) for path in paths}
+        contents = {disk.read_whole(path, MOST) for path in paths}
         if len(contents) == 1:
             return loaded(paths[0], trust)
         reason = f"{len(paths)} data loaders were saved with states that differ, and {world} are loaded"
@@ -98,7 +99,7 @@ def is_over(loader: Any, state: Mapping[str, Any]) -> bool:
 
 def loaded(path: Path, trust: bool) -> Mapping[str, Any]:
     try:
-        state: Mapping[str, Any] = values.loads(files.read_whole(path, MOST), trust)
+        state: Mapping[str, Any] = values.loads(disk.read_whole(path, MOST), trust)
     except (OSError, values.Unloadable) as error:
         raise CheckpointingException(f"{path}: {error}") from error
     return state

@@ -20,6 +20,7 @@ from torch_dcp_backport.checkpoint.saves import Saves
 from torch_dcp_backport.checkpoint.store import Shelf
 from torch_dcp_backport.checkpoint.together import Wanted
 from torch_dcp_backport.checkpoint.uploads import Uploads
+from torch_dcp_backport.checkpoint.writing import writing_at
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
@@ -136,7 +137,7 @@ class BaseCheckpointManager:
             self.ensure_checkpoint_capacity(path, max_ckpt_to_keep)
 
         step = global_step
-        if together.is_in_draft(local_path):
+        if writing_at(local_path) is not None:
             if hdfs_path is not None:
                 raise CheckpointingException("hdfs_path is the handler's here: give it default_hdfs_dir")
             write(Path(local_path))
@@ -192,7 +193,7 @@ class BaseCheckpointManager:
     def write(self, folder: Path, step: int) -> None:
         """Write the parts into a folder that may not be there yet. Collective.
 
-        A part that is to be written in the background goes to `together.write_later`.
+        A part that is to be written in the background goes to the `requests` of `writing_in(folder)`.
         """
         raise NotImplementedError
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Optional
 
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.publish import disk
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -75,7 +75,7 @@ def entry_of(path: Path) -> Entry:
     """
     nbytes = crc = 0
     buffer = memoryview(bytearray(BLOCK))
-    with open(files.opened(path), "rb", buffering=0) as file:
+    with open(disk.opened(path), "rb", buffering=0) as file:
         while size := file.readinto(buffer):
             nbytes, crc = nbytes + size, zlib.crc32(buffer[:size], crc)
     return Entry(nbytes, crc)
@@ -98,7 +98,7 @@ def paths_in(folder: Path) -> Iterator[str]:
     def fail(error: OSError) -> None:
         raise error
 
-    for place, entries in files.walk(folder, fail):
+    for place, entries in disk.walk(folder, fail):
         for entry in entries:
             name = (place / entry.name).relative_to(folder).as_posix()
             if not entry.is_dir(follow_symlinks=False) and os.path.isfile(entry.path) and name != NAME:
@@ -125,7 +125,7 @@ def write(folder: Path, manifest: Manifest) -> None:
         parsed(data)
     except Damaged as error:
         raise ValueError(f"it could not be loaded again: {error}") from error
-    files.publish(folder / NAME, data, is_synced=False)
+    disk.publish(folder / NAME, data, is_synced=False)
 
 
 def read(folder: Path) -> Manifest:
@@ -135,7 +135,7 @@ def read(folder: Path) -> Manifest:
         Damaged: there is none, or it is not what was written; its class tells which.
     """
     try:
-        return parsed(files.read_whole(folder / NAME))
+        return parsed(disk.read_whole(folder / NAME))
     except (FileNotFoundError, NotADirectoryError):
         raise NotOurs(ABSENT) from None
     except OSError as error:
@@ -150,8 +150,8 @@ def parsed(data: Optional[bytes]) -> Manifest:
     """
     if data is None:
         raise NotOurs(ABSENT)
-    if len(data) > files.MOST_SMALL:
-        raise Damaged(f"{NAME} has {len(data)} bytes, where {files.MOST_SMALL} are the most")
+    if len(data) > disk.MOST_SMALL:
+        raise Damaged(f"{NAME} has {len(data)} bytes, where {disk.MOST_SMALL} are the most")
     try:
         outer = json.loads(data)
         if not isinstance(outer, dict) or not {"crc32", "content"} <= set(outer):

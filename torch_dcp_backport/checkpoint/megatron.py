@@ -21,10 +21,10 @@ from torch_dcp_backport import rooms
 from torch_dcp_backport.checkpoint import beside, extra
 from torch_dcp_backport.checkpoint.layout import SAVED, SCHEDULERS_WORLD, WORLD
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
-from torch_dcp_backport.checkpoint.together import CANNOT_SAVE, make_folder
+from torch_dcp_backport.checkpoint.together import CANNOT_SAVE
+from torch_dcp_backport.checkpoint.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, param_groups
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED
-from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
@@ -37,6 +37,7 @@ from torch_dcp_backport.dist_checkpointing.serialization import load_made
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import structure_of
 from torch_dcp_backport.dist_checkpointing.training_state import groups_together
 from torch_dcp_backport.hf import Export
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.state_dict.optim.initial import init_optim_state
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.once import warn_once
@@ -175,9 +176,9 @@ class MegatronCheckpointManager(ShardedManager):
             folder, config=self.hf_config, processing_class=self.processing_class, origin=self.origin
         )
         if self.should_save_extra and dataclasses.is_dataclass(self.transformer_config):
-            make_folder(folder.parent)
+            writing_in(folder).make_folder(folder.parent)
             text = text_of(self.transformer_config)
-            files.publish(folder.parent / TRANSFORMER_CONFIG, text.encode(), is_synced=False)
+            disk.publish(folder.parent / TRANSFORMER_CONFIG, text.encode(), is_synced=False)
 
     def read(self, folder: Path) -> None:
         path, contents = folder / SHARDED, self.checkpoint_load_contents

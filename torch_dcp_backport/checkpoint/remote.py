@@ -10,8 +10,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Optional, TypeVar
@@ -19,7 +18,8 @@ from typing import Any, Optional, TypeVar
 from torch_dcp_backport.checkpoint import manifest, store
 from torch_dcp_backport.checkpoint.manifest import Damaged, Entry, Manifest
 from torch_dcp_backport.checkpoint.store import Step
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.publish import disk
+from torch_dcp_backport.publish.drafts import discarding
 from torch_dcp_backport.transfer import settings
 from torch_dcp_backport.transfer.progress import Bar, Meter
 
@@ -194,7 +194,7 @@ def upload(folder: Path, place: Place, is_verified: bool = True) -> bytes:
     """
     try:
         content = manifest.read(folder)
-        mark = files.read_whole(folder / manifest.NAME)
+        mark = disk.read_whole(folder / manifest.NAME)
     except (Damaged, OSError) as error:
         raise Failed(f"{folder}: {error}") from error
     there = persistently(f"{place.url}/{manifest.NAME}", place.manifest_bytes)
@@ -204,18 +204,18 @@ def upload(folder: Path, place: Place, is_verified: bool = True) -> bytes:
     if there is not None:
         refuse_foreign(place, there, mark)
         # Another save is in the store: it must not count while its files are replaced.
-        files.step("remove the manifest from the store")
+        disk.step("remove the manifest from the store")
         target = place.below(manifest.NAME)
         persistently(target.url, lambda: target.store.rm_file(target.path))
     meter = meter_of("upload", content)
     for name, entry in content.files.items():
-        files.step(f"upload {name}")
+        disk.step(f"upload {name}")
         if manifest.entry_of(folder / name) != entry:
             raise Failed(f"{folder / name} is not what was saved")
         report = Reported(meter, entry.nbytes)
         send(folder / name, place.below(name), Check(entry, is_verified), report)
         report.upto(entry.nbytes)
-    files.step(f"upload {manifest.NAME}")
+    disk.step(f"upload {manifest.NAME}")
     entry = Entry(len(mark), manifest.crc_of([mark]))
     silent = Reported(Meter("upload", None), entry.nbytes)
     send(folder / manifest.NAME, place.below(manifest.NAME), Check(entry, True), silent)
@@ -306,18 +306,17 @@ def download(place: Place, final: Path) -> Manifest:
         content = manifest.parsed(mark)
     except Damaged as error:
         raise Failed(f"{place.url}: {error}") from error
-    before = store.identity_of(final)
-    draft = store.draft_of(final)
+    draft = store.Draft(final)
     with discarding(draft):
         meter = meter_of("download", content)
         for name, entry in content.files.items():
-            files.step(f"download {name}")
-            bring(place.below(name), draft / name, entry, Reported(meter, entry.nbytes))
-        files.step(f"download {manifest.NAME}")
+            disk.step(f"download {name}")
+            bring(place.below(name), draft.folder / name, entry, Reported(meter, entry.nbytes))
+        disk.step(f"download {manifest.NAME}")
         data = mark or b""
-        files.publish(draft / manifest.NAME, data, is_synced=False)
-        store.mark_uploaded(draft, place.url, data)
-        store.publish(draft, final, before)
+        disk.publish(draft.folder / manifest.NAME, data, is_synced=False)
+        store.mark_uploaded(draft.folder, place.url, data)
+        store.publish(draft)
     return content
 
 
@@ -335,12 +334,3 @@ def bring(place: Place, target: Path, entry: Entry, report: Reported) -> None:
 
     persistently(place.url, attempt)
     report.upto(entry.nbytes)
-
-
-@contextmanager
-def discarding(draft: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        store.discard(draft)
-        raise

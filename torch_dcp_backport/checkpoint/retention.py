@@ -17,8 +17,8 @@ from typing import NamedTuple, Optional
 from torch_dcp_backport.checkpoint import manifest, store, together
 from torch_dcp_backport.checkpoint.background import Background
 from torch_dcp_backport.checkpoint.store import NOT_LOADED, Listed, Shelf
-from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer.groups import Group
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
@@ -153,7 +153,7 @@ def distrust(folder: Path, reason: str) -> None:
         # What a link leads to is somebody's, and retention does not count it in any case.
         return
     try:
-        files.publish(folder / NOT_LOADED, reason.encode(errors="backslashreplace"))
+        disk.publish(folder / NOT_LOADED, reason.encode(errors="backslashreplace"))
     except FileNotFoundError:
         # Retention has removed the step meanwhile.
         return
@@ -176,7 +176,7 @@ def hide(entry: Listed) -> Optional[Path]:
     folder = entry.path
     if not is_as_listed(entry, folder):
         return None
-    files.step(f"rename {folder.name} away")
+    disk.step(f"rename {folder.name} away")
     try:
         hidden = store.taken(folder)
     except FileNotFoundError:
@@ -199,7 +199,7 @@ def is_as_listed(entry: Listed, path: Path) -> bool:
 
 def removed(hidden: Path, final: Path) -> str:
     """Remove a hidden folder that was at `final`; return why it could not be removed, or ""."""
-    files.step(f"remove {hidden.name}")
+    disk.step(f"remove {hidden.name}")
     return next(iter(store.removed(hidden, final)), "")
 
 

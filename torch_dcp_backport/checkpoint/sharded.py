@@ -16,11 +16,9 @@ from torch_dcp_backport.checkpoint.store import checked_step
 from torch_dcp_backport.checkpoint.together import (
     CANNOT_LOAD,
     CANNOT_SAVE,
-    entries_into,
-    make_folder,
     run_on_first,
-    write_later,
 )
+from torch_dcp_backport.checkpoint.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     ShardedObject,
@@ -159,18 +157,19 @@ class ShardedManager(BaseCheckpointManager):
         """Save the state dict of `make`, with step and schedule, or begin to."""
 
         def made() -> ShardedStateDict:
-            make_folder(path)
+            writing.make_folder(path)
             saved = [name for name in CONTENTS if name in self.checkpoint_save_contents]
             return {"step": checked_step(step), SAVED: saved, **make(), **schedule}
 
+        writing = writing_in(path)
         options = SaveOptions(
             must_load=not self.trust,
             process_group=self.process_group,
-            written=entries_into(path),
+            written=writing.notes_in(path),
             is_compared=True,
         )
         if self.is_async:
-            write_later(begin_made(made, path, options))
+            writing.requests.append(begin_made(made, path, options))
         else:
             save_made(made, path, options)
 

@@ -15,31 +15,32 @@ import operator
 import os
 import re
 import secrets
-import shutil
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Optional, Union
 
-from torch_dcp_backport.checkpoint import manifest, owners
+from torch_dcp_backport.checkpoint import manifest
 from torch_dcp_backport.checkpoint.manifest import Damaged, Manifest
-from torch_dcp_backport.checkpoint.owners import OWNER, is_alive
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.publish import disk, owners
+from torch_dcp_backport.publish.drafts import discarding
+from torch_dcp_backport.publish.hidden import (
+    HIDDEN,
+    Hidden,
+    as_kind,
+    hidden_name,
+    make_hidden,
+    remove_if_empty,
+)
+from torch_dcp_backport.publish.owners import OWNER, is_alive
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STEP = re.compile(r"global_step_(\d+)")
-#: A hidden folder: being written (tmp), a draft that was given up (off), replaced by the same step (was),
-#: being removed (old).
-HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|off|was|old)-[0-9a-f]{8}", re.DOTALL)
-#: How often a draft is made, where other processes clean up at the same moment.
-ATTEMPTS = 20
 #: Files in a step: the URL that it was uploaded to; the process that uploads it now.
 UPLOADED, UPLOADING = "uploaded.txt", "uploading.json"
 #: File in a step that could not be loaded where an older step could: retention does not count it.
@@ -269,48 +270,6 @@ def checked_step(step: object) -> int:
     return number
 
 
-def draft_of(final: Path) -> Path:
-    """Make and return the draft of a folder, a hidden folder; drafts of dead writers are removed before."""
-    clean(final.parent, re.compile(re.escape(final.name)))
-    for attempt in range(ATTEMPTS):
-        draft, nameless = hidden_name(final, "tmp"), hidden_name(final, "old")
-        files.step(f"make {draft.name[-12:]}")
-        try:
-            # Another process may have removed it, as it was empty.
-            make_parents(final)
-            # Until it has an owner, its name allows any process to remove it.
-            nameless.mkdir()
-            owners.mark(nameless / OWNER)
-            files.step(f"name {draft.name[-12:]}")
-            os.rename(nameless, draft)
-            owners.keep_young(draft / OWNER)
-            break
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError) or attempt == ATTEMPTS - 1:
-                _removed_if_empty(nameless)
-                raise
-            # Another process cleaned up meanwhile.
-    return draft
-
-
-def make_parents(path: Path) -> None:
-    """Make the missing folders above a path, and put their names on disk."""
-    absent = [folder for folder in path.parents if not os.path.exists(folder)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for folder in absent:
-        files.sync_folder(folder.parent)
-
-
-def hidden_name(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
-
-
-def as_kind(hidden: Path, kind: str) -> Path:
-    """Return the name that a hidden folder has as another kind."""
-    at = hidden.name.rindex("-")
-    return hidden.with_name(f"{hidden.name[: at - 3]}{kind}{hidden.name[at:]}")
-
-
 def identity_of(path: Path, content: Optional[Manifest] = None) -> Optional[Identity]:
     """Return the save whose folder has a name; None where there is none.
 
@@ -336,72 +295,54 @@ def is_replaced(before: Optional[Identity], now: Optional[Identity]) -> bool:
     return now.inode != before.inode or (is_known and now.made != before.made)
 
 
-def publish(draft: Path, final: Path, before: Optional[Identity], synced: Collection[str] = ()) -> None:
+class Draft(Hidden):
+    """The draft of a step folder that this process writes."""
+
+    def __init__(self, final: Path) -> None:
+        """Make the draft; drafts of dead writers are removed before.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        clean(final.parent, re.compile(re.escape(final.name)))
+        super().__init__(make_hidden(final), final)
+        with discarding(self):
+            #: What has the name now: no other folder is replaced.
+            self.before = identity_of(final)
+
+
+def publish(draft: Draft, synced: Collection[str] = ()) -> None:
     """Give a complete draft the folder's name; from then on readers see it.
 
     Args:
-        before: `identity_of(final)` when the draft was begun.
         synced: files that are on disk, by their paths below the draft; the others are put there.
 
     Raises:
-        AnotherWriter: another folder has got the name since then.
+        AnotherWriter: another folder has got the name since the draft was made.
     """
-    now = identity_of(final)
-    if is_replaced(before, now):
+    final, now = draft.target, identity_of(draft.target)
+    if is_replaced(draft.before, now):
         raise AnotherWriter(f"another writer published {final.name} in {final.parent}")
     # Retention may have removed it.
-    before = now
-    replaced = None
-    sync_tree(draft, synced)
+    replaced = None if now is None else hidden_name(final, "was")
+    draft.sync(synced)
     try:
-        if before is not None:
-            hidden = hidden_name(final, "was")
-            files.step("rename the folder that is replaced")
-            os.rename(final, hidden)
-            replaced = hidden
-        files.step("rename the draft")
-        os.rename(draft, final)
+        draft.take_place(replaced)
     except OSError as error:
-        if is_replaced(before, identity_of(final)):
+        if is_replaced(now, identity_of(final)):
             raise AnotherWriter(f"another writer published {final.name} in {final.parent}") from error
-        if replaced is not None:
-            os.rename(replaced, final)
         raise
     # From here on readers see it: an error must not say that the save failed.
     try:
-        files.step("sync the root")
-        files.sync_folder(final.parent)
-        files.remove([final / OWNER])
+        disk.step("sync the root")
+        disk.sync_folder(final.parent)
+        disk.remove([final / OWNER])
     except OSError:
         logger.exception("%s is published; a loss of power may take it back", final)
     if replaced is not None:
-        files.step("remove the folder that was replaced")
+        disk.step("remove the folder that was replaced")
         for reason in removed(given_up(replaced), final)[:1]:
             logger.error("%s was replaced, and still takes its room on the disk: %s", final, reason)
-
-
-def sync_tree(folder: Path, synced: Collection[str] = ()) -> None:
-    """Put the files below a folder on disk, but for those that are, and then the names of all."""
-    paths, folders = list[Path](), list[Path]()
-    for place, entries in files.walk(folder):
-        folders.append(place)
-        paths += [Path(entry.path) for entry in entries if not entry.is_dir(follow_symlinks=False)]
-    paths = [path for path in paths if path.relative_to(folder).as_posix() not in synced]
-    # Disks sync several files at once in the time of a single file.
-    with ThreadPoolExecutor(8) as pool:
-        deque(pool.map(sync_file, paths), 0)
-        deque(pool.map(files.sync_folder, folders), 0)
-
-
-def sync_file(path: Path) -> None:
-    """Put a file on disk; pipes, links to nowhere and the like have nothing there."""
-    if not os.path.isfile(path):
-        return
-    fd = files.opened(path)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def write_tracker(root: Path, step: int) -> None:
@@ -409,13 +350,13 @@ def write_tracker(root: Path, step: int) -> None:
 
     They do believe it: it is on disk before it has its name, and a loss of power leaves no empty file.
     """
-    files.publish(root / TRACKER, str(step).encode())
+    disk.publish(root / TRACKER, str(step).encode())
 
 
 def tracked(root: Path) -> Optional[int]:
     """Return the step that the tracker names; None where there is no tracker, or no number in it."""
     try:
-        return int(files.read_whole(root / TRACKER))
+        return int(disk.read_whole(root / TRACKER))
     except (OSError, ValueError):
         return None
 
@@ -441,14 +382,14 @@ def is_uploading(folder: Path) -> bool:
 def mark_uploaded(folder: Path, url: str, mark: bytes) -> None:
     """Record the URL that a step was uploaded to, and its manifest then: a step may be saved again."""
     record = json.dumps({"url": url, "manifest": zlib.crc32(mark)})
-    files.publish(folder / UPLOADED, record.encode(), is_synced=False)
+    disk.publish(folder / UPLOADED, record.encode(), is_synced=False)
 
 
 def uploaded_to(folder: Path) -> str:
     """Return the URL that a step was uploaded to; "" where it was not."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        record = json.loads(files.read_whole(folder / UPLOADED))
-        if record["manifest"] == zlib.crc32(files.read_whole(folder / manifest.NAME)):
+        record = json.loads(disk.read_whole(folder / UPLOADED))
+        if record["manifest"] == zlib.crc32(disk.read_whole(folder / manifest.NAME)):
             return str(record["url"])
     return ""
 
@@ -489,53 +430,6 @@ def published(folder: Path) -> Union[Manifest, str]:
         return str(error)
 
 
-def discard(draft: Path) -> list[str]:
-    """Give up a draft, and remove it with all that was written into it, as far as possible.
-
-    Its name says first that it is not being written: else its owner's mark would have to say so until it is
-    gone. The mark goes last, and stays while anything else does: it is the proof that the draft is ours.
-
-    Returns:
-        Why parts of it are still there.
-    """
-    if os.path.islink(draft):
-        # What it leads to is nobody's draft.
-        return [f"{draft} is a link"]
-    hidden = as_kind(draft, "off")
-    try:
-        files.step(f"give up {draft.name[-12:]}")
-        if hidden != draft:
-            os.rename(draft, hidden)
-    except FileNotFoundError:
-        return []
-    except OSError:
-        hidden = draft
-    try:
-        parts = [part for part in sorted(hidden.iterdir()) if part.name != OWNER]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        return [str(error)]
-    reasons = [reason for part in parts for reason in _removed_whole(part)]
-    return reasons or _removed_whole(hidden / OWNER) or _removed_whole(hidden)
-
-
-def _removed_whole(path: Path) -> list[str]:
-    """Remove a file, or a folder with all that is in it, as far as possible; return why it is still there."""
-    try:
-        files.step(f"remove {path.name}")
-        if os.path.islink(path) or not os.path.isdir(path):
-            path.unlink(missing_ok=True)
-        else:
-            shutil.rmtree(path)
-    except (OSError, RecursionError) as error:
-        with contextlib.suppress(RecursionError):
-            shutil.rmtree(path, ignore_errors=True)
-        # Another process may clean up, too.
-        return [str(error)] if os.path.lexists(path) else []
-    return []
-
-
 def removed(hidden: Path, final: Path) -> list[str]:
     """Remove a hidden folder that was published before, as far as possible: what its manifest lists, and our
     marks. The manifest goes last, so that another process can go on where this one is killed.
@@ -561,7 +455,7 @@ def removed(hidden: Path, final: Path) -> list[str]:
         if reasons:
             return reasons
     # Without a manifest, another process may have removed all that it lists.
-    if _removed_if_empty(hidden):
+    if remove_if_empty(hidden):
         return []
     others = list(itertools.islice(_held(hidden), 4))
     if isinstance(content, str) and not others and not os.path.islink(hidden):
@@ -577,7 +471,7 @@ def removed(hidden: Path, final: Path) -> list[str]:
 
 def _held(folder: Path) -> Iterator[str]:
     """Yield the paths below a folder of what is no folder, but for the mark of an owner."""
-    for _, entries in files.walk(folder):
+    for _, entries in disk.walk(folder):
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False) and entry.name not in (OWNER, f"{OWNER}.new"):
                 yield Path(entry.path).relative_to(folder).as_posix()
@@ -589,7 +483,7 @@ def _removed_file(folder: Path, name: str) -> list[str]:
     if any(map(os.path.islink, between(folder, path))):
         return []
     try:
-        files.step(f"remove {name}")
+        disk.step(f"remove {name}")
         path.unlink(missing_ok=True)
     except NotADirectoryError:
         pass
@@ -628,19 +522,6 @@ def remove_empty_parents(final: Path, root: Path) -> None:
             if root not in parent.parents:
                 return
             os.rmdir(parent)
-
-
-def _removed_if_empty(hidden: Path) -> bool:
-    """Remove a folder that holds empty folders and the mark of its owner alone; return whether it is gone."""
-    if os.path.islink(hidden):
-        return False
-    for place, entries in reversed(list(files.walk(hidden))):
-        names = {entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)}
-        with contextlib.suppress(OSError):
-            if place == hidden and not names - {OWNER, f"{OWNER}.new"}:
-                files.remove([hidden / name for name in names])
-            os.rmdir(place)
-    return not os.path.lexists(hidden)
 
 
 def set_aside(folder: Path, final: Path, reason: str) -> list[str]:
@@ -721,7 +602,7 @@ def _cleaned(path: Path, kind: str, final: Path) -> list[str]:
         logger.warning("%s: left alone, as it is a link, which this package never makes", path)
     elif os.path.lexists(path / OWNER):
         logger.info("%s: left behind by a writer that is gone; removed", path)
-        return discard(path)
-    elif not _removed_if_empty(path):
+        return Hidden(path, final).discard()
+    elif not remove_if_empty(path):
         logger.warning("%s: left alone, as it has no %s: nothing says who made it", path, OWNER)
     return []

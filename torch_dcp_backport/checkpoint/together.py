@@ -11,19 +11,17 @@ import logging
 import os
 import re
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from torch_dcp_backport.checkpoint import manifest, owners, store
+from torch_dcp_backport.checkpoint import manifest, store
 from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
-from torch_dcp_backport.checkpoint.store import Identity, Shelf
+from torch_dcp_backport.checkpoint.store import Shelf
+from torch_dcp_backport.checkpoint.writing import Writing
 from torch_dcp_backport.dist_checkpointing.core import SHARDED, CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     Refusal,
     Topic,
@@ -34,9 +32,11 @@ from torch_dcp_backport.dist_checkpointing.engine.meeting import (
     ranks_of,
     saying,
 )
-from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.hf.moving import NOTHING, Common, differences
+from torch_dcp_backport.publish import disk
+from torch_dcp_backport.publish.drafts import discarding
+from torch_dcp_backport.publish.owners import OWNER
 from torch_dcp_backport.transfer import Call, Problem, settings
 from torch_dcp_backport.transfer.errors import UNCHANGED
 from torch_dcp_backport.transfer.groups import Group
@@ -51,24 +51,6 @@ CANNOT_UPLOAD = "cannot upload the checkpoint"
 PATIENCE = 2.0
 #: Files that a rank writes, by its number: of dist_checkpointing and torch, data loaders, verl's own manager.
 OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|data_(\d+)\.pt|\w+_rank_(\d+)\.pt")
-
-
-class Writing(NamedTuple):
-    """A folder that `begin_folder` is making."""
-
-    draft: Path
-    #: Parts that are still to be written.
-    requests: list[AsyncRequest]
-    #: Files of this rank -> checksums computed while they were written, and `state_of` the files then.
-    entries: dict[Path, tuple[Entry, tuple[int, ...]]]
-    #: Errors in the background.
-    failures: list[Exception]
-    #: What an error says of the state on the disk: that this was not saved, and what is there.
-    outlook: str = ""
-
-
-#: The folder that this thread is making.
-_writing: ContextVar[Optional[Writing]] = ContextVar("writing", default=None)
 
 
 def run_on_first(
@@ -133,8 +115,8 @@ class Begun:
 
     final: Path
     step: int
-    #: On the first rank: `identity_of(final)` when the draft was made.
-    before: Optional[Identity]
+    #: On the first rank; others neither name nor remove it.
+    draft: Optional[store.Draft]
     #: The requests are empty on every rank, or on none.
     writing: Writing
 
@@ -153,14 +135,14 @@ def begin_folder(
 
     Args:
         write: called on every rank with the draft, which is there. It gives parts that are to be written in
-            the background to `write_later`.
+            the background to `Writing.requests`.
         shelf_of: returns the shelf that the folder is on; called on the first rank.
 
     Raises:
         CheckpointingException: the same on every rank; nothing is left.
     """
     with begin(CANNOT_SAVE, "save", group) as call:
-        before: Optional[Identity] = None
+        draft: Optional[store.Draft] = None
         failures: list[OSError] = []
         final, step, common = Path(), 0, dict[str, str]()
         with guard(call):
@@ -169,15 +151,14 @@ def begin_folder(
             common = {"folder": str(final), "step": str(step), **wanted.common}
 
         def start() -> tuple[str, str]:
-            nonlocal before
+            nonlocal draft
             outlook = outlook_of(final, step, shelf_of(final))
             try:
-                draft = store.draft_of(final)
+                draft = store.Draft(final)
             except OSError as error:
                 failures.append(error)
                 return "", outlook
-            before = store.identity_of(final)
-            return str(draft), outlook
+            return str(draft.folder), outlook
 
         name, outlook = run_on_first(call, start, "making a folder", common)
         if not name:
@@ -185,18 +166,13 @@ def begin_folder(
                 for error in failures:
                     raise error
             consult(call, None, nothing, Topic("making the draft", outlook))
-        draft = Path(name)
-        writing = Writing(draft, [], {}, [], outlook)
-        token = _writing.set(writing)
-        try:
-            with discarding(call, draft), saying(outlook):
-                with guard(call):
-                    write(draft)
-                common = {"saves in the background": str(len(writing.requests))}
-                run_on_first(call, lambda: None, "writing", common)
-        finally:
-            _writing.reset(token)
-    return Begun(final, step, before, writing)
+        writing = Writing(Path(name), outlook)
+        with discarding(draft), saying(outlook):
+            with guard(call), writing.is_open():
+                write(writing.draft)
+            common = {"saves in the background": str(len(writing.requests))}
+            run_on_first(call, lambda: None, "writing", common)
+    return Begun(final, step, draft, writing)
 
 
 def outlook_of(final: Path, step: int, shelf: Optional[Shelf]) -> str:
@@ -236,9 +212,9 @@ def finish_folder(
     Raises:
         CheckpointingException: the same on every rank; older folders are as they were.
     """
-    draft, final, so_far = begun.writing.draft, begun.final, begun.writing.outlook
+    folder, final, so_far = begun.writing.draft, begun.final, begun.writing.outlook
     unheard = f"list the steps to see whether {final.name} is one"
-    with begin(CANNOT_SAVE, "save", group) as call, discarding(call, draft):
+    with begin(CANNOT_SAVE, "save", group) as call, discarding(begun.draft):
         if begun.requests:
             call.problems += map(problem_from, begun.writing.failures)
             # Once all have written: a file may be written by another rank than its name says.
@@ -251,8 +227,9 @@ def finish_folder(
             order = 1 if shelf is None else shelf.next_order()
             listed = {name: Entry(*entry) for own in own_by_rank.values() for name, entry in own.items()}
             content = Manifest(begun.step, len(own_by_rank), time.time(), order, {**listed, **more})
-            manifest.write(draft, content)
-            store.publish(draft, final, begun.before, set(listed))
+            manifest.write(folder, content)
+            assert begun.draft is not None, "runs on the first rank"
+            store.publish(begun.draft, set(listed))
             for follow in then:
                 try:
                     follow(final)
@@ -264,26 +241,26 @@ def finish_folder(
             """List the draft, which only the first rank does, and share what nobody knows the checksum of."""
             names: dict[int, list[str]] = {rank: [] for rank in noted_by_rank}
             known = {name for noted in noted_by_rank.values() for name in noted}
-            for name in manifest.paths_in(draft):
-                if name not in known and name != owners.OWNER:
+            for name in manifest.paths_in(folder):
+                if name not in known and name != OWNER:
                     match = OF_RANK.fullmatch(name.rpartition("/")[2])
                     rank = call.rank if match is None else int(match[match.lastindex or 0])
                     names.get(rank, names[call.rank]).append(name)
             if any(names[rank] for rank in names if rank != call.rank):
                 return {rank: Work(False, names[rank]) for rank in names}
-            publish(noted_by_rank, {name: manifest.entry_of(draft / name) for name in names[call.rank]})
+            publish(noted_by_rank, {name: manifest.entry_of(folder / name) for name in names[call.rank]})
             return dict.fromkeys(names, Work(True))
 
         own: dict[str, Entry] = {}
         with guard(call):
-            own = {} if call.problems else noted_by(begun.writing)
+            own = {} if call.problems else begun.writing.noted()
         work: Work = consult(call, own, look, Topic("publishing", so_far, unheard))
         if work.is_published:
             return
         with guard(call):
             for name in work.names:
-                own[name] = manifest.entry_of(draft / name)
-                store.sync_file(draft / name)
+                own[name] = manifest.entry_of(folder / name)
+                disk.sync_file(folder / name)
 
         def settle(own_by_rank: Mapping[int, Mapping[str, Entry]]) -> Mapping[int, Any]:
             publish(own_by_rank)
@@ -296,87 +273,6 @@ def complete(requests: Iterable[AsyncRequest]) -> None:
     for request in requests:
         for finalize in request.finalize_fns:
             finalize()
-
-
-@contextlib.contextmanager
-def discarding(call: Call, draft: Path) -> Iterator[None]:
-    """Remove a draft that will not be published."""
-    try:
-        yield
-    except BaseException:
-        if call.rank == ranks_of(call)[0]:
-            store.discard(draft)
-        raise
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder below the draft that `begin_folder` made.
-
-    Raises:
-        FileNotFoundError: the draft is not there.
-    """
-    writing = _writing.get()
-    if writing is not None and not writing.draft.is_dir():
-        raise FileNotFoundError(
-            f"{writing.draft} is not there: another rank gave up the save, or made it on a disk of its own"
-        )
-    path.mkdir(parents=True, exist_ok=True)
-
-
-def write_later(request: AsyncRequest) -> None:
-    """Add a part of the folder that `begin_folder` is making, to be written in the background.
-
-    Errors of its `async_fn` are raised on every rank when the folder is finished.
-    """
-    writing = _writing.get()
-    assert writing is not None, "a folder is being written"
-    writing.requests.append(request)
-
-
-def entries_into(folder: Path) -> Callable[[Output], None]:
-    """Return a callback that notes the checksums of files as they are written into a folder of the draft."""
-    writing = _writing.get()
-    assert writing is not None, "a folder is being written"
-    entries = writing.entries
-
-    def note(output: Output) -> None:
-        path = folder / output.file
-        if output.nbytes:
-            entries[path] = Entry(output.nbytes, output.crc), state_of(path)
-
-    return note
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file of this rank into the draft, and note its checksum."""
-    writing = _writing.get()
-    files.publish(path, data)
-    if writing is not None:
-        writing.entries[path] = Entry(len(data), zlib.crc32(data)), state_of(path)
-
-
-def state_of(path: Path) -> tuple[int, ...]:
-    """Return numbers that change when a file is written again."""
-    stat = path.stat()
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def noted_by(writing: Writing) -> dict[str, Entry]:
-    """Return sizes and checksums of the files that this rank wrote, and that are as they were then."""
-    noted = {}
-    for path, (entry, state) in writing.entries.items():
-        with contextlib.suppress(FileNotFoundError):
-            if state == state_of(path):
-                noted[path.relative_to(writing.draft).as_posix()] = entry
-    return noted
-
-
-def is_in_draft(path: object) -> bool:
-    """Return whether a path is in the draft that `begin_folder` is making: it is published with the draft."""
-    writing = _writing.get()
-    if writing is None or not isinstance(path, (str, os.PathLike)):
-        return False
-    return writing.draft in (Path(path), *Path(path).parents)
 
 
 def put_back(

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Optional, Union
 
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.publish import disk
 
 CONFIG_FNAME = "metadata.json"
 #: The only backends that are read and written: torch's records, and one file of plain values.
@@ -52,7 +52,7 @@ def maybe_load_config(checkpoint_dir: Folder) -> Optional[CheckpointingConfig]:
     """
     path = Path(checkpoint_dir) / CONFIG_FNAME
     try:
-        text = files.read_whole(path)
+        text = disk.read_whole(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -78,7 +78,7 @@ def parse_config(text: bytes, name: str) -> CheckpointingConfig:
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: Folder) -> None:
     """Write the marker. Only after everything else is on disk: from then on the folder is a checkpoint."""
-    files.publish(Path(checkpoint_dir) / CONFIG_FNAME, config_bytes(config))
+    disk.publish(Path(checkpoint_dir) / CONFIG_FNAME, config_bytes(config))
 
 
 def config_bytes(config: CheckpointingConfig) -> bytes:

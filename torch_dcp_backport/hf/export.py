@@ -21,12 +21,13 @@ import torch
 from torch_dcp_backport.hf.blocks import Share, Window, windows, within
 from torch_dcp_backport.hf.checking import examine
 from torch_dcp_backport.hf.companions import OF_QUANTISED, companions_of, with_dtype
-from torch_dcp_backport.hf.files import MODEL_FILES, Draft, Kind, discarding
+from torch_dcp_backport.hf.files import MODEL_FILES, Draft, Kind
 from torch_dcp_backport.hf.format import is_plain, nbytes_of
 from torch_dcp_backport.hf.moving import bring_to_all, bring_window, first_rank, publish, settle
 from torch_dcp_backport.hf.sharing import Deal, sharing, write_own
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.hf.writing import Files
+from torch_dcp_backport.publish.drafts import discarding
 from torch_dcp_backport.transfer import Box, Call, Problem, TensorInfo
 from torch_dcp_backport.transfer.chunks import Piece
 from torch_dcp_backport.transfer.layout import whole

@@ -6,21 +6,21 @@ Runs on one process; must never talk to other ranks, nor touch files that it did
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
 import re
-import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple, Union
 
 from torch_dcp_backport.hf.companions import ADAPTER_CONFIG, code_of, is_of_a_model, left_by, link_above
 from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.source import CONFIG, INDEX, SINGLE
 from torch_dcp_backport.hf.writing import Files
+from torch_dcp_backport.publish import disk
+from torch_dcp_backport.publish.drafts import Move, rename_all
+from torch_dcp_backport.publish.room import OLD, InRoom, Room, busy
 from torch_dcp_backport.transfer import TensorInfo
 
 logger = logging.getLogger("torch_dcp_backport.hf")
@@ -40,9 +40,6 @@ ADAPTER, ADAPTERS = (
 )
 #: What an index may name: a file of another name is a caller's, whatever an old index says.
 NAMED = re.compile(r".+\.safetensors|pytorch_model.*\.bin")
-LOCK, NEW, OLD = ".lock", "new", "old"
-#: Errors of file systems without locks (Lustre without `-o flock`, NFS without a lock daemon).
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 #: Keys of config.json about a file or a run, not the model; a key that a config lacks is at its default.
 NOT_THE_MODEL = frozenset(("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"))
 
@@ -73,115 +70,7 @@ def weights_in(folder: Path) -> list[str]:
     return [name for name in weights if not os.path.isdir(folder / name)]
 
 
-class Room:
-    """A hidden folder that a single process at a time works in.
-
-    Its lock ends with the process; on a file system without locks the first to make the file has it.
-    """
-
-    def __init__(self, path: Path, target: Path, kept: Collection[str] = ()) -> None:
-        """Make and lock the folder, and clear away what a dead process left behind.
-
-        Args:
-            kept: names of entries that stay.
-
-        Raises:
-            BlockingIOError: another process has it, for an export into the target.
-            FileExistsError: no export made the folder of this name.
-            OSError: the folder cannot be made or cleared.
-        """
-        self.path = path
-        if path.is_symlink():
-            raise FileExistsError(f"{path} is a link, and in the way: remove it")
-        path.mkdir(exist_ok=True)
-        names = os.listdir(path)
-        if names and LOCK not in names:
-            raise FileExistsError(f"{path} is in the way, and no export made it: remove it")
-        is_first = not (path / LOCK).exists()
-        exclusive = os.O_EXCL if is_first else 0
-        try:
-            lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | exclusive, 0o600)
-        except FileExistsError:
-            raise busy(target, path) from None
-        try:
-            take(lock, is_first)
-            # The lock of an export that ended just now is no longer there.
-            is_mine = os.path.samestat(os.fstat(lock), os.stat(path / LOCK))
-        except OSError as error:
-            os.close(lock)
-            if error.errno in NO_LOCKS:
-                what = (
-                    f"{path} is of an export that is under way, or was killed: this file system has no locks"
-                )
-                raise BlockingIOError(f"{what}; remove it if there is none") from None
-            if not isinstance(error, (BlockingIOError, FileNotFoundError)):
-                raise
-            raise busy(target, path) from None
-        if not is_mine:
-            os.close(lock)
-            raise busy(target, path)
-        self._lock: Optional[int] = lock
-        try:
-            self._clear((LOCK, *kept))
-        except BaseException:
-            # The next export clears away what is left, if it can.
-            self._unlock()
-            raise
-
-    def leave(self, is_kept: bool = False) -> None:
-        """Remove the folder. Does nothing a second time.
-
-        Args:
-            is_kept: whether what was taken out of the target stays, for a later export to put back.
-
-        Raises:
-            OSError: something in it cannot be removed; the folder can be locked again.
-        """
-        if self._lock is None:
-            return
-        try:
-            self._clear((LOCK, OLD) if is_kept else (LOCK,))
-            if not is_kept:
-                (self.path / LOCK).unlink()
-        finally:
-            self._unlock()
-        with contextlib.suppress(OSError):
-            # Another export may be in it already.
-            self.path.rmdir()
-
-    def _clear(self, kept: Collection[str]) -> None:
-        for path in self.path.iterdir():
-            if path.name in kept:
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-
-def take(lock: int, is_first: bool) -> None:
-    """Take a lock; on a file system without locks it belongs to the process that made its file.
-
-    Raises:
-        OSError: another process has it, or may have it.
-    """
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in NO_LOCKS or not is_first:
-            raise
-
-
-def busy(target: Path, room: Path) -> BlockingIOError:
-    return BlockingIOError(f"another export into {target} is under way, or ended just now ({room})")
-
-
-class Draft:
+class Draft(InRoom):
     """An export under way, in a hidden folder: in the target if that is there, else beside it.
 
     Until `switch` the target is as it was; a process that dies leaves only the hidden folder, which the next
@@ -219,23 +108,12 @@ class Draft:
         replaced(target, overwrite, config)
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.parent / f".{target.name}.partial"
-        # A killed export may have left the target's config.json there, which has no other place.
-        self.room = Room(beside if self.is_new else target / ".partial", target, kept=(OLD,))
-        try:
-            # Before the lock was taken, another export may have changed the target.
-            if os.path.lexists(target) == self.is_new:
-                raise busy(target, self.room.path)
-            self.stale = replaced(target, overwrite, config)
-            if not self.is_new and beside.is_dir():
-                # Left by an export that died when there was no target; an export under way has it locked.
-                with contextlib.suppress(OSError):
-                    Room(beside, target).leave()
-            self.folder = self.room.path / NEW
-            self.folder.mkdir()
-        except BaseException:
-            self.room.leave(self._has_old())
-            raise
+        self._beside = beside
+        self._config = config
+        self.stale: list[str] = []
         self.files = Files({}, 0)
+        # A killed export may have left the target's config.json there, which has no other place.
+        super().__init__(beside if self.is_new else target / ".partial", target, self._look, kept=(OLD,))
         #: Names of the weight files: readers find the others by the last.
         self._weights: list[str] = []
         #: Names of the small files.
@@ -243,6 +121,16 @@ class Draft:
         #: Small files of an older model, and entries of the target that are no model's, once they are known.
         self._old: list[str] = []
         self._others: list[str] = []
+
+    def _look(self) -> None:
+        """Look at the target again, now that no other export changes it."""
+        if os.path.lexists(self.target) == self.is_new:
+            raise busy(self.target, self.room.path)
+        self.stale = replaced(self.target, self.overwrite, self._config)
+        if not self.is_new and self._beside.is_dir():
+            # Left by an export that died when there was no target; an export under way has it locked.
+            with contextlib.suppress(OSError):
+                Room(self._beside, self.target).leave()
 
     def reserve(self, tensors: Mapping[str, TensorInfo], file_bytes: int) -> None:
         """Write all headers, and reserve room for all tensors.
@@ -262,7 +150,7 @@ class Draft:
             total = sum(map(nbytes_of, tensors.values()))
             index = {key: files.places[key][0] for key in tensors}
             value = {"metadata": {"total_size": total}, "weight_map": index}
-            write_small(self.folder / INDEX, json.dumps(value, indent=2).encode())
+            disk.write(self.folder / INDEX, json.dumps(value, indent=2).encode())
             self._weights.append(INDEX)
 
     def add(self, name: str, content: bytes) -> None:
@@ -276,7 +164,8 @@ class Draft:
             return
         if link is not None:
             raise behind(link, name)
-        write_small(self.folder / name, content)
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        disk.write(self.folder / name, content)
         self._small.append(name)
 
     def spare(self) -> None:
@@ -310,15 +199,14 @@ class Draft:
         if changed:
             logger.warning("%s: replaced by the model's: %s", self.target, ", ".join(changed))
 
-    def sync(self) -> None:
+    def sync(self, synced: Collection[str] = ()) -> None:
         """Wait until everything is on the disk.
 
         Raises:
             OSError: the disk failed.
         """
         self.files.sync()
-        for folder in {self.folder, *((self.folder / name).parent for name in self._small)}:
-            sync_folder(folder)
+        super().sync({*synced, *self._weights, *self._small})
 
     def switch(self) -> None:
         """Put the weights in their place. A new folder appears at once, and complete.
@@ -333,7 +221,7 @@ class Draft:
         """
         self.files.close()
         if self.is_new:
-            os.rename(self.folder, self.target)
+            self.take_place()
             return
         for name in (*self._weights, *self._small):
             if (self.target / name).is_dir():
@@ -348,22 +236,12 @@ class Draft:
         if self.stale and not self.keeps_others:
             names = {*self._weights, *self._small, *self.stale}
             self._old, self._others = left_by(self.target, names)
-        away = self.room.path / OLD
-        away.mkdir(exist_ok=True)
-        moves = [(self.folder / name, self.target / name) for name in self._weights]
+        self.aside.mkdir(exist_ok=True)
+        moves = [Move(self.folder / name, self.target / name) for name in self._weights]
         config = self.target / self.kind.config
         if self._changed() and config.exists():
-            moves.insert(0, (config, away / self.kind.config))
-        done: list[tuple[Path, Path]] = []
-        try:
-            for source, target in moves:
-                os.rename(source, target)
-                done.append((source, target))
-        except BaseException:
-            for source, target in reversed(done):
-                with contextlib.suppress(OSError):
-                    os.rename(target, source)
-            raise
+            moves.insert(0, Move(config, self.aside / self.kind.config))
+        rename_all(moves)
 
     def finish(self) -> list[str]:
         """Put the small files in their place; return the names of an older model's files that were removed.
@@ -373,9 +251,9 @@ class Draft:
         """
         removed = []
         if self.is_new:
-            sync_folder(self.target.parent)
+            disk.sync_folder(self.target.parent)
         else:
-            sync_folder(self.target)
+            disk.sync_folder(self.target)
             removed = [name for name in self.stale if name not in (*self._weights, *self._small)]
             # With two models in a folder readers may take either: files that lead to the old model go first.
             pointers = [name for name in (ADAPTER_CONFIG, SINGLE, INDEX) if name in removed]
@@ -389,7 +267,7 @@ class Draft:
                 (self.target / name).parent.mkdir(parents=True, exist_ok=True)
                 os.rename(self.folder / name, self.target / name)
             for folder in {self.target, *((self.target / name).parent for name in changed)}:
-                sync_folder(folder)
+                disk.sync_folder(folder)
             for name in removed:
                 if name not in pointers:
                     os.unlink(self.target / name)
@@ -397,8 +275,7 @@ class Draft:
                 logger.warning("%s: removed, of the older model: %s", self.target, ", ".join(self._old))
             if self._others:
                 logger.warning("%s: left as they were: %s", self.target, ", ".join(self._others))
-        with contextlib.suppress(OSError):
-            self.room.leave()
+        self.leave()
         return removed + self._old
 
     def _remove(self, name: str) -> None:
@@ -417,11 +294,11 @@ class Draft:
             OSError: something cannot be removed.
         """
         self.files.close()
-        self.room.leave(self._has_old())
+        super().discard()
 
-    def _has_old(self) -> bool:
+    def is_old_needed(self) -> bool:
         """Return whether the room alone has a config.json: an export was killed after it was taken away."""
-        old = self.room.path / OLD / self.kind.config
+        old = self.aside / self.kind.config
         return not self.is_new and old.is_file() and not os.path.lexists(self.target / self.kind.config)
 
     def _changed(self) -> list[str]:
@@ -435,13 +312,6 @@ class Draft:
 
 def behind(link: Path, name: str) -> FileExistsError:
     return FileExistsError(f"{link} is a link, and an export writes nothing behind it ({name}): remove it")
-
-
-def write_small(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def located(target: Path) -> Path:
@@ -486,22 +356,3 @@ def other_number(there: bytes, config: bytes) -> str:
 
 def same_content(path: Path, other: Union[Path, bytes]) -> bool:
     return path.is_file() and path.read_bytes() == (other if isinstance(other, bytes) else other.read_bytes())
-
-
-@contextlib.contextmanager
-def discarding(draft: Optional[Draft]) -> Iterator[None]:
-    """Remove a draft that was not published."""
-    try:
-        yield
-    finally:
-        if draft is not None:
-            with contextlib.suppress(OSError):
-                draft.discard()
-
-
-def sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

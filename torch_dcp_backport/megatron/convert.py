@@ -5,7 +5,6 @@ Must never hold more than a few buffers of the model, and never leave half a tar
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from torch_dcp_backport.hf import Export
 from torch_dcp_backport.hf.blocks import Window, nbytes_of_window
 from torch_dcp_backport.hf.companions import as_config, companions_of
 from torch_dcp_backport.hf.export import examined, target_of, write_files
-from torch_dcp_backport.hf.files import Room, replaced, sync_folder, write_small
+from torch_dcp_backport.hf.files import replaced
 from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.moving import settle
 from torch_dcp_backport.hf.source import CONFIG, Source
@@ -51,6 +50,9 @@ from torch_dcp_backport.megatron.stored import (
     second_name,
     states_of,
 )
+from torch_dcp_backport.publish import disk
+from torch_dcp_backport.publish.drafts import discarding
+from torch_dcp_backport.publish.room import NEW, OLD, InRoom
 from torch_dcp_backport.transfer import Box, Call, Problem, TensorInfo
 from torch_dcp_backport.transfer.memories import Memory
 from torch_dcp_backport.transfer.spread import intersection
@@ -191,18 +193,26 @@ def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bo
     if dry_run:
         return converted
     state = {"tensors": _parts(files, cuts, tensors), "objects": _objects(shape, naming), **COMMON}
-    with _published(out, how) as new:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _check_target(out, how)
+    draft = InRoom(room_of(out), out, lambda: _check_target(out, how))
+    with discarding(draft):
         try:
-            save_made(lambda: state, new, SaveOptions(must_load=True, is_alone=True))
+            save_made(lambda: state, draft.folder, SaveOptions(must_load=True, is_alone=True))
         except CheckpointingException as error:
             raise CheckpointingException(
-                f"{CANNOT_CONVERT}: {out} is as it was; in {new}: {error}"
+                f"{CANNOT_CONVERT}: {out} is as it was; in {draft.folder}: {error}"
             ) from error
-        (new / HUGGING_FACE).mkdir()
+        (draft.folder / HUGGING_FACE).mkdir()
         for name, content in companions_of(folder).items():
-            write_small(new / HUGGING_FACE / name, content)
-            sync_folder((new / HUGGING_FACE / name).parent)
-        sync_folder(new / HUGGING_FACE)
+            path = draft.folder / HUGGING_FACE / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            disk.write(path, content)
+        draft.sync()
+        # An empty folder makes room by itself; a folder that is filled meanwhile does not, and is an error.
+        draft.take_place(draft.aside if how.overwrite and out.exists() else None)
+        disk.sync_folder(out.parent)
+    draft.leave()
     return converted
 
 
@@ -266,44 +276,15 @@ def _check_target(out: Path, how: Export) -> None:
         others = [name for name in sorted(os.listdir(out)) if OF_A_CHECKPOINT.fullmatch(name) is None]
         if others:
             raise FileExistsError(f"beside the checkpoint it has {', '.join(others[:5])}: move that away")
-    old = room_of(out) / "old"
+    old = room_of(out) / OLD
     # Both exist only between two renames: the old checkpoint has made room, the new is not in its place.
-    if old.exists() and (old.parent / "new").exists():
+    if old.exists() and (old.parent / NEW).exists():
         raise FileExistsError(f"{old} is what was here before a conversion that was killed: move it away")
 
 
 def room_of(out: Path) -> Path:
     """Return a hidden folder for conversions alone: an export into the target clears its own away."""
     return out.parent / f".{out.name}.converting"
-
-
-@contextlib.contextmanager
-def _published(out: Path, how: Export) -> Iterator[Path]:
-    """Yield a hidden folder that takes the target's place when everything in it is on the disk."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _check_target(out, how)
-    room = Room(room_of(out), out)
-    try:
-        new, old = room.path / "new", room.path / "old"
-        new.mkdir()
-        # What was there before the lock was taken may be another conversion's work by now.
-        _check_target(out, how)
-        yield new
-        sync_folder(new)
-        # An empty folder makes room by itself; a folder that is filled meanwhile does not, and is an error.
-        is_there = how.overwrite and out.exists()
-        if is_there:
-            os.rename(out, old)
-        try:
-            os.rename(new, out)
-        except BaseException:
-            if is_there:
-                os.rename(old, out)
-            raise
-        sync_folder(out.parent)
-    finally:
-        with contextlib.suppress(OSError):
-            room.leave()
 
 
 # --- a checkpoint to Hugging Face files ---

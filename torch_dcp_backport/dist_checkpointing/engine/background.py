@@ -29,7 +29,7 @@ WRITING = "writing"
 COPYING = Topic("copying", "an older checkpoint in the folder is gone")
 
 
-class Background:
+class SaveUnderWay:
     """A rank's part of a save under way."""
 
     def __init__(self, planned: Planned, call: Call, group: Group, clock: report.Clock) -> None:
@@ -89,7 +89,7 @@ class Background:
                 report.close_save(call.tally, output, blocked, writing)
 
 
-def begin_save(call: Call, saving: Saving, group: Group, clock: report.Clock) -> Background:
+def begin_save(call: Call, saving: Saving, group: Group, clock: report.Clock) -> SaveUnderWay:
     """Plan, and copy this rank's own share; the caller's later changes of its tensors are not saved.
 
     Raises:
@@ -99,7 +99,7 @@ def begin_save(call: Call, saving: Saving, group: Group, clock: report.Clock) ->
     with call.tally.phase("copying"), guard(call, "a copy of this rank's share"):
         copy_works(planned.works)
     consult(call, None, lambda ranks: {}, COPYING)
-    return Background(planned, call, group, clock)
+    return SaveUnderWay(planned, call, group, clock)
 
 
 @torch.no_grad()

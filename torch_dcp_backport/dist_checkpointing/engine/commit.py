@@ -5,7 +5,6 @@ Runs on the first rank alone. Between any two steps the folder is no checkpoint,
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 import zlib
@@ -19,10 +18,11 @@ from torch_dcp_backport.dist_checkpointing.core import (
     CheckpointingConfig,
     config_bytes,
 )
-from torch_dcp_backport.dist_checkpointing.engine import files, integrity, metadata
+from torch_dcp_backport.dist_checkpointing.engine import integrity, metadata
 from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Index
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
+from torch_dcp_backport.publish import disk, marked
 from torch_dcp_backport.transfer import Problem
 
 COMMON = "common.pt"
@@ -30,6 +30,8 @@ COMMON = "common.pt"
 RECORDS = re.compile(r"__\d+_\d+\.distcp")
 #: Files without records.
 SMALL = (CONFIG_FNAME, metadata.NAME, COMMON)
+#: The files by which readers know a checkpoint, ours and torch's.
+MARKERS = (CONFIG_FNAME, metadata.NAME)
 MARKER = config_bytes(CheckpointingConfig(SHARDED_BACKEND))
 #: Seconds for which other ranks' files may stay unseen: network file systems cache that a name was not there.
 PATIENCE = 5.0
@@ -41,18 +43,11 @@ def file_of(rank: int) -> str:
 
 def clear(folder: Path) -> None:
     """Make a folder no checkpoint: a save that fails must not leave a mixture of two that loads."""
-    unmark(folder)
-    files.step("remove old records")
-    files.remove(
+    marked.unmark(folder, MARKERS)
+    disk.step("remove old records")
+    disk.remove(
         [path for path in folder.iterdir() if RECORDS.fullmatch(path.name) or path.name == integrity.NAME]
     )
-
-
-def unmark(folder: Path) -> None:
-    for name in (CONFIG_FNAME, metadata.NAME):
-        files.step(f"remove {name}")
-        files.remove([folder / name])
-        files.sync_folder(folder)
 
 
 def publish(
@@ -84,25 +79,12 @@ def publish_described(
     ]
     if findings:
         raise Refusal(findings)
-    try:
-        files.publish(folder / COMMON, common)
-        files.publish(folder / metadata.NAME, described)
-        if is_hashed:
-            small = {COMMON: common, metadata.NAME: described, CONFIG_FNAME: MARKER}
-            digests = {name: integrity.digest(data) for name, data in small.items()}
-            digests.update((output.file, output.sha256) for output in outputs.values() if output.nbytes)
-            files.publish(folder / integrity.NAME, integrity.to_bytes(digests))
-        files.step("sync folder")
-        files.sync_folder(folder)
-        files.publish(folder / CONFIG_FNAME, MARKER)
-        files.step("sync marker")
-        files.sync_folder(folder)
-        files.step("done")
-    except Exception:
-        # The ranks remove their files when they hear of it: no marker may be left by then.
-        with contextlib.suppress(OSError):
-            unmark(folder)
-        raise
+    small = {COMMON: common, metadata.NAME: described, CONFIG_FNAME: MARKER}
+    if is_hashed:
+        digests = {name: integrity.digest(data) for name, data in small.items()}
+        digests.update((output.file, output.sha256) for output in outputs.values() if output.nbytes)
+        small[integrity.NAME] = integrity.to_bytes(digests)
+    marked.publish(folder, small, CONFIG_FNAME, MARKERS)
 
 
 def forget(folder: Path, index: Index, is_forgotten: Callable[[str], bool]) -> None:
@@ -117,10 +99,10 @@ def forget(folder: Path, index: Index, is_forgotten: Callable[[str], bool]) -> N
     kept.planner_data = {key: path for key, path in paths_of(index).items() if not is_forgotten(key)}
     is_hashed = integrity.is_there(folder)
     # A checkpoint without a list of digests is valid; with an old list it is not.
-    files.remove([folder / integrity.NAME])
-    files.publish(folder / metadata.NAME, metadata.to_bytes(kept))
-    files.sync_folder(folder)
-    files.remove([folder / name for name in before - set(kept.ends)])
+    disk.remove([folder / integrity.NAME])
+    disk.publish(folder / metadata.NAME, metadata.to_bytes(kept))
+    disk.sync_folder(folder)
+    disk.remove([folder / name for name in before - set(kept.ends)])
     if is_hashed:
         integrity.write_all(folder)
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_dcp_backport.dist_checkpointing.core import CONFIG_FNAME
-from torch_dcp_backport.dist_checkpointing.engine import files, metadata
+from torch_dcp_backport.dist_checkpointing.engine import metadata
 from torch_dcp_backport.dist_checkpointing.engine.unpickle import Refused
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Problem
 
 NAME = "integrity.json"
@@ -36,7 +37,7 @@ def digest_of(path: Path) -> str:
         OSError: it cannot be read.
     """
     total, block = hashlib.sha256(), memoryview(bytearray(BLOCK))
-    with open(files.opened(path), "rb", buffering=0) as file:
+    with open(disk.opened(path), "rb", buffering=0) as file:
         while count := file.readinto(block):
             total.update(block[:count])
     return total.hexdigest()
@@ -57,7 +58,7 @@ def read(folder: Path) -> Digests:
         Unknown: there are none, or not in a form that is known here.
     """
     try:
-        data = files.read_whole(folder / NAME)
+        data = disk.read_whole(folder / NAME)
     except FileNotFoundError:
         raise Unknown(f"{folder} has no {NAME}: it was saved without verify_integrity=True") from None
     except OSError as error:
@@ -93,8 +94,8 @@ def unlisted(digests: Mapping[str, str], needed: Iterable[str]) -> list[Problem]
 def write_all(folder: Path) -> None:
     """Save the digests of all files that are in a folder, but for those of its folders."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != NAME)
-    files.publish(folder / NAME, to_bytes({name: digest_of(folder / name) for name in names}))
-    files.sync_folder(folder)
+    disk.publish(folder / NAME, to_bytes({name: digest_of(folder / name) for name in names}))
+    disk.sync_folder(folder)
 
 
 def is_there(folder: Path) -> bool:

@@ -21,7 +21,7 @@ from torch_dcp_backport.dist_checkpointing.core import (
     CheckpointingException,
     parse_config,
 )
-from torch_dcp_backport.dist_checkpointing.engine import commit, files, metadata, values
+from torch_dcp_backport.dist_checkpointing.engine import commit, metadata, values
 from torch_dcp_backport.dist_checkpointing.engine.cover import covered
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
 from torch_dcp_backport.dist_checkpointing.engine.meeting import announce, guard
@@ -29,6 +29,7 @@ from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, 
 from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
 from torch_dcp_backport.dist_checkpointing.engine.table import Row, spelled
 from torch_dcp_backport.dist_checkpointing.engine.unpickle import Refused
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Box, Call, Problem
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
@@ -80,7 +81,7 @@ def small_files(folder: Path) -> dict[str, bytes]:
     content = {}
     for name in commit.SMALL:
         try:
-            content[name] = files.read_whole(folder / name, MOST)
+            content[name] = disk.read_whole(folder / name, MOST)
         except FileNotFoundError:
             continue
         except (OSError, MemoryError) as error:

@@ -15,13 +15,14 @@ from typing import NamedTuple, Optional
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.dist_checkpointing.engine import files, foreign
+from torch_dcp_backport.dist_checkpointing.engine import foreign
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Memory, Source
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place
 from torch_dcp_backport.dist_checkpointing.engine.records import bytes_to_words, form_of, strides_of
 from torch_dcp_backport.dist_checkpointing.engine.runs import LARGEST, extent_of, pieces
 from torch_dcp_backport.dist_checkpointing.engine.values import Unloadable, loads
 from torch_dcp_backport.dist_checkpointing.engine.writer import bytes_of, is_flat
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Box, Problem
 from torch_dcp_backport.transfer.staging import part_of
 
@@ -122,7 +123,7 @@ def wrong_files(folder: Path, needed: Iterable[tuple[str, Place]], index: Index)
             size = os.stat(folder / name).st_size
             if size >= end:
                 # The right to see a file is not the right to read it.
-                os.close(files.opened(folder / name))
+                os.close(disk.opened(folder / name))
         except OSError as error:
             yield Problem(f"{name} cannot be read", key, str(error))
             continue
@@ -165,7 +166,7 @@ class Reader:
 
     @contextmanager
     def open(self, name: str) -> Iterator[Source]:
-        fd = files.opened(self.folder / name)
+        fd = disk.opened(self.folder / name)
         source = Source(fd, name)
         self.files += 1
         try:

@@ -44,6 +44,7 @@ from torch_dcp_backport.dist_checkpointing.engine.table import (
     unwritable,
 )
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Box, Call, Problem, problem_of
 from torch_dcp_backport.transfer.once import warn_once
 
@@ -139,7 +140,7 @@ class Planned(NamedTuple):
         """Remove the file of `write`, where it will never be a part of a checkpoint."""
         with contextlib.suppress(OSError):
             if self.claim.is_held:
-                files.remove([self.path])
+                disk.remove([self.path])
 
 
 def save(call: Call, saving: Saving) -> Output:

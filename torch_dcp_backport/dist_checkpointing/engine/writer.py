@@ -19,6 +19,7 @@ from torch_dcp_backport.dist_checkpointing.engine import files, integrity
 from torch_dcp_backport.dist_checkpointing.engine.crc import combined
 from torch_dcp_backport.dist_checkpointing.engine.records import Form, RunningSum, form_of
 from torch_dcp_backport.dist_checkpointing.engine.runs import pieces
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Box
 from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.memory import has_slices, is_freed, layout_text
@@ -108,14 +109,14 @@ def write(
     output = Output(path.name, total, [], [])
     if not tensors and not objects:
         return output
-    files.step(f"create {path.name}")
-    fd = files.create(path)
+    disk.step(f"create {path.name}")
+    fd = disk.create(path)
     try:
         files.reserve(fd, total)
         sink = Sink(fd)
         block: Optional[torch.Tensor] = None
         for work, form in zip(tensors, forms):
-            files.step("write record")
+            disk.step("write record")
             part = work.part
             if is_flat(part):
                 blocks = flat_blocks(part)
@@ -131,7 +132,7 @@ def write(
         if is_hashed:
             # In order: a record's head is written after its values.
             output = output._replace(sha256=integrity.digest_of(path))
-        files.step(f"sync {path.name}")
+        disk.step(f"sync {path.name}")
         os.fsync(fd)
     finally:
         os.close(fd)

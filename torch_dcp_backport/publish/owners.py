@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Optional
 
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.publish import disk
 
 OWNER = "owner.json"
 #: Seconds without a change after which a folder of another machine counts as abandoned.
@@ -29,7 +29,7 @@ _lock = threading.Lock()
 def mark(path: Path) -> None:
     """Write a mark of this process, a file in the folder that it works on."""
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started_at(os.getpid())}
-    files.publish(path, json.dumps(owner).encode(), is_synced=False)
+    disk.publish(path, json.dumps(owner).encode(), is_synced=False)
 
 
 def keep_young(path: Path) -> None:
@@ -72,7 +72,7 @@ def is_alive(draft: Path, name: str = OWNER) -> bool:
     if not os.path.lexists(draft / name):
         return False
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        owner = json.loads(files.read_whole(draft / name))
+        owner = json.loads(disk.read_whole(draft / name))
         if owner["host"] == socket.gethostname():
             return bool(owner["started"] == started_at(int(owner["pid"])))
     return time.time() - last_change(draft) < ABANDONED
@@ -83,7 +83,7 @@ def last_change(folder: Path) -> float:
 
 
 def walk_times(folder: Path) -> Iterator[float]:
-    for place, entries in files.walk(folder):
+    for place, entries in disk.walk(folder):
         paths = [str(place), *(entry.path for entry in entries)]
         for path in paths:
             with contextlib.suppress(OSError):
