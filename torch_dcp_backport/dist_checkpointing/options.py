@@ -50,9 +50,7 @@ class SaveOptions(NamedTuple):
 
     def begin(self) -> Call:
         """Begin the call of this save."""
-        return (
-            Call(CANNOT_SAVE, "save", ()) if self.is_alone else begin(CANNOT_SAVE, "save", self.process_group)
-        )
+        return begin(CANNOT_SAVE, "save", self.process_group, is_alone=self.is_alone)
 
 
 class LoadOptions(NamedTuple):

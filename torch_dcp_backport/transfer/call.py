@@ -9,7 +9,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Optional
+from typing import Any, Generic, Optional, TypeVar
 
 import torch.distributed as dist
 
@@ -17,7 +17,15 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import settings
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.consensus import Mark, agree_on_mark, agree_on_mesh, share_findings
-from torch_dcp_backport.transfer.errors import UNCHANGED, Finding, Problem, problem_of, raise_together
+from torch_dcp_backport.transfer.errors import (
+    UNCHANGED,
+    CollectiveError,
+    Finding,
+    Problem,
+    problem_of,
+    raise_together,
+    spell_key,
+)
 from torch_dcp_backport.transfer.groups import Group, comm_device_type, exclusive, group_ranks
 from torch_dcp_backport.transfer.plan import Agreement, Table, Terms, Want, publish, share_tables
 from torch_dcp_backport.transfer.report import Tally
@@ -26,6 +34,33 @@ logger = logging.getLogger("torch_dcp_backport.transfer")
 
 BAD_BUDGET = "not a staging budget"
 NO_TERMS = Terms()
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Attempt(Generic[T_co]):
+    """What a rank made, or the error that kept it from that."""
+
+    def __init__(self, value: Optional[T_co] = None, error: Optional[Exception] = None) -> None:
+        self._value = value
+        self.error = error
+
+    @property
+    def value(self) -> T_co:
+        """What was made. After an agreement it is there: this rank's problem would have been raised.
+
+        Raises:
+            Exception: nothing was made.
+        """
+        if self.error is not None:
+            raise self.error
+        return self._value  # type: ignore[return-value]
+
+
+def made_of(value: object) -> Any:
+    """The value itself; of an attempt, what was made."""
+    return value.value if isinstance(value, Attempt) else value
 
 
 class Call:
@@ -37,6 +72,7 @@ class Call:
         operation: str,
         groups: Sequence[Group] = (None,),
         problems: Optional[list[Problem]] = None,
+        kind: type[Exception] = RuntimeError,
     ) -> None:
         """Begin a call without any agreement.
 
@@ -46,17 +82,19 @@ class Call:
             groups: one process group, or those of a mesh's dimensions where only agreements are needed; none
                 where no other rank takes part.
             problems: of this rank, so far; the list is used as it is.
+            kind: of the errors that meetings raise.
         """
         outside: Any = dist.GroupMember.NON_GROUP_MEMBER
         if any(group is outside for group in groups):
             raise ValueError(f"{title}: this rank is not in the process group")
         self.title = title
+        self.kind = kind
         self.groups = tuple(groups)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.tally = Tally(operation)
         self.problems: list[Problem] = [] if problems is None else problems
         #: The exception behind the last of the problems.
-        self.cause: Optional[BaseException] = None
+        self.cause: Optional[Exception] = None
         #: Whether code outside torch takes part in what is left to do, on any rank.
         self.user_code = False
         #: Whether all ranks are in the same collective: a failure reaches them there, or nothing could.
@@ -69,8 +107,12 @@ class Call:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks of the group."""
-        return group_ranks(self.group)
+        """Global ranks of the group; this one alone where there is none."""
+        return group_ranks(self.group) if self.groups else (self.rank,)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == self.ranks[0]
 
     @property
     def findings(self) -> list[Finding]:
@@ -99,12 +141,42 @@ class Call:
 
     @contextlib.contextmanager
     def guard(self, key: Key = "") -> Iterator[None]:
-        """Turn an exception into a problem, of a key: the other ranks wait in the agreement."""
+        """Turn an exception into a problem, of a key: the other ranks wait in the agreement.
+
+        Raises:
+            CollectiveError: every rank has it already.
+        """
         try:
             yield
         except Exception as error:
-            self.problems.append(problem_of(error, key))
-            self.cause = error
+            if isinstance(error, self.kind) and getattr(error, "is_agreed", False):
+                raise
+            self.record(self.problem_of(error, key), error)
+
+    def attempt(self, function: Callable[..., T], *args: Any, key: Key = "") -> Attempt[T]:
+        """Call a function; its error is a problem, of a key, as within `guard`.
+
+        Args:
+            args: an attempt among them stands for its value; where that failed, so does this, and there is
+                no second problem.
+        """
+        for arg in args:
+            if isinstance(arg, Attempt) and arg.error is not None:
+                return Attempt(error=arg.error)
+        with self.guard(key):
+            return Attempt(function(*map(made_of, args)))
+        return Attempt(error=self.cause)
+
+    def problem_of(self, error: Exception, key: Key = "") -> Problem:
+        """An error of this rank as a problem; a collective error has its text already."""
+        if isinstance(error, CollectiveError) and issubclass(self.kind, CollectiveError):
+            return Problem(str(error), spell_key(key))
+        return problem_of(error, key)
+
+    def record(self, problem: Problem, cause: Exception) -> None:
+        """Add a problem of this rank, and the exception behind it."""
+        self.problems.append(problem)
+        self.cause = cause
 
     @contextlib.contextmanager
     def room_for(self, what: str) -> Iterator[None]:

@@ -20,10 +20,10 @@ from torch_dcp_backport.dist_checkpointing.core import (
     config_bytes,
 )
 from torch_dcp_backport.dist_checkpointing.engine import files, integrity, metadata
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Index
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.transfer import Problem
+from torch_dcp_backport.transfer.meet import Refusal
 
 COMMON = "common.pt"
 #: The names that this room and torch give to files of records.
