@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Optional
 
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.meet import Topic, at_first
 

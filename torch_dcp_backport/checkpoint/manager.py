@@ -22,7 +22,7 @@ from torch_dcp_backport.checkpoint.together import Wanted
 from torch_dcp_backport.checkpoint.uploads import Uploads
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.meet import Topic
 from torch_dcp_backport.transfer.once import warn_once

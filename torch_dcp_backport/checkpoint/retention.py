@@ -18,7 +18,7 @@ from torch_dcp_backport.checkpoint import manifest, store, together
 from torch_dcp_backport.checkpoint.background import Background
 from torch_dcp_backport.checkpoint.store import NOT_LOADED, Listed, Shelf
 from torch_dcp_backport.dist_checkpointing.engine import files
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.meet import Topic, at_first
 

@@ -25,7 +25,7 @@ from torch_dcp_backport.dist_checkpointing import (
     load_common_state_dict,
 )
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.options import SaveOptions
 from torch_dcp_backport.dist_checkpointing.serialization import begin_made, save_made

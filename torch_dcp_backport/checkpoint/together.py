@@ -24,7 +24,7 @@ from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
 from torch_dcp_backport.checkpoint.store import Identity, Shelf
 from torch_dcp_backport.dist_checkpointing.core import SHARDED, CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import files
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.transfer import Call, Problem, settings

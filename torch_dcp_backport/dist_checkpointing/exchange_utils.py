@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch_dcp_backport.dist_checkpointing.adopt import adopted
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.dict_utils import nested_values
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 from torch_dcp_backport.dist_checkpointing.sharded_tensor import (
     check_memory,

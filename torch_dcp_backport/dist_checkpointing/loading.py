@@ -15,9 +15,9 @@ import torch
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import flat
 from torch_dcp_backport.dist_checkpointing.engine import load as engine
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened, Wanted
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Index
 from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader, wrong_files
 from torch_dcp_backport.dist_checkpointing.engine.sharing import read_shared

@@ -21,7 +21,7 @@ from torch_dcp_backport.dist_checkpointing.core import (
 )
 from torch_dcp_backport.dist_checkpointing.dict_utils import extract_matching_values
 from torch_dcp_backport.dist_checkpointing.engine import flat, integrity
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.engine.table import ObjectRow, Row, Table, findings_of
 from torch_dcp_backport.dist_checkpointing.mapping import (
     CommonStateDict,

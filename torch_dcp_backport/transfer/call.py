@@ -9,7 +9,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, Optional, TypeVar
+from typing import Any, Generic, Optional, TypeVar, Union
 
 import torch.distributed as dist
 
@@ -22,18 +22,21 @@ from torch_dcp_backport.transfer.errors import (
     CollectiveError,
     Finding,
     Problem,
+    TransferError,
+    differences,
     problem_of,
     raise_together,
     spell_key,
 )
 from torch_dcp_backport.transfer.groups import Group, comm_device_type, exclusive, group_ranks
-from torch_dcp_backport.transfer.plan import Agreement, Table, Terms, Want, publish, share_tables
+from torch_dcp_backport.transfer.plan import Agreement, Terms, Want, publish, share_tables
 from torch_dcp_backport.transfer.report import Tally
 
 logger = logging.getLogger("torch_dcp_backport.transfer")
 
 BAD_BUDGET = "not a staging budget"
 NO_TERMS = Terms()
+NO_WANTS: Mapping[Key, Want] = {}
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -73,6 +76,7 @@ class Call:
         groups: Sequence[Group] = (None,),
         problems: Optional[list[Problem]] = None,
         kind: type[Exception] = RuntimeError,
+        plain: tuple[type[Exception], ...] = (),
     ) -> None:
         """Begin a call without any agreement.
 
@@ -83,12 +87,15 @@ class Call:
                 where no other rank takes part.
             problems: of this rank, so far; the list is used as it is.
             kind: of the errors that meetings raise.
+            plain: errors whose text stands alone in a problem, without their type; of a kind that is a
+                `CollectiveError` these as well.
         """
         outside: Any = dist.GroupMember.NON_GROUP_MEMBER
         if any(group is outside for group in groups):
             raise ValueError(f"{title}: this rank is not in the process group")
         self.title = title
         self.kind = kind
+        self.plain = (*plain, CollectiveError) if issubclass(kind, CollectiveError) else plain
         self.groups = tuple(groups)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.tally = Tally(operation)
@@ -168,8 +175,8 @@ class Call:
         return Attempt(error=self.cause)
 
     def problem_of(self, error: Exception, key: Key = "") -> Problem:
-        """An error of this rank as a problem; a collective error has its text already."""
-        if isinstance(error, CollectiveError) and issubclass(self.kind, CollectiveError):
+        """An error of this rank as a problem."""
+        if isinstance(error, self.plain):
             return Problem(str(error), spell_key(key))
         return problem_of(error, key)
 
@@ -197,7 +204,7 @@ class Call:
 
     # --- what the ranks tell each other ---
 
-    def publish(self, inventory: Optional[Mapping[Key, object]]) -> dict[Key, Any]:
+    def publish(self, inventory: Optional[Mapping[Any, object]]) -> dict[Any, Any]:
         """The first rank's inventory (key -> TensorInfo, or a small value itself), on every rank.
 
         The problems of other ranks are raised by `agree`, which every rank must call next.
@@ -205,13 +212,16 @@ class Call:
         Raises:
             RuntimeError: the first rank has problems; on every rank.
         """
+        if not self.groups:
+            self.raise_alone()
+            return dict(inventory or {})
         with self.tally.phase("inventory"):
             return publish(inventory, self.problems, self.title, self.group)
 
     def agree(
         self,
-        wants: Mapping[Key, Want],
-        terms: Terms = NO_TERMS,
+        wants: Mapping[Key, Want] = NO_WANTS,
+        terms: Union[Terms, Attempt[Terms]] = NO_TERMS,
         *,
         staging_bytes: Optional[int] = None,
         so_far: str = UNCHANGED,
@@ -221,13 +231,20 @@ class Call:
         One small message from and to each rank where nothing is wrong and all want the same.
 
         Args:
+            terms: or the attempt to make them.
             staging_bytes: this rank's budget; None is that of the settings.
             so_far: what an error says of what was written.
 
         Raises:
-            RuntimeError: some rank has problems; the same message on every rank.
+            RuntimeError: some rank has problems, or another value in the terms' `common`; the same message on
+                every rank.
             ValueError: nothing is wrong but some rank's budget; on every rank too.
         """
+        if isinstance(terms, Attempt):
+            terms = NO_TERMS if terms.error is not None else terms.value
+        if not self.groups:
+            self.raise_alone()
+            return Agreement([terms.table(wants, self.ranks)], 0, terms.device or "cpu")
         with self.tally.phase("agree"):
             budget, findings = settings.DEFAULT, self.findings
             try:
@@ -240,9 +257,13 @@ class Call:
             digest = terms.digest(wants)
             mark = Mark(digest, bool(findings), terms.user_code, budget, terms.device)
             common = self.compare(mark, findings, so_far)
-            tables = [Table(wants, self.ranks, terms.relays, terms.note)]
+            tables = [terms.table(wants, self.ranks)]
             if common.digest != digest:
                 tables = share_tables(tables[0], digest, self.title, self.group, so_far)
+        if len(tables) > 1:
+            # Every rank computes the same findings from the same tables.
+            common_by_rank = {rank: table.common for table in tables for rank in table.ranks}
+            raise_together(self.title, differences(common_by_rank))
         self.user_code = common.user_code
         device = comm_device_type(self.group, common.device or "cpu")
         return Agreement(tables, common.staging_bytes, device)
@@ -263,14 +284,29 @@ class Call:
             )
         return common
 
-    def agree_on_problems(self, user_code: bool = False) -> None:
-        """Raise the problems of all ranks of all groups, where nothing travels.
+    def settle(
+        self,
+        so_far: str = UNCHANGED,
+        *,
+        lost: str = "",
+        kind: Optional[type[Exception]] = None,
+        user_code: bool = False,
+    ) -> None:
+        """Raise the problems that came up on any rank of all groups, on every rank.
+
+        Args:
+            so_far: a text about what was written on some rank; the same on every rank.
+            lost: the text to use instead if a rank is gone; "" uses `so_far`.
+            kind: of the error; by default as below.
+            user_code: whether code outside torch takes part on this rank.
 
         Raises:
-            RuntimeError: some rank has problems.
+            RuntimeError: some rank has problems, and nothing was changed.
+            TransferError: some rank has problems after something was written; or a rank is gone.
         """
-        findings, self.user_code = agree_on_mesh(self.findings, self.groups, user_code)
-        raise_together(self.title, findings, self.cause)
+        findings, self.user_code = agree_on_mesh(self.findings, self.groups, user_code, so_far=lost or so_far)
+        kind = kind or (RuntimeError if so_far == UNCHANGED else TransferError)
+        raise_together(self.title, findings, self.cause, kind, so_far)
 
     def tell(self, error: Exception, so_far: Callable[[], str]) -> None:
         """Tell the other ranks, in the last agreement, that user code failed on this one."""
@@ -282,13 +318,3 @@ class Call:
         with contextlib.suppress(Exception):
             agree_on_mesh([(self.rank, problem)], self.groups, so_far=so_far())
         compat.add_note(error, so_far())
-
-    def settle(self, so_far: Callable[[], str]) -> None:
-        """The last agreement, where user code took part on any rank.
-
-        Raises:
-            RuntimeError: it failed on another rank; says what was written on this one.
-        """
-        if self.user_code and self.groups:
-            findings, _ = agree_on_mesh([], self.groups, so_far=so_far())
-            raise_together(self.title, findings, so_far=so_far())

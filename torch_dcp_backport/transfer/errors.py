@@ -69,7 +69,7 @@ def differences(common_by_rank: Mapping[int, Common]) -> list[Finding]:
     first, expected = next(iter(common_by_rank.items()))
     findings = []
     for rank, own in common_by_rank.items():
-        for name in {**expected, **own} if own != expected else ():
+        for name in {} if own is expected or own == expected else {**expected, **own}:
             got, value = own.get(name, "nothing"), expected.get(name, "nothing")
             if got != value:
                 problem = Problem("not the same on every rank", name, got, f"{value} as on rank {first}")

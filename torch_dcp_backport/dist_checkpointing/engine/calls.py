@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.transfer import Call
-from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.groups import Group, groups_of
 
 
 def begin(title: str, operation: str, group: Group = None, *, is_alone: bool = False) -> Call:
     """Begin a call over a process group; of this process alone where there is none, or with `is_alone`."""
-    alone = is_alone or (group is None and not dist.is_initialized())
-    return Call(title, operation, () if alone else (group,), kind=CheckpointingException)
+    return Call(title, operation, () if is_alone else groups_of(group), kind=CheckpointingException)
