@@ -141,12 +141,21 @@ def elsewhere(call: Call, rank: int) -> Any:
     meet.meet(call, COUNTING._replace(doing="leaving") if rank == 1 else COUNTING)
 
 
+def numbers(call: Call, rank: int) -> Any:
+    return meet.meet_numbers(call, call.attempt(lambda: [rank, 2**32 - 1]), 2)
+
+
+def numbers_fail(call: Call, rank: int) -> Any:
+    meet.meet_numbers(call, call.attempt(lambda: [failing(rank) if rank == 2 else 0]), 1)
+
+
 def said(call: Call, rank: int) -> Any:
     with meet.saying("step 3 is there"):
         many_fail(call, rank)
 
 
 HEAD = "cannot count: {} problem(s), files are as they were."
+UNCHANGED = "cannot count: 1 problem(s), nothing was changed."
 
 
 class Case(NamedTuple):
@@ -182,6 +191,8 @@ CASES = [
         f"{HEAD.format(1)}\n  rank 1: the rank is somewhere else in its calls "
         "(expected counting, got leaving)",
     ),
+    Case(numbers, [{rank: [rank, 2**32 - 1] for rank in range(WORLD)}] * WORLD),
+    Case(numbers_fail, f"{UNCHANGED}\n  rank 2: ValueError: no count on 2"),
     Case(said, "cannot count: 1 problem(s), step 3 is there.\n  ranks 1-3: OSError: the disk is full"),
 ]
 
@@ -208,7 +219,7 @@ def alone(_: Any) -> list[Any]:
     with begin() as call:
         assert call.ranks == (0,)
         assert call.is_first
-        results = [run(call, 0) for run in (values, nothing, decided, each)]
+        results = [run(call, 0) for run in (values, nothing, decided, each, numbers)]
     for run in (the_first_fails, no_pickle_back):
         with begin() as call:
             try:
@@ -220,7 +231,7 @@ def alone(_: Any) -> list[Any]:
 
 def test_a_process_without_a_group_meets_itself(pools: Any) -> None:
     fails = "  rank 0: ValueError: no count on 0", "  rank 0: TypeError: a lock stays where it is"
-    assert pools.get(0).run(alone) == [[{0: 0}, {0: None}, 0, 0, *fails]]
+    assert pools.get(0).run(alone) == [[{0: 0}, {0: None}, 0, 0, {0: [0, 2**32 - 1]}, *fails]]
 
 
 def kinds(_: Any) -> list[str]:

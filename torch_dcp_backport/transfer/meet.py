@@ -12,7 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn, Union
 
+import torch
+
 from torch_dcp_backport.transfer.call import Attempt, Call, made_of
+from torch_dcp_backport.transfer.consensus import share_findings
 from torch_dcp_backport.transfer.errors import (
     NOTHING,
     UNCHANGED,
@@ -25,8 +28,9 @@ from torch_dcp_backport.transfer.errors import (
     differences,
     spell,
 )
+from torch_dcp_backport.transfer.groups import is_silent
 from torch_dcp_backport.transfer.rounds import Heard, answer, ask
-from torch_dcp_backport.transfer.wire import MOST, absent
+from torch_dcp_backport.transfer.wire import MOST, absent, device_for, gather_rows
 
 #: Bytes that a message has around its content.
 SPARE = 4096
@@ -107,6 +111,26 @@ def meet(
         if any(value is not None for value in meeting.heard.values()):
             meeting.answer(meeting.heard)
     return meeting.result or dict.fromkeys(call.ranks)
+
+
+def meet_numbers(call: Call, own: Attempt[Sequence[float]], count: int) -> dict[int, list[float]]:
+    """Do as `meet` for so many numbers of each rank, in one small all-gather: for every step of a training.
+
+    Problems travel only where a rank has some.
+    """
+    if not call.groups:
+        call.raise_alone()
+        return {call.rank: list(own.value)}
+    numbers = [0.0] * count if own.error is not None else list(own.value)
+    row = torch.tensor([*numbers, len(call.problems)], dtype=torch.float64, device="cpu")
+    if is_silent(call.group):
+        rows = [row.tolist()] * len(call.ranks)
+    else:
+        sent = row.view(torch.uint8).to(device_for(call.group))
+        rows = gather_rows(sent, call.group).cpu().view(torch.float64).tolist()
+    if any(problems for *_, problems in rows):
+        fail(call, share_findings(call.findings, call.group))
+    return {rank: numbers for rank, (*numbers, _) in zip(call.ranks, rows)}
 
 
 @contextlib.contextmanager
