@@ -381,9 +381,9 @@ def test_a_root_that_cannot_be_synced_has_the_step(tmp_path: Path, monkeypatch, 
 
 def test_patience_with_files_that_are_not_seen_is_that_of_all(tmp_path: Path, monkeypatch) -> None:
     from torch_dcp_backport.dist_checkpointing.engine import commit
-    from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal
     from torch_dcp_backport.dist_checkpointing.engine.metadata import Index
     from torch_dcp_backport.dist_checkpointing.engine.writer import Output
+    from torch_dcp_backport.transfer.meet import Refusal
 
     class Clock:
         now = 0.0

@@ -18,9 +18,9 @@ from torch_dcp_backport.dist_checkpointing import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from torch_dcp_backport.dist_checkpointing.engine import meeting
 from torch_dcp_backport.dist_checkpointing.training_state import load_training_state, save_training_state
 from torch_dcp_backport.dist_checkpointing.validation import determine_global_metadata
+from torch_dcp_backport.transfer import meet as meeting
 from torch_dcp_backport.transfer import wire
 
 WORLD = 2

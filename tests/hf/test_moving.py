@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport.hf.moving import agree
 from torch_dcp_backport.transfer import Box, Call, staging
 from torch_dcp_backport.transfer.exchange import Route
 from torch_dcp_backport.transfer.layout import whole
@@ -42,7 +41,7 @@ def packed(api: Any, rows: int, dim: int, kind: str) -> int:
     staging.Staging.pack = pack  # type: ignore[method-assign]
     try:
         with Call("cannot move", "move", [None]) as call:
-            move(call, agree(call), {"w": Route(held, wanted, torch.float32)}, memories)
+            move(call, call.agree(), {"w": Route(held, wanted, torch.float32)}, memories)
     finally:
         staging.Staging.pack = native  # type: ignore[method-assign]
     assert torch.equal(target, part_of(value, whole(size), boxes[rank]).clone())

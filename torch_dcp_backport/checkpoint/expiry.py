@@ -6,12 +6,13 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Optional
 
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, consult
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.meet import Topic, at_first
 
 #: Set by Volcano Engine and by SageMaker: seconds since 1970 at which the machines are taken away.
 EXPIRY = (
@@ -69,10 +70,9 @@ class SaveSignals:
 
         Collective.
         """
-
-        def decide(saves_by_rank: Mapping[int, bool]) -> Mapping[int, bool]:
-            return dict.fromkeys(saves_by_rank, any(saves_by_rank.values()))
-
         with begin("cannot agree on a save", "save", self.process_group) as call:
             received, self._received = self._received, False
-            return bool(consult(call, received or expires, decide, Topic("asking for signals")))
+            with at_first(call, Topic("asking for signals"), received or expires) as meeting:
+                if meeting.decides:
+                    meeting.answer(any(meeting.heard.values()))
+            return bool(meeting.result)

@@ -41,7 +41,6 @@ from torch_dcp_backport.hf.export import (
 )
 from torch_dcp_backport.hf.files import ADAPTER_FILES
 from torch_dcp_backport.hf.format import nbytes_of
-from torch_dcp_backport.hf.moving import settle
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.hf.state import spelled_config
 from torch_dcp_backport.transfer import Box, Call, Problem, TensorInfo, settings
@@ -141,7 +140,7 @@ def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
         real, within = Path(os.path.realpath(out)), Path(os.path.realpath(folder))
         if within in (real, *real.parents):
             raise ValueError(f"{out} is in the checkpoint, which would no longer be what was saved")
-    settle(call)
+    call.settle()
     model = _opened(call, folder, request.trust)
     plan: Optional[adapters.Merged] = None
     names, ties = {key: key for key in model.infos}, dict(model.tied)
@@ -157,7 +156,7 @@ def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
                 names = plan.names
                 ties = _renamed(model.tied, names)
                 adapters.check_ties(plan, ties)
-        settle(call)
+        call.settle()
     held = {name: (model.infos[key],) for name, key in names.items() if name not in ties}
     if target.is_examined:
         tensors = exported(held, target.how)
@@ -170,7 +169,7 @@ def _export(call: Call, folder: Path, out: Path, request: Request) -> Saved:
                 if not _equal(model, names[first], names[other]):
                     call.problems.append(not_one(first, other))
                 del tensors[other]
-    settle(call)
+    call.settle()
     bring = _bringing(model, names, plan, meter_of(tensors), tensors)
     return write_files(call, tensors, bring, target)
 
@@ -260,7 +259,7 @@ def _opened_ours(call: Call, checkpoint: Opened) -> Model:
         what = f"no model: no tensor's key begins with {PREFIX}"
         call.problems.append(Problem(what, str(checkpoint.folder)))
     call.problems += not_whole(checkpoint, stored)
-    settle(call)
+    call.settle()
     reader = Reader(checkpoint.folder, checkpoint.holds.is_ours)
 
     def fill(parts: Sequence[tuple[str, Box, torch.Tensor]]) -> None:

@@ -19,12 +19,12 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint import beside, extra, flat, verl
 from torch_dcp_backport.checkpoint.layout import ADAPTER, SAVED, SCHEDULERS_WORLD, TIED, WORLD
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
-from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, CANNOT_SAVE, run_on_first
+from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, CANNOT_SAVE
 from torch_dcp_backport.checkpoint.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.options import LoadOptions
 from torch_dcp_backport.dist_checkpointing.serialization import load_made
@@ -44,7 +44,10 @@ from torch_dcp_backport.hf.state import tied_names, unchecked
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.state_dict import set_model_state_dict, set_optimizer_state_dict, set_state_dict
 from torch_dcp_backport.state_dict.fqn import get_fqns
+from torch_dcp_backport.transfer import Call
+from torch_dcp_backport.transfer.call import Attempt
 from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.meet import Topic, at_first, meet
 from torch_dcp_backport.transfer.once import warn_once
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
@@ -65,6 +68,18 @@ class Adapter(NamedTuple):
     transposed: dict[str, bool]
     #: Whether the model has others.
     is_among_others: bool
+
+
+class VerlParts(NamedTuple):
+    """What is loaded of a checkpoint of verl's own manager; empty where it is not asked for."""
+
+    model: dict[str, verl.Shards]
+    #: This rank's state dict, and the views of its tensors that are filled.
+    halves: dict[str, Any]
+    views: dict[str, Any]
+    optimizer: Any = None
+    #: The schedule and the random states.
+    others: Any = None
 
 
 class FSDPCheckpointManager(ShardedManager):
@@ -128,7 +143,7 @@ class FSDPCheckpointManager(ShardedManager):
 
         own = self.agree_on_save(folder, prepare)
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
-            halves = united(call, lambda: own)
+            halves = united(call, Attempt(own))
         rank, world = self.place()
 
         def make() -> ShardedStateDict:
@@ -154,12 +169,12 @@ class FSDPCheckpointManager(ShardedManager):
             TransferError: a rank is gone, or the group's timeout is over.
         """
         target, how, group = folder / HUGGING_FACE, Export(overwrite=True), self.process_group
-        adapter: Optional[Adapter] = None
         with begin(CANNOT_SAVE, "save", group) as call:
             # Code of peft and of the model, which may raise on a rank alone.
-            with guard(call, "adapter"):
-                adapter = self.adapter_of(tensors)
-            run_on_first(call, lambda: None, "describing the adapter", {"adapter": str(adapter is not None)})
+            made = call.attempt(self.adapter_of, tensors, key="adapter")
+            same = call.attempt(lambda adapter: {"adapter": str(adapter is not None)}, made)
+            meet(call, Topic("describing the adapter"), common=same)
+        adapter = made.value
         if adapter is None:
             save_state_dict(tensors, target, like=target, how=how, process_group=group)
             return
@@ -254,7 +269,7 @@ class FSDPCheckpointManager(ShardedManager):
         common, (state, views) = self.agree_on_load(path, (SAVED, WORLD, SCHEDULERS_WORLD), prepare)
         frozen = frozen_names(self.model)
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
-            others = names_of_others(call, views, frozen)
+            others = names_of_others(call, Attempt(views), frozen)
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
         is_full = set(self.checkpoint_load_contents) >= set(common[SAVED])
@@ -285,41 +300,49 @@ class FSDPCheckpointManager(ShardedManager):
 
     def verl_world(self, folder: Path) -> int:
         """Return the number of ranks of verl's own manager that saved a folder; 0 where ours did."""
-
-        def look() -> int:
-            return 0 if (folder / SHARDED).exists() else verl.saved_world(folder)
-
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
-            return int(run_on_first(call, look, "looking who saved it", {"folder": str(folder)}))
+            with at_first(call, Topic("looking who saved it"), common={"folder": str(folder)}) as meeting:
+                if meeting.decides:
+                    meeting.answer(0 if (folder / SHARDED).exists() else verl.saved_world(folder))
+            return int(meeting.result)
+
+    def verl_parts(self, call: Call, folder: Path, saved_world: int) -> VerlParts:
+        """Return what a checkpoint of verl's own manager has; what does not fit is a problem of the call.
+
+        Raises:
+            CheckpointingException: it cannot be loaded here.
+        """
+        rank, world = self.place()
+        contents = self.checkpoint_load_contents
+        if not self.trust:
+            raise CheckpointingException(f"{folder} {verl.UNTRUSTED}")
+        if saved_world != world and contents != (MODEL,):
+            raise CheckpointingException(
+                f"saved by {saved_world} ranks of verl's own manager, and loaded by {world}: on "
+                f"another number load_contents=['model'] alone can be, not {', '.join(contents)}"
+            )
+        parts = VerlParts({}, {}, {})
+        if self.should_load_model:
+            model = verl.model_of(folder, saved_world)
+            halves = self.halves(True, False)
+            views = self.viewed(halves)
+            call.problems += verl.problems_of(model, tensors_of(views[MODEL]))
+            parts = VerlParts(model, halves, views)
+        if self.should_load_optimizer and self.optimizer is not None:
+            optimizer = verl.loaded(folder, verl.OPTIMIZER, world, rank)
+            call.problems += verl.problems_of_optimizer(optimizer, self.optimizer)
+            parts = parts._replace(optimizer=optimizer)
+        if self.should_load_extra:
+            parts = parts._replace(others=verl.loaded(folder, verl.EXTRA, world, rank))
+        return parts
 
     def read_verl(self, folder: Path, saved_world: int) -> None:
         """Load a checkpoint of verl's own manager."""
-        rank, world = self.place()
-        contents = self.checkpoint_load_contents
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
-            model: dict[str, verl.Shards] = {}
-            halves, views = dict[str, Any](), dict[str, Any]()
-            optimizer, others = None, None
-            with guard(call, str(folder)):
-                if not self.trust:
-                    raise CheckpointingException(f"{folder} {verl.UNTRUSTED}")
-                if saved_world != world and contents != (MODEL,):
-                    raise CheckpointingException(
-                        f"saved by {saved_world} ranks of verl's own manager, and loaded by {world}: on "
-                        f"another number load_contents=['model'] alone can be, not {', '.join(contents)}"
-                    )
-                if self.should_load_model:
-                    model = verl.model_of(folder, saved_world)
-                    halves = self.halves(True, False)
-                    views = self.viewed(halves)
-                    call.problems += verl.problems_of(model, tensors_of(views[MODEL]))
-                if self.should_load_optimizer and self.optimizer is not None:
-                    optimizer = verl.loaded(folder, verl.OPTIMIZER, world, rank)
-                    call.problems += verl.problems_of_optimizer(optimizer, self.optimizer)
-                if self.should_load_extra:
-                    others = verl.loaded(folder, verl.EXTRA, world, rank)
-            common = {"load_contents": ", ".join(contents)}
-            run_on_first(call, lambda: None, "reading the files of verl's manager", common)
+            made = call.attempt(self.verl_parts, call, folder, saved_world, key=str(folder))
+            common = {"load_contents": ", ".join(self.checkpoint_load_contents)}
+            meet(call, Topic("reading the files of verl's manager"), common=common)
+        model, halves, views, optimizer, others = made.value
         if model:
             verl.fill(model, tensors_of(views[MODEL]), dist.get_rank() if dist.is_initialized() else 0)
             self.restore(halves)

@@ -6,6 +6,7 @@ Names and arguments are those of verl's `CheckpointHandler`. Collective.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import os
@@ -29,8 +30,9 @@ from torch_dcp_backport.checkpoint.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.dist_checkpointing.engine import values
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, ranks_of
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.meet import Topic, at_first
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -293,20 +295,19 @@ class CheckpointHandler:
                 "verify": str(self.verify),
                 "default_hdfs_dir": str(self.default_hdfs_dir),
             }
-            steps = Steps(*together.run_on_first(call, self.find_steps, "looking for steps", common))
-            return steps, call.rank == ranks_of(call)[0]
+            with at_first(call, Topic("looking for steps"), common=common) as meeting:
+                if meeting.decides:
+                    meeting.answer(self.find_steps())
+            return meeting.result, call.is_first
 
     def bring(self, tried: set[int]) -> Brought:
         """Bring the newest step of the store that was not tried yet. Collective."""
         place = self._remote
         if place is None or self.resume_mode != "auto":
             return Brought(None, [])
-
-        def make() -> Brought:
-            return uploads.bring_newest(place, self.default_local_dir, tried)
-
+        bring = functools.partial(uploads.bring_newest, place, self.default_local_dir, tried)
         with begin(CANNOT_RESUME, "load", self.process_group) as call:
-            return Brought(*together.run_long_on_first(call, make, "bringing a step from the store"))
+            return together.waited_for(call, Topic("bringing a step from the store"), bring)
 
     def load_step(self, path: Path, is_ours: bool) -> None:
         is_verified = self.verify and is_ours

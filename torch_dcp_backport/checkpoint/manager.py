@@ -23,8 +23,9 @@ from torch_dcp_backport.checkpoint.uploads import Uploads
 from torch_dcp_backport.checkpoint.writing import writing_at
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.meet import Topic
 from torch_dcp_backport.transfer.once import warn_once
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
@@ -186,7 +187,7 @@ class BaseCheckpointManager:
         if path is not None and hdfs_path is not None:
             bring = functools.partial(uploads.bring_if_needed, hdfs_path, path)
             with begin(together.CANNOT_LOAD, "load", self.process_group) as call:
-                together.run_long_on_first(call, bring, "bringing it from the store")
+                together.waited_for(call, Topic("bringing it from the store"), bring)
         if path is not None:
             together.read_folder(path, self.read, is_verified=False, group=self.process_group)
 

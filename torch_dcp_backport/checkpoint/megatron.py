@@ -25,8 +25,8 @@ from torch_dcp_backport.checkpoint.together import CANNOT_SAVE
 from torch_dcp_backport.checkpoint.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, param_groups
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,

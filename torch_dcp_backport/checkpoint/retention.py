@@ -17,9 +17,10 @@ from typing import NamedTuple, Optional
 from torch_dcp_backport.checkpoint import manifest, store, together
 from torch_dcp_backport.checkpoint.background import Background
 from torch_dcp_backport.checkpoint.store import NOT_LOADED, Listed, Shelf
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.meet import Topic, at_first
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -138,8 +139,12 @@ class Retention:
     def settle(self, group: Group) -> None:
         """Wait until all is removed. Collective: ranks with nothing to remove must not time out meanwhile."""
         with begin(together.CANNOT_SAVE, "save", group) as call:
-            while not together.run_on_first(call, lambda: self.finish(together.PATIENCE), "removing steps"):
-                pass
+            is_settled = False
+            while not is_settled:
+                with at_first(call, Topic("removing steps")) as meeting:
+                    if meeting.decides:
+                        meeting.answer(self.finish(together.PATIENCE))
+                is_settled = meeting.result
 
 
 def why_distrusted(folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from torch_dcp_backport.checkpoint.store import checked_step
 from torch_dcp_backport.checkpoint.together import (
     CANNOT_LOAD,
     CANNOT_SAVE,
-    run_on_first,
 )
 from torch_dcp_backport.checkpoint.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import (
@@ -25,12 +23,13 @@ from torch_dcp_backport.dist_checkpointing import (
     load_common_state_dict,
 )
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, consult, guard
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.options import SaveOptions
 from torch_dcp_backport.dist_checkpointing.serialization import begin_made, save_made
 from torch_dcp_backport.dist_checkpointing.training_state import are_alike
 from torch_dcp_backport.transfer import TransferError
+from torch_dcp_backport.transfer.meet import Topic, at_first
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -41,11 +40,6 @@ def spelled(error: Exception) -> str:
     """Return an error as text; the agreed errors of exports have all that there is to say."""
     is_plain = isinstance(error, (RuntimeError, CheckpointingException))
     return str(error) if is_plain and str(error) else f"{type(error).__name__}: {error}"
-
-
-def first_of_them(texts: Mapping[int, str]) -> Mapping[int, str]:
-    """Return, for every rank, the text of the first rank that has any."""
-    return dict.fromkeys(texts, next((text for text in texts.values() if text), ""))
 
 
 class ShardedManager(BaseCheckpointManager):
@@ -66,12 +60,11 @@ class ShardedManager(BaseCheckpointManager):
                 "save_contents": ", ".join(self.checkpoint_save_contents),
                 "scheduler": type(self.lr_scheduler).__name__,
             }
-            prepared: list[Prepared] = []
-            with guard(call):
-                prepared.append(prepare())
-            configure = functools.partial(self.write_configuration, folder / HUGGING_FACE)
-            run_on_first(call, configure, "writing the configuration", common)
-        return prepared[0]
+            prepared = call.attempt(prepare)
+            with at_first(call, Topic("writing the configuration"), common=common) as meeting:
+                if meeting.decides:
+                    self.write_configuration(folder / HUGGING_FACE)
+        return prepared.value
 
     def try_hf_model(self, folder: Path, write: Callable[[], object]) -> None:
         """Write the files of "hf_model", for whose sake alone no step is lost. Collective.
@@ -98,7 +91,11 @@ class ShardedManager(BaseCheckpointManager):
         # Most errors are the same on every rank; what only a rank has must not leave the others in a save.
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
             own = "" if failure is None else spelled(failure)
-            text = consult(call, own, first_of_them, Topic("writing hf_model"))
+            with at_first(call, Topic("writing hf_model"), own) as meeting:
+                if meeting.decides:
+                    # Of the first rank that has any.
+                    meeting.answer(next((text for text in meeting.heard.values() if text), ""))
+        text = meeting.result
         if not text:
             return
         if not self.should_save_model:
@@ -118,14 +115,12 @@ class ShardedManager(BaseCheckpointManager):
         """
         if self.lr_scheduler is None or self.schedule_in not in self.checkpoint_save_contents:
             return {}
-        state: dict[str, Any] = {}
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
-            with guard(call):
-                state = self.lr_scheduler.state_dict()
+            state = call.attempt(self.lr_scheduler.state_dict)
             if are_alike(call, state, Topic("comparing the schedules")):
-                return {SCHEDULER: state}
+                return {SCHEDULER: state.value}
         rank, world = self.place()
-        own = ShardedObject(SCHEDULERS, state, (world,), (rank,))
+        own = ShardedObject(SCHEDULERS, state.value, (world,), (rank,))
         return {SCHEDULERS: own, SCHEDULERS_WORLD: world}
 
     def schedule_wanted(self, common: Mapping[str, Any]) -> ShardedStateDict:
@@ -177,18 +172,15 @@ class ShardedManager(BaseCheckpointManager):
         self, path: Path, names: Collection[str], prepare: Callable[[], Prepared]
     ) -> tuple[Mapping[str, Any], Prepared]:
         """Return named entries of the common state, whose contents are checked, and `prepare`'s result."""
-
-        def common() -> Mapping[str, Any]:
-            state = load_common_state_dict(path, trust=self.trust)
-            self.check_contents(path, state)
-            return {name: state[name] for name in names if name in state}
-
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
-            prepared: list[Prepared] = []
-            with guard(call):
-                prepared.append(prepare())
+            prepared = call.attempt(prepare)
             same = {"folder": str(path), "load_contents": ", ".join(self.checkpoint_load_contents)}
-            return run_on_first(call, common, "reading what was saved", same), prepared[0]
+            with at_first(call, Topic("reading what was saved"), common=same) as meeting:
+                if meeting.decides:
+                    state = load_common_state_dict(path, trust=self.trust)
+                    self.check_contents(path, state)
+                    meeting.answer({name: state[name] for name in names if name in state})
+            return meeting.result, prepared.value
 
     def check_contents(self, path: Path, state: Mapping[str, Any]) -> None:
         """Refuse a checkpoint that lacks a content to load.

@@ -15,31 +15,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional, TypeVar
 
 from torch_dcp_backport.checkpoint import manifest, store
 from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
 from torch_dcp_backport.checkpoint.store import Shelf
 from torch_dcp_backport.checkpoint.writing import Writing
 from torch_dcp_backport.dist_checkpointing.core import SHARDED, CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine.meeting import (
-    Refusal,
-    Topic,
-    begin,
-    consult,
-    guard,
-    problem_from,
-    ranks_of,
-    saying,
-)
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
-from torch_dcp_backport.hf.moving import NOTHING, Common, differences
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.publish.drafts import discarding
 from torch_dcp_backport.publish.owners import OWNER
 from torch_dcp_backport.transfer import Call, Problem, settings
-from torch_dcp_backport.transfer.errors import UNCHANGED
+from torch_dcp_backport.transfer.errors import NOTHING, Common
 from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.meet import Topic, at_first, meet, saying
 from torch_dcp_backport.transfer.progress import Meter
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
@@ -53,50 +44,33 @@ PATIENCE = 2.0
 OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|data_(\d+)\.pt|\w+_rank_(\d+)\.pt")
 
 
-def run_on_first(
-    call: Call, make: Callable[[], object], doing: str, common: Common = NOTHING, so_far: str = UNCHANGED
-) -> Any:
-    """Run `make` on the first rank, and return its result on every rank.
-
-    Args:
-        so_far: an error's words on the state of the files.
-
-    Raises:
-        CheckpointingException: `make` failed, a rank has a problem, or another value in `common`; the same
-            on every rank.
-    """
-
-    def decide(common_by_rank: Mapping[int, Common]) -> Mapping[int, Any]:
-        findings = differences(common_by_rank)
-        if findings:
-            raise Refusal(findings)
-        answer = make()
-        return dict.fromkeys(common_by_rank, answer)
-
-    return consult(call, common, decide, Topic(doing, so_far))
+T = TypeVar("T")
 
 
-def run_long_on_first(call: Call, make: Callable[[], object], doing: str, common: Common = NOTHING) -> Any:
-    """As `run_on_first`, if `make` may take longer than the group's timeout: ranks meet until it returns.
+def waited_for(call: Call, topic: Topic, make: Callable[[], T], common: Common = NOTHING) -> T:
+    """Return what the first rank makes, which may take longer than the group's timeout: till then ranks meet.
 
     `make` runs in a thread of the first rank.
+
+    Raises:
+        CheckpointingException: it failed, a rank has a problem or is gone, or another value in `common`; the
+            same on every rank.
     """
-    made: list[Future[object]] = []
+    made: Optional[Future[T]] = None
     with contextlib.ExitStack() as stack:
-
-        def look() -> Optional[tuple[object]]:
-            if not made:
-                pool = ThreadPoolExecutor(1)
-                # If another rank is gone, this rank must not wait for a result that no rank needs.
-                stack.callback(pool.shutdown, wait=False)
-                made.append(pool.submit(make))
-            is_made = made[0] in wait(made, PATIENCE).done
-            return (made[0].result(),) if is_made else None
-
         while True:
-            answer = run_on_first(call, look, doing, common)
-            if answer is not None:
-                return answer[0]
+            with at_first(call, topic, common=common) as meeting:
+                if meeting.decides:
+                    if made is None:
+                        pool = ThreadPoolExecutor(1)
+                        # If another rank is gone, this rank must not wait for a result that no rank needs.
+                        stack.callback(pool.shutdown, wait=False)
+                        made = pool.submit(make)
+                    if made in wait([made], PATIENCE).done:
+                        meeting.answer((made.result(),))
+            if meeting.result is not None:
+                result: T = meeting.result[0]
+                return result
 
 
 class Wanted(NamedTuple):
@@ -107,6 +81,20 @@ class Wanted(NamedTuple):
     step: int
     #: Other values that must be the same on every rank.
     common: Common = NOTHING
+
+    def place(self) -> tuple[Path, int]:
+        """Return the folder's final path, and the step.
+
+        Raises:
+            ValueError: no step.
+        """
+        # The working directory may change before the rest is written.
+        return self.locate().absolute(), store.checked_step(self.step)
+
+    def agreed(self, place: tuple[Path, int]) -> Common:
+        """Return all that must be the same on every rank."""
+        final, step = place
+        return {"folder": str(final), "step": str(step), **self.common}
 
 
 @dataclass(frozen=True)
@@ -142,36 +130,28 @@ def begin_folder(
         CheckpointingException: the same on every rank; nothing is left.
     """
     with begin(CANNOT_SAVE, "save", group) as call:
+        place = call.attempt(wanted.place)
         draft: Optional[store.Draft] = None
-        failures: list[OSError] = []
-        final, step, common = Path(), 0, dict[str, str]()
-        with guard(call):
-            # The working directory may change before the rest is written.
-            final, step = wanted.locate().absolute(), store.checked_step(wanted.step)
-            common = {"folder": str(final), "step": str(step), **wanted.common}
-
-        def start() -> tuple[str, str]:
-            nonlocal draft
-            outlook = outlook_of(final, step, shelf_of(final))
-            try:
-                draft = store.Draft(final)
-            except OSError as error:
-                failures.append(error)
-                return "", outlook
-            return str(draft.folder), outlook
-
-        name, outlook = run_on_first(call, start, "making a folder", common)
+        with at_first(call, Topic("making a folder"), common=call.attempt(wanted.agreed, place)) as meeting:
+            if meeting.decides:
+                final, step = place.value
+                outlook, name = outlook_of(final, step, shelf_of(final)), ""
+                try:
+                    draft = store.Draft(final)
+                    name = str(draft.folder)
+                except OSError as error:
+                    # Raised in the next meeting, which knows the outlook on every rank.
+                    call.record(call.problem_of(error), error)
+                meeting.answer((name, outlook))
+        name, outlook = meeting.result
         if not name:
-            with guard(call):
-                for error in failures:
-                    raise error
-            consult(call, None, nothing, Topic("making the draft", outlook))
+            meet(call, Topic("making the draft", outlook))
+        final, step = place.value
         writing = Writing(Path(name), outlook)
         with discarding(draft), saying(outlook):
-            with guard(call), writing.is_open():
+            with call.guard(), writing.is_open():
                 write(writing.draft)
-            common = {"saves in the background": str(len(writing.requests))}
-            run_on_first(call, lambda: None, "writing", common)
+            meet(call, Topic("writing"), common={"saves in the background": str(len(writing.requests))})
     return Begun(final, step, draft, writing)
 
 
@@ -216,57 +196,66 @@ def finish_folder(
     unheard = f"list the steps to see whether {final.name} is one"
     with begin(CANNOT_SAVE, "save", group) as call, discarding(begun.draft):
         if begun.requests:
-            call.problems += map(problem_from, begun.writing.failures)
+            call.problems += map(call.problem_of, begun.writing.failures)
             # Once all have written: a file may be written by another rank than its name says.
-            consult(call, None, nothing, Topic("writing in the background", so_far))
-            with guard(call), saying(so_far):
+            meet(call, Topic("writing in the background", so_far))
+            with call.guard(), saying(so_far):
                 complete(begun.requests)
-
-        def publish(own_by_rank: Mapping[int, Mapping[str, Entry]], more: Mapping[str, Entry] = {}) -> None:
-            shelf = shelf_of(final)
-            order = 1 if shelf is None else shelf.next_order()
-            listed = {name: Entry(*entry) for own in own_by_rank.values() for name, entry in own.items()}
-            content = Manifest(begun.step, len(own_by_rank), time.time(), order, {**listed, **more})
-            manifest.write(folder, content)
-            assert begun.draft is not None, "runs on the first rank"
-            store.publish(begun.draft, set(listed))
-            for follow in then:
-                try:
-                    follow(final)
-                except Exception:
-                    # On a full disk the tracker fails, and retention, which follows, makes room.
-                    logger.exception("%s is saved; what was to follow failed", final)
-
-        def look(noted_by_rank: Mapping[int, Mapping[str, Entry]]) -> Mapping[int, Work]:
-            """List the draft, which only the first rank does, and share what nobody knows the checksum of."""
-            names: dict[int, list[str]] = {rank: [] for rank in noted_by_rank}
-            known = {name for noted in noted_by_rank.values() for name in noted}
-            for name in manifest.paths_in(folder):
-                if name not in known and name != OWNER:
-                    match = OF_RANK.fullmatch(name.rpartition("/")[2])
-                    rank = call.rank if match is None else int(match[match.lastindex or 0])
-                    names.get(rank, names[call.rank]).append(name)
-            if any(names[rank] for rank in names if rank != call.rank):
-                return {rank: Work(False, names[rank]) for rank in names}
-            publish(noted_by_rank, {name: manifest.entry_of(folder / name) for name in names[call.rank]})
-            return dict.fromkeys(names, Work(True))
-
-        own: dict[str, Entry] = {}
-        with guard(call):
-            own = {} if call.problems else begun.writing.noted()
-        work: Work = consult(call, own, look, Topic("publishing", so_far, unheard))
+        noted = call.attempt(begun.writing.noted)
+        with at_first(call, Topic("publishing", so_far, unheard), noted) as meeting:
+            if meeting.decides:
+                # Only the first rank lists the draft; what no rank knows the checksum of is shared out.
+                names = unknown_in(folder, meeting.heard, call.rank)
+                if any(names[rank] for rank in names if rank != call.rank):
+                    meeting.answer_each({rank: Work(False, names[rank]) for rank in names})
+                else:
+                    read = {name: manifest.entry_of(folder / name) for name in names[call.rank]}
+                    publish(begun, shelf_of(final), then, meeting.heard, read)
+                    meeting.answer(Work(True))
+        work: Work = meeting.result
         if work.is_published:
             return
-        with guard(call):
+        own = noted.value
+        with call.guard():
             for name in work.names:
                 own[name] = manifest.entry_of(folder / name)
                 disk.sync_file(folder / name)
 
-        def settle(own_by_rank: Mapping[int, Mapping[str, Entry]]) -> Mapping[int, Any]:
-            publish(own_by_rank)
-            return {}
 
-        consult(call, own, settle, Topic("publishing what was read", so_far, unheard))
+def unknown_in(
+    draft: Path, noted_by_rank: Mapping[int, Mapping[str, Entry]], first: int
+) -> dict[int, list[str]]:
+    """Return the files of a draft without a known checksum, by the rank that is to compute it."""
+    names: dict[int, list[str]] = {rank: [] for rank in noted_by_rank}
+    known = {name for noted in noted_by_rank.values() for name in noted}
+    for name in manifest.paths_in(draft):
+        if name not in known and name != OWNER:
+            match = OF_RANK.fullmatch(name.rpartition("/")[2])
+            rank = first if match is None else int(match[match.lastindex or 0])
+            names.get(rank, names[first]).append(name)
+    return names
+
+
+def publish(
+    begun: Begun,
+    shelf: Optional[Shelf],
+    then: Iterable[Callable[[Path], None]],
+    own_by_rank: Mapping[int, Mapping[str, Entry]],
+    more: Mapping[str, Entry] = {},
+) -> None:
+    """Write the manifest of all ranks' files, and give the folder its name. Runs on the first rank."""
+    assert begun.draft is not None, "runs on the first rank"
+    order = 1 if shelf is None else shelf.next_order()
+    listed = {name: Entry(*entry) for own in own_by_rank.values() for name, entry in own.items()}
+    content = Manifest(begun.step, len(own_by_rank), time.time(), order, {**listed, **more})
+    manifest.write(begun.draft.folder, content)
+    store.publish(begun.draft, set(listed))
+    for follow in then:
+        try:
+            follow(begun.final)
+        except Exception:
+            # On a full disk the tracker fails, and retention, which follows, makes room.
+            logger.exception("%s is saved; what was to follow failed", begun.final)
 
 
 def complete(requests: Iterable[AsyncRequest]) -> None:
@@ -287,22 +276,17 @@ def put_back(
     Raises:
         CheckpointingException: the same on every rank.
     """
-    folder: Optional[Path] = None
-
-    def look() -> None:
-        if folder is None:
-            return
-        shelf = store.shelf_of(folder)
-        if shelf is None:
-            store.clean(folder.parent, re.compile(re.escape(folder.name)))
-        else:
-            shelf.clean()
-
     with begin(CANNOT_LOAD, "load", group) as call:
-        with guard(call):
-            folder = locate()
-        run_on_first(call, look, "looking", {"folder": str(folder), **common})
-    return folder
+        folder = call.attempt(locate)
+        same = call.attempt(lambda path: {"folder": str(path), **common}, folder)
+        with at_first(call, Topic("looking"), common=same) as meeting:
+            if meeting.decides and folder.value is not None:
+                shelf = store.shelf_of(folder.value)
+                if shelf is None:
+                    store.clean(folder.value.parent, re.compile(re.escape(folder.value.name)))
+                else:
+                    shelf.clean()
+    return folder.value
 
 
 def read_folder(
@@ -315,22 +299,23 @@ def read_folder(
     """
     with begin(CANNOT_LOAD, "load", group) as call:
         if is_verified:
-            with guard(call):
-                ranks = ranks_of(call)
+            with call.guard():
                 content = manifest.read(folder)
-                names = manifest.share_of(content, ranks.index(call.rank), len(ranks))
+                names = manifest.share_of(content, call.ranks.index(call.rank), len(call.ranks))
                 meter = Meter("verify", settings.progress())
                 meter.expect(lambda: sum(content.files[name].nbytes for name in names))
                 for name in names:
                     wrong = manifest.wrong_checksums(folder, content, [name])
                     call.problems += [Problem("not what was saved", str(folder), text) for text in wrong]
                     meter.add(content.files[name].nbytes)
-            consult(call, None, nothing, Topic("verifying the files"))
+            meet(call, Topic("verifying the files"))
         else:
-            run_on_first(call, lambda: check_sizes(folder), "looking at the files")
-        with guard(call):
+            with at_first(call, Topic("looking at the files")) as meeting:
+                if meeting.decides:
+                    check_sizes(folder)
+        with call.guard():
             read(folder)
-        consult(call, None, nothing, Topic("loading", "values may have been loaded in part"))
+        meet(call, Topic("loading", "values may have been loaded in part"))
 
 
 def check_sizes(folder: Path) -> None:
@@ -352,7 +337,3 @@ def check_sizes(folder: Path) -> None:
         wrong = list(itertools.islice(faults, 3))
         if wrong:
             raise CheckpointingException(f"{folder} is not what was saved: {'; '.join(wrong)}")
-
-
-def nothing(ranks: Mapping[int, Any]) -> Mapping[int, Any]:
-    return {}

@@ -17,6 +17,7 @@ from torch_dcp_backport.checkpoint.manifest import Damaged
 from torch_dcp_backport.checkpoint.remote import Failed, Place
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.transfer import Call
+from torch_dcp_backport.transfer.meet import Topic, at_first
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -123,13 +124,12 @@ def settle(call: Call, uploads: Uploads, is_blocking: bool) -> bool:
     Raises:
         CheckpointingException: an upload failed; the same on every rank.
     """
-
-    def look() -> bool:
-        is_settled = uploads.wait(together.PATIENCE if is_blocking else 0.0)
-        uploads.raise_failed()
-        return is_settled
-
     while True:
-        is_settled = bool(together.run_on_first(call, look, "waiting for uploads"))
+        with at_first(call, Topic("waiting for uploads")) as meeting:
+            if meeting.decides:
+                is_settled = uploads.wait(together.PATIENCE if is_blocking else 0.0)
+                uploads.raise_failed()
+                meeting.answer(is_settled)
+        is_settled = bool(meeting.result)
         if is_settled or not is_blocking:
             return is_settled

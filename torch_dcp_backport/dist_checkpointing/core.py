@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Optional, Union
 
 from torch_dcp_backport.publish import disk
+from torch_dcp_backport.transfer.errors import CollectiveError
 
 CONFIG_FNAME = "metadata.json"
 #: The only backends that are read and written: torch's records, and one file of plain values.
@@ -22,11 +23,8 @@ SHARDED, HUGGING_FACE = "dist_ckpt", "huggingface"
 Folder = Union[str, "os.PathLike[str]"]
 
 
-class CheckpointingException(Exception):
+class CheckpointingException(CollectiveError):
     """A checkpoint cannot be saved or loaded: the same text on every rank."""
-
-    #: Whether all ranks that are there have heard of it; not where the first rank itself is gone.
-    is_agreed = False
 
 
 @dataclass

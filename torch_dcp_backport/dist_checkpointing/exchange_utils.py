@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch_dcp_backport.dist_checkpointing.adopt import adopted
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.dict_utils import nested_values
-from torch_dcp_backport.dist_checkpointing.engine import meeting
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal, Topic, begin, consult, guard
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 from torch_dcp_backport.dist_checkpointing.sharded_tensor import (
     check_memory,
@@ -27,11 +26,13 @@ from torch_dcp_backport.dist_checkpointing.sharded_tensor import (
 )
 from torch_dcp_backport.dist_checkpointing.utils import ShardId, _sharded_tensor_shard_id, spelled
 from torch_dcp_backport.transfer import Box, Call, Problem
+from torch_dcp_backport.transfer.call import Attempt
 from torch_dcp_backport.transfer.chunks import Key
-from torch_dcp_backport.transfer.errors import DOUBTFUL
+from torch_dcp_backport.transfer.errors import DOUBTFUL, Findings
 from torch_dcp_backport.transfer.exchange import Route
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.meet import Refusal, Topic, at_first
 from torch_dcp_backport.transfer.memories import Memories, move
 from torch_dcp_backport.transfer.plan import Terms
 from torch_dcp_backport.transfer.spread import Boxes
@@ -136,23 +137,29 @@ def determine_main_replica_uniform_distribution(
     if dist.get_world_size(parallelization_group) <= 1:
         return None
     with begin("cannot share out the shards", "save", parallelization_group) as call:
-        mine: list[ShardedTensor] = []
-        with guard(call):
-            for part in map(adopted, nested_values(sharded_state_dict)):
-                if isinstance(part, ShardedTensor):
-                    part.validate_metadata_integrity()
-                    mine.append(part.without_data())
-        ranks = call.ranks
+        mine = call.attempt(checked, sharded_state_dict)
+        with at_first(call, Topic("sharing out shards"), mine) as meeting:
+            if meeting.decides:
+                all_parts = [meeting.heard[rank] for rank in call.ranks]
+                findings = list(differing(call.ranks, all_parts))
+                if findings:
+                    raise Refusal(findings)
+                meeting.answer(all_parts)
+    return distribution_of(meeting.result, ignore_groups)
 
-        def decide(parts: Mapping[int, list[ShardedTensor]]) -> Mapping[int, list[list[ShardedTensor]]]:
-            all_parts = [parts[rank] for rank in ranks]
-            findings = list(differing(ranks, all_parts))
-            if findings:
-                raise Refusal(findings)
-            return dict.fromkeys(parts, all_parts)
 
-        all_parts = consult(call, mine, decide, Topic("sharing out shards"))
-    return distribution_of(all_parts, ignore_groups)
+def checked(sharded_state_dict: ShardedStateDict) -> list[ShardedTensor]:
+    """Return the shards without their data.
+
+    Raises:
+        CheckpointingException: one contradicts itself.
+    """
+    mine: list[ShardedTensor] = []
+    for part in map(adopted, nested_values(sharded_state_dict)):
+        if isinstance(part, ShardedTensor):
+            part.validate_metadata_integrity()
+            mine.append(part.without_data())
+    return mine
 
 
 def distribution_of(all_parts: list[list[ShardedTensor]], ignore_groups: bool) -> ShardDistribution:
@@ -276,7 +283,7 @@ def exchanged(
 ) -> Loaded:
     result: Loaded = {}
     own = ShardsOfRank({}, {}, {}, algorithm)
-    with guard(call):
+    with call.guard():
         if distribution is None and algorithm != GATHER_OBJECT:
             raise CheckpointingException(f"{algorithm} needs a shard_distribution")
         result = {shard: nominal(tensor) for shard, tensor in loaded.items()}
@@ -291,16 +298,14 @@ def exchanged(
                     check_memory(spelled(shard), data, shape.size, shape.dtype, is_written=True)
         if distribution is not None and algorithm != GATHER_OBJECT:
             own.mains.update(distribution.main_rank_for_shard)
-    ranks = meeting.ranks_of(call)
-
-    def decide(own_by_rank: Mapping[int, ShardsOfRank]) -> Mapping[int, Ways]:
-        ways, findings = ways_of(ranks, own_by_rank)
-        if findings:
-            raise Refusal(findings)
-        return dict.fromkeys(own_by_rank, ways)
-
-    ways: Ways = consult(call, own, decide, Topic("exchanging what was loaded"))
-    if meeting.is_alone(call):
+    with at_first(call, Topic("exchanging what was loaded"), own) as meeting:
+        if meeting.decides:
+            ways, findings = ways_of(call.ranks, meeting.heard)
+            if findings:
+                raise Refusal(findings)
+            meeting.answer(ways)
+    ways = meeting.result
+    if len(call.ranks) == 1:
         return result
     targets: Loaded = {}
     with call.room_for("the tensors that are exchanged"):
@@ -324,9 +329,9 @@ def exchanged(
     return {**result, **targets}
 
 
-def ways_of(ranks: tuple[int, ...], own_by_rank: Mapping[int, ShardsOfRank]) -> tuple[Ways, meeting.Findings]:
+def ways_of(ranks: tuple[int, ...], own_by_rank: Mapping[int, ShardsOfRank]) -> tuple[Ways, Findings]:
     """Return the way of each shard, and the findings of ranks whose shards have none."""
-    findings: meeting.Findings = []
+    findings: Findings = []
     loaders: dict[ShardId, list[int]] = {}
     takers: dict[ShardId, list[int]] = {}
     first = own_by_rank[ranks[0]]
@@ -378,25 +383,20 @@ def exchange_loaded_objects_gather_object(loaded_objects: dict[ShardId, Any]) ->
         CheckpointingException: two ranks have loaded the same object; the same error on every rank.
     """
     with begin(CANNOT_EXCHANGE, "load", None) as call:
-
-        def decide(
-            objects_by_rank: Mapping[int, dict[ShardId, Any]],
-        ) -> Mapping[int, dict[ShardId, Any]]:
-            together: dict[ShardId, Any] = {}
-            loaders: dict[ShardId, list[int]] = {}
-            for rank in sorted(objects_by_rank):
-                together.update(objects_by_rank[rank])
-                for shard in objects_by_rank[rank]:
-                    loaders.setdefault(shard, []).append(rank)
-            findings = [
-                (ranks[-1], loaded_twice(shard, ranks)) for shard, ranks in loaders.items() if ranks[1:]
-            ]
-            if findings:
-                raise Refusal(findings)
-            return dict.fromkeys(objects_by_rank, together)
-
-        own: dict[ShardId, Any] = {}
-        with guard(call):
-            own = dict(loaded_objects)
-        objects: dict[ShardId, Any] = consult(call, own, decide, Topic("exchanging objects"))
+        own: Attempt[dict[ShardId, Any]] = call.attempt(dict, loaded_objects)
+        with at_first(call, Topic("exchanging objects"), own) as meeting:
+            if meeting.decides:
+                together: dict[ShardId, Any] = {}
+                loaders: dict[ShardId, list[int]] = {}
+                for rank in sorted(meeting.heard):
+                    together.update(meeting.heard[rank])
+                    for shard in meeting.heard[rank]:
+                        loaders.setdefault(shard, []).append(rank)
+                findings = [
+                    (ranks[-1], loaded_twice(shard, ranks)) for shard, ranks in loaders.items() if ranks[1:]
+                ]
+                if findings:
+                    raise Refusal(findings)
+                meeting.answer(together)
+    objects: dict[ShardId, Any] = meeting.result
     return objects

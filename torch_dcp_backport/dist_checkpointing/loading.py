@@ -15,17 +15,9 @@ import torch
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import flat
 from torch_dcp_backport.dist_checkpointing.engine import load as engine
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened, Wanted
-from torch_dcp_backport.dist_checkpointing.engine.meeting import (
-    Refusal,
-    Topic,
-    begin,
-    consult,
-    guard,
-    ranks_of,
-    record,
-)
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Index
 from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader, wrong_files
 from torch_dcp_backport.dist_checkpointing.engine.sharing import read_shared
@@ -41,8 +33,10 @@ from torch_dcp_backport.dist_checkpointing.validation import (
     unexpected_problems,
 )
 from torch_dcp_backport.transfer import Call, Problem
-from torch_dcp_backport.transfer.errors import DOUBTFUL
+from torch_dcp_backport.transfer.call import Attempt
+from torch_dcp_backport.transfer.errors import DOUBTFUL, Findings
 from torch_dcp_backport.transfer.groups import Group, group_ranks, members
+from torch_dcp_backport.transfer.meet import Refusal, Topic, at_first, meet
 from torch_dcp_backport.transfer.memory import has_slices, layout_text, why_not_writable
 
 
@@ -122,14 +116,12 @@ class Loading:
                 wanted.append(engine.wanted_of(self.index, piece, value, part.allow_shape_mismatch))
         return wanted
 
-    def agree(self, is_checked: bool) -> set[str]:
-        """Raise every rank's problems on every rank; return the missing keys.
-
-        Raises:
-            CheckpointingException: something cannot be loaded as it is asked for.
+    def described(self) -> tuple[Table, tuple[int, ...]]:
+        """Return this rank's rows, and the ranks that it reads with; what cannot be loaded is among the
+        call's problems.
         """
-        call = self.call
-        with guard(call):
+        call, together = self.call, tuple[int, ...]()
+        with call.guard():
             if self.mode.raises:
                 call.problems += self.unexpected_problems()
             call.problems += unwritable(self.tensors)
@@ -137,35 +129,33 @@ class Loading:
             places = engine.places_of(self.index, self.wanted, self.objects.values())
             call.problems += wrong_files(self.checkpoint.folder, places, self.index)
             self.common = self.checkpoint.common_state(self.trust)
-        table, together = Table([]), tuple[int, ...]()
-        with guard(call):
-            table = self.table
         for group in self.shared_in:
-            with guard(call, "the group that reads together"):
+            with call.guard("the group that reads together"):
                 together = group_ranks(group)
+        return self.table, together
 
-        def decide(own_by_rank: Mapping[int, tuple[Table, tuple[int, ...]]]) -> Mapping[int, Any]:
-            tables = {rank: own_table for rank, (own_table, _) in own_by_rank.items()}
-            findings = list(apart({rank: ranks for rank, (_, ranks) in own_by_rank.items()}))
-            unfolded = others(self.checkpoint.holds, tables)
-            findings += both_ways(self.checkpoint.holds, tables, unfolded)
-            findings += findings_of(tables) if is_checked else []
-            missing: set[str] = set()
-            if StrictHandling.requires_global_app_metadata(self.mode):
-                missing = self.missing_of(tables)
-                if missing and self.mode is StrictHandling.RAISE_ALL:
-                    first = ranks_of(call)[0]
-                    what = "in the checkpoint, and loaded by no rank"
-                    findings = [*findings, *((first, Problem(what, key)) for key in sorted(missing))]
-            if findings:
-                raise Refusal(findings)
-            return dict.fromkeys(tables, (missing, unfolded))
+    def decided(
+        self, own_by_rank: Mapping[int, tuple[Table, tuple[int, ...]]], is_checked: bool
+    ) -> tuple[set[str], set[str]]:
+        """Return the missing keys, and those that are loaded box by box. On the first rank.
 
-        missing, unfolded = consult(call, (table, together), decide, Topic("planning"))
-        self.unfold(unfolded)
-        if self.mode.logs and (missing or self.unexpected):
-            logger.warning("%s: %s", self.checkpoint.folder, mismatch_text(missing, self.unexpected))
-        return set(missing)
+        Raises:
+            Refusal: what the ranks ask for together cannot be loaded.
+        """
+        tables = {rank: table for rank, (table, _) in own_by_rank.items()}
+        findings: Findings = list(apart({rank: ranks for rank, (_, ranks) in own_by_rank.items()}))
+        unfolded = others(self.checkpoint.holds, tables)
+        findings += both_ways(self.checkpoint.holds, tables, unfolded)
+        findings += findings_of(tables) if is_checked else []
+        missing: set[str] = set()
+        if StrictHandling.requires_global_app_metadata(self.mode):
+            missing = self.missing_of(tables)
+            if self.mode is StrictHandling.RAISE_ALL:
+                what, first = "in the checkpoint, and loaded by no rank", self.call.ranks[0]
+                findings += [(first, Problem(what, key)) for key in sorted(missing)]
+        if findings:
+            raise Refusal(findings)
+        return missing, unfolded
 
     def unexpected_problems(self) -> list[Problem]:
         """Return the problems of keys that the checkpoint does not have, or has in another grid."""
@@ -207,7 +197,7 @@ class Loading:
                 self.loaded[id(part)] = self.data[number]
         wanted: list[Wanted] = []
         if not call.problems:
-            with guard(call):
+            with call.guard():
                 for data, part in zip(self.data, self.tensors):
                     if data is not None and part.allow_shape_mismatch:
                         data.detach().zero_()
@@ -215,7 +205,7 @@ class Loading:
         reads = list(engine.reads_of(self.index, wanted))
         self.records = len({read.chunk.place for read in reads}) + len(self.objects)
         call.tally.meter.expect(lambda: sum(read.part.numel * read.dtype.itemsize for read in reads))
-        with call.tally.phase("reading"), guard(call), torch.no_grad():
+        with call.tally.phase("reading"), call.guard(), torch.no_grad():
             try:
                 records = self.read_parts(wanted, reads)
                 for entry in self.parts.objects:
@@ -226,12 +216,12 @@ class Loading:
                             record_read = self.reader.read_object(place)
                         self.loaded[id(entry)] = engine.load_object(record_read, key, self.trust)
             except Damaged as error:
-                record(call, Problem("damaged", got=str(error)), error)
+                call.record(Problem("damaged", got=str(error)), error)
         result: StateDict = {}
         if not call.problems:
-            with guard(call):
+            with call.guard():
                 result = self.result()
-        consult(call, None, lambda _: {}, Topic("settling", DOUBTFUL))
+        meet(call, Topic("settling", DOUBTFUL))
         return result
 
     def read_parts(self, wanted: Sequence[Wanted], reads: Sequence[Read]) -> dict[str, bytes]:
@@ -261,6 +251,23 @@ class Loading:
             return self.loaded.get(id(part), NOTHING)
 
         return merged(assembled(self.parts.built, self.common, value_of), self.parts.original)
+
+
+def agree_on_load(call: Call, made: Attempt[Loading], is_checked: bool) -> set[str]:
+    """Raise every rank's problems on every rank; return the missing keys.
+
+    Raises:
+        CheckpointingException: something cannot be loaded as it is asked for.
+    """
+    with at_first(call, Topic("planning"), call.attempt(Loading.described, made)) as meeting:
+        if meeting.decides:
+            meeting.answer(made.value.decided(meeting.heard, is_checked))
+    missing, unfolded = meeting.result
+    loading = made.value
+    loading.unfold(unfolded)
+    if loading.mode.logs and (missing or loading.unexpected):
+        logger.warning("%s: %s", loading.checkpoint.folder, mismatch_text(missing, loading.unexpected))
+    return set(missing)
 
 
 def apart(groups: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[int, Problem]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional, Union
 
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.engine.common import Values, values_of
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.dist_checkpointing.mapping import CommonStateDict, StateDict
 from torch_dcp_backport.dist_checkpointing.validation import StrictHandling
@@ -50,9 +50,7 @@ class SaveOptions(NamedTuple):
 
     def begin(self) -> Call:
         """Begin the call of this save."""
-        return (
-            Call(CANNOT_SAVE, "save", ()) if self.is_alone else begin(CANNOT_SAVE, "save", self.process_group)
-        )
+        return begin(CANNOT_SAVE, "save", self.process_group, is_alone=self.is_alone)
 
 
 class LoadOptions(NamedTuple):

@@ -15,13 +15,13 @@ from torch_dcp_backport.dist_checkpointing.core import SHARDED_BACKEND, Checkpoi
 from torch_dcp_backport.dist_checkpointing.engine import commit
 from torch_dcp_backport.dist_checkpointing.engine import load as engine
 from torch_dcp_backport.dist_checkpointing.engine.background import begin_save
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
-from torch_dcp_backport.dist_checkpointing.engine.meeting import begin, guard
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Stored
 from torch_dcp_backport.dist_checkpointing.engine.save import Saving
 from torch_dcp_backport.dist_checkpointing.engine.save import save as save_together
 from torch_dcp_backport.dist_checkpointing.inspection import problems_of_digests
-from torch_dcp_backport.dist_checkpointing.loading import Loading, boxed
+from torch_dcp_backport.dist_checkpointing.loading import Loading, agree_on_load, boxed
 from torch_dcp_backport.dist_checkpointing.mapping import (
     CommonStateDict,
     ShardedBase,
@@ -40,11 +40,11 @@ from torch_dcp_backport.dist_checkpointing.strategies.base import (
 )
 from torch_dcp_backport.dist_checkpointing.validation import (
     StrictHandling,
+    check_digests,
     parse_strict_flag,
+    read_digests,
     table_of,
-    verify_digests,
 )
-from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.collector import gc_context
 from torch_dcp_backport.transfer.groups import Group
 
@@ -122,7 +122,7 @@ def save_made(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, opti
     """Save a state dict that is made inside the call: an error in `make` is raised on every rank."""
     clock = report.Clock()
     with gc_context(), options.begin() as call:
-        output = save_together(call, saving_from(call, make, checkpoint_dir, options))
+        output = save_together(call, call.attempt(saving_from, make, checkpoint_dir, options))
         report.close_save(call.tally, output, clock.stop())
 
 
@@ -132,19 +132,14 @@ def begin_made(
     """Begin the save of `save_made` in the background."""
     clock = report.Clock()
     with gc_context(), options.begin() as call:
-        saving = saving_from(call, make, checkpoint_dir, options)
+        saving = call.attempt(saving_from, make, checkpoint_dir, options)
         save = begin_save(call, saving, options.process_group, clock)
     return AsyncRequest(save.write, (), [save.commit], abandon_fns=(save.abandon,))
 
 
-def saving_from(
-    call: Call, make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions
-) -> Saving:
-    """Return this rank's part of a save; empty after a failure, which is among the call's problems."""
-    with guard(call):
-        # The working directory may be another when a save in the background ends.
-        return saving_of(split(make()), Path(checkpoint_dir).absolute(), options)
-    return Saving(Path())
+def saving_from(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions) -> Saving:
+    # The working directory may be another when a save in the background ends.
+    return saving_of(split(make()), Path(checkpoint_dir).absolute(), options)
 
 
 def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
@@ -234,21 +229,21 @@ def _load_made(
 ) -> Any:
     clock = report.Clock()
     with begin(CANNOT_LOAD, "load", options.process_group) as call:
-        folder, mode, parts = Path(), StrictHandling.ASSUME_OK_UNEXPECTED, split({})
-        with guard(call):
-            folder, mode = Path(checkpoint_dir), parse_strict_flag(options.strict)
+        folder = call.attempt(Path, checkpoint_dir)
+        mode = call.attempt(parse_strict_flag, options.strict)
         checkpoint = engine.open_together(call, folder)
         if options.is_hashed:
-            verify_digests(call, folder, checkpoint.holds.ends)
-        with guard(call):
-            parts = split(make(checkpoint))
-        loading = Loading(call, checkpoint, parts, mode, options.trust, options.shared_in)
-        missing = loading.agree(options.is_checked)
-        result = loading.read()
-        reader = loading.reader
-        report.close(call.tally, loading.records, reader.bytes_read, reader.files, clock.stop())
-    if StrictHandling.requires_returning_mismatch_keys(mode):
-        return result, missing, loading.unexpected
+            digests = read_digests(call, folder.value)
+            check_digests(call, folder.value, digests, checkpoint.value.holds.ends)
+        parts = call.attempt(lambda opened: split(make(opened)), checkpoint)
+        loading = call.attempt(Loading, call, checkpoint, parts, mode, options.trust, options.shared_in)
+        missing = agree_on_load(call, loading, options.is_checked)
+        loaded = loading.value
+        result = loaded.read()
+        reader = loaded.reader
+        report.close(call.tally, loaded.records, reader.bytes_read, reader.files, clock.stop())
+    if StrictHandling.requires_returning_mismatch_keys(mode.value):
+        return result, missing, loaded.unexpected
     return result
 
 

@@ -6,7 +6,7 @@ The only module of this room that knows what a model is; nothing else here impor
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -14,9 +14,9 @@ from torch import nn
 
 from torch_dcp_backport.dist_checkpointing import param_groups
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.engine.common import digest_of, values_of
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, consult, guard
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from torch_dcp_backport.dist_checkpointing.options import LoadOptions, SaveOptions
 from torch_dcp_backport.dist_checkpointing.serialization import (
@@ -33,7 +33,9 @@ from torch_dcp_backport.state_dict import (
     set_state_dict,
 )
 from torch_dcp_backport.transfer import Call
+from torch_dcp_backport.transfer.call import Attempt
 from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.meet import Topic, at_first, meet
 
 Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
 #: The names under which the two halves stand, as in `dcp.save({"model": ..., "optimizer": ...})`.
@@ -63,13 +65,11 @@ def sharded_state_dict(
     Raises:
         CheckpointingException: ranks have the same parameter with different options.
     """
-    state: ShardedStateDict = {}
     with begin("cannot describe the training state", "save", process_group) as call:
-        halves = united(call, lambda: state_of(model, optimizers))
-        with guard(call):
-            state = described(halves, process_group)
-        consult(call, None, lambda ranks: {}, Topic("describing"))
-    return state
+        halves = united(call, call.attempt(state_of, model, optimizers))
+        state: Attempt[ShardedStateDict] = call.attempt(described, halves, process_group)
+        meet(call, Topic("describing"))
+    return state.value
 
 
 def save_training_state(
@@ -91,7 +91,7 @@ def save_training_state(
     """
     options = SaveOptions(process_group=process_group)
     with options.begin() as call:
-        state = united(call, lambda: state_of(model, optimizers))
+        state = united(call, call.attempt(state_of, model, optimizers))
 
     def make() -> ShardedStateDict:
         clash = sorted({MODEL, OPTIMIZER} & set(extra or {}))
@@ -129,11 +129,10 @@ def load_training_state(
         CheckpointingException: as `load`.
     """
     options = LoadOptions(strict=strict, trust=trust, process_group=process_group)
-    state: dict[str, Any] = {}
     with begin(CANNOT_LOAD, "load", process_group) as call:
-        with guard(call):
-            state = state_of(model, optimizers)
-        others = names_of_others(call, state)
+        made = call.attempt(state_of, model, optimizers)
+        others = names_of_others(call, made)
+    state = made.value
 
     def make(checkpoint: Opened) -> ShardedStateDict:
         return {**dict(extra or {}), **asked_of(state, checkpoint, process_group, trust)}
@@ -159,52 +158,47 @@ def state_of(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     return {MODEL: model_state, OPTIMIZER: optimizer_state}
 
 
-def united(call: Call, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def united(call: Call, made: Attempt[dict[str, Any]]) -> dict[str, Any]:
     """Return the two state dicts with the plain values of all ranks. Collective.
 
     The common state is saved by the first rank alone: a stage of a pipeline would lose its param groups and
     the extra state of its modules. Where all ranks have the same values, only a digest travels.
 
     Args:
-        make: returns this rank's state dicts; its errors are raised on every rank.
+        made: this rank's state dicts; an error in making them is raised on every rank.
 
     Raises:
         CheckpointingException: ranks have the same parameter with different options.
     """
-    halves: dict[str, Any] = {}
-    plain: dict[str, Any] = {}
-    with guard(call):
-        halves = make()
-        plain = plain_of(halves)
+    plain = call.attempt(plain_of, made)
     if are_alike(call, plain, COMPARING):
-        return halves
-
-    def unite(plain_by_rank: Mapping[int, dict[str, Any]]) -> Mapping[int, dict[str, Any]]:
-        result: dict[str, Any] = {}
-        for rank in sorted(plain_by_rank):
-            result = filled(result, plain_by_rank[rank])
-        if OPTIMIZER in result:
-            groups = {rank: own[OPTIMIZER].get(GROUPS, []) for rank, own in plain_by_rank.items()}
-            result[OPTIMIZER][GROUPS] = param_groups.united(groups)
-        return dict.fromkeys(plain_by_rank, result)
-
-    everything = consult(call, plain, unite, TOGETHER)
-    together = filled(halves, everything)
+        return made.value
+    with at_first(call, TOGETHER, plain) as meeting:
+        if meeting.decides:
+            result: dict[str, Any] = {}
+            for rank in sorted(meeting.heard):
+                result = filled(result, meeting.heard[rank])
+            if OPTIMIZER in result:
+                groups = {rank: own[OPTIMIZER].get(GROUPS, []) for rank, own in meeting.heard.items()}
+                result[OPTIMIZER][GROUPS] = param_groups.united(groups)
+            meeting.answer(result)
+    together = filled(made.value, meeting.result)
     if OPTIMIZER in together:
-        together[OPTIMIZER] = {**together[OPTIMIZER], GROUPS: everything[OPTIMIZER][GROUPS]}
+        together[OPTIMIZER] = {**together[OPTIMIZER], GROUPS: meeting.result[OPTIMIZER][GROUPS]}
     return together
 
 
 def are_alike(call: Call, value: object, topic: Topic) -> bool:
-    """Return whether all ranks have the same value: nested dicts and lists of others. Collective."""
-    digest = b""
-    with guard(call):
-        digest = digest_of(values_of(value))
+    """Return whether all ranks have the same value: nested dicts and lists of others. Collective.
 
-    def compare(digests: Mapping[int, bytes]) -> Mapping[int, bool]:
-        return dict.fromkeys(digests, len(set(digests.values())) == 1)
-
-    return bool(consult(call, digest, compare, topic))
+    Args:
+        value: or the attempt to make it.
+    """
+    digest = call.attempt(lambda known: digest_of(values_of(known)), value)
+    with at_first(call, topic, digest) as meeting:
+        if meeting.decides:
+            meeting.answer(len(set(meeting.heard.values())) == 1)
+    return bool(meeting.result)
 
 
 def groups_together(call: Call, groups: Sequence[param_groups.Group]) -> Sequence[param_groups.Group]:
@@ -215,11 +209,10 @@ def groups_together(call: Call, groups: Sequence[param_groups.Group]) -> Sequenc
     """
     if are_alike(call, list(groups), COMPARING):
         return groups
-
-    def unite(groups_by_rank: Mapping[int, Sequence[param_groups.Group]]) -> Mapping[int, Any]:
-        return dict.fromkeys(groups_by_rank, param_groups.united(groups_by_rank))
-
-    together: Sequence[param_groups.Group] = consult(call, groups, unite, TOGETHER)
+    with at_first(call, TOGETHER, groups) as meeting:
+        if meeting.decides:
+            meeting.answer(param_groups.united(meeting.heard))
+    together: Sequence[param_groups.Group] = meeting.result
     return together
 
 
@@ -265,27 +258,30 @@ class Names(NamedTuple):
     frozen: frozenset[str] = frozenset()
 
 
-def names_of_others(call: Call, halves: Mapping[str, Any], frozen: Collection[str] = ()) -> Names:
+def names_of_others(call: Call, halves: Attempt[dict[str, Any]], frozen: Collection[str] = ()) -> Names:
     """Return what other ranks have, and this rank has not: the stages of a pipeline. Collective.
 
     A load leaves it to these; what no rank has is missing.
     """
-    own = Names()
-    with guard(call):
-        plain = frozenset(_without_tensors(halves.get(MODEL, {})))
-        own = Names(frozenset(_tensor_paths(halves, "")), plain, frozenset(frozen))
-    if are_alike(call, [sorted(names) for names in own], COMPARING):
+    own = call.attempt(names_in, halves, frozen)
+    if are_alike(call, call.attempt(lambda names: [sorted(part) for part in names], own), COMPARING):
         return Names()
-
-    def decide(names_by_rank: Mapping[int, Names]) -> Mapping[int, Names]:
-        every = Names(*(frozenset().union(*sets) for sets in zip(*names_by_rank.values())))
-        return {
-            rank: Names(*(all_of - held for all_of, held in zip(every, names)))
-            for rank, names in names_by_rank.items()
-        }
-
-    others: Names = consult(call, own, decide, COMPARING)
+    with at_first(call, COMPARING, own) as meeting:
+        if meeting.decides:
+            every = Names(*(frozenset().union(*sets) for sets in zip(*meeting.heard.values())))
+            meeting.answer_each(
+                {
+                    rank: Names(*(all_of - held for all_of, held in zip(every, names)))
+                    for rank, names in meeting.heard.items()
+                }
+            )
+    others: Names = meeting.result
     return others
+
+
+def names_in(halves: Mapping[str, Any], frozen: Collection[str]) -> Names:
+    plain = frozenset(_without_tensors(halves.get(MODEL, {})))
+    return Names(frozenset(_tensor_paths(halves, "")), plain, frozenset(frozen))
 
 
 def _tensor_paths(value: Any, path: str) -> Iterator[str]:

@@ -21,15 +21,7 @@ from torch_dcp_backport.dist_checkpointing.core import (
 )
 from torch_dcp_backport.dist_checkpointing.dict_utils import extract_matching_values
 from torch_dcp_backport.dist_checkpointing.engine import flat, integrity
-from torch_dcp_backport.dist_checkpointing.engine.meeting import (
-    Refusal,
-    Topic,
-    announce,
-    begin,
-    consult,
-    guard,
-    ranks_of,
-)
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.engine.table import ObjectRow, Row, Table, findings_of
 from torch_dcp_backport.dist_checkpointing.mapping import (
     CommonStateDict,
@@ -42,6 +34,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import split
 from torch_dcp_backport.transfer import Box, Call, Problem
 from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.meet import Refusal, Topic, at_first, meet
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
@@ -261,16 +254,10 @@ def determine_global_metadata(
     sharded_state_dict: ShardedStateDict, process_group: Group = None
 ) -> tuple[list[ShardedBase], list[list[ShardedBase]]]:
     """Return (this rank's parts, those of each rank), without their values. Collective."""
-    local: list[ShardedBase] = []
     with begin("cannot gather what is sharded", "save", process_group) as call:
-        with guard(call):
-            local = [part.without_data() for part in split(sharded_state_dict).parts]
-
-        def decide(parts_by_rank: Mapping[int, Any]) -> Mapping[int, Any]:
-            all_parts = [parts_by_rank[rank] for rank in sorted(parts_by_rank)]
-            return dict.fromkeys(parts_by_rank, all_parts)
-
-        return local, consult(call, local, decide, Topic("gathering"))
+        local = call.attempt(lambda: [part.without_data() for part in split(sharded_state_dict).parts])
+        parts_by_rank = meet(call, Topic("gathering"), local)
+        return local.value, [parts_by_rank[rank] for rank in sorted(parts_by_rank)]
 
 
 def save_integrity_manifest(checkpoint_dir: Folder) -> None:
@@ -290,23 +277,33 @@ def verify_integrity_manifest(checkpoint_dir: Folder, process_group: Group = Non
             every rank.
     """
     with begin("the checkpoint is not the one that was saved", "load", process_group) as call:
-        verify_digests(call, Path(checkpoint_dir), ())
-        consult(call, None, lambda ranks: {}, Topic("comparing digests"))
+        folder = Path(checkpoint_dir)
+        check_digests(call, folder, read_digests(call, folder))
+        meet(call, Topic("comparing digests"))
 
 
-def verify_digests(call: Call, folder: Path, needed: Iterable[str]) -> None:
-    """Record the problems of this rank's part of the files, for the next consultation.
+def read_digests(call: Call, folder: Path) -> integrity.Digests:
+    """Return the digests of a checkpoint, which the first rank reads. Collective.
+
+    Raises:
+        CheckpointingException: there are none; the same on every rank.
+    """
+    with at_first(call, Topic("reading digests")) as meeting:
+        if meeting.decides:
+            meeting.answer(integrity.read(folder))
+    digests: integrity.Digests = meeting.result
+    return digests
+
+
+def check_digests(call: Call, folder: Path, digests: integrity.Digests, needed: Iterable[str] = ()) -> None:
+    """Record the problems of this rank's part of the files, for the next meeting.
 
     Args:
         needed: files that the list has to name.
-
-    Raises:
-        CheckpointingException: there are no digests; the same on every rank.
     """
-    digests: integrity.Digests = announce(call, lambda: integrity.read(folder), "reading digests")
-    ranks = ranks_of(call)
+    ranks = call.ranks
     place = ranks.index(call.rank)
-    with guard(call):
+    with call.guard():
         if not place:
             call.problems += integrity.unlisted(digests, needed)
         for name in sorted(digests)[place :: len(ranks)]:

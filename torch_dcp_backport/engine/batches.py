@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
-import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from torch_dcp_backport.engine.checks import whole
-from torch_dcp_backport.transfer import Problem, problem_of, raise_together
-from torch_dcp_backport.transfer.consensus import share_findings
-from torch_dcp_backport.transfer.groups import Group, group_ranks
-from torch_dcp_backport.transfer.wire import device_for
+from torch_dcp_backport.transfer import Call, Problem, raise_together
+from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.meet import meet_numbers
 
 TITLE = "cannot run this batch"
 IDS, MASK, LOSS_MASK, RESPONSES = "input_ids", "attention_mask", "loss_mask", "response_mask"
@@ -80,25 +78,15 @@ def plan(
         RuntimeError: a row above the limit, no rows, no tokens, columns that do not fit, other rows than the
             copies have, ...; on every rank.
     """
-    problems: list[Problem] = []
-    own = Plan([], [], 0, None)
-    try:
-        own = plan_alone(data, limit() if callable(limit) else limit, needs_tokens)
-    except Exception as error:
-        # Of any kind: the other ranks wait in the collective below.
-        known = isinstance(error, (ValueError, KeyError))
-        problems.append(Problem(str(error)) if known else problem_of(error))
-    digest = digest_of(data) if copies > 1 and not problems else 0
-    counts = torch.tensor([len(own.parts), own.tokens, digest, len(problems)], dtype=torch.float64)
-    counts = counts.to(device_for(group))
-    gathered = [torch.empty_like(counts) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, counts, group=group)
-    rows = torch.stack(gathered).tolist()
-    if any(count for *_, count in rows):
-        # Problems travel only where a rank has some.
-        raise_together(TITLE, share_findings([(dist.get_rank(), problem) for problem in problems], group))
+    call = Call(TITLE, "plan", (group,), plain=(ValueError, KeyError))
+    # Errors of any kind: the other ranks wait in the meeting.
+    own = call.attempt(lambda: plan_alone(data, limit() if callable(limit) else limit, needs_tokens))
+    counts = call.attempt(
+        lambda made: [len(made.parts), made.tokens, digest_of(data) if copies > 1 else 0], own
+    )
+    rows = list(meet_numbers(call, counts, 3).values())
     count, tokens = int(max(row[0] for row in rows)), sum(row[1] for row in rows[::copies])
-    ranks = group_ranks(group)
+    ranks = call.ranks
     findings = []
     for place, rank in enumerate(ranks):
         first = place - place % copies
@@ -112,7 +100,7 @@ def plan(
         elif needs_tokens and not tokens:
             findings.append((rank, Problem(f"no token on any rank has a loss: {LOSS_MASK} is zero")))
     raise_together(TITLE, findings)
-    return own._replace(parts=spread(own.parts, count), tokens=tokens)
+    return own.value._replace(parts=spread(own.value.parts, count), tokens=tokens)
 
 
 def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:

@@ -22,12 +22,12 @@ from torch import nn
 from torch_dcp_backport import compat
 from torch_dcp_backport.engine import reach
 from torch_dcp_backport.engine.mesh import Grid
-from torch_dcp_backport.hf.moving import groups_of
 from torch_dcp_backport.hf.opening import opened
 from torch_dcp_backport.hf.sight import look
 from torch_dcp_backport.hf.source import Source
 from torch_dcp_backport.hf.state import LOAD, Filled, load_state_dict
 from torch_dcp_backport.transfer import Call, layout_of
+from torch_dcp_backport.transfer.groups import groups_of
 from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.once import warn_once
 from torch_dcp_backport.transfer.staging import part_of
@@ -327,9 +327,7 @@ def fill(
     wanted = {hf_name(name): tuple(tensor.shape) for name, tensor in tensors.items()}
     unwrap: Any = getattr(model, "get_base_model", lambda: model)
     with Call(LOAD, "fill", groups_of()) as call:
-        source: Optional[Source] = None
-        with call.guard():
-            source = opened(folder, unwrap(), wanted)
+        source = call.attempt(lambda: opened(folder, unwrap(), wanted))
         held = look(call, source, "auto").tensors
     if draws:
         # The files need only a single name of a tied parameter.
@@ -338,8 +336,7 @@ def fill(
                 draws = {name: draw for name, draw in draws.items() if name not in names}
         draws = {name: draw for name, draw in draws.items() if hf_name(name) not in held}
     state = {hf_name(name): tensor for name, tensor in tensors.items() if name not in draws}
-    assert source is not None, "else there was a problem"
-    filled = load_state_dict(state, source)
+    filled = load_state_dict(state, source.value)
     for name, draw in draws.items():
         # By name: layers alike must not begin alike.
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))

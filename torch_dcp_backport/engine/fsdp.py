@@ -37,9 +37,9 @@ from torch_dcp_backport.engine.config import (
 )
 from torch_dcp_backport.engine.export import whole_tensors
 from torch_dcp_backport.engine.mesh import Grid, arrange
-from torch_dcp_backport.hf.moving import agree, groups_of
-from torch_dcp_backport.transfer import Call, raise_together
-from torch_dcp_backport.transfer.consensus import agree_on_mesh
+from torch_dcp_backport.transfer import Call
+from torch_dcp_backport.transfer.groups import groups_of
+from torch_dcp_backport.transfer.plan import Terms
 
 BACKENDS, DEVICES = ["fsdp", "fsdp2"], ["cuda", "npu", "xpu", "hpu", "cpu"]
 
@@ -77,8 +77,7 @@ class FSDPEngine(BaseEngine):
             with call.guard():
                 self.model_config = settings(ModelConfig, model_config)
                 self.engine_config = settings(EngineConfig, engine_config)
-            findings, _ = agree_on_mesh(call.findings, call.groups)
-            raise_together(call.title, findings, call.cause, ValueError)
+            call.settle(kind=ValueError)
         #: A tokenizer or processor, where verl's object has it: its files go into every checkpoint.
         self.processing_class = getattr(model_config, "processor", None) or getattr(
             model_config, "tokenizer", None
@@ -163,7 +162,7 @@ class FSDPEngine(BaseEngine):
                 tensor_parallel.styles_of(model, self.grid)
             parts = [own, asked, *(() if own.forward_only else (self.optimizer_config,))]
             settings_by_type = {} if call.problems else {type(part).__name__: spelled(part) for part in parts}
-            agree(call, common={**settings_by_type, **build.outline(model)})
+            call.agree(terms=Terms(common={**settings_by_type, **build.outline(model)}))
         tensor_parallel.parallelize(model, self.grid)
         build.shard(model, self.grid, own.sharding, blocks)
         kind = "cpu" if own.offload_policy else self.device

@@ -17,8 +17,8 @@ from torch import nn
 from torch_dcp_backport.engine import build
 from torch_dcp_backport.engine.config import ModelConfig
 from torch_dcp_backport.engine.export import whole_tensors
-from torch_dcp_backport.hf.moving import first_rank, groups_of, settle
 from torch_dcp_backport.transfer import Call
+from torch_dcp_backport.transfer.groups import groups_of
 
 FRESH: Mapping[str, build.Draw] = {"*.lora_A.*": build.as_linear, "*.lora_B.*": build.zeros}
 PREFIX = "base_model.model."
@@ -76,9 +76,9 @@ def save(model: Any, folder: Union[str, Path]) -> None:
         with call.guard():
             if config_of(model) is None:
                 raise ValueError(f"a {type(model).__name__} has none")
-        settle(call)
+        call.settle()
         named = adapters(build.tensors_of(model))
-        full_tensors = dict(whole_tensors(named, to=first_rank(call), device=torch.device("cpu")))
+        full_tensors = dict(whole_tensors(named, to=call.ranks[0], device=torch.device("cpu")))
         with call.guard(str(folder)):
             if full_tensors:
                 model.peft_config["default"].save_pretrained(str(folder))
@@ -87,7 +87,7 @@ def save(model: Any, folder: Union[str, Path]) -> None:
                 contiguous = {name: tensor.contiguous() for name, tensor in full_tensors.items()}
                 importlib.import_module("safetensors.torch").save_file(contiguous, draft, {"format": "pt"})
                 os.replace(draft, target)
-        settle(call)
+        call.settle()
 
 
 def config_of(model: Any) -> Optional[dict[str, Any]]:

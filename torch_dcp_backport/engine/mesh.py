@@ -12,9 +12,9 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.hf.moving import agree, groups_of
 from torch_dcp_backport.transfer import Call
-from torch_dcp_backport.transfer.groups import Group, members
+from torch_dcp_backport.transfer.groups import Group, groups_of, members
+from torch_dcp_backport.transfer.plan import Terms
 
 TITLE = "cannot arrange the ranks"
 
@@ -115,7 +115,7 @@ def arrange(device_type: str, fsdp_size: int = -1, tp_size: int = 1) -> Grid:
         asked = {"device": device_type, "fsdp_size": str(fsdp_size), "tp_size": str(tp_size)}
         made = meshes_of(dist.group.WORLD)
         is_made = (device_type, sizes) in made
-        tables = agree(call, condition=str(is_made), note=is_made, common=asked).tables
+        tables = call.agree(terms=Terms(condition=str(is_made), note=is_made, common=asked)).tables
     if not all(table.note for table in tables):
         made[device_type, sizes] = mesh_of(device_type, sizes)
     mesh = made[device_type, sizes]

@@ -12,11 +12,11 @@ import zlib
 import torch
 
 from torch_dcp_backport.hf.blocks import Share, windows
-from torch_dcp_backport.hf.moving import agree
 from torch_dcp_backport.hf.source import Source
 from torch_dcp_backport.hf.writing import Hand
 from torch_dcp_backport.transfer import Box, Call
 from torch_dcp_backport.transfer.chunks import chunks
+from torch_dcp_backport.transfer.plan import Terms
 from torch_dcp_backport.transfer.spread import holders_of, intersection
 from torch_dcp_backport.transfer.staging import as_bytes
 
@@ -34,7 +34,7 @@ def differ(call: Call, share: Share, first_key: str, second_key: str) -> bool:
         RuntimeError: values could not be read on some rank; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
     """
-    ranks = call.ranks if call.groups else (call.rank,)
+    ranks = call.ranks
     firsts, seconds = (holders_of(share.spreads[key], ranks) for key in (first_key, second_key))
     regions = [common for first in firsts for second in seconds if (common := intersection(first, second))]
     own: dict[tuple[str, Box], bytes] = {}
@@ -46,7 +46,7 @@ def differ(call: Call, share: Share, first_key: str, second_key: str) -> bool:
                 with call.guard(key):
                     own[key, region] = checksum(share, key, region, hand)
     by_region: dict[tuple[str, Box], bytes] = {}
-    for table in agree(call, f"{own}", own).tables:
+    for table in call.agree(terms=Terms(condition=f"{own}", note=own)).tables:
         by_region.update(table.note)
     return any(by_region[first_key, region] != by_region[second_key, region] for region in regions)
 

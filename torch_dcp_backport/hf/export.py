@@ -23,7 +23,7 @@ from torch_dcp_backport.hf.checking import examine
 from torch_dcp_backport.hf.companions import OF_QUANTISED, companions_of, with_dtype
 from torch_dcp_backport.hf.files import MODEL_FILES, Draft, Kind
 from torch_dcp_backport.hf.format import is_plain, nbytes_of
-from torch_dcp_backport.hf.moving import bring_to_all, bring_window, first_rank, publish, settle
+from torch_dcp_backport.hf.moving import bring_to_all, bring_window
 from torch_dcp_backport.hf.sharing import Deal, sharing, write_own
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.hf.writing import Files
@@ -164,7 +164,7 @@ def published(
     """
     draft: Optional[Draft] = None
     folder, how = target.folder, target.how
-    if call.rank == first_rank(call) and not call.problems:
+    if call.is_first and not call.problems:
         with call.guard(str(folder)):
             assert target.is_examined, "no export without a look at its names"
             config = target.companions.get(CONFIG, b"")
@@ -175,13 +175,13 @@ def published(
             draft.spare()
     removed: list[str] = []
     with discarding(draft):
-        settle(call)
+        call.settle()
         fill(draft)
-        settle(call)
+        call.settle()
         if draft is not None:
             with call.guard(str(folder)):
                 draft.sync()
-        settle(call)
+        call.settle()
         late: list[Problem] = []
         if draft is not None:
             with call.guard(str(folder)):
@@ -191,9 +191,9 @@ def published(
                 with call.guard(str(folder)):
                     removed = draft.finish()
                 late, call.problems[:] = call.problems[:], []
-        settle(call, lost=DONE)
+        call.settle(lost=DONE)
         call.problems += late
-        settle(call, HALF)
+        call.settle(HALF)
     return Saved(tuple(tensors), sum(map(nbytes_of, tensors.values())), tuple(removed))
 
 
@@ -218,7 +218,7 @@ def _stream(
                 with call.guard("the files"):
                     if not free:
                         _take_back(free, writing)
-            settle(call)
+            call.settle()
             # The buffer that is filled next, on the first rank: other ranks have none.
             buffer = free.popleft() if draft is not None else None
             write = functools.partial(buffer.view, window, tensors) if buffer is not None else nowhere
@@ -248,7 +248,7 @@ def collect(call: Call, agreement: Agreement, share: Share) -> dict[str, torch.T
         RuntimeError: the first rank has no room for them; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
     """
-    tensors = _gathered(call, agreement, share, bring_window, call.rank == first_rank(call))
+    tensors = _gathered(call, agreement, share, bring_window, call.is_first)
     call.tally.tensors = len(share.parts)
     call.tally.close()
     return tensors
@@ -275,7 +275,7 @@ def _gathered(
                 key: torch.empty(info.shape, dtype=info.dtype, device="cpu")
                 for key, info in share.tensors.items()
             }
-    settle(call)
+    call.settle()
 
     def write(key: str, box: Box) -> torch.Tensor:
         return part_of(tensors[key], whole(share.tensors[key].shape), box)
@@ -293,7 +293,7 @@ def target_of(call: Call, folder: Union[str, Path], like: Any, how: Optional[Exp
         path = Path(folder)
     with call.guard("how"):
         options = checked(how)
-    if call.rank == first_rank(call):
+    if call.is_first:
         with call.guard(f"like={like}" if origin is not None else "like"):
             companions = companions_of(like)
     return Target(path, options, companions, origin)
@@ -339,7 +339,7 @@ def examined(
     """
     facts: Optional[dict[tuple[str], Any]] = None
     dtype = target.how.dtype
-    if call.rank == first_rank(call):
+    if call.is_first:
         facts = {KEPT: frozenset(), TIED: (), RENAMED: {}}
         with call.guard(CONFIG):
             if target.companions:
@@ -353,7 +353,7 @@ def examined(
                 target = with_config(target, config, with_dtype(verdict.config, dtypes))
                 if not verdict.is_quantised:
                     target = without_quantisation(target)
-    published = publish(call, facts)
+    published = call.publish(facts)
     tensors: dict[str, TensorInfo] = {}
     renamed = published[RENAMED]
     with call.guard():

@@ -12,7 +12,7 @@ from typing import Optional
 import torch
 
 from torch_dcp_backport.hf.blocks import Share, Window, windows, within
-from torch_dcp_backport.hf.moving import send_window, settle
+from torch_dcp_backport.hf.moving import send_window
 from torch_dcp_backport.hf.source import Source
 from torch_dcp_backport.transfer import Box, Call
 from torch_dcp_backport.transfer.chunks import chunks
@@ -51,7 +51,7 @@ def fill_here(call: Call, source: Source, share: Share) -> int:
             if call.problems:
                 break
         _copy_doubles(share)
-    settle(call, DOUBTFUL)
+    call.settle(DOUBTFUL)
     call.tally.close()
     return wrote
 
@@ -87,14 +87,14 @@ def fill_from_first(call: Call, agreement: Agreement, source: Optional[Source], 
                 # Here, where a failure still reaches the other ranks: in the exchange they would wait for it.
                 for key, pieces in window.items():
                     opened[key] = [source.part(key, piece.box) for piece in pieces]
-        settle(call, so_far)
+        call.settle(so_far)
         send_window(call, agreement, share, window, functools.partial(_opened, window, opened))
         so_far = DOUBTFUL
         if source is not None:
             read_bytes += sum(piece.nbytes for pieces in window.values() for piece in pieces)
     _copy_doubles(share)
     # Another rank may have failed in the last window.
-    settle(call, so_far)
+    call.settle(so_far)
     call.tally.tensors = len(share.parts)
     call.tally.close()
     return read_bytes

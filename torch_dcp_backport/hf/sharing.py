@@ -11,11 +11,11 @@ from typing import Optional
 
 from torch_dcp_backport.hf.blocks import Share
 from torch_dcp_backport.hf.files import Draft
-from torch_dcp_backport.hf.moving import agree, publish, settle
 from torch_dcp_backport.hf.writing import Files, Hand, Seat, run_of
 from torch_dcp_backport.transfer import Box, Call, TensorInfo
 from torch_dcp_backport.transfer.chunks import chunks
 from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.plan import Terms
 from torch_dcp_backport.transfer.spread import holders_of
 
 #: Bytes of a tensor at once: the most that a copy takes, where the memory is not as the file has it.
@@ -38,7 +38,7 @@ def sharing(
         TransferError: a rank is gone, or the group's timeout is over.
     """
     mine = {SEAT: draft.files.seat(draft.folder)} if draft is not None else None
-    seat: Optional[Seat] = publish(call, mine)[SEAT]
+    seat: Optional[Seat] = call.publish(mine)[SEAT]
     files = draft.files if draft is not None else None
     joined: Optional[Files] = None
     if draft is None and seat is not None:
@@ -46,7 +46,7 @@ def sharing(
             joined = Files(tensors, file_bytes, seat.tag)
             files = joined if joined.join(seat) else None
     try:
-        tables = agree(call, f"{files is not None}", files is not None).tables
+        tables = call.agree(terms=Terms(condition=f"{files is not None}", note=files is not None)).tables
         yield files, tuple(sorted(rank for table in tables if table.note for rank in table.ranks))
     finally:
         if joined is not None:
@@ -122,4 +122,4 @@ def write_own(call: Call, files: Optional[Files], share: Share, deal: Deal) -> N
                 left -= piece.nbytes
                 if call.problems or left <= 0:
                     break
-            settle(call)
+            call.settle()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Optional
 
-from torch_dcp_backport.hf.moving import agree, first_rank, publish, settle
 from torch_dcp_backport.hf.source import Source
 from torch_dcp_backport.transfer import Call, Problem, TensorInfo
+from torch_dcp_backport.transfer.call import Attempt
 from torch_dcp_backport.transfer.errors import spell
+from torch_dcp_backport.transfer.plan import Terms
 
 WAYS = ("auto", "shared", "rank0")
 CONFIG = ("config.json",)
@@ -27,11 +28,11 @@ class Sight(NamedTuple):
     config: dict[str, Any]
 
 
-def look(call: Call, source: Optional[Source], files: str = "auto") -> Sight:
+def look(call: Call, source: Attempt[Source], files: str = "auto") -> Sight:
     """Find out which ranks see the source, and send to the others what the first rank sees.
 
     Args:
-        source: this rank's source; None after a failure, which is among the call's problems.
+        source: the attempt to open this rank's.
         files: "shared": every rank must see it; "rank0": only the first rank looks; "auto": every rank must
             see it, unless the first is alone with it.
 
@@ -41,31 +42,32 @@ def look(call: Call, source: Optional[Source], files: str = "auto") -> Sight:
     with call.guard():
         if files not in WAYS:
             raise ValueError(f"files={files!r}: expected one of {', '.join(map(repr, WAYS))}")
-    is_first, only_first = call.rank == first_rank(call), files == "rank0"
+    is_first, only_first = call.is_first, files == "rank0"
     digest = absent = ""
-    if source is not None and (is_first or not only_first):
-        call.problems += source.problems
-        absent = source.absent
+    if source.error is None and (is_first or not only_first):
+        mine = source.value
+        call.problems += mine.problems
+        absent = mine.absent
         with call.guard():
-            digest = "" if absent or source.problems else source.digest()
+            digest = "" if absent or mine.problems else mine.digest()
     elif not call.problems:
         absent = "not asked"
-    agreement = agree(call, f"{digest} {absent}", (digest, absent), common={"files": repr(files)})
+    note = digest, absent
+    agreement = call.agree(terms=Terms(condition=" ".join(note), note=note, common={"files": repr(files)}))
     seen = [(table.ranks, *table.note) for table in agreement.tables]
     digests = {digest for _, digest, _ in seen}
     is_shared = len(digests) == 1 and "" not in digests and not only_first
-    by_first = next(digest for ranks, digest, _ in seen if first_rank(call) in ranks)
-    alone = all(not digest or first_rank(call) in ranks for ranks, digest, _ in seen)
+    by_first = next(digest for ranks, digest, _ in seen if call.ranks[0] in ranks)
+    alone = all(not digest or call.ranks[0] in ranks for ranks, digest, _ in seen)
     if not is_shared and not (by_first and files != "shared" and (alone or only_first)):
         got = "; ".join(f"{spell(ranks)}: {digest[:8] or absent}" for ranks, digest, absent in seen)
         expected = "the same everywhere" + ("" if files == "shared" else ", or files on the first rank alone")
         what = "no model here" if digests == {""} else "the ranks see different files"
         call.problems.append(Problem(what, got=got, expected=expected))
-    settle(call)
+    call.settle()
     if is_shared:
-        assert source is not None, "it has a digest"
-        return Sight(source, True, source.tensors, source.config)
-    mine = source if is_first else None
-    inventory = publish(call, {**mine.tensors, CONFIG: mine.config} if mine is not None else None)
+        return Sight(source.value, True, source.value.tensors, source.value.config)
+    mine = source.value
+    inventory = call.publish({**mine.tensors, CONFIG: mine.config} if is_first else None)
     config = inventory.pop(CONFIG)
-    return Sight(mine, False, inventory, config)
+    return Sight(mine if is_first else None, False, inventory, config)

@@ -37,21 +37,13 @@ from torch_dcp_backport.hf.export import (
 from torch_dcp_backport.hf.files import ADAPTER_FILES
 from torch_dcp_backport.hf.filling import fill_from_first, fill_here
 from torch_dcp_backport.hf.format import CODES, is_plain
-from torch_dcp_backport.hf.moving import (
-    agree,
-    bring_window,
-    first_rank,
-    groups_of,
-    have_ranks,
-    publish,
-    settle,
-)
+from torch_dcp_backport.hf.moving import bring_window
 from torch_dcp_backport.hf.sight import look
 from torch_dcp_backport.hf.source import Source, source_of
 from torch_dcp_backport.transfer import Call, Layout, Problem, TensorInfo, layout_of
-from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.groups import Group, groups_of
 from torch_dcp_backport.transfer.memory import has_slices, is_freed, why_not_writable
-from torch_dcp_backport.transfer.plan import Agreement
+from torch_dcp_backport.transfer.plan import Agreement, Terms
 
 SAVE = "cannot save as Hugging Face weights"
 SAVE_ADAPTER = "cannot save the adapter"
@@ -139,7 +131,7 @@ def save_state_dict(
         small: dict[str, torch.Tensor] = {}
         if config is not None:
             saved, (plan, held, tied) = held, merged_names(call, held, tied, config, adapter_name, transposed)
-            settle(call)
+            call.settle()
             keys = [key for name in plan.changed for key in plan.needed(name)]
             thin = {key: saved[key].info for key in saved if key in set(keys)}
             small = collect_everywhere(call, agreement, share_of(call, saved, thin))
@@ -150,10 +142,10 @@ def save_state_dict(
         if plan is not None:
             plan = plan.renamed(done.renamed)
             share = MergedShare(share.tensors, share.spreads, share.parts, share.relayed, plan, small)
-        settle(call)
+        call.settle()
         if done.tied:
             doubles = doubles_of(call, done, share)
-            settle(call)
+            call.settle()
             share = dataclasses.replace(share, tensors=without(share.tensors, doubles))
         return export(call, agreement, share, done.target)
 
@@ -185,8 +177,8 @@ def save_adapter(
         with call.guard("adapter"):
             config = adapters.as_settings(adapter)
         # The model that it adapts may be on the first rank's disk alone.
-        is_first = call.rank == first_rank(call)
-        rows = publish(call, {ROWS: adapters.vocabulary_of(config)} if is_first else None)[ROWS]
+        is_first = call.is_first
+        rows = call.publish({ROWS: adapters.vocabulary_of(config)} if is_first else None)[ROWS]
         with call.guard("adapter"):
             infos = {key: part.info for key, part in held.items()}
             names = adapters.saved_names(infos, config, name, rows)
@@ -202,7 +194,7 @@ def save_adapter(
         how = checked(Export(file_bytes=2**62, overwrite=overwrite))
         text = spelled_config(config, indent=2).encode()
         target = Target(Path(folder), how, {ADAPTER_CONFIG: text}, None, ADAPTER_FILES, True)
-        settle(call)
+        call.settle()
         bring = functools.partial(bring_window, call, agreement, share)
         return write_files(call, tensors, bring, target)
 
@@ -256,7 +248,7 @@ def doubles_of(call: Call, done: Examined, share: Share) -> list[str]:
             is_alike = done.tensors[first] == done.tensors[key]
             if is_alike and not differ(call, share, first, key):
                 doubles.append(key)
-            elif call.rank == first_rank(call):
+            elif call.is_first:
                 call.problems.append(not_one(first, key))
     return doubles
 
@@ -287,9 +279,7 @@ def load_state_dict(
         TransferError: a read failed, a rank is gone, or the group's timeout is over; tensors were written.
     """
     with Call(LOAD, "fill", groups_of(process_group)) as call:
-        source: Optional[Source] = None
-        with call.guard():
-            source = source_of(folder)
+        source = call.attempt(source_of, folder)
         held = held_of(call, state_dict, is_written=True)
         sight = look(call, source, files)
         held, tied = agree_on_names(call, held)
@@ -301,13 +291,13 @@ def load_state_dict(
                 call.problems += misfits(key, held[key].info, sight.tensors[key])
             if not present:
                 call.problems.append(Problem("not in the files", keys[0], near(keys[0], sight.tensors)))
-            elif sight.source is not None and call.rank == first_rank(call):
+            elif sight.source is not None and call.is_first:
                 for key in present[1:]:
                     call.problems += other_values(call, sight.source, key, present[0])
             filled.update(dict.fromkeys(keys, present[0] if present else ""))
         tensors = {key: sight.tensors[key] for key in held if filled[key] == key}
         share = share_of(call, held, tensors)
-        settle(call)
+        call.settle()
         if sight.is_shared:
             assert sight.source is not None, "every rank reads"
             bytes_read = fill_here(call, sight.source, share)
@@ -385,7 +375,7 @@ def agree_on_names(call: Call, held: Mapping[str, Held]) -> tuple[dict[str, Held
     """
     own = tied_names(held)
     unknown: dict[str, Optional[str]] = {key: None for key, part in held.items() if not part.local.numel()}
-    agreed = publish(call, {ORDER: tuple(held), **unknown, **own})
+    agreed = call.publish({ORDER: tuple(held), **unknown, **own})
     held = {key: held[key] for key in dict.fromkeys((*agreed.pop(ORDER), *held)) if key in held}
     own = tied_names(held)
     for key, part in held.items():
@@ -413,7 +403,8 @@ def agree_on_state(call: Call, held: Mapping[str, Held], options: Mapping[str, s
     """
     kinds = {part.local.device.type for part in held.values()}
     common = {key: spelled(part) for key, part in held.items()}
-    return agree(call, device=kinds.pop() if len(kinds) == 1 else "", common={**options, **common})
+    device = kinds.pop() if len(kinds) == 1 else ""
+    return call.agree(terms=Terms(device=device, common={**options, **common}))
 
 
 def spelled(held: Held) -> str:
@@ -424,7 +415,7 @@ def spelled(held: Held) -> str:
 
 def share_of(call: Call, held: Mapping[str, Held], tensors: Mapping[str, TensorInfo]) -> Share:
     """Return the blocks of tensors that the ranks hold, and this rank's memory of its own."""
-    ranks = have_ranks(call)
+    ranks = call.ranks
     spreads = {}
     parts: dict[str, list[Part]] = {}
     for key in tensors:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 from torch_dcp_backport.hf import Export, Part, Share, Sight, Source
 from torch_dcp_backport.hf.comparing import differ, equal_in
 from torch_dcp_backport.hf.export import Target, examined, exported
-from torch_dcp_backport.hf.moving import agree, first_rank, settle
 from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.megatron.cuts import Holding
 from torch_dcp_backport.megatron.model import Layers, Local, Models, Parallel, Stand, describe
@@ -20,9 +19,10 @@ from torch_dcp_backport.megatron.names import EMBED, HEAD, VALUE_HEADS
 from torch_dcp_backport.megatron.plan import Head, Spreading, check_files, head_of, left_alone
 from torch_dcp_backport.megatron.shape import Shape, shape_of
 from torch_dcp_backport.transfer import Call, Problem, TensorInfo
+from torch_dcp_backport.transfer.call import Attempt
 from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.memory import span_of
-from torch_dcp_backport.transfer.plan import Agreement
+from torch_dcp_backport.transfer.plan import Agreement, Terms
 from torch_dcp_backport.transfer.staging import part_of
 
 HEAD_OF_ITS_OWN = Problem(
@@ -54,11 +54,11 @@ class Agreed(NamedTuple):
     target: Optional[Target] = None
 
 
-def agree_on_load(call: Call, given: Optional[Given], sight: Sight, value_head: bool) -> Agreed:
+def agree_on_load(call: Call, given: Attempt[Given], sight: Sight, value_head: bool) -> Agreed:
     """Fit this rank's modules to the files.
 
     Args:
-        given: None after a failure, which is among the call's problems.
+        given: the attempt to make this rank's.
 
     Raises:
         RuntimeError: some rank has problems; on every rank, before anything was written.
@@ -70,27 +70,28 @@ def agree_on_load(call: Call, given: Optional[Given], sight: Sight, value_head: 
         call.problems += shared_memory(local, spreading)
         check_files(sight.tensors, spreading)
         left = left_alone(sight.tensors, spreading)
-        is_reader = sight.source is not None and call.rank == first_rank(call)
-        if is_reader and HEAD in left and shape.tied and not spreading.head.is_value:
+        source = sight.source if call.is_first and HEAD in left and shape.tied else None
+        if source is not None and not spreading.head.is_value:
             with call.guard(HEAD):
-                call.problems += other_head(sight.source)
+                call.problems += other_head(source)
     call.problems += spreading.problems
-    settle(call)
+    call.settle()
     tensors = {key: info for key, info in sight.tensors.items() if key in spreading.spreads}
     return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), left)
 
 
 def agree_on_save(
     call: Call,
-    given: Optional[Given],
-    config: Mapping[str, Any],
-    how: Export,
+    given: Attempt[Given],
+    config: object,
+    how: Attempt[Export],
     target: Optional[Target] = None,
 ) -> Agreed:
     """Fit the ranks' modules to one another, and to the class in the target's config.json.
 
     Args:
         given: as of `agree_on_load`.
+        config: the content of config.json, or the attempt to make it.
         target: None where tensors go to no folder.
 
     Raises:
@@ -98,51 +99,50 @@ def agree_on_save(
             a tied head with other values than the embedding; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
     """
-    local, shape, agreement = _describe_to_all(call, given, config, dataclasses.asdict(how))
+    local, shape, agreement = _describe_to_all(call, given, config, call.attempt(dataclasses.asdict, how))
     head = head_held(shape, [table.note for table in agreement.tables])
     spreading = Spreading(agreement.tables, shape, head)
     tensors: dict[str, TensorInfo] = {}
     if not spreading.problems:
         spreading.problems += spreading.faults()
     call.problems += spreading.problems
-    settle(call)
+    call.settle()
     # A tied head is a copy of the embedding, which is what files have.
     written = {key: spreading.infos(key) for key in spreading.spreads if key != HEAD or not shape.tied}
     if target is not None:
         target, tensors, *_ = examined(call, target, written)
     else:
         with call.guard():
-            tensors = exported(written, how)
-    settle(call)
+            tensors = exported(written, how.value)
+    call.settle()
     if shape.tied and HEAD in spreading.spreads:
         info = tensors[EMBED]
         both = share_of(local, spreading, {EMBED: info, HEAD: info})
-        if differ(call, both, EMBED, HEAD) and call.rank == first_rank(call):
+        if differ(call, both, EMBED, HEAD) and call.is_first:
             call.problems.append(HEAD_OF_ITS_OWN)
-        settle(call)
+        call.settle()
     return Agreed(agreement, local, spreading, share_of(local, spreading, tensors), {}, target)
 
 
 def _describe_to_all(
-    call: Call, given: Optional[Given], config: Mapping[str, Any], options: Mapping[str, object]
+    call: Call, given: Attempt[Given], config: object, options: object
 ) -> tuple[Local, Shape, Agreement]:
-    """Describe this rank's modules to all ranks; config.json and options must be the same everywhere."""
-    shape: Optional[Shape] = None
-    local: Optional[Local] = None
-    if given is not None:
-        with call.guard(CONFIG):
-            shape = shape_of(config)
-        with call.guard():
-            local = describe(call, given.models, given.parallel, given.layers)
-    stand, device = (local.stand, local.device) if local is not None else (None, "")
+    """Describe this rank's modules to all ranks; config.json and options must be the same everywhere.
+
+    Args:
+        config, options: mappings, or the attempts to make them.
+    """
+    shape = call.attempt(shape_of, config, key=CONFIG)
+    local = call.attempt(lambda own: describe(call, own.models, own.parallel, own.layers), given)
+    agreement = call.agree(terms=call.attempt(_terms_of, local, shape, options))
+    return local.value, shape.value, agreement
+
+
+def _terms_of(local: Local, shape: Shape, options: Mapping[str, object]) -> Terms:
     common = {name: repr(value) for name, value in options.items()}
-    if shape is not None:
-        numbers = dataclasses.asdict(shape)
-        common.update((f"{name} of {CONFIG}", repr(value)) for name, value in numbers.items())
-    agreement = agree(call, f"{stand}", stand, device, common)
-    assert local is not None, "else there was a problem"
-    assert shape is not None, "else there was a problem"
-    return local, shape, agreement
+    numbers = dataclasses.asdict(shape)
+    common.update((f"{name} of {CONFIG}", repr(value)) for name, value in numbers.items())
+    return Terms(local.device, f"{local.stand}", note=local.stand, common=common)
 
 
 def share_of(local: Local, spreading: Spreading, tensors: Mapping[str, TensorInfo]) -> Share:
@@ -185,7 +185,6 @@ def head_held(shape: Shape, stands: list[Stand]) -> Head:
     return Head(None if shape.tied and not rows else HEAD)
 
 
-def other_head(source: Optional[Source]) -> list[Problem]:
+def other_head(source: Source) -> list[Problem]:
     """Return a problem where the files hold a head of their own, and config.json says that there is none."""
-    assert source is not None, "it is a reader's"
     return [] if equal_in(source, HEAD, EMBED) else [HEAD_OF_ITS_OWN]

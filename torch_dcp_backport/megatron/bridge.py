@@ -6,6 +6,7 @@ Must never write into a parameter, or into the target of an export, before all r
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,14 @@ import torch
 from torch_dcp_backport.hf import Export, Source, collect, export, fill_from_first, fill_here, look
 from torch_dcp_backport.hf.companions import as_config
 from torch_dcp_backport.hf.export import Saved, checked, target_of
-from torch_dcp_backport.hf.moving import groups_of, publish
 from torch_dcp_backport.hf.opening import with_prefix
 from torch_dcp_backport.hf.source import CONFIG, source_of
 from torch_dcp_backport.megatron.agreed import Agreed, Given, agree_on_load, agree_on_save
 from torch_dcp_backport.megatron.model import Layers, Models, Parallel
 from torch_dcp_backport.megatron.names import EMBED
 from torch_dcp_backport.transfer import Call
+from torch_dcp_backport.transfer.call import Attempt
+from torch_dcp_backport.transfer.groups import groups_of
 from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.staging import part_of
 
@@ -84,13 +86,10 @@ def load_hf(
 def load(ask: Callable[[], tuple[Source, Given]], value_head: bool, files: str = "auto") -> Loaded:
     """Load as `load_hf` does; `ask` makes this rank's arguments, and all ranks raise its failure."""
     with Call(LOAD, "fill", groups_of()) as call:
-        source: Optional[Source] = None
-        given: Optional[Given] = None
-        with call.guard():
-            source, given = ask()
-            source = with_head(source)
+        asked = call.attempt(ask)
+        source = call.attempt(lambda pair: with_head(pair[0]), asked)
         sight = look(call, source, files)
-        agreed = agree_on_load(call, given, sight, value_head)
+        agreed = agree_on_load(call, call.attempt(lambda pair: pair[1], asked), sight, value_head)
         if sight.is_shared:
             assert sight.source is not None, "every rank reads"
             bytes_read = fill_here(call, sight.source, agreed.share)
@@ -158,8 +157,10 @@ def save_hf(
         config: dict[str, Any] = {}
         if target.companions:
             config = json.loads(target.companions[CONFIG])
-        config = publish(call, {CONFIG: config})[CONFIG]
-        agreed = agree_on_save(call, Given(models, parallel, layers), config, target.how, target)
+        config = call.publish({CONFIG: config})[CONFIG]
+        agreed = agree_on_save(
+            call, Attempt(Given(models, parallel, layers)), config, Attempt(target.how), target
+        )
         assert agreed.target is not None, "it was handed in"
         return export(call, agreed.agreement, agreed.share, agreed.target)
 
@@ -186,12 +187,8 @@ def gather(
 ) -> dict[str, torch.Tensor]:
     """Gather as `gather_hf` does; `ask` makes this rank's arguments, and all ranks raise its failure."""
     with Call(SAVE, "collect", groups_of()) as call:
-        config: dict[str, Any] = {}
-        given: Optional[Given] = None
-        options = Export()
-        with call.guard():
-            config, given = ask()
-        with call.guard():
-            options = checked(Export(dtype))
+        asked = call.attempt(ask)
+        options = call.attempt(lambda: checked(Export(dtype)))
+        config, given = (call.attempt(operator.itemgetter(place), asked) for place in (0, 1))
         agreed = agree_on_save(call, given, config, options)
         return collect(call, agreed.agreement, agreed.share)

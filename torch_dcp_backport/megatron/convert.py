@@ -28,7 +28,6 @@ from torch_dcp_backport.hf.companions import as_config, companions_of
 from torch_dcp_backport.hf.export import examined, target_of, write_files
 from torch_dcp_backport.hf.files import replaced
 from torch_dcp_backport.hf.format import nbytes_of
-from torch_dcp_backport.hf.moving import settle
 from torch_dcp_backport.hf.source import CONFIG, Source
 from torch_dcp_backport.hf.source import Folder as Files
 from torch_dcp_backport.hf.writing import planned
@@ -158,10 +157,10 @@ def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bo
     call.problems += files.problems
     if files.absent:
         call.problems.append(Problem("no model here", got=files.absent))
-    settle(call)
+    call.settle()
     with call.guard(CONFIG):
         shape = shape_of(files.config)
-    settle(call)
+    call.settle()
     head = head_of(shape, files.tensors, _has_value_head(files.tensors, shape))
     rows = {EMBEDDING: shape.vocab}
     if head.is_value or not shape.tied:
@@ -176,7 +175,7 @@ def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bo
         if HEAD in left and shape.tied:
             call.problems += other_head(files)
     call.problems += spreading.problems
-    settle(call)
+    call.settle()
     cuts = list(model.cuts(spreading))
     tensors = _stored_infos(call, model, cuts, files.tensors)
     # Models with TransformerEngine and without it look for different names: both are written.
@@ -188,7 +187,7 @@ def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bo
     tensors.update({second_name(key): info for key, info in tensors.items()})
     with call.guard(str(out)):
         _check_target(out, how)
-    settle(call)
+    call.settle()
     converted = Converted("checkpoint", tensors, {}, left)
     if dry_run:
         return converted
@@ -300,10 +299,10 @@ def _to_files(
     if like is None and own is None:
         raise CheckpointingException(f"{CANNOT_CONVERT}: {folder} has no {CONFIG}: name the model's folder")
     target = target_of(call, out, own if like is None else like, how)
-    settle(call)
+    call.settle()
     with call.guard(CONFIG):
         shape = shape_of(as_config(json.loads(target.companions[CONFIG])))
-    settle(call)
+    call.settle()
     naming = naming_of(checkpoint.holds.tensors)
     everything = checkpoint.holds.tensors
     stored = {key: everything[key] for key in model_in(everything, naming)}
@@ -314,9 +313,9 @@ def _to_files(
     with call.guard(str(out)):
         # An export replaces nothing but a model, and checks that again before it writes.
         replaced(out, target.how.overwrite, target.companions[CONFIG])
-    settle(call)
+    call.settle()
     target, tensors, *_ = examined(call, target, held)
-    settle(call)
+    call.settle()
     files = {
         name: sum(nbytes_of(tensors[key]) for key in keys)
         for name, keys in planned(tensors, target.how.file_bytes).items()

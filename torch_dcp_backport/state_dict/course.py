@@ -104,7 +104,9 @@ class Course:
         except Exception as error:
             self.call.tell(error, self.so_far)
             raise
-        self.call.settle(self.so_far)
+        if self.call.user_code:
+            # The last agreement: it failed on another rank, or on none.
+            self.call.settle(self.so_far(), kind=RuntimeError)
 
     def so_far(self) -> str:
         """The words of an error about this rank's writes."""
@@ -298,7 +300,7 @@ class Local(Course):
             with call.guard():
                 call.problems += self.other_layouts()
             # A mapping that makes its values is code that can fail, too.
-            call.agree_on_problems(self.plan.user_code or not self.source.is_dict)
+            call.settle(user_code=self.plan.user_code or not self.source.is_dict)
 
     def other_layouts(self) -> list[Problem]:
         """The DTensors of the dict that do not lie as their destinations do."""

@@ -9,7 +9,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Optional
+from typing import Any, Generic, Optional, TypeVar, Union
 
 import torch.distributed as dist
 
@@ -17,15 +17,53 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.transfer import settings
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.consensus import Mark, agree_on_mark, agree_on_mesh, share_findings
-from torch_dcp_backport.transfer.errors import UNCHANGED, Finding, Problem, problem_of, raise_together
+from torch_dcp_backport.transfer.errors import (
+    UNCHANGED,
+    CollectiveError,
+    Finding,
+    Problem,
+    TransferError,
+    differences,
+    problem_of,
+    raise_together,
+    spell_key,
+)
 from torch_dcp_backport.transfer.groups import Group, comm_device_type, exclusive, group_ranks
-from torch_dcp_backport.transfer.plan import Agreement, Table, Terms, Want, publish, share_tables
+from torch_dcp_backport.transfer.plan import Agreement, Terms, Want, publish, share_tables
 from torch_dcp_backport.transfer.report import Tally
 
 logger = logging.getLogger("torch_dcp_backport.transfer")
 
 BAD_BUDGET = "not a staging budget"
 NO_TERMS = Terms()
+NO_WANTS: Mapping[Key, Want] = {}
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Attempt(Generic[T_co]):
+    """What a rank made, or the error that kept it from that."""
+
+    def __init__(self, value: Optional[T_co] = None, error: Optional[Exception] = None) -> None:
+        self._value = value
+        self.error = error
+
+    @property
+    def value(self) -> T_co:
+        """What was made. After an agreement it is there: this rank's problem would have been raised.
+
+        Raises:
+            Exception: nothing was made.
+        """
+        if self.error is not None:
+            raise self.error
+        return self._value  # type: ignore[return-value]
+
+
+def made_of(value: object) -> Any:
+    """The value itself; of an attempt, what was made."""
+    return value.value if isinstance(value, Attempt) else value
 
 
 class Call:
@@ -37,6 +75,8 @@ class Call:
         operation: str,
         groups: Sequence[Group] = (None,),
         problems: Optional[list[Problem]] = None,
+        kind: type[Exception] = RuntimeError,
+        plain: tuple[type[Exception], ...] = (),
     ) -> None:
         """Begin a call without any agreement.
 
@@ -46,17 +86,22 @@ class Call:
             groups: one process group, or those of a mesh's dimensions where only agreements are needed; none
                 where no other rank takes part.
             problems: of this rank, so far; the list is used as it is.
+            kind: of the errors that meetings raise.
+            plain: errors whose text stands alone in a problem, without their type; of a kind that is a
+                `CollectiveError` these as well.
         """
         outside: Any = dist.GroupMember.NON_GROUP_MEMBER
         if any(group is outside for group in groups):
             raise ValueError(f"{title}: this rank is not in the process group")
         self.title = title
+        self.kind = kind
+        self.plain = (*plain, CollectiveError) if issubclass(kind, CollectiveError) else plain
         self.groups = tuple(groups)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.tally = Tally(operation)
         self.problems: list[Problem] = [] if problems is None else problems
         #: The exception behind the last of the problems.
-        self.cause: Optional[BaseException] = None
+        self.cause: Optional[Exception] = None
         #: Whether code outside torch takes part in what is left to do, on any rank.
         self.user_code = False
         #: Whether all ranks are in the same collective: a failure reaches them there, or nothing could.
@@ -69,8 +114,12 @@ class Call:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks of the group."""
-        return group_ranks(self.group)
+        """Global ranks of the group; this one alone where there is none."""
+        return group_ranks(self.group) if self.groups else (self.rank,)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == self.ranks[0]
 
     @property
     def findings(self) -> list[Finding]:
@@ -99,12 +148,42 @@ class Call:
 
     @contextlib.contextmanager
     def guard(self, key: Key = "") -> Iterator[None]:
-        """Turn an exception into a problem, of a key: the other ranks wait in the agreement."""
+        """Turn an exception into a problem, of a key: the other ranks wait in the agreement.
+
+        Raises:
+            CollectiveError: every rank has it already.
+        """
         try:
             yield
         except Exception as error:
-            self.problems.append(problem_of(error, key))
-            self.cause = error
+            if isinstance(error, self.kind) and getattr(error, "is_agreed", False):
+                raise
+            self.record(self.problem_of(error, key), error)
+
+    def attempt(self, function: Callable[..., T], *args: Any, key: Key = "") -> Attempt[T]:
+        """Call a function; its error is a problem, of a key, as within `guard`.
+
+        Args:
+            args: an attempt among them stands for its value; where that failed, so does this, and there is
+                no second problem.
+        """
+        for arg in args:
+            if isinstance(arg, Attempt) and arg.error is not None:
+                return Attempt(error=arg.error)
+        with self.guard(key):
+            return Attempt(function(*map(made_of, args)))
+        return Attempt(error=self.cause)
+
+    def problem_of(self, error: Exception, key: Key = "") -> Problem:
+        """An error of this rank as a problem."""
+        if isinstance(error, self.plain):
+            return Problem(str(error), spell_key(key))
+        return problem_of(error, key)
+
+    def record(self, problem: Problem, cause: Exception) -> None:
+        """Add a problem of this rank, and the exception behind it."""
+        self.problems.append(problem)
+        self.cause = cause
 
     @contextlib.contextmanager
     def room_for(self, what: str) -> Iterator[None]:
@@ -125,7 +204,7 @@ class Call:
 
     # --- what the ranks tell each other ---
 
-    def publish(self, inventory: Optional[Mapping[Key, object]]) -> dict[Key, Any]:
+    def publish(self, inventory: Optional[Mapping[Any, object]]) -> dict[Any, Any]:
         """The first rank's inventory (key -> TensorInfo, or a small value itself), on every rank.
 
         The problems of other ranks are raised by `agree`, which every rank must call next.
@@ -133,13 +212,16 @@ class Call:
         Raises:
             RuntimeError: the first rank has problems; on every rank.
         """
+        if not self.groups:
+            self.raise_alone()
+            return dict(inventory or {})
         with self.tally.phase("inventory"):
             return publish(inventory, self.problems, self.title, self.group)
 
     def agree(
         self,
-        wants: Mapping[Key, Want],
-        terms: Terms = NO_TERMS,
+        wants: Mapping[Key, Want] = NO_WANTS,
+        terms: Union[Terms, Attempt[Terms]] = NO_TERMS,
         *,
         staging_bytes: Optional[int] = None,
         so_far: str = UNCHANGED,
@@ -149,13 +231,20 @@ class Call:
         One small message from and to each rank where nothing is wrong and all want the same.
 
         Args:
+            terms: or the attempt to make them.
             staging_bytes: this rank's budget; None is that of the settings.
             so_far: what an error says of what was written.
 
         Raises:
-            RuntimeError: some rank has problems; the same message on every rank.
+            RuntimeError: some rank has problems, or another value in the terms' `common`; the same message on
+                every rank.
             ValueError: nothing is wrong but some rank's budget; on every rank too.
         """
+        if isinstance(terms, Attempt):
+            terms = NO_TERMS if terms.error is not None else terms.value
+        if not self.groups:
+            self.raise_alone()
+            return Agreement([terms.table(wants, self.ranks)], 0, terms.device or "cpu")
         with self.tally.phase("agree"):
             budget, findings = settings.DEFAULT, self.findings
             try:
@@ -168,9 +257,13 @@ class Call:
             digest = terms.digest(wants)
             mark = Mark(digest, bool(findings), terms.user_code, budget, terms.device)
             common = self.compare(mark, findings, so_far)
-            tables = [Table(wants, self.ranks, terms.relays, terms.note)]
+            tables = [terms.table(wants, self.ranks)]
             if common.digest != digest:
                 tables = share_tables(tables[0], digest, self.title, self.group, so_far)
+        if len(tables) > 1:
+            # Every rank computes the same findings from the same tables.
+            common_by_rank = {rank: table.common for table in tables for rank in table.ranks}
+            raise_together(self.title, differences(common_by_rank))
         self.user_code = common.user_code
         device = comm_device_type(self.group, common.device or "cpu")
         return Agreement(tables, common.staging_bytes, device)
@@ -191,14 +284,29 @@ class Call:
             )
         return common
 
-    def agree_on_problems(self, user_code: bool = False) -> None:
-        """Raise the problems of all ranks of all groups, where nothing travels.
+    def settle(
+        self,
+        so_far: str = UNCHANGED,
+        *,
+        lost: str = "",
+        kind: Optional[type[Exception]] = None,
+        user_code: bool = False,
+    ) -> None:
+        """Raise the problems that came up on any rank of all groups, on every rank.
+
+        Args:
+            so_far: a text about what was written on some rank; the same on every rank.
+            lost: the text to use instead if a rank is gone; "" uses `so_far`.
+            kind: of the error; by default as below.
+            user_code: whether code outside torch takes part on this rank.
 
         Raises:
-            RuntimeError: some rank has problems.
+            RuntimeError: some rank has problems, and nothing was changed.
+            TransferError: some rank has problems after something was written; or a rank is gone.
         """
-        findings, self.user_code = agree_on_mesh(self.findings, self.groups, user_code)
-        raise_together(self.title, findings, self.cause)
+        findings, self.user_code = agree_on_mesh(self.findings, self.groups, user_code, so_far=lost or so_far)
+        kind = kind or (RuntimeError if so_far == UNCHANGED else TransferError)
+        raise_together(self.title, findings, self.cause, kind, so_far)
 
     def tell(self, error: Exception, so_far: Callable[[], str]) -> None:
         """Tell the other ranks, in the last agreement, that user code failed on this one."""
@@ -210,13 +318,3 @@ class Call:
         with contextlib.suppress(Exception):
             agree_on_mesh([(self.rank, problem)], self.groups, so_far=so_far())
         compat.add_note(error, so_far())
-
-    def settle(self, so_far: Callable[[], str]) -> None:
-        """The last agreement, where user code took part on any rank.
-
-        Raises:
-            RuntimeError: it failed on another rank; says what was written on this one.
-        """
-        if self.user_code and self.groups:
-            findings, _ = agree_on_mesh([], self.groups, so_far=so_far())
-            raise_together(self.title, findings, so_far=so_far())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional
 
 #: A message names at most so many problems; the rest are counted.
@@ -30,6 +30,7 @@ class Problem(NamedTuple):
 
 #: A problem, and the rank that has it.
 Finding = tuple[int, Problem]
+Findings = list[Finding]
 
 
 def problem_of(error: Exception, key: Hashable = "") -> Problem:
@@ -56,6 +57,24 @@ def compose(title: str, findings: Iterable[Finding], so_far: str = UNCHANGED) ->
     if len(ranks_by_problem) > SHOWN:
         lines.append(f"  ... and {len(ranks_by_problem) - SHOWN} more")
     return "\n".join(lines)
+
+
+#: Name -> value as text; all must be the same on every rank.
+Common = Mapping[str, str]
+NOTHING: Common = {}
+
+
+def differences(common_by_rank: Mapping[int, Common]) -> list[Finding]:
+    """A finding of each rank for each value that is not the first rank's."""
+    first, expected = next(iter(common_by_rank.items()))
+    findings = []
+    for rank, own in common_by_rank.items():
+        for name in {} if own is expected or own == expected else {**expected, **own}:
+            got, value = own.get(name, "nothing"), expected.get(name, "nothing")
+            if got != value:
+                problem = Problem("not the same on every rank", name, got, f"{value} as on rank {first}")
+                findings.append((rank, problem))
+    return findings
 
 
 def spell(ranks: Sequence[int]) -> str:
@@ -100,6 +119,13 @@ def raise_together(
     """Raise one error for all findings; return where there are none."""
     if findings:
         raise kind(compose(title, findings, so_far)) from cause
+
+
+class CollectiveError(Exception):
+    """An error whose text stands alone, the same on every rank; the base of errors of rooms above."""
+
+    #: Whether all ranks that are there have heard of it; not where the first rank itself is gone.
+    is_agreed = False
 
 
 class TransferError(RuntimeError):

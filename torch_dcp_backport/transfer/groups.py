@@ -90,6 +90,11 @@ def backend_of(group: Group, kind: str) -> str:
     return known[kind]
 
 
+def groups_of(group: Group = None) -> tuple[Group, ...]:
+    """The groups of a call over one group; none in a process without a process group."""
+    return (group,) if group is not None or dist.is_initialized() else ()
+
+
 def is_silent(group: Group) -> bool:
     """Whether messages of a group move nothing: what a rank would receive is in none of its buffers.
 

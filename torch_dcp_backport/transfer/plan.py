@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.errors import (
+    NOTHING,
     UNCHANGED,
+    Common,
     Problem,
     as_transfer_error,
     problem_of,
@@ -57,12 +59,18 @@ class Terms(NamedTuple):
     relays: bool = False
     #: For the other ranks, where there are several tables; the same with the same wants and condition.
     note: Any = None
+    #: What must be the same on every rank.
+    common: Common = NOTHING
 
     def digest(self, wants: Mapping[Key, Want]) -> bytes:
         """The same bytes on ranks that want the same keys in the same layouts, under the same condition."""
         lines = [f"{key!r} {want.dtype} {want.stage} {want.layout.signature}" for key, want in wants.items()]
-        text = "\n".join([*lines, f"{self.relays} {self.condition}"])
+        text = "\n".join([*lines, f"{self.relays} {self.condition} {self.common}"])
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    def table(self, wants: Mapping[Key, Want], ranks: tuple[int, ...]) -> Table:
+        """The table of ranks that all have these wants and terms."""
+        return Table(wants, ranks, self.relays, self.note, self.common)
 
 
 class Table(NamedTuple):
@@ -74,6 +82,7 @@ class Table(NamedTuple):
     #: As in their terms.
     relays: bool = False
     note: Any = None
+    common: Common = NOTHING
 
 
 class Agreement(NamedTuple):
@@ -185,12 +194,12 @@ def packed(table: Table) -> bytes:
     numbers: dict[Want, int] = {}
     rows = [(key, numbers.setdefault(want, len(numbers))) for key, want in table.wants.items()]
     # Names of layers have much in common.
-    return zlib.compress(pickle.dumps((rows, list(numbers), table.relays, table.note)), 1)
+    return zlib.compress(pickle.dumps((rows, list(numbers), table.relays, table.note, table.common)), 1)
 
 
 def unpacked(data: bytes) -> Table:
-    rows, wants, relays, note = pickle.loads(zlib.decompress(data))
-    return Table({key: wants[number] for key, number in rows}, (), relays, note)
+    rows, wants, relays, note, common = pickle.loads(zlib.decompress(data))
+    return Table({key: wants[number] for key, number in rows}, (), relays, note, common)
 
 
 def misfit(key: Key, local: torch.Tensor, layout: Layout, rank: int) -> Optional[Problem]:

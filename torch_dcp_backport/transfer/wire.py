@@ -154,7 +154,7 @@ def gather_bytes(data: bytes, group: Group) -> dict[int, bytes]:
 
     def rows_of(part: bytes, nbytes: int) -> list[bytes]:
         row = tensor_of(part.ljust(nbytes, b"\0")).to(device)
-        return [bytes_of(received) for received in gather_rows(row, group)]
+        return [bytes_of(received) for received in gather_rows(row, group).cpu()]
 
     rows = rows_of(len(data).to_bytes(LENGTH, "big") + data[: HEAD - LENGTH], HEAD)
     lengths = [int.from_bytes(row[:LENGTH], "big") for row in rows]

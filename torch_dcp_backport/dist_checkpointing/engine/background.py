@@ -12,7 +12,7 @@ import torch
 
 from torch_dcp_backport.dist_checkpointing import report
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, begin, consult, guard
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.engine.save import (
     Planned,
     Saving,
@@ -21,8 +21,10 @@ from torch_dcp_backport.dist_checkpointing.engine.save import (
 )
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
 from torch_dcp_backport.transfer import Call
+from torch_dcp_backport.transfer.call import Attempt
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.meet import Topic, meet
 from torch_dcp_backport.transfer.report import Phase
 
 WRITING = "writing"
@@ -74,7 +76,7 @@ class SaveUnderWay:
         self.clock.go_on()
         with begin(self.title, "save", self.group) as call:
             call.tally.seconds.update(self.seconds)
-            with guard(call, self.planned.path.name):
+            with call.guard(self.planned.path.name):
                 if self._error is not None:
                     raise self._error
                 if self._output is None:
@@ -89,16 +91,16 @@ class SaveUnderWay:
                 report.close_save(call.tally, output, blocked, writing)
 
 
-def begin_save(call: Call, saving: Saving, group: Group, clock: report.Clock) -> SaveUnderWay:
+def begin_save(call: Call, saving: Attempt[Saving], group: Group, clock: report.Clock) -> SaveUnderWay:
     """Plan, and copy this rank's own share; the caller's later changes of its tensors are not saved.
 
     Raises:
         CheckpointingException: some rank has problems; the same on every rank.
     """
     planned = plan_together(call, saving)
-    with call.tally.phase("copying"), guard(call, "a copy of this rank's share"):
+    with call.tally.phase("copying"), call.guard("a copy of this rank's share"):
         copy_works(planned.works)
-    consult(call, None, lambda ranks: {}, COPYING)
+    meet(call, COPYING)
     return SaveUnderWay(planned, call, group, clock)
 
 

@@ -19,11 +19,11 @@ from torch_dcp_backport.dist_checkpointing.core import (
     config_bytes,
 )
 from torch_dcp_backport.dist_checkpointing.engine import integrity, metadata
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Refusal
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Index
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output
 from torch_dcp_backport.publish import disk, marked
 from torch_dcp_backport.transfer import Problem
+from torch_dcp_backport.transfer.meet import Refusal
 
 COMMON = "common.pt"
 #: The names that this room and torch give to files of records.

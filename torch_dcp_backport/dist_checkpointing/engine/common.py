@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Findings
 from torch_dcp_backport.transfer import Problem
+from torch_dcp_backport.transfer.errors import Findings
 
 #: Of a value with more bytes only a digest is sent.
 LARGE = 64 * 1024

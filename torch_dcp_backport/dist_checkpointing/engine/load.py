@@ -24,13 +24,14 @@ from torch_dcp_backport.dist_checkpointing.core import (
 from torch_dcp_backport.dist_checkpointing.engine import commit, metadata, values
 from torch_dcp_backport.dist_checkpointing.engine.cover import covered
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
-from torch_dcp_backport.dist_checkpointing.engine.meeting import announce, guard
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place
 from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
 from torch_dcp_backport.dist_checkpointing.engine.table import Row, spelled
 from torch_dcp_backport.dist_checkpointing.engine.unpickle import Refused
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Box, Call, Problem
+from torch_dcp_backport.transfer.call import Attempt
+from torch_dcp_backport.transfer.meet import Topic, at_first
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
@@ -130,25 +131,20 @@ def opened(folder: Path, content: Mapping[str, bytes]) -> Opened:
     return Opened(folder, index, common)
 
 
-def open_together(call: Call, folder: Path) -> Opened:
+def open_together(call: Call, folder: Attempt[Path]) -> Attempt[Opened]:
     """Open the same checkpoint on every rank; only the first rank reads the small files.
 
     Raises:
         CheckpointingException: there is none, or it is incomplete; the same on every rank.
     """
-    mine: list[Opened] = []
-
-    def checked_files() -> dict[str, bytes]:
-        content = small_files(folder)
-        # Here, so that only one rank reports their problems.
-        mine.append(opened(folder, content))
-        return content
-
-    content = announce(call, checked_files, "opening")
-    checkpoint = Opened(folder, Index(), None)
-    with guard(call):
-        checkpoint = mine[0] if mine else opened(folder, content)
-    return checkpoint
+    checkpoint: Optional[Opened] = None
+    with at_first(call, Topic("opening")) as meeting:
+        if meeting.decides:
+            content = small_files(folder.value)
+            # Here, so that only one rank reports their problems.
+            checkpoint = opened(folder.value, content)
+            meeting.answer(content)
+    return Attempt(checkpoint) if checkpoint is not None else call.attempt(opened, folder, meeting.result)
 
 
 class Wanted(NamedTuple):

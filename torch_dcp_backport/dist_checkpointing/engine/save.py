@@ -6,7 +6,6 @@ Collective; the caller's tensors are only read.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import pickle
 import zlib
@@ -28,14 +27,6 @@ from torch_dcp_backport.dist_checkpointing.engine import (
 )
 from torch_dcp_backport.dist_checkpointing.engine.assign import Item, Share, shares_of
 from torch_dcp_backport.dist_checkpointing.engine.claims import Claim
-from torch_dcp_backport.dist_checkpointing.engine.meeting import (
-    Findings,
-    Refusal,
-    Topic,
-    consult,
-    guard,
-    ranks_of,
-)
 from torch_dcp_backport.dist_checkpointing.engine.table import (
     Table,
     cells_of,
@@ -46,6 +37,9 @@ from torch_dcp_backport.dist_checkpointing.engine.table import (
 from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Box, Call, Problem, problem_of
+from torch_dcp_backport.transfer.call import Attempt
+from torch_dcp_backport.transfer.errors import Findings
+from torch_dcp_backport.transfer.meet import Refusal, Topic, at_first
 from torch_dcp_backport.transfer.once import warn_once
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
@@ -63,12 +57,12 @@ class Saving(NamedTuple):
     """A rank's part of a save."""
 
     folder: Path
-    table: Table = Table([])
+    table: Table
     #: By row of the table; in the shape of its box.
-    data: Sequence[torch.Tensor] = ()
-    objects: Sequence[Any] = ()
+    data: Sequence[torch.Tensor]
+    objects: Sequence[Any]
     #: Of the first rank.
-    common: Any = None
+    common: Any
     #: Whether the tables of all ranks are checked together.
     is_checked: bool = True
     #: Whether any holder of a box may write it.
@@ -100,6 +94,27 @@ def problems_of(saving: Saving) -> list[Problem]:
         if why:
             problems.append(Problem("a tensor without values in memory", row.key, why))
     return problems
+
+
+class Ready(NamedTuple):
+    """A rank's part of a save before the ranks meet: as far as the rank can tell, it can be saved."""
+
+    saving: Saving
+    claim: Claim
+    #: By number in the table, those of main replicas: as they are written.
+    objects: dict[int, bytes]
+    #: Of the first rank.
+    common: bytes
+    #: Of the table and the options; and of the common state, empty where it is not compared.
+    digest: bytes
+    compared: bytes
+    #: Of an earlier save of the same table.
+    kept: Optional[plans.Plan]
+
+    @property
+    def digests(self) -> tuple[bytes, bytes, bytes]:
+        """What the other ranks' are compared with: of the table, of the kept plan, of the common state."""
+        return self.digest, self.kept.number if self.kept else b"", self.compared
 
 
 class Planned(NamedTuple):
@@ -143,7 +158,7 @@ class Planned(NamedTuple):
                 disk.remove([self.path])
 
 
-def save(call: Call, saving: Saving) -> Output:
+def save(call: Call, saving: Attempt[Saving]) -> Output:
     """Save the parts of all ranks.
 
     Returns:
@@ -157,75 +172,84 @@ def save(call: Call, saving: Saving) -> Output:
     call.tally.meter.expect(lambda: planned.nbytes)
     output = planned.nothing()
     if not call.problems:
-        with call.tally.phase("writing"), guard(call, planned.path.name):
+        with call.tally.phase("writing"), call.guard(planned.path.name):
             output = planned.write(call.tally.meter.add)
     return commit_together(call, planned, output)
 
 
-def plan_together(call: Call, saving: Saving) -> Planned:
+def plan_together(call: Call, saving: Attempt[Saving]) -> Planned:
     """Agree on each rank's share, and make the folder no checkpoint.
 
-    A problem of this rank that came up after that is in the call, for the next consultation.
+    A problem of this rank that came up after that is in the call, for the next meeting.
 
     Raises:
         CheckpointingException: the same on every rank.
     """
-    claim = Claim(saving.folder)
-    with guard(call):
-        call.problems += problems_of(saving)
-        claim.take()
+    made = call.attempt(ready_of, call, saving)
+    try:
+        share, plan, shared = planned_share(call, made)
+    except Exception:
+        if made.error is None:
+            made.value.claim.return_it()
+        raise
+    ready = made.value
+    ready.claim.keep()
+    with call.tally.phase("comparing replicas"):
+        digests = call.attempt(replicas.digests_of, ready.saving.data, shared)
+    with at_first(call, CLEARING, digests) as meeting:
+        if meeting.decides:
+            unlike = replicas.unlike(meeting.heard)
+            if unlike:
+                meeting.answer(unlike)
+            else:
+                commit.clear(ready.saving.folder)
+    if meeting.result:
+        rows = [row for group in meeting.result for row in shared.get(group, ())]
+        share, plan = from_first_holders(call, ready.saving, rows)
+    path = ready.saving.folder / commit.file_of(call.rank)
+    works: list[Work] = []
+    with call.guard(path.name):
+        works = [work_of(ready.saving, item) for item in share.tensors]
+    return Planned(
+        ready.saving.folder,
+        ready.claim,
+        share,
+        works,
+        [ready.objects[number] for number in share.objects],
+        ready.common,
+        plan,
+        path,
+        ready.saving.written,
+        ready.saving.is_hashed,
+    )
+
+
+def ready_of(call: Call, saving: Saving) -> Ready:
+    """Return this rank's part, with the folder claimed; what cannot be saved is among the call's problems.
+
+    Raises:
+        CheckpointingException: another save to the folder is under way.
+    """
+    call.problems += problems_of(saving)
     objects: dict[int, bytes] = {}
     for number, value in enumerate(saving.objects):
         entry = saving.table.objects[number]
         if entry.is_main:
-            with guard(call, entry.unique_key):
+            with call.guard(entry.unique_key):
                 # A list, as Megatron has it: of the values that a rank has under this key.
                 objects[number] = values.dumps([value])
                 check_trust(objects[number], saving.must_load, entry.unique_key)
     state = b""
-    if call.rank == ranks_of(call)[0]:
-        with guard(call, "common state"):
+    if call.is_first:
+        with call.guard("common state"):
             state = values.dumps(saving.common)
             check_trust(state, saving.must_load, "the common state")
-    try:
-        share, plan, shared = planned_share(call, saving)
-    except Exception:
-        claim.return_it()
-        raise
-    claim.keep()
-
-    def clear(digests_by_rank: Mapping[int, replicas.Digests]) -> Mapping[int, Any]:
-        unlike = replicas.unlike(digests_by_rank)
-        if unlike:
-            return dict.fromkeys(digests_by_rank, unlike)
-        commit.clear(saving.folder)
-        return {}
-
-    digests: replicas.Digests = {}
-    with guard(call), call.tally.phase("comparing replicas"):
-        digests = replicas.digests_of(saving.data, shared)
-    unlike = consult(call, digests, clear, CLEARING)
-    if unlike:
-        share, plan = from_first_holders(
-            call, saving, [row for group in unlike for row in shared.get(group, ())]
-        )
-    path = saving.folder / commit.file_of(call.rank)
-    works: list[Work] = []
-    with guard(call, path.name):
-        works = [work_of(saving, item) for item in share.tensors]
-    written = [objects[number] for number in share.objects]
-    return Planned(
-        saving.folder,
-        claim,
-        share,
-        works,
-        written,
-        state,
-        plan,
-        path,
-        saving.written,
-        saving.is_hashed,
-    )
+    compared = b"" if saving.compared is None else common.digest_of(saving.compared)
+    digest = plans.digest_of(saving.table, call.rank, saving.is_checked, saving.is_balanced)
+    # Last: a claim that is taken is returned where the ranks do not go on.
+    claim = Claim(saving.folder)
+    claim.take()
+    return Ready(saving, claim, objects, state, digest, compared, plans.find(call.ranks, digest))
 
 
 def from_first_holders(call: Call, saving: Saving, rows: Sequence[int]) -> tuple[Share, plans.Plan]:
@@ -240,24 +264,20 @@ def from_first_holders(call: Call, saving: Saving, rows: Sequence[int]) -> tuple
     Raises:
         CheckpointingException: as `planned_share`.
     """
-    own: replicas.RowDigests = {}
-    with guard(call):
-        own = replicas.row_digests(saving.data, rows)
-    decided: list[plans.Description] = []
-
-    def plan(own_by_rank: Mapping[int, tuple[Table, replicas.RowDigests]]) -> Mapping[int, Share]:
-        tables = {rank: table for rank, (table, _) in own_by_rank.items()}
-        cells = cells_of(tables)
-        rows_by_rank = {rank: digests for rank, (_, digests) in own_by_rank.items()}
-        problems = replicas.problems_of(replicas.replicas_in(cells), rows_by_rank)
-        warn_of_replicas(saving.folder, problems)
-        shares = shares_of(tables, cells, saving.is_balanced, fixed=problems)
-        commit.clear(saving.folder)
-        decided.append(plans.Description(tables, shares))
-        return shares
-
-    share = consult(call, (saving.table, own), plan, REPLICAS)
-    return share, plans.Plan(b"", b"", {}, decided[0] if decided else None)
+    own = call.attempt(lambda: (saving.table, replicas.row_digests(saving.data, rows)))
+    description: Optional[plans.Description] = None
+    with at_first(call, REPLICAS, own) as meeting:
+        if meeting.decides:
+            tables = {rank: table for rank, (table, _) in meeting.heard.items()}
+            cells = cells_of(tables)
+            rows_by_rank = {rank: digests for rank, (_, digests) in meeting.heard.items()}
+            problems = replicas.problems_of(replicas.replicas_in(cells), rows_by_rank)
+            warn_of_replicas(saving.folder, problems)
+            shares = shares_of(tables, cells, saving.is_balanced, fixed=problems)
+            commit.clear(saving.folder)
+            description = plans.Description(tables, shares)
+            meeting.answer_each(shares)
+    return meeting.result, plans.Plan(b"", b"", {}, description)
 
 
 def warn_of_replicas(folder: Path, problems: Mapping[str, Problem]) -> None:
@@ -269,72 +289,78 @@ def warn_of_replicas(folder: Path, problems: Mapping[str, Problem]) -> None:
     warn_once(logger, f"{folder}: {what}: {texts}{more}", about=keys)
 
 
-def planned_share(call: Call, saving: Saving) -> tuple[Share, plans.Plan, replicas.Shared]:
+def planned_share(call: Call, made: Attempt[Ready]) -> tuple[Share, plans.Plan, replicas.Shared]:
     """Return this rank's share, the plan, and what this rank shares with others: the last ones where every
     rank has what it had.
 
     Raises:
         CheckpointingException: the ranks together have problems; the same on every rank.
     """
-    ranks, digest, known, compared = ranks_of(call), b"", None, b""
-    with guard(call):
-        compared = b"" if saving.compared is None else common.digest_of(saving.compared)
-        digest = plans.digest_of(saving.table, call.rank, saving.is_checked, saving.is_balanced)
-        known = plans.find(ranks, digest)
-
-    def compare(own_by_rank: Mapping[int, tuple[bytes, bytes, bytes]]) -> Mapping[int, tuple[bool, bool]]:
-        digests = {rank: own for rank, (own, _, _) in own_by_rank.items()}
-        numbers = {number for _, number, _ in own_by_rank.values()}
-        is_known = known is not None and known.digests == digests and numbers == {known.number}
-        is_alike = not compared or {state for _, _, state in own_by_rank.values()} == {compared}
-        return dict.fromkeys(own_by_rank, (is_known, is_alike))
-
-    own = digest, known.number if known else b"", compared
-    is_known, is_alike = consult(call, own, compare, COMPARING)
+    with at_first(call, COMPARING, call.attempt(lambda ready: ready.digests, made)) as meeting:
+        if meeting.decides:
+            kept, compared = made.value.kept, made.value.compared
+            digests = {rank: own for rank, (own, _, _) in meeting.heard.items()}
+            numbers = {number for _, number, _ in meeting.heard.values()}
+            is_known = kept is not None and kept.digests == digests and numbers == {kept.number}
+            is_alike = not compared or {state for _, _, state in meeting.heard.values()} == {compared}
+            meeting.answer((is_known, is_alike))
+    is_known, is_alike = meeting.result
+    ready = made.value
     if not is_alike:
-        consult(call, saving.compared or {}, functools.partial(warn_of_differences, saving), COMMON)
-    if is_known:
-        assert known is not None, "every rank has it"
-        share, shared = pickle.loads(known.share)
-        return share, known, shared
-    decided: list[plans.Description] = []
+        compare_common(call, ready.saving)
+    if is_known and ready.kept is not None:
+        share, shared = pickle.loads(ready.kept.share)
+        return share, ready.kept, shared
+    return new_share(call, ready)
+
+
+def new_share(call: Call, ready: Ready) -> tuple[Share, plans.Plan, replicas.Shared]:
+    """Plan with the tables of all ranks, and keep the plan; return as `planned_share`.
+
+    Raises:
+        CheckpointingException: as `planned_share`.
+    """
     digests: dict[int, bytes] = {}
+    description: Optional[plans.Description] = None
+    with at_first(call, PLANNING, (ready.saving.table, ready.digest)) as meeting:
+        if meeting.decides:
+            saving, tables = ready.saving, {rank: table for rank, (table, _) in meeting.heard.items()}
+            digests = {rank: own for rank, (_, own) in meeting.heard.items()}
+            findings = findings_of(tables) if saving.is_checked else unwritable(tables)
+            cells = {} if findings else cells_of(tables)
+            shares = shares_of(tables, cells, saving.is_balanced)
+            findings = findings or clashes(tables, shares)
+            if findings:
+                raise Refusal(findings)
+            description = plans.Description(tables, shares)
+            number = plans.number_of(digests)
+            held = replicas.replicas_in(cells) if saving.is_checked else []
+            shared = replicas.shared_by(held, tables)
+            meeting.answer_each({rank: (share, number, shared[rank]) for rank, share in shares.items()})
+    share, number, shared = meeting.result
+    plan = plans.Plan(number, pickle.dumps((share, shared)), digests, description)
+    plans.keep(call.ranks, ready.digest, plan)
+    return share, plan, shared
 
-    def plan(own_by_rank: Mapping[int, tuple[Table, bytes]]) -> Mapping[int, Any]:
-        tables = {rank: table for rank, (table, _) in own_by_rank.items()}
-        digests.update((rank, own) for rank, (_, own) in own_by_rank.items())
-        findings = findings_of(tables) if saving.is_checked else unwritable(tables)
-        cells = {} if findings else cells_of(tables)
-        shares = shares_of(tables, cells, saving.is_balanced)
-        findings = findings or clashes(tables, shares)
-        if findings:
-            raise Refusal(findings)
-        decided.append(plans.Description(tables, shares))
-        number = plans.number_of(digests)
-        held = replicas.replicas_in(cells) if saving.is_checked else []
-        shared = replicas.shared_by(held, tables)
-        return {rank: (share, number, shared[rank]) for rank, share in shares.items()}
 
-    share, number, shared = consult(call, (saving.table, digest), plan, PLANNING)
-    made = plans.Plan(number, pickle.dumps((share, shared)), digests, decided[0] if decided else None)
-    plans.keep(ranks, digest, made)
-    return share, made, shared
-
-
-def warn_of_differences(saving: Saving, values_by_rank: Mapping[int, common.Values]) -> Mapping[int, Any]:
+def compare_common(call: Call, saving: Saving) -> None:
     """Warn of common values that differ between ranks.
 
     Raises:
-        Refusal: they differ, and may not.
+        CheckpointingException: they may not; the same on every rank.
     """
-    findings = common.findings_of(values_by_rank)
-    if findings and saving.strict_common:
-        raise Refusal(findings)
-    for rank, problem in findings:
-        logger.warning(
-            "%s: only the first rank's common state is saved; rank %d: %s", saving.folder, rank, problem
-        )
-    return {}
+    with at_first(call, COMMON, saving.compared or {}) as meeting:
+        if meeting.decides:
+            findings = common.findings_of(meeting.heard)
+            if findings and saving.strict_common:
+                raise Refusal(findings)
+            for rank, problem in findings:
+                logger.warning(
+                    "%s: only the first rank's common state is saved; rank %d: %s",
+                    saving.folder,
+                    rank,
+                    problem,
+                )
 
 
 def commit_together(call: Call, planned: Planned, output: Output) -> Output:
@@ -343,16 +369,16 @@ def commit_together(call: Call, planned: Planned, output: Output) -> Output:
     Raises:
         CheckpointingException: some rank has problems; the same on every rank. There is no checkpoint then.
     """
-
-    def publish(outputs: Mapping[int, Output]) -> Mapping[int, Any]:
-        description = planned.plan.description
-        assert description is not None, "the first rank has it"
-        described = description.to_bytes(outputs, (len(planned.common), zlib.crc32(planned.common)))
-        commit.publish_described(planned.folder, described, planned.common, outputs, planned.is_hashed)
-        return {}
-
     try:
-        consult(call, output, publish, COMMITTING)
+        with at_first(call, COMMITTING, output) as meeting:
+            if meeting.decides:
+                description = planned.plan.description
+                assert description is not None, "the first rank has it"
+                outputs = meeting.heard
+                described = description.to_bytes(outputs, (len(planned.common), zlib.crc32(planned.common)))
+                commit.publish_described(
+                    planned.folder, described, planned.common, outputs, planned.is_hashed
+                )
     except CheckpointingException as error:
         # Where the first rank is gone, its last step may have made this file a part of a checkpoint.
         if error.is_agreed:

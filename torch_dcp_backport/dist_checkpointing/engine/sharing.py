@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -15,7 +15,6 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing.engine.assign import cut
 from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
 from torch_dcp_backport.dist_checkpointing.engine.load import Wanted, reads_of
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Topic, consult
 from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index
 from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader, verify_object
 from torch_dcp_backport.dist_checkpointing.engine.writer import bytes_of
@@ -24,6 +23,7 @@ from torch_dcp_backport.transfer.chunks import Key
 from torch_dcp_backport.transfer.errors import DOUBTFUL
 from torch_dcp_backport.transfer.exchange import Route
 from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer.meet import Topic, at_first
 from torch_dcp_backport.transfer.memories import Memories, move
 from torch_dcp_backport.transfer.plan import Agreement, Terms
 from torch_dcp_backport.transfer.spread import Boxes, intersection
@@ -92,14 +92,13 @@ def read_shared(
     """
     held, doubles = disjoint(wanted)
     own = tuple((key, tuple(entry.row.box for entry in entries)) for key, entries in held.items())
-
-    def decide(own_by_rank: Mapping[int, tuple[Wants, Sequence[str]]]) -> Mapping[int, Any]:
-        known: dict[Wants, Wants] = {}
-        # Replicas want the same: it is sent once.
-        wants = {rank: known.setdefault(boxes, boxes) for rank, (boxes, _) in own_by_rank.items()}
-        return dict.fromkeys(own_by_rank, (wants, {rank: keys for rank, (_, keys) in own_by_rank.items()}))
-
-    wants, keys = consult(call, (own, tuple(dict.fromkeys(objects))), decide, SHARING)
+    with at_first(call, SHARING, (own, tuple(dict.fromkeys(objects)))) as meeting:
+        if meeting.decides:
+            known: dict[Wants, Wants] = {}
+            # Replicas want the same: it is sent once.
+            wants = {rank: known.setdefault(boxes, boxes) for rank, (boxes, _) in meeting.heard.items()}
+            meeting.answer((wants, {rank: keys for rank, (_, keys) in meeting.heard.items()}))
+    wants, keys = meeting.result
     shares, records = shared_out(index, wants), Objects(readers_of(index, keys), {})
     windows = list(windows_of(index, shares.portions))
     buffer = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from torch_dcp_backport.dist_checkpointing.engine.cover import fills, overlapping
-from torch_dcp_backport.dist_checkpointing.engine.meeting import Findings
 from torch_dcp_backport.dist_checkpointing.engine.records import Words
 from torch_dcp_backport.transfer import Box, Problem
+from torch_dcp_backport.transfer.errors import Findings
 from torch_dcp_backport.transfer.layout import whole
 
 

@@ -14,16 +14,10 @@ from typing import Any, NamedTuple, Optional
 
 from torch_dcp_backport.dist_checkpointing import report
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine.meeting import (
-    Topic,
-    begin,
-    consult,
-    guard,
-    problem_from,
-    record,
-)
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer.meet import Topic, at_first, meet
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
@@ -97,22 +91,21 @@ def _finalize(call: Call, functions: Sequence[Callable[[], None]]) -> None:
     Raises:
         CheckpointingException: a function failed on some rank; the same on every rank.
     """
-
-    def decide(counts: Mapping[int, int]) -> Mapping[int, bool]:
-        return dict.fromkeys(counts, max(counts.values()) > 1)
-
-    with guard(call):
+    with call.guard():
         for make in functions[:1]:
             make()
-    if not consult(call, len(functions), decide, FINALIZING):
+    with at_first(call, FINALIZING, len(functions)) as meeting:
+        if meeting.decides:
+            meeting.answer(max(meeting.heard.values()) > 1)
+    if not meeting.result:
         return
     for finalize in functions[1:]:
         try:
             finalize()
         except Exception as error:
             # The next may be collective, and other ranks may be in it: it must not miss this rank.
-            record(call, problem_from(error), error)
-    consult(call, None, lambda ranks: {}, ADDED)
+            call.record(call.problem_of(error), error)
+    meet(call, ADDED)
 
 
 class AsyncCallsQueue:
@@ -193,25 +186,24 @@ class AsyncCallsQueue:
         if blocking and thread is not None:
             thread.join()
         seconds = time.perf_counter() - began
-
-        def decide(ended: Mapping[int, bool]) -> Mapping[int, bool]:
-            return dict.fromkeys(ended, all(ended.values()))
-
         if not blocking:
             is_ended = thread is None or not thread.is_alive()
             with begin(CANNOT_FINALIZE, "save", self.process_group) as call:
-                if not consult(call, is_ended, decide, ASKING):
+                with at_first(call, ASKING, is_ended) as meeting:
+                    if meeting.decides:
+                        meeting.answer(all(meeting.heard.values()))
+                if not meeting.result:
                     return []
             if thread is not None:
                 thread.join()
         failure = self._failure
         self._request = self._thread = self._failure = None
         with begin(CANNOT_FINALIZE, "save", self.process_group) as call:
-            with guard(call):
+            with call.guard():
                 if failure is not None:
                     raise failure
             try:
-                consult(call, None, lambda ranks: {}, WRITING)
+                meet(call, WRITING)
                 with report.waited(seconds):
                     _finalize(call, request.finalize_fns)
             except CheckpointingException:

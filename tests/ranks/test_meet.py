@@ -1,0 +1,287 @@
+"""The meeting: every value or every problem, on every rank, for each way in which a rank can come to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+from pool import Pool, RankError
+
+from torch_dcp_backport.transfer import Call, Problem, meet
+from torch_dcp_backport.transfer.call import Attempt
+from torch_dcp_backport.transfer.errors import CollectiveError
+from torch_dcp_backport.transfer.meet import Meeting, Refusal, Topic, at_first
+
+WORLD = 4
+#: Of the rank that is told as gone.
+TIMEOUT = 8.0
+COUNTING = Topic("counting", "files are as they were")
+
+
+class Wrong(CollectiveError):
+    """The errors of some room."""
+
+
+class Lock:
+    """A value that cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a lock stays where it is")
+
+
+def begin(kind: type[Exception] = Wrong) -> Call:
+    return Call("cannot count", "count", (None,) if dist.is_initialized() else (), kind=kind)
+
+
+def failing(rank: int) -> int:
+    raise ValueError(f"no count on {rank}")
+
+
+def refusing(meeting: Meeting) -> None:
+    raise Refusal(
+        [(rank, Problem("too few", "w", str(own))) for rank, own in meeting.heard.items() if own > 1]
+    )
+
+
+# --- what the ranks do: each returns what a rank has at the end ---
+
+
+def values(call: Call, rank: int) -> Any:
+    return dict(meet.meet(call, COUNTING, call.attempt(lambda: 10 * rank)))
+
+
+def nothing(call: Call, rank: int) -> Any:
+    return dict(meet.meet(call, COUNTING))
+
+
+def only_some(call: Call, rank: int) -> Any:
+    return dict(meet.meet(call, COUNTING, rank if rank % 2 else None))
+
+
+def decided(call: Call, rank: int) -> Any:
+    with at_first(call, COUNTING, rank) as meeting:
+        if meeting.decides:
+            assert rank == 0
+            meeting.answer(sum(meeting.heard.values()))
+    # What was heard is given up with the meeting.
+    assert not meeting.decides
+    return meeting.result
+
+
+def each(call: Call, rank: int) -> Any:
+    with at_first(call, COUNTING, rank) as meeting:
+        if meeting.decides:
+            meeting.answer_each({other: own * own for other, own in meeting.heard.items() if own != 1})
+    return meeting.result
+
+
+def one_fails(call: Call, rank: int) -> Any:
+    own: Attempt[int] = call.attempt(failing if rank == 2 else abs, rank, key="w")
+    # An attempt of what failed is no second problem.
+    return dict(meet.meet(call, COUNTING, call.attempt(lambda value: value + 1, own)))
+
+
+def many_fail(call: Call, rank: int) -> Any:
+    with call.guard():
+        if rank:
+            raise OSError("the disk is full")
+    with at_first(call, COUNTING) as meeting:
+        assert not meeting.decides
+    return meeting.result
+
+
+def no_second_word(call: Call, rank: int) -> Any:
+    with call.guard():
+        if rank == 1:
+            raise Wrong("the text stands alone")
+    meet.meet(call, COUNTING)
+
+
+def heard_before(call: Call, rank: int) -> Any:
+    """An error that every rank has goes through, and no rank waits."""
+    with call.guard():
+        one_fails(call, rank)
+
+
+def the_first_fails(call: Call, rank: int) -> Any:
+    with at_first(call, COUNTING, rank) as meeting:
+        if meeting.decides:
+            failing(rank)
+
+
+def refused(call: Call, rank: int) -> Any:
+    with at_first(call, COUNTING, rank) as meeting:
+        if meeting.decides:
+            refusing(meeting)
+
+
+def no_pickle(call: Call, rank: int) -> Any:
+    meet.meet(call, COUNTING, Lock() if rank == 3 else rank)
+
+
+def no_pickle_back(call: Call, rank: int) -> Any:
+    with at_first(call, COUNTING) as meeting:
+        if meeting.decides:
+            meeting.answer(Lock())
+
+
+def unlike(call: Call, rank: int) -> Any:
+    meet.meet(call, COUNTING, common={"step": "2" if rank == 3 else "1", "folder": "f"})
+
+
+def unlike_attempts(call: Call, rank: int) -> Any:
+    meet.meet(call, COUNTING, common=call.attempt(lambda: {"step": str(rank // 2)}))
+
+
+def elsewhere(call: Call, rank: int) -> Any:
+    meet.meet(call, COUNTING._replace(doing="leaving") if rank == 1 else COUNTING)
+
+
+def numbers(call: Call, rank: int) -> Any:
+    return meet.meet_numbers(call, call.attempt(lambda: [rank, 2**32 - 1]), 2)
+
+
+def numbers_fail(call: Call, rank: int) -> Any:
+    meet.meet_numbers(call, call.attempt(lambda: [failing(rank) if rank == 2 else 0]), 1)
+
+
+def said(call: Call, rank: int) -> Any:
+    with meet.saying("step 3 is there"):
+        many_fail(call, rank)
+
+
+HEAD = "cannot count: {} problem(s), files are as they were."
+UNCHANGED = "cannot count: 1 problem(s), nothing was changed."
+
+
+class Case(NamedTuple):
+    run: Callable[[Call, int], Any]
+    #: By rank; or one text for all.
+    outcome: Any
+
+
+CASES = [
+    Case(values, [{0: 0, 1: 10, 2: 20, 3: 30}] * WORLD),
+    Case(nothing, [dict.fromkeys(range(WORLD))] * WORLD),
+    Case(only_some, [{0: None, 1: 1, 2: None, 3: 3}] * WORLD),
+    Case(decided, [6] * WORLD),
+    Case(each, [0, None, 4, 9]),
+    Case(one_fails, f"{HEAD.format(1)}\n  rank 2: ValueError: no count on 2: w"),
+    Case(many_fail, f"{HEAD.format(1)}\n  ranks 1-3: OSError: the disk is full"),
+    Case(no_second_word, f"{HEAD.format(1)}\n  rank 1: the text stands alone"),
+    Case(heard_before, f"{HEAD.format(1)}\n  rank 2: ValueError: no count on 2: w"),
+    Case(the_first_fails, f"{HEAD.format(1)}\n  rank 0: ValueError: no count on 0"),
+    Case(refused, f"{HEAD.format(2)}\n  rank 2: too few: w (2)\n  rank 3: too few: w (3)"),
+    Case(no_pickle, f"{HEAD.format(1)}\n  rank 3: TypeError: a lock stays where it is"),
+    Case(no_pickle_back, f"{HEAD.format(1)}\n  rank 0: TypeError: a lock stays where it is"),
+    Case(
+        unlike,
+        f"{HEAD.format(1)}\n  rank 3: not the same on every rank: step (expected 1 as on rank 0, got 2)",
+    ),
+    Case(
+        unlike_attempts,
+        f"{HEAD.format(1)}\n  ranks 2-3: not the same on every rank: step (expected 0 as on rank 0, got 1)",
+    ),
+    Case(
+        elsewhere,
+        f"{HEAD.format(1)}\n  rank 1: the rank is somewhere else in its calls "
+        "(expected counting, got leaving)",
+    ),
+    Case(numbers, [{rank: [rank, 2**32 - 1] for rank in range(WORLD)}] * WORLD),
+    Case(numbers_fail, f"{UNCHANGED}\n  rank 2: ValueError: no count on 2"),
+    Case(said, "cannot count: 1 problem(s), step 3 is there.\n  ranks 1-3: OSError: the disk is full"),
+]
+
+
+def outcome(_: Any, name: str) -> Any:
+    """The result of a case on this rank; or the text of its error, which every rank has."""
+    case = next(case for case in CASES if case.run.__name__ == name)
+    with begin() as call:
+        try:
+            return case.run(call, call.rank)
+        except Wrong as error:
+            return str(error) if error.is_agreed else f"not agreed: {error}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.run.__name__)
+def test_every_value_or_every_problem_on_every_rank(ranks: Any, case: Case) -> None:
+    expected = [case.outcome] * WORLD if isinstance(case.outcome, str) else case.outcome
+    got = ranks(outcome, case.run.__name__, world=WORLD)
+    assert got == expected
+
+
+def alone(_: Any) -> list[Any]:
+    """A process without any group: the same calls."""
+    with begin() as call:
+        assert call.ranks == (0,)
+        assert call.is_first
+        results = [run(call, 0) for run in (values, nothing, decided, each, numbers)]
+    for run in (the_first_fails, no_pickle_back):
+        with begin() as call:
+            try:
+                run(call, 0)
+            except Wrong as error:
+                results.append(str(error).splitlines()[1])
+    return results
+
+
+def test_a_process_without_a_group_meets_itself(pools: Any) -> None:
+    fails = "  rank 0: ValueError: no count on 0", "  rank 0: TypeError: a lock stays where it is"
+    assert pools.get(0).run(alone) == [[{0: 0}, {0: None}, 0, 0, {0: [0, 2**32 - 1]}, *fails]]
+
+
+def kinds(_: Any) -> list[str]:
+    """Of a room without an error of its own."""
+    with begin(RuntimeError) as call:
+        try:
+            one_fails(call, call.rank)
+        except RuntimeError as error:
+            return [type(error).__name__, str(error.__cause__)]
+    return []
+
+
+def test_the_kind_of_error_is_the_calls_and_its_cause_is_this_ranks(ranks: Any) -> None:
+    others = ["RuntimeError", "None"]
+    assert ranks(kinds, world=WORLD) == [others, others, ["RuntimeError", "no count on 2"], others]
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    pool = Pool(WORLD, "torch_dcp_backport.state_dict", timeout=TIMEOUT, limit=60.0)
+    yield pool
+    pool.close()
+
+
+def told(_: Any, victim: int, kind: str) -> None:
+    """A rank is killed before the meeting: the error of the others."""
+    with begin({"Wrong": Wrong, "RuntimeError": RuntimeError}[kind]) as call:
+        if call.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            meet.meet(call, COUNTING, call.rank)
+        except (Wrong, RuntimeError) as error:
+            text = str(error).replace("\n", " ")
+            raise AssertionError(f"TOLD {type(error).__name__} {text}") from None
+
+
+TOLD = "cannot count: 1 problem(s), files are as they were.   rank 2: the rank is gone, or too late,"
+UNHEARD = "cannot count: rank 0 is gone, or too late, while counting; files are as they were"
+
+
+@pytest.mark.parametrize(
+    ("victim", "kind", "text"),
+    [
+        (2, "Wrong", f"TOLD Wrong {TOLD}"),
+        (2, "RuntimeError", f"TOLD RuntimeError {TOLD}"),
+        (0, "Wrong", f"TOLD Wrong {UNHEARD}"),
+        (0, "RuntimeError", f"TOLD TransferError {UNHEARD}"),
+    ],
+)
+def test_a_rank_that_is_gone_is_named(pool: Pool, victim: int, kind: str, text: str) -> None:
+    with pytest.raises(RankError) as caught:
+        pool.run(told, victim, kind)
+    assert str(caught.value).count(text) == WORLD - 1, str(caught.value)
