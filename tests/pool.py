@@ -9,8 +9,10 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import functools
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import signal
@@ -239,6 +241,36 @@ def fixtures(api: str, **limits: float) -> tuple[Any, Any]:
         return pools.run
 
     return pools, ranks
+
+
+def on_ranks(
+    *, world: Optional[int] = None, fixture: str = "ranks"
+) -> Callable[[Callable[..., object]], Any]:
+    """Make a function that runs on ranks a test, whose first argument is the API's module there.
+
+    Args:
+        world: the number of ranks; 0 is one without a process group. None leaves it to the fixture.
+        fixture: brings it there: `ranks` of `fixtures`, or one that takes the same arguments.
+    """
+
+    def decorate(body: Callable[..., object]) -> Any:
+        names = list(inspect.signature(body).parameters)[1:]
+
+        def test(**given: Any) -> None:
+            run = functools.partial(given.pop(fixture), body, *(given[name] for name in names))
+            run() if world is None else run(world=world)
+
+        functools.update_wrapper(test, body)
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, keyword) for name in (fixture, *names)]
+        )
+        # Ranks import the test's module, and find the body in it by this name.
+        test.body = body  # type: ignore[attr-defined]
+        body.__qualname__ = f"{body.__name__}.body"
+        return test
+
+    return decorate
 
 
 def serve_forks(switch: str, modules: tuple[str, ...], ranks: Sequence[Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from pool import on_ranks
 from trainer import Trainer, same
 
 from torch_dcp_backport.checkpoint import saves, store
@@ -90,18 +91,15 @@ def test_the_state_of_the_call_is_saved_and_published_later(ranks, tmp_path: Pat
     ranks(goes_on, tmp_path, world=world)
 
 
-def loads_at_once(api: Any, root: Path) -> None:
-    trainer = Trainer(root, config=ASYNC)
+@on_ranks(world=2)
+def test_a_load_waits_for_the_step_under_way(api: Any, tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, config=ASYNC)
     trainer.train(rank())
     trainer.handler.save_checkpoint(5)
     expected = trainer.state()
     trainer.train(9, 9)
     assert trainer.handler.load_checkpoint() == 5
     assert same(trainer.state(), expected)
-
-
-def test_a_load_waits_for_the_step_under_way(ranks, tmp_path: Path) -> None:
-    ranks(loads_at_once, tmp_path, world=2)
 
 
 def fails_later(api: Any, root: Path, by_next: bool) -> str:
@@ -131,26 +129,23 @@ def test_a_failure_in_the_background_is_told_on_all_ranks(ranks, tmp_path: Path,
     assert "rank 1: OSError: [Errno 28] No space left on device" in text
 
 
-def alone(api: Any, root: Path) -> None:
-    trainer = Trainer(root, config=ASYNC)
+@on_ranks(world=2)
+def test_a_manager_alone(api: Any, tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, config=ASYNC)
     for step in (1, 2, 3):
         trainer.train(step)
         trainer.manager.save_checkpoint(
-            root / f"global_step_{step}/actor", global_step=step, max_ckpt_to_keep=2
+            tmp_path / f"global_step_{step}/actor", global_step=step, max_ckpt_to_keep=2
         )
         expected = trainer.state()
     assert trainer.manager.finish()
     if dist.is_initialized():
         dist.barrier()
-    assert sorted(path.parent.name for path in root.glob("*/actor")) == ["global_step_2", "global_step_3"]
-    fresh = Trainer(root)
-    fresh.manager.load_checkpoint(root / "global_step_3/actor")
+    assert sorted(path.parent.name for path in tmp_path.glob("*/actor")) == ["global_step_2", "global_step_3"]
+    fresh = Trainer(tmp_path)
+    fresh.manager.load_checkpoint(tmp_path / "global_step_3/actor")
     fresh.loader.position = trainer.loader.position
     assert same(fresh.state(), expected)
-
-
-def test_a_manager_alone(ranks, tmp_path: Path) -> None:
-    ranks(alone, tmp_path, world=2)
 
 
 PROGRAM = """

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from damaging import flip
+from pool import on_ranks
 from test_async_saves import ASYNC, slow
 from trainer import Trainer, same
 
@@ -165,8 +166,9 @@ def test_a_path_of_one_rank_that_is_none(ranks, tmp_path: Path, path: Any, metho
     assert "rank 1: " in text
 
 
-def without_thread(api: Any, root: Path) -> None:
-    trainer, native = Trainer(root, config=ASYNC), threading.Thread.start
+@on_ranks(world=2)
+def test_a_rank_without_a_thread_writes_at_once(api: Any, tmp_path: Path) -> None:
+    trainer, native = Trainer(tmp_path, config=ASYNC), threading.Thread.start
     trainer.train(dist.get_rank())
 
     def refuse(thread: threading.Thread) -> None:
@@ -180,11 +182,7 @@ def without_thread(api: Any, root: Path) -> None:
         threading.Thread.start = native
     trainer.handler.finish()
     dist.barrier()
-    assert good(root) == [1]
-
-
-def test_a_rank_without_a_thread_writes_at_once(ranks, tmp_path: Path) -> None:
-    ranks(without_thread, tmp_path, world=2)
+    assert good(tmp_path) == [1]
 
 
 def test_a_step_that_could_not_be_loaded_does_not_count_after_restarts(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankError
+from pool import RankError, on_ranks
 from torch import nn
 from trainer import Trainer, same
 
@@ -197,11 +197,15 @@ def test_a_rank_that_fails_to_save_leaves_the_older_steps(ranks, tmp_path) -> No
     assert store.name_of(3) not in os.listdir(tmp_path)
 
 
-def fall_back(api: Any, root: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage", ["a flipped bit", "another step's shard", "a missing data state", "an engine that fails"]
+)
+@on_ranks(world=2)
+def test_the_step_before_is_taken_on_all_ranks(api: Any, tmp_path: Path, damage: str) -> None:
     rank = dist.get_rank()
-    _, states = trained(root)
+    _, states = trained(tmp_path)
     dist.barrier()
-    last, before = root / "global_step_2", root / "global_step_1"
+    last, before = tmp_path / "global_step_2", tmp_path / "global_step_1"
     shard = "dist_ckpt/__1_0.distcp"
     if rank == 0 and damage == "a flipped bit":
         data = bytearray((last / shard).read_bytes())
@@ -212,17 +216,10 @@ def fall_back(api: Any, root: Path, damage: str) -> None:
     if rank == 0 and damage == "a missing data state":
         (last / "data_1.pt").unlink()
     dist.barrier()
-    fresh = Trainer(root)
+    fresh = Trainer(tmp_path)
     fresh.handler.engine = Engine(fresh.manager, "load" if damage == "an engine that fails" and rank else "")
     assert fresh.handler.load_checkpoint() == 1
     assert same(fresh.state(), states[1])
-
-
-@pytest.mark.parametrize(
-    "damage", ["a flipped bit", "another step's shard", "a missing data state", "an engine that fails"]
-)
-def test_the_step_before_is_taken_on_all_ranks(ranks, tmp_path, damage: str) -> None:
-    ranks(fall_back, tmp_path, damage, world=2)
 
 
 def none_good(api: Any, root: Path, explicit: bool) -> str:
@@ -273,45 +270,39 @@ def test_states_of_data_that_do_not_fit_are_an_error_unless_asked(ranks, tmp_pat
         ranks(load_data, tmp_path, "error", world=2)
 
 
-def parts(api: Any, root: Path) -> None:
-    saved = Trainer(root, config={"save_contents": ["model", "extra"]})
+@on_ranks(world=2)
+def test_a_manager_alone_saves_and_loads_parts(api: Any, tmp_path: Path) -> None:
+    saved = Trainer(tmp_path, config={"save_contents": ["model", "extra"]})
     saved.train(1)
-    saved.manager.save_checkpoint(root / "global_step_1" / "actor", global_step=1)
+    saved.manager.save_checkpoint(tmp_path / "global_step_1" / "actor", global_step=1)
     expected = saved.state()
-    model = Trainer(root, config={"load_contents": ["model"]})
+    model = Trainer(tmp_path, config={"load_contents": ["model"]})
     model.train(2)
     before = model.state()
-    model.manager.load_checkpoint(root / "global_step_1" / "actor")
+    model.manager.load_checkpoint(tmp_path / "global_step_1" / "actor")
     after = model.state()
     assert all(map(torch.equal, after["parameters"], expected["parameters"]))
     assert all(map(torch.equal, after["moments"], before["moments"]))
     assert after["rate"] == before["rate"]
-    whole = Trainer(root)
+    whole = Trainer(tmp_path)
     with pytest.raises(CheckpointingException, match="has no optimizer; it has model, extra"):
-        whole.manager.load_checkpoint(root / "global_step_1" / "actor")
-    larger = Trainer(root, nn.Sequential(nn.Linear(6, 5)), config={"load_contents": ["model"]})
+        whole.manager.load_checkpoint(tmp_path / "global_step_1" / "actor")
+    larger = Trainer(tmp_path, nn.Sequential(nn.Linear(6, 5)), config={"load_contents": ["model"]})
     with pytest.raises(CheckpointingException, match=r"only the checkpoint has model\.1\.bias"):
-        larger.manager.load_checkpoint(root / "global_step_1" / "actor")
+        larger.manager.load_checkpoint(tmp_path / "global_step_1" / "actor")
 
 
-def test_a_manager_alone_saves_and_loads_parts(ranks, tmp_path) -> None:
-    ranks(parts, tmp_path, world=2)
-
-
-def keep_two(api: Any, root: Path) -> None:
-    trainer = Trainer(root)
+@on_ranks(world=2)
+def test_a_manager_alone_keeps_the_newest_of_its_name(api: Any, tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
     for step in range(1, 5):
         for name in ("actor", "critic"):
-            path = root / f"global_step_{step}" / name
+            path = tmp_path / f"global_step_{step}" / name
             trainer.manager.save_checkpoint(path, global_step=step, max_ckpt_to_keep=2)
     trainer.manager.finish()
     dist.barrier()
-    left = sorted(path.relative_to(root).as_posix() for path in root.glob("global_step_*/*"))
+    left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("global_step_*/*"))
     assert left == [f"global_step_{step}/{name}" for step in (3, 4) for name in ("actor", "critic")]
-
-
-def test_a_manager_alone_keeps_the_newest_of_its_name(ranks, tmp_path) -> None:
-    ranks(keep_two, tmp_path, world=2)
 
 
 def signalled(api: Any) -> list[bool]:

@@ -8,6 +8,7 @@ import pool
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 from torch import nn
 
 try:
@@ -39,7 +40,14 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
     return getattr(value, "_local_tensor", value)
 
 
-def round_trip(api: Any, wrapper: str, way: str) -> None:
+def dense(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty(value.shape).copy_(value)
+
+
+@pytest.mark.parametrize("way", ["all", "rank0"])
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
+@on_ranks(world=2)
+def test_states_keep_their_class(api: Any, wrapper: str, way: str) -> None:
     """The states of the optimizer that is loaded are those of the saved one, and of the same class."""
     from torchao.prototype.low_bit_optim.subclass_8bit import OptimState8bit
 
@@ -68,13 +76,3 @@ def round_trip(api: Any, wrapper: str, way: str) -> None:
     for param in other.parameters():
         param.grad = torch.ones_like(param)
     fresh.step()
-
-
-def dense(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty(value.shape).copy_(value)
-
-
-@pytest.mark.parametrize("way", ["all", "rank0"])
-@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
-def test_states_keep_their_class(ranks, wrapper, way):
-    ranks(round_trip, wrapper, way, world=2)

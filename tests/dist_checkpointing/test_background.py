@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
@@ -497,7 +498,9 @@ def test_a_process_that_ends_leaves_no_checkpoint(tmp_path: Path, kill: bool) ->
     assert loaded(folder) == expected
 
 
-def watched(api: Any, folder: Path, fails: bool) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(world=1)
+def test_progress_is_told_by_the_thread_that_writes(api: Any, tmp_path: Path, fails: bool) -> None:
     """A save in the background that is slow, and a load beside it."""
     from torch_dcp_backport.transfer import configure
 
@@ -512,15 +515,15 @@ def watched(api: Any, folder: Path, fails: bool) -> None:
     state = state_of(1)
     nbytes = sum(state[key].data.nbytes for key in ("rows", "half"))
     nbytes += state["same"].data.nbytes if dist.get_world_size() == 1 else 0
-    (folder / "older").mkdir(exist_ok=True)
-    save(state, folder / "older")
+    (tmp_path / "older").mkdir(exist_ok=True)
+    save(state, tmp_path / "older")
     gate, queue = Gate(), AsyncCallsQueue()
     configure(progress=show)
     try:
         with gate.around():
-            queue.schedule_async_request(save(state, folder, async_sharded_save=True))
+            queue.schedule_async_request(save(state, tmp_path, async_sharded_save=True))
             assert calls == []
-            loaded(folder / "older")
+            loaded(tmp_path / "older")
             while_writing, calls[:] = list(calls), []
             gate.opened.set()
             queue.close()
@@ -534,12 +537,7 @@ def watched(api: Any, folder: Path, fails: bool) -> None:
         assert done == sorted(done)
         assert calls[-1][1] == calls[-1][2]
         assert calls[-1][2] == nbytes
-    assert check_is_distributed_checkpoint(folder)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_progress_is_told_by_the_thread_that_writes(ranks, tmp_path: Path, fails: bool) -> None:
-    ranks(watched, tmp_path, fails, world=1)
+    assert check_is_distributed_checkpoint(tmp_path)
 
 
 def test_a_bar_of_its_own_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool import on_ranks
 from values import value_of
 
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor, exchange_utils
@@ -300,7 +301,8 @@ def test_names_of_shards() -> None:
     assert fully_parallel.FullyParallelLoadStrategyWrapper().exchange_algo == exchange_utils.BROADCAST
 
 
-def larger_than_a_chunk(room: Any) -> None:
+@on_ranks(world=2)
+def test_a_shard_that_is_larger_than_a_chunk(room: Any) -> None:
     """A shard that travels in parts: no chunk has more than 4 MiB."""
     rank, full = dist.get_rank(), torch.arange(1_300_000, dtype=torch.float32)
     shard = ShardedTensor.from_rank_offsets("w", torch.zeros(full.shape), replica_id=rank)
@@ -310,7 +312,3 @@ def larger_than_a_chunk(room: Any) -> None:
     missing: dict[Any, ShardedTensor] = {name: shard} if rank else {}
     found = exchange_utils.exchange_by_distribution(loaded, missing, ways, None)
     assert torch.equal(found[name], full)
-
-
-def test_a_shard_that_is_larger_than_a_chunk(ranks: Any) -> None:
-    ranks(larger_than_a_chunk, world=2)

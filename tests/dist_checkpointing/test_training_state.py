@@ -9,6 +9,7 @@ import pytest
 import qwen
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 
 from torch_dcp_backport.compat import HAS_STRIDED
 from torch_dcp_backport.dist_checkpointing import ShardedObject
@@ -85,17 +86,14 @@ def model_alone(room: Any, folder: str) -> tuple[list[str], str]:
     return qwen.differences(sharded_state_dict(model)), str(caught.value)
 
 
-def frozen_names(room: Any) -> None:
+@on_ranks()
+def test_keys_are_those_of_dcp(room: Any) -> None:
     model, optimizer = qwen.build("FSDP")
     keys = [part.key for part in qwen.parts_of(sharded_state_dict(model, optimizer))]
     assert "model.layers.1.self_attn.q_proj.bias" in keys
     assert "optimizer.state.layers.1.self_attn.q_proj.bias.exp_avg_sq" in keys
     with pytest.raises(room.CheckpointingException, match="extra may not have model"):
         save_training_state(".", model, extra={"model": 1})
-
-
-def test_keys_are_those_of_dcp(ranks: Any) -> None:
-    ranks(frozen_names)
 
 
 def by_dcp(room: Any, folder: str) -> list[str]:

@@ -23,7 +23,7 @@ from decoders import (
     write_file,
     write_folder,
 )
-from pool import RankError
+from pool import RankError, on_ranks
 
 from torch_dcp_backport import transfer
 from torch_dcp_backport.megatron import Parallel, load_hf
@@ -501,15 +501,12 @@ def test_a_killed_rank_leaves_a_whole_model_or_none(ranks, model, tmp_path, end,
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def lone(api: Any, folder: str) -> None:
+@on_ranks()
+def test_a_rank_that_does_not_know_its_place_is_told_what_to_pass(api: Any, model: str) -> None:
     """No place in a TP group is known."""
     spot = spot_of(QWEN, "mcore", dist.get_rank(), 2, 2)
     with pytest.raises(RuntimeError, match="pass parallel=Parallel"):
-        load_hf(models_of(QWEN, spot, QWEN.tensors()), folder)
-
-
-def test_a_rank_that_does_not_know_its_place_is_told_what_to_pass(ranks, model):
-    ranks(lone, model)
+        load_hf(models_of(QWEN, spot, QWEN.tensors()), model)
 
 
 def test_a_process_without_a_group_needs_no_parallel(tmp_path, model):

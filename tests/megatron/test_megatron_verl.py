@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from decoders import Decoder, differences, expected, models_of, spot_of
+from pool import on_ranks
 
 QWEN, TIED = Decoder(), Decoder(tied=True, vocab=30)
 
@@ -39,7 +40,11 @@ def parallel_state(tp_rank: int, tp: int, pp_rank: int, pp: int) -> types.Module
     return module
 
 
-def old_calls(api: Any, decoder: Decoder, vpp: int, who: str) -> None:
+@pytest.mark.parametrize("who", ["every rank", "rank 0"])
+@pytest.mark.parametrize("vpp", [1, 2])
+@pytest.mark.parametrize("decoder", [QWEN, TIED], ids=["untied", "tied"])
+@on_ranks()
+def test_the_old_calls_do_what_their_names_say(api: Any, decoder: Decoder, vpp: int, who: str) -> None:
     rank = dist.get_rank()
     spot = spot_of(decoder, "verl", rank, 2, 2, vpp)
     sys.modules["megatron.core.parallel_state"] = parallel_state(rank % 2, 2, rank // 2, 2)
@@ -65,14 +70,9 @@ def old_calls(api: Any, decoder: Decoder, vpp: int, who: str) -> None:
         del sys.modules["megatron.core.parallel_state"]
 
 
-@pytest.mark.parametrize("who", ["every rank", "rank 0"])
-@pytest.mark.parametrize("vpp", [1, 2])
 @pytest.mark.parametrize("decoder", [QWEN, TIED], ids=["untied", "tied"])
-def test_the_old_calls_do_what_their_names_say(ranks, decoder, vpp, who):
-    ranks(old_calls, decoder, vpp, who)
-
-
-def old_calls_of_a_critic(api: Any, decoder: Decoder) -> None:
+@on_ranks()
+def test_the_head_of_a_critic_is_called_as_verl_does(api: Any, decoder: Decoder) -> None:
     rank = dist.get_rank()
     spot = spot_of(decoder, "verl", rank, 2, 2)._replace(value_head=True)
     sys.modules["megatron.core.parallel_state"] = parallel_state(rank % 2, 2, rank // 2, 2)
@@ -89,8 +89,3 @@ def old_calls_of_a_critic(api: Any, decoder: Decoder) -> None:
         assert all(torch.equal(value, given[key]) for key, value in got.items())
     finally:
         del sys.modules["megatron.core.parallel_state"]
-
-
-@pytest.mark.parametrize("decoder", [QWEN, TIED], ids=["untied", "tied"])
-def test_the_head_of_a_critic_is_called_as_verl_does(ranks, decoder):
-    ranks(old_calls_of_a_critic, decoder)

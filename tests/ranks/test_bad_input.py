@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Model, build, check_values, full_state
+from pool import on_ranks
 from test_optimizer import full_optimizer_state, optimizer_of, snapshot
 
 from torch_dcp_backport.transfer import TensorInfo, plan, wire
@@ -168,23 +169,6 @@ def unwritable(api: Any, spoiler: Callable[[Any], str], how: str, function: str)
     return error[1]
 
 
-def unwritable_states(api: Any, how: str) -> None:
-    """Loaded states are new tensors: whatever memory those of today have, none of it is written."""
-    model = build()
-    optim = optimizer_of(model, "AdamW")
-    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "rank0")
-    state = full_optimizer_state(model, optim)
-    mine = state if how == "all" or dist.get_rank() == 0 else {}
-    api.set_optimizer_state_dict(model, optim, mine, options=options)
-    before = snapshot(optim)
-    for states in optim.state.values():
-        shape = states["exp_avg"]._local_tensor.shape
-        states["exp_avg"]._local_tensor = torch.zeros(1).expand(shape)
-        states["exp_avg_sq"]._local_tensor = freed(*shape)
-    api.set_optimizer_state_dict(model, optim, mine, options=options)
-    assert snapshot(optim) == before
-
-
 def freed_source(api: Any, how: str, function: str) -> str:
     """What is read was freed: torch ends the process."""
     model, state = build(), full_state()
@@ -206,26 +190,6 @@ def freed_source(api: Any, how: str, function: str) -> str:
         error = error_of(lambda: api.set_optimizer_state_dict(model, optim, mine, options=options))
     same_everywhere(error)
     return error[1]
-
-
-def hook_that_makes_room(api: Any, how: str) -> None:
-    """Loading code outside torch may replace a tensor that cannot be written."""
-
-    class Roomy(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers[1].scale = torch.ones(1).expand(3)
-            self.layers[1]._register_load_state_dict_pre_hook(self.make_room, with_module=True)
-
-        @staticmethod
-        def make_room(layer: Any, *_: Any) -> None:
-            layer.scale = layer.scale.clone()
-
-    model = Roomy()
-    mine = full_state() if how == "all" or dist.get_rank() == 0 else {}
-    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "rank0")
-    api.set_model_state_dict(model, mine, options=options)
-    check_values(model, full_state())
 
 
 def forgot_to_broadcast(api: Any) -> tuple[str, str]:
@@ -286,12 +250,6 @@ def model_differs(api: Any) -> tuple[str, str]:
     error = error_of(lambda: api.set_model_state_dict(model, mine, options=options))
     same_everywhere(error)
     return error
-
-
-def broadcast_alone(api: Any) -> None:
-    model = build()
-    with pytest.raises(ValueError, match="full_state_dict must be True when broadcast_from_rank0 is True"):
-        api.set_model_state_dict(model, {}, options=api.StateDictOptions(broadcast_from_rank0=True))
 
 
 def flat_key_missing(api: Any) -> tuple[str, str]:
@@ -391,8 +349,22 @@ def test_a_tensor_that_cannot_be_written_is_named_before_any_write(ranks, spoile
 
 
 @pytest.mark.parametrize("how", ["rank0", "all"])
-def test_states_that_cannot_be_written_are_replaced(ranks, how):
-    ranks(unwritable_states, how, world=2)
+@on_ranks(world=2)
+def test_states_that_cannot_be_written_are_replaced(api: Any, how: str) -> None:
+    """Loaded states are new tensors: whatever memory those of today have, none of it is written."""
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "rank0")
+    state = full_optimizer_state(model, optim)
+    mine = state if how == "all" or dist.get_rank() == 0 else {}
+    api.set_optimizer_state_dict(model, optim, mine, options=options)
+    before = snapshot(optim)
+    for states in optim.state.values():
+        shape = states["exp_avg"]._local_tensor.shape
+        states["exp_avg"]._local_tensor = torch.zeros(1).expand(shape)
+        states["exp_avg_sq"]._local_tensor = freed(*shape)
+    api.set_optimizer_state_dict(model, optim, mine, options=options)
+    assert snapshot(optim) == before
 
 
 @pytest.mark.parametrize(
@@ -407,8 +379,25 @@ def test_a_tensor_that_was_freed_is_not_read(ranks, how, function):
 
 
 @pytest.mark.parametrize("how", ["rank0", "all"])
-def test_loading_code_may_make_room_for_a_tensor_that_cannot_be_written(ranks, how):
-    ranks(hook_that_makes_room, how, world=2)
+@on_ranks(world=2)
+def test_loading_code_may_make_room_for_a_tensor_that_cannot_be_written(api: Any, how: str) -> None:
+    """Loading code outside torch may replace a tensor that cannot be written."""
+
+    class Roomy(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[1].scale = torch.ones(1).expand(3)
+            self.layers[1]._register_load_state_dict_pre_hook(self.make_room, with_module=True)
+
+        @staticmethod
+        def make_room(layer: Any, *_: Any) -> None:
+            layer.scale = layer.scale.clone()
+
+    model = Roomy()
+    mine = full_state() if how == "all" or dist.get_rank() == 0 else {}
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "rank0")
+    api.set_model_state_dict(model, mine, options=options)
+    check_values(model, full_state())
 
 
 def test_stock_loads_a_wrong_shape(fixed):
@@ -446,8 +435,11 @@ def test_not_a_dict_at_all(ranks):
         assert "list" in text
 
 
-def test_broadcast_without_full_state_dict(ranks):
-    ranks(broadcast_alone)
+@on_ranks()
+def test_broadcast_without_full_state_dict(api: Any) -> None:
+    model = build()
+    with pytest.raises(ValueError, match="full_state_dict must be True when broadcast_from_rank0 is True"):
+        api.set_model_state_dict(model, {}, options=api.StateDictOptions(broadcast_from_rank0=True))
 
 
 @pytest.mark.parametrize("how", ["rank0", "all"])

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
+from pool import on_ranks
 from torch.distributed.checkpoint import _nested_dict, _traverse
 
 from torch_dcp_backport.dcp import traverse
@@ -164,7 +165,8 @@ def test_flattened_names_are_as_before(pools, ranks):
     assert pools.get(1, "torch.distributed.checkpoint.state_dict").run(flattened) == ours
 
 
-def walks_deep(api: Any) -> None:
+@on_ranks(world=0)
+def test_a_walk_goes_as_deep_as_torchs(api: Any) -> None:
     """As deep as torch does."""
     from torch.distributed.checkpoint import _traverse
 
@@ -174,7 +176,3 @@ def walks_deep(api: Any) -> None:
     seen: list[Any] = []
     _traverse.traverse_state_dict({"deep": value}, lambda path, leaf: seen.append((path, leaf)))
     assert seen == [(("deep",), value)]
-
-
-def test_a_walk_goes_as_deep_as_torchs(ranks: Any) -> None:
-    ranks(walks_deep, world=0)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import fully_shard
 from packaging.version import Version
+from pool import on_ranks
 from test_dcp import same
 from test_helpers import legacy
 from torch import nn
@@ -286,7 +287,9 @@ def test_a_model_on_the_meta_device_is_loaded(fixed, tmp_path):
     fixed(load_a_model_from_meta, str(tmp_path / "saved"), world=2, broken=TORCH == (2, 4))
 
 
-def prepare_what_is_rare(api: Any) -> None:
+@open_upstream
+@on_ranks(world=2)
+def test_what_is_rare_on_the_meta_device(api: Any) -> None:
     """Tuples keep their class; a ShardedTensor on the meta device is refused, as in torch."""
     planner = dcp.DefaultLoadPlanner()
     pair = Pair(torch.empty(2, device="meta"), {"w": torch.empty(1, device="meta")})
@@ -302,11 +305,6 @@ def prepare_what_is_rare(api: Any) -> None:
     sharded.local_shards()[0].tensor = torch.empty(2, 3, device="meta")
     with pytest.raises(RuntimeError, match="unsupported type"):
         planner.set_up_planner({"w": sharded})
-
-
-@open_upstream
-def test_what_is_rare_on_the_meta_device(ranks):
-    ranks(prepare_what_is_rare, world=2)
 
 
 # --- what a checkpoint lacks

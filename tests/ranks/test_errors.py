@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Layer, Model, build, check_values, full_state
-from pool import OURS, Pool
+from pool import OURS, Pool, on_ranks
 from test_bad_input import error_of, same_everywhere
 from test_optimizer import full_optimizer_state, optimizer_of
 from torch import nn
@@ -36,17 +36,14 @@ class WithCustom(Model):
         self.custom = Custom(4, 4)
 
 
-def alone(api: Any) -> None:
+@on_ranks(world=0)
+def test_without_a_process_group_errors_are_what_they_were(api: Any) -> None:
     full = api.StateDictOptions(full_state_dict=True)
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: .*bias"):
         api.set_model_state_dict(Custom(4, 4), {"weight": torch.ones(4, 4)}, options=full)
     broadcast = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     with pytest.raises(ValueError, match="Default process group has not been initialized"):
         api.set_model_state_dict(nn.Linear(4, 4), {}, options=broadcast)
-
-
-def test_without_a_process_group_errors_are_what_they_were(ranks):
-    ranks(alone, world=0)
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -76,7 +73,8 @@ class Wrapper(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-def wrapped_optimizer(api: Any) -> None:
+@on_ranks()
+def test_an_optimizer_that_wraps_another_one_is_loaded(api: Any) -> None:
     model = build()
     inner = optimizer_of(model, "AdamW")
     state = full_optimizer_state(model, inner)
@@ -86,10 +84,6 @@ def wrapped_optimizer(api: Any) -> None:
     got = api.get_optimizer_state_dict(model, inner, options=api.StateDictOptions(full_state_dict=True))
     for fqn, states in state["state"].items():
         assert all(torch.equal(got["state"][fqn][name], value) for name, value in states.items()), fqn
-
-
-def test_an_optimizer_that_wraps_another_one_is_loaded(ranks):
-    ranks(wrapped_optimizer)
 
 
 class Lazy(dict):
@@ -116,14 +110,6 @@ class Unreadable(Mapping):
         return 1
 
 
-def lazy(api: Any, how: str) -> None:
-    model, state = build(), full_state()
-    mine = Lazy((key, lambda value=value: value.clone()) for key, value in state.items())
-    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "rank0")
-    api.set_model_state_dict(model, mine if how == "all" or dist.get_rank() == 0 else {}, options=options)
-    check_values(model, state)
-
-
 def unreadable(api: Any, how: str) -> tuple[str, str]:
     model = build()
     faulty = {"rank0": 0, "all": 2}[how]
@@ -136,8 +122,13 @@ def unreadable(api: Any, how: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("how", ["rank0", "all"])
-def test_a_dict_that_makes_its_tensors_is_read_as_needed(ranks, how):
-    ranks(lazy, how)
+@on_ranks()
+def test_a_dict_that_makes_its_tensors_is_read_as_needed(api: Any, how: str) -> None:
+    model, state = build(), full_state()
+    mine = Lazy((key, lambda value=value: value.clone()) for key, value in state.items())
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "rank0")
+    api.set_model_state_dict(model, mine if how == "all" or dist.get_rank() == 0 else {}, options=options)
+    check_values(model, state)
 
 
 @pytest.mark.parametrize("how", ["rank0", "all"])
@@ -207,7 +198,8 @@ class Unstepped(torch.optim.Optimizer):
                 self.state[param].setdefault("moment", torch.zeros_like(param))
 
 
-def refused_and_remembered(api: Any) -> None:
+@on_ranks(world=2)
+def test_an_error_that_is_kept_keeps_no_states_that_were_made_for_the_load(api: Any) -> None:
     model = nn.Linear(256, 256, bias=False)
     optimizer = Unstepped(model.parameters())
     before = live_storages().keys()
@@ -224,10 +216,6 @@ def refused_and_remembered(api: Any) -> None:
     left = sum(nbytes for storage, (nbytes, _) in live_storages().items() if storage not in before)
     assert left < 64 * 1024, left
     del caught
-
-
-def test_an_error_that_is_kept_keeps_no_states_that_were_made_for_the_load(ranks):
-    ranks(refused_and_remembered, world=2)
 
 
 def test_the_models_are_what_they_are_meant_to_be():

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import two_dim_support
 from models import Model, build, full_state, local_of
+from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,50 +47,6 @@ def full(api: Any, offload: bool, mesh_shape: tuple[int, ...]) -> None:
             assert got[key].untyped_storage().data_ptr() != mine or not local_of(param).numel()
 
 
-def sharded(api: Any) -> None:
-    model, state = loaded(api)
-    got = api.get_model_state_dict(model)
-    assert list(got) == list(state)
-    for key, param in model.named_parameters():
-        assert local_of(got[key]).data_ptr() == local_of(param).data_ptr()
-    moved = api.get_model_state_dict(model, options=api.StateDictOptions(cpu_offload=True))
-    assert list(moved) == list(state)
-
-
-def sub_mesh(api: Any) -> None:
-    """Two halves of the world hold models of their own: each gathers by itself."""
-    halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "shard"))
-    model, state = loaded(api, mesh=halves["shard"])
-    check(api.get_model_state_dict(model, options=api.StateDictOptions(full_state_dict=True)), state)
-
-
-def partial_sums(api: Any) -> None:
-    """A buffer that DTensor still has to add up."""
-    from torch_dcp_backport.compat import DTensor
-
-    try:
-        from torch.distributed.tensor import Partial
-    except ImportError:
-        from torch.distributed._tensor.placement_types import Partial
-    mesh = init_device_mesh("cpu", (4,))
-    model = torch.nn.Module()
-    model.register_buffer("total", DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False))
-    got = api.get_model_state_dict(model, options=api.StateDictOptions(full_state_dict=True))
-    assert torch.equal(got["total"], torch.full((3,), 4.0))
-
-
-def ddp(api: Any) -> None:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Model())
-    want = model.module.state_dict()
-    check(api.get_model_state_dict(model, options=api.StateDictOptions(full_state_dict=True)), want)
-    half = api.get_model_state_dict(model, options=api.StateDictOptions(ignore_frozen_params=True))
-    assert list(half) == list(want)
-    model.module.embed.weight.requires_grad_(False)
-    half = api.get_model_state_dict(model, options=api.StateDictOptions(ignore_frozen_params=True))
-    assert set(want) - set(half) == {"embed.weight"}
-
-
 def ranks_differ(api: Any) -> str:
     """Rank 1's model has another head: one error on every rank instead of a hang."""
 
@@ -117,20 +74,52 @@ def test_one_rank_alone(ranks, offload):
     ranks(full, offload, (), world=1)
 
 
-def test_shards_are_the_models_own(ranks):
-    ranks(sharded)
+@on_ranks()
+def test_shards_are_the_models_own(api: Any) -> None:
+    model, state = loaded(api)
+    got = api.get_model_state_dict(model)
+    assert list(got) == list(state)
+    for key, param in model.named_parameters():
+        assert local_of(got[key]).data_ptr() == local_of(param).data_ptr()
+    moved = api.get_model_state_dict(model, options=api.StateDictOptions(cpu_offload=True))
+    assert list(moved) == list(state)
 
 
-def test_meshes_inside_the_world(ranks):
-    ranks(sub_mesh)
+@on_ranks()
+def test_meshes_inside_the_world(api: Any) -> None:
+    """Two halves of the world hold models of their own: each gathers by itself."""
+    halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "shard"))
+    model, state = loaded(api, mesh=halves["shard"])
+    check(api.get_model_state_dict(model, options=api.StateDictOptions(full_state_dict=True)), state)
 
 
-def test_partial_sums_are_added_up(ranks):
-    ranks(partial_sums)
+@on_ranks()
+def test_partial_sums_are_added_up(api: Any) -> None:
+    """A buffer that DTensor still has to add up."""
+    from torch_dcp_backport.compat import DTensor
+
+    try:
+        from torch.distributed.tensor import Partial
+    except ImportError:
+        from torch.distributed._tensor.placement_types import Partial
+    mesh = init_device_mesh("cpu", (4,))
+    model = torch.nn.Module()
+    model.register_buffer("total", DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False))
+    got = api.get_model_state_dict(model, options=api.StateDictOptions(full_state_dict=True))
+    assert torch.equal(got["total"], torch.full((3,), 4.0))
 
 
-def test_ddp_and_frozen_parameters(ranks):
-    ranks(ddp, world=2)
+@on_ranks(world=2)
+def test_ddp_and_frozen_parameters(api: Any) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Model())
+    want = model.module.state_dict()
+    check(api.get_model_state_dict(model, options=api.StateDictOptions(full_state_dict=True)), want)
+    half = api.get_model_state_dict(model, options=api.StateDictOptions(ignore_frozen_params=True))
+    assert list(half) == list(want)
+    model.module.embed.weight.requires_grad_(False)
+    half = api.get_model_state_dict(model, options=api.StateDictOptions(ignore_frozen_params=True))
+    assert set(want) - set(half) == {"embed.weight"}
 
 
 def test_ranks_that_differ_hear_of_it(ranks):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from conftest import two_dim_support
 from models import Model, build, full_state, local_of
 from optimizers import held, load, saved, step
+from pool import on_ranks
 from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import init_device_mesh
@@ -135,18 +136,6 @@ def fake_set(api: Any, rank: int, kind: str, device: str, how: str) -> None:
     as_rank(rank, call)
 
 
-def fake_set_of_nothing(api: Any) -> None:
-    """What other ranks have never comes."""
-
-    def call() -> None:
-        model = build()
-        with pytest.raises(RuntimeError, match=r"rank 1: Missing key\(s\) in state_dict: embed.weight"):
-            api.set_model_state_dict(model, {}, options=options(api, "rank0"))
-        assert not any(local_of(param).any() for param in model.parameters())
-
-    as_rank(1, call)
-
-
 def fake_get(api: Any, rank: int, kind: str, offload: bool) -> None:
     """Whole tensors; the parts of other ranks may be anything."""
 
@@ -163,39 +152,6 @@ def fake_get(api: Any, rank: int, kind: str, offload: bool) -> None:
     as_rank(rank, call)
 
 
-def fake_optimizer(api: Any, rank: int, kind: str, way: str) -> None:
-    def call() -> None:
-        model = made(kind)
-        optim = torch.optim.AdamW(model.parameters())
-        step(model, optim)
-        before = held(optim)
-        state = saved(api, model, optim, way.replace("rank0", "full"))
-        fresh = torch.optim.AdamW(model.parameters())
-        load(api, model, fresh, state, way)
-        kinds = [{name: row[:3] for name, row in states.items()} for states in before["state"]]
-        assert [{name: row[:3] for name, row in states.items()} for states in held(fresh)["state"]] == kinds
-
-    as_rank(rank, call)
-
-
-def fake_tensors(api: Any) -> None:
-    """A dry run without any values."""
-
-    def call() -> None:
-        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-        mesh = init_device_mesh("cpu", (WORLD,))
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            got = api.get_model_state_dict(
-                build(mesh=mesh), options=api.StateDictOptions(full_state_dict=True)
-            )
-        for key, value in full_state().items():
-            assert isinstance(got[key], FakeTensor), key
-            assert got[key].shape == value.shape, key
-
-    as_rank(0, call)
-
-
 def threaded_round_trip(api: Any, kind: str, device: str, how: str) -> None:
     def call() -> None:
         model, state = made(kind, device, Large), full_state(Large)
@@ -209,34 +165,6 @@ def threaded_round_trip(api: Any, kind: str, device: str, how: str) -> None:
                 assert torch.equal(value, state[key]), key
 
     in_threads(call, WORLD)
-
-
-def threaded_optimizer(api: Any, way: str) -> None:
-    def call() -> None:
-        model = build()
-        optim = torch.optim.AdamW(model.parameters(), foreach=False)
-        step(model, optim)
-        state, want = saved(api, model, optim, way.replace("rank0", "full")), held(optim)
-        fresh = torch.optim.AdamW(model.parameters(), foreach=False)
-        load(api, model, fresh, state if way == "full" or dist.get_rank() == 0 else {}, way)
-        assert held(fresh) == want
-
-    in_threads(call, 2)
-
-
-def threaded_error(api: Any) -> None:
-    def call() -> None:
-        model, state = build(), full_state()
-        if dist.get_rank() == 1:
-            model.head.weight._local_tensor = torch.zeros(1).expand(model.head.weight._local_tensor.shape)
-        with pytest.raises(RuntimeError, match=r"rank 1: the destination cannot be written: head\.weight"):
-            api.set_model_state_dict(model, state, options=options(api, "rank0"))
-        good = build()
-        api.set_model_state_dict(good, state, options=options(api, "rank0"))
-        got = api.get_model_state_dict(good, options=api.StateDictOptions(full_state_dict=True))
-        assert all(torch.equal(got[key], value) for key, value in state.items())
-
-    in_threads(call, 2)
 
 
 @pytest.mark.parametrize("how", ["rank0", "all"])
@@ -257,8 +185,17 @@ def test_a_fake_group_loads_the_own_dict(ranks, rank, kind, device, how):
         ranks(fake_set, rank, kind, device, how, world=0)
 
 
-def test_a_fake_group_brings_nothing_of_other_ranks(ranks):
-    ranks(fake_set_of_nothing, world=0)
+@on_ranks(world=0)
+def test_a_fake_group_brings_nothing_of_other_ranks(api: Any) -> None:
+    """What other ranks have never comes."""
+
+    def call() -> None:
+        model = build()
+        with pytest.raises(RuntimeError, match=r"rank 1: Missing key\(s\) in state_dict: embed.weight"):
+            api.set_model_state_dict(model, {}, options=options(api, "rank0"))
+        assert not any(local_of(param).any() for param in model.parameters())
+
+    as_rank(1, call)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -272,12 +209,39 @@ def test_a_fake_group_gives_whole_tensors(ranks, rank, kind, offload):
 @pytest.mark.parametrize("way", ["full", "full-flat", "rank0", "rank0-flat"])
 @pytest.mark.parametrize("kind", ["plain", "fsdp2"])
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_fake_group_and_an_optimizer(ranks, rank, kind, way):
-    ranks(fake_optimizer, rank, kind, way, world=0)
+@on_ranks(world=0)
+def test_a_fake_group_and_an_optimizer(api: Any, rank: int, kind: str, way: str) -> None:
+    def call() -> None:
+        model = made(kind)
+        optim = torch.optim.AdamW(model.parameters())
+        step(model, optim)
+        before = held(optim)
+        state = saved(api, model, optim, way.replace("rank0", "full"))
+        fresh = torch.optim.AdamW(model.parameters())
+        load(api, model, fresh, state, way)
+        kinds = [{name: row[:3] for name, row in states.items()} for states in before["state"]]
+        assert [{name: row[:3] for name, row in states.items()} for states in held(fresh)["state"]] == kinds
+
+    as_rank(rank, call)
 
 
-def test_a_fake_group_and_fake_tensors(ranks):
-    ranks(fake_tensors, world=0)
+@on_ranks(world=0)
+def test_a_fake_group_and_fake_tensors(api: Any) -> None:
+    """A dry run without any values."""
+
+    def call() -> None:
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+        mesh = init_device_mesh("cpu", (WORLD,))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            got = api.get_model_state_dict(
+                build(mesh=mesh), options=api.StateDictOptions(full_state_dict=True)
+            )
+        for key, value in full_state().items():
+            assert isinstance(got[key], FakeTensor), key
+            assert got[key].shape == value.shape, key
+
+    as_rank(0, call)
 
 
 @pytest.mark.parametrize("how", ["rank0", "all"])
@@ -288,9 +252,31 @@ def test_ranks_that_are_threads(ranks, kind, device, how):
 
 
 @pytest.mark.parametrize("way", ["full", "rank0"])
-def test_ranks_that_are_threads_and_an_optimizer(ranks, way):
-    ranks(threaded_optimizer, way, world=0)
+@on_ranks(world=0)
+def test_ranks_that_are_threads_and_an_optimizer(api: Any, way: str) -> None:
+    def call() -> None:
+        model = build()
+        optim = torch.optim.AdamW(model.parameters(), foreach=False)
+        step(model, optim)
+        state, want = saved(api, model, optim, way.replace("rank0", "full")), held(optim)
+        fresh = torch.optim.AdamW(model.parameters(), foreach=False)
+        load(api, model, fresh, state if way == "full" or dist.get_rank() == 0 else {}, way)
+        assert held(fresh) == want
+
+    in_threads(call, 2)
 
 
-def test_an_error_on_every_rank_that_is_a_thread(ranks):
-    ranks(threaded_error, world=0)
+@on_ranks(world=0)
+def test_an_error_on_every_rank_that_is_a_thread(api: Any) -> None:
+    def call() -> None:
+        model, state = build(), full_state()
+        if dist.get_rank() == 1:
+            model.head.weight._local_tensor = torch.zeros(1).expand(model.head.weight._local_tensor.shape)
+        with pytest.raises(RuntimeError, match=r"rank 1: the destination cannot be written: head\.weight"):
+            api.set_model_state_dict(model, state, options=options(api, "rank0"))
+        good = build()
+        api.set_model_state_dict(good, state, options=options(api, "rank0"))
+        got = api.get_model_state_dict(good, options=api.StateDictOptions(full_state_dict=True))
+        assert all(torch.equal(got[key], value) for key, value in state.items())
+
+    in_threads(call, 2)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from models import build, value_of
 from packaging.version import Version
+from pool import on_ranks
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
@@ -86,64 +87,6 @@ def check_same(copy: Any, live: Any) -> None:
 # --- copies on the CPU -----------------------------------------------------------------------
 
 
-def staged_twice(api: Any, kind: str) -> None:
-    """As an asynchronous save does it: a dict made once, filled at each save, while training goes on."""
-    state: dict[str, Any] = {
-        "dtensor": lambda: {"model": dtensors(), "lists": [dtensors()["even"]]},
-        "replica": lambda: dtensors((Replicate(),)),
-        "scalar": lambda: {"step": scalar()},
-        "sharded": lambda: {"legacy": legacy()},
-    }[kind]()
-    copy = helper(api, "_create_cpu_state_dict")(state)
-    check_apart(copy, state)
-    for _ in range(2):
-        for one in tensors_in(state):
-            one.add_(1)
-        seen = [one.clone() for one in tensors_in(state)]
-        staged = helper(api, "_copy_state_dict")(state, copy)
-        for one in tensors_in(state):
-            one.zero_()
-        check_same(staged, seen)
-        for one in tensors_in(state):
-            one.copy_(seen.pop(0))
-    if kind in ("dtensor", "replica"):
-        flat = copy["model"] if kind == "dtensor" else copy
-        for key, value in (state["model"] if kind == "dtensor" else state).items():
-            assert flat[key].placements == value.placements
-            assert flat[key].device_mesh == value.device_mesh
-            assert (flat[key].shape, flat[key].stride()) == (value.shape, value.stride())
-            assert torch.equal(flat[key].full_tensor(), value.full_tensor())
-
-
-def offloaded(api: Any) -> None:
-    state = {"plain": torch.ones(3), "nested": [dtensors(), (torch.ones(2),)], "step": 3, "old": legacy()}
-    copy = helper(api, "_offload_state_dict_to_cpu")(state)
-    check_apart(copy, state)
-    check_same(copy, state)
-    assert copy["step"] == 3
-    assert isinstance(copy["nested"][1], tuple)
-
-
-def offloaded_to_one(api: Any) -> None:
-    copy = helper(api, "_offload_state_dict_to_cpu")(dtensors(), ranks_only=(1,))
-    assert bool(copy) == (dist.get_rank() == 1)
-    assert isinstance(copy, dict)
-
-
-def no_history(api: Any) -> None:
-    create, copy = helper(api, "_create_cpu_state_dict"), helper(api, "_copy_state_dict")
-    live = {"plain": nn.Parameter(torch.ones(2)), "shard": nn.Parameter(dtensors()["even"])}
-    staged = copy(live, create(live))
-    for one in (*staged.values(), *helper(api, "_offload_state_dict_to_cpu")(live).values()):
-        assert not one.requires_grad
-        assert one.grad_fn is None
-    # Back into parameters, as after a load.
-    staged["plain"].fill_(7)
-    copy(staged, live)
-    assert live["plain"].tolist() == [7, 7]
-    assert live["plain"].requires_grad
-
-
 def everything() -> dict[Any, Any]:
     return {
         "tensor": torch.arange(6.0).view(2, 3).t(),
@@ -156,90 +99,8 @@ def everything() -> dict[Any, Any]:
     }
 
 
-def nested(api: Any) -> None:
-    create, copy = helper(api, "_create_cpu_state_dict"), helper(api, "_copy_state_dict")
-    live, stream = everything(), io.BytesIO(b"x")
-    staged = create(live)
-    result = copy({**live, "io": stream}, {**staged, "io": None})
-    check_same([result], [live])
-    check_apart(staged, live)
-    assert list(result) == [*live, "io"]
-    assert result["tensor"] is staged["tensor"]
-    assert result["small"] == live["small"]
-    assert result["deep"][0]["tuple"][1] == 3
-    assert result["io"] is stream
-    assert [tuple(one.shape) for one in tensors_in(staged)] == [tuple(one.shape) for one in tensors_in(live)]
-
-
 class Odd:
     """What no checkpoint can hold."""
-
-
-def odd_types(api: Any) -> None:
-    state: dict[str, Any] = {"a": [Odd()]}
-    for name in ("_gather_state_dict", "_offload_state_dict_to_cpu"):
-        with pytest.raises(ValueError, match="Odd"):
-            helper(api, name)(state)
-        got = helper(api, name)(state, type_check=False)["a"][0]
-        assert isinstance(got, Odd)
-        assert got is not state["a"][0]
-    with pytest.raises(ValueError, match="Odd"):
-        helper(api, "_copy_state_dict")(state, state)
-    assert isinstance(helper(api, "_copy_state_dict")(state, state, type_check=False)["a"][0], Odd)
-    assert isinstance(helper(api, "_create_cpu_state_dict")(state)["a"][0], Odd)
-
-
-def pinned_empty(api: Any) -> None:
-    """Needs no accelerator: there is nothing to pin."""
-    state = {"empty": torch.empty(0, 4), "scalar": torch.tensor(1.0)}
-    for share in (False, True):
-        copy = helper(api, "_create_cpu_state_dict")(state, pin_memory=True, share_memory=share)
-        assert copy["empty"].shape == (0, 4)
-        assert copy["scalar"].shape == ()
-
-
-def shared(api: Any) -> None:
-    copy = helper(api, "_create_cpu_state_dict")({"plain": torch.ones(3), **dtensors()}, share_memory=True)
-    assert all(one.is_shared() for one in tensors_in(copy))
-
-
-def shared_and_pinned(api: Any) -> None:
-    """With a pretended CUDA: pinned while it lives, then unpinned."""
-    calls: list[tuple[Any, ...]] = []
-
-    class Runtime:
-        def cudaHostRegister(self, *args: int) -> int:
-            calls.append(("pin", *args))
-            return 0
-
-        def cudaHostUnregister(self, *args: int) -> int:
-            calls.append(("unpin", *args))
-            return 0
-
-    real, torch.cuda.cudart = torch.cuda.cudart, Runtime
-    try:
-        copy = helper(api, "_create_cpu_state_dict")({"a": torch.ones(5)}, pin_memory=True, share_memory=True)
-        address = copy["a"].data_ptr()
-        assert calls == [("pin", address, 20, 1)]
-        assert copy["a"].is_shared()
-        del copy
-        gc.collect()
-        assert calls[1:] == [("unpin", address)]
-    finally:
-        torch.cuda.cudart = real
-
-
-def refused_pin(api: Any) -> None:
-    class Runtime:
-        def cudaHostRegister(self, *args: int) -> int:
-            return 2
-
-    real, torch.cuda.cudart = torch.cuda.cudart, Runtime
-    try:
-        with pytest.raises(RuntimeError, match="CUDA error 2"):
-            helper(api, "_create_cpu_state_dict")({"a": torch.ones(5)}, pin_memory=True, share_memory=True)
-    finally:
-        torch.cuda.cudart = real
 
 
 #: What is copied, and a copy that does not fit it.
@@ -272,56 +133,155 @@ def misfit(api: Any, which: str) -> None:
     assert not helper(api, "_check_state_dict_similarity")(state, copy)
 
 
-def compared(api: Any) -> None:
-    similar = helper(api, "_check_state_dict_similarity")
-    state, other = {"n": {"a": torch.ones(2)}, **dtensors()}, {"n": {"a": torch.zeros(2)}, **dtensors()}
-    for one in tensors_in(other):
-        one.fill_(5)
-    assert similar(state, other)
-    assert all(bool((one == 5).all()) for one in tensors_in(other)), "comparing has overwritten it"
-    assert not similar({"a": torch.ones(2)}, {"a": torch.ones(2).half()})
-    assert similar({"a": [1, "x"]}, {"a": [2, None]})
-
-
 @pytest.mark.parametrize("kind", ["dtensor", "replica", "scalar", "sharded"])
-def test_a_staged_copy_is_not_the_live_state(fixed, kind):
-    fixed(staged_twice, kind, world=2)
+@on_ranks(world=2, fixture="fixed")
+def test_a_staged_copy_is_not_the_live_state(api: Any, kind: str) -> None:
+    """As an asynchronous save does it: a dict made once, filled at each save, while training goes on."""
+    state: dict[str, Any] = {
+        "dtensor": lambda: {"model": dtensors(), "lists": [dtensors()["even"]]},
+        "replica": lambda: dtensors((Replicate(),)),
+        "scalar": lambda: {"step": scalar()},
+        "sharded": lambda: {"legacy": legacy()},
+    }[kind]()
+    copy = helper(api, "_create_cpu_state_dict")(state)
+    check_apart(copy, state)
+    for _ in range(2):
+        for one in tensors_in(state):
+            one.add_(1)
+        seen = [one.clone() for one in tensors_in(state)]
+        staged = helper(api, "_copy_state_dict")(state, copy)
+        for one in tensors_in(state):
+            one.zero_()
+        check_same(staged, seen)
+        for one in tensors_in(state):
+            one.copy_(seen.pop(0))
+    if kind in ("dtensor", "replica"):
+        flat = copy["model"] if kind == "dtensor" else copy
+        for key, value in (state["model"] if kind == "dtensor" else state).items():
+            assert flat[key].placements == value.placements
+            assert flat[key].device_mesh == value.device_mesh
+            assert (flat[key].shape, flat[key].stride()) == (value.shape, value.stride())
+            assert torch.equal(flat[key].full_tensor(), value.full_tensor())
 
 
-def test_an_offloaded_copy_is_not_the_live_state(fixed):
-    fixed(offloaded, world=2)
+@on_ranks(world=2, fixture="fixed")
+def test_an_offloaded_copy_is_not_the_live_state(api: Any) -> None:
+    state = {"plain": torch.ones(3), "nested": [dtensors(), (torch.ones(2),)], "step": 3, "old": legacy()}
+    copy = helper(api, "_offload_state_dict_to_cpu")(state)
+    check_apart(copy, state)
+    check_same(copy, state)
+    assert copy["step"] == 3
+    assert isinstance(copy["nested"][1], tuple)
 
 
-def test_other_ranks_of_an_offload_get_an_empty_dict(ranks):
-    ranks(offloaded_to_one, world=2)
+@on_ranks(world=2)
+def test_other_ranks_of_an_offload_get_an_empty_dict(api: Any) -> None:
+    copy = helper(api, "_offload_state_dict_to_cpu")(dtensors(), ranks_only=(1,))
+    assert bool(copy) == (dist.get_rank() == 1)
+    assert isinstance(copy, dict)
 
 
-def test_copies_record_no_autograd_history(fixed):
-    fixed(no_history, world=2)
+@on_ranks(world=2, fixture="fixed")
+def test_copies_record_no_autograd_history(api: Any) -> None:
+    create, copy = helper(api, "_create_cpu_state_dict"), helper(api, "_copy_state_dict")
+    live = {"plain": nn.Parameter(torch.ones(2)), "shard": nn.Parameter(dtensors()["even"])}
+    staged = copy(live, create(live))
+    for one in (*staged.values(), *helper(api, "_offload_state_dict_to_cpu")(live).values()):
+        assert not one.requires_grad
+        assert one.grad_fn is None
+    # Back into parameters, as after a load.
+    staged["plain"].fill_(7)
+    copy(staged, live)
+    assert live["plain"].tolist() == [7, 7]
+    assert live["plain"].requires_grad
 
 
-def test_structure_and_small_values_are_kept(ranks):
-    ranks(nested, world=2)
+@on_ranks(world=2)
+def test_structure_and_small_values_are_kept(api: Any) -> None:
+    create, copy = helper(api, "_create_cpu_state_dict"), helper(api, "_copy_state_dict")
+    live, stream = everything(), io.BytesIO(b"x")
+    staged = create(live)
+    result = copy({**live, "io": stream}, {**staged, "io": None})
+    check_same([result], [live])
+    check_apart(staged, live)
+    assert list(result) == [*live, "io"]
+    assert result["tensor"] is staged["tensor"]
+    assert result["small"] == live["small"]
+    assert result["deep"][0]["tuple"][1] == 3
+    assert result["io"] is stream
+    assert [tuple(one.shape) for one in tensors_in(staged)] == [tuple(one.shape) for one in tensors_in(live)]
 
 
-def test_types_that_no_checkpoint_holds(ranks):
-    ranks(odd_types, world=2)
+@on_ranks(world=2)
+def test_types_that_no_checkpoint_holds(api: Any) -> None:
+    state: dict[str, Any] = {"a": [Odd()]}
+    for name in ("_gather_state_dict", "_offload_state_dict_to_cpu"):
+        with pytest.raises(ValueError, match="Odd"):
+            helper(api, name)(state)
+        got = helper(api, name)(state, type_check=False)["a"][0]
+        assert isinstance(got, Odd)
+        assert got is not state["a"][0]
+    with pytest.raises(ValueError, match="Odd"):
+        helper(api, "_copy_state_dict")(state, state)
+    assert isinstance(helper(api, "_copy_state_dict")(state, state, type_check=False)["a"][0], Odd)
+    assert isinstance(helper(api, "_create_cpu_state_dict")(state)["a"][0], Odd)
 
 
-def test_empty_tensors_need_no_pinning(fixed):
-    fixed(pinned_empty, world=2)
+@on_ranks(world=2, fixture="fixed")
+def test_empty_tensors_need_no_pinning(api: Any) -> None:
+    """Needs no accelerator: there is nothing to pin."""
+    state = {"empty": torch.empty(0, 4), "scalar": torch.tensor(1.0)}
+    for share in (False, True):
+        copy = helper(api, "_create_cpu_state_dict")(state, pin_memory=True, share_memory=share)
+        assert copy["empty"].shape == (0, 4)
+        assert copy["scalar"].shape == ()
 
 
-def test_shared_memory_also_in_dtensors(fixed):
-    fixed(shared, world=2)
+@on_ranks(world=2, fixture="fixed")
+def test_shared_memory_also_in_dtensors(api: Any) -> None:
+    copy = helper(api, "_create_cpu_state_dict")({"plain": torch.ones(3), **dtensors()}, share_memory=True)
+    assert all(one.is_shared() for one in tensors_in(copy))
 
 
-def test_shared_and_pinned_memory_is_given_back(fixed):
-    fixed(shared_and_pinned, world=2)
+@on_ranks(world=2, fixture="fixed")
+def test_shared_and_pinned_memory_is_given_back(api: Any) -> None:
+    """With a pretended CUDA: pinned while it lives, then unpinned."""
+    calls: list[tuple[Any, ...]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, *args: int) -> int:
+            calls.append(("pin", *args))
+            return 0
+
+        def cudaHostUnregister(self, *args: int) -> int:
+            calls.append(("unpin", *args))
+            return 0
+
+    real, torch.cuda.cudart = torch.cuda.cudart, Runtime
+    try:
+        copy = helper(api, "_create_cpu_state_dict")({"a": torch.ones(5)}, pin_memory=True, share_memory=True)
+        address = copy["a"].data_ptr()
+        assert calls == [("pin", address, 20, 1)]
+        assert copy["a"].is_shared()
+        del copy
+        gc.collect()
+        assert calls[1:] == [("unpin", address)]
+    finally:
+        torch.cuda.cudart = real
 
 
-def test_pinning_that_fails_is_an_error(ranks):
-    ranks(refused_pin, world=2)
+@on_ranks(world=2)
+def test_pinning_that_fails_is_an_error(api: Any) -> None:
+    class Runtime:
+        def cudaHostRegister(self, *args: int) -> int:
+            return 2
+
+    real, torch.cuda.cudart = torch.cuda.cudart, Runtime
+    try:
+        with pytest.raises(RuntimeError, match="CUDA error 2"):
+            helper(api, "_create_cpu_state_dict")({"a": torch.ones(5)}, pin_memory=True, share_memory=True)
+    finally:
+        torch.cuda.cudart = real
 
 
 @pytest.mark.parametrize("which", MISFITS)
@@ -333,8 +293,16 @@ def test_misfits_are_found_too_late_by_stock(fixed):
     fixed(misfit, "None", world=2)
 
 
-def test_comparing_changes_nothing(fixed):
-    fixed(compared, world=2)
+@on_ranks(world=2, fixture="fixed")
+def test_comparing_changes_nothing(api: Any) -> None:
+    similar = helper(api, "_check_state_dict_similarity")
+    state, other = {"n": {"a": torch.ones(2)}, **dtensors()}, {"n": {"a": torch.zeros(2)}, **dtensors()}
+    for one in tensors_in(other):
+        one.fill_(5)
+    assert similar(state, other)
+    assert all(bool((one == 5).all()) for one in tensors_in(other)), "comparing has overwritten it"
+    assert not similar({"a": torch.ones(2)}, {"a": torch.ones(2).half()})
+    assert similar({"a": [1, "x"]}, {"a": [2, None]})
 
 
 # --- gather ----------------------------------------------------------------------------------
@@ -348,7 +316,32 @@ SPREAD = {
 }
 
 
-def gathered(api: Any, spread: str, only: tuple[int, ...], offload: bool) -> None:
+class Largest(TorchDispatchMode):
+    """The largest storage of a plain tensor that any operation gave back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Optional[Any] = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in tensors_in(out):
+            self.nbytes = max(self.nbytes, one.untyped_storage().nbytes())
+        return out
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1024, 64))
+        self.layers = nn.ModuleList()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("only", [(), (0,), (2,), (0, 3), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("spread", SPREAD)
+@on_ranks()
+def test_gather(api: Any, spread: str, only: tuple[int, ...], offload: bool) -> None:
     shape, placements = SPREAD[spread]
     values = dtensors(placements, shape)
     plain = torch.ones(2)
@@ -370,14 +363,16 @@ def gathered(api: Any, spread: str, only: tuple[int, ...], offload: bool) -> Non
     assert all(isinstance(value, DTensor) for value in values.values()), "the given dict has changed"
 
 
-def gathered_parameters(api: Any) -> None:
+@on_ranks(world=2, fixture="fixed")
+def test_gathered_parameters_have_no_history(api: Any) -> None:
     got = helper(api, "_gather_state_dict")({"a": nn.Parameter(dtensors()["even"])})["a"]
     assert torch.equal(got, value_of("even", (8, 4)))
     assert not got.requires_grad
     assert got.grad_fn is None
 
 
-def gathered_in_group(api: Any) -> None:
+@on_ranks()
+def test_gather_counts_ranks_in_the_group(api: Any) -> None:
     """`ranks_only` counts in `pg`: its rank 1 is global rank 2."""
     group = dist.new_group([1, 2])
     mesh = DeviceMesh("cpu", [1, 2])
@@ -392,7 +387,8 @@ def gathered_in_group(api: Any) -> None:
         assert torch.equal(got["a"], everywhere)
 
 
-def gathered_legacy(api: Any) -> None:
+@on_ranks(world=2)
+def test_gather_of_legacy_shards_and_scalars(api: Any) -> None:
     got = helper(api, "_gather_state_dict")({"a": legacy(), "b": [scalar()]}, ranks_only=(0,))
     if dist.get_rank() == 0:
         want = torch.cat([torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3) + 10])
@@ -402,17 +398,8 @@ def gathered_legacy(api: Any) -> None:
         assert got == {}
 
 
-def gathered_while_in_flight(api: Any) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    value = distribute_tensor(value_of("even", (8, 4)), mesh, [Shard(0)])
-    got = helper(api, "_gather_state_dict")({"a": value.redistribute(mesh, [Replicate()], async_op=True)})[
-        "a"
-    ]
-    assert type(got) is torch.Tensor
-    assert torch.equal(got, value_of("even", (8, 4)))
-
-
-def through_fsdp1(api: Any) -> None:
+@on_ranks(world=2)
+def test_gather_in_fsdp1(api: Any) -> None:
     """FSDP1 gathers sharded optimizer state with the helper that it bound by name."""
     import_module(STATE_DICT)
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
@@ -435,21 +422,19 @@ def through_fsdp1(api: Any) -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-class Largest(TorchDispatchMode):
-    """The largest storage of a plain tensor that any operation gave back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Optional[Any] = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for one in tensors_in(out):
-            self.nbytes = max(self.nbytes, one.untyped_storage().nbytes())
-        return out
+@on_ranks(world=2)
+def test_gather_waits_for_tensors_in_flight(api: Any) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    value = distribute_tensor(value_of("even", (8, 4)), mesh, [Shard(0)])
+    got = helper(api, "_gather_state_dict")({"a": value.redistribute(mesh, [Replicate()], async_op=True)})[
+        "a"
+    ]
+    assert type(got) is torch.Tensor
+    assert torch.equal(got, value_of("even", (8, 4)))
 
 
-def gathers_to_one(api: Any) -> None:
+@on_ranks(fixture="fixed")
+def test_only_the_receiving_rank_holds_whole_tensors(api: Any) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {"a": distribute_tensor(torch.ones(1024, 64), mesh, [Shard(0)])}
     whole = 1024 * 64 * 4
@@ -461,7 +446,8 @@ def gathers_to_one(api: Any) -> None:
         assert largest.nbytes <= whole // 2, "a rank that gets nothing needs no whole tensor"
 
 
-def gets_on_one(api: Any) -> None:
+@on_ranks(fixture="fixed")
+def test_a_full_get_needs_whole_tensors_on_rank_0_alone(api: Any) -> None:
     model = build(kind=Wide)
     whole = 1024 * 64 * 4
     with Largest() as largest:
@@ -473,52 +459,12 @@ def gets_on_one(api: Any) -> None:
         assert largest.nbytes <= whole // 2, "a rank that gets nothing needs no whole tensor"
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1024, 64))
-        self.layers = nn.ModuleList()
-
-
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("only", [(), (0,), (2,), (0, 3), (0, 1, 2, 3)], ids=str)
-@pytest.mark.parametrize("spread", SPREAD)
-def test_gather(ranks, spread, only, offload):
-    ranks(gathered, spread, only, offload)
-
-
-def test_gathered_parameters_have_no_history(fixed):
-    fixed(gathered_parameters, world=2)
-
-
-def test_gather_counts_ranks_in_the_group(ranks):
-    ranks(gathered_in_group)
-
-
-def test_gather_of_legacy_shards_and_scalars(ranks):
-    ranks(gathered_legacy, world=2)
-
-
-def test_gather_in_fsdp1(ranks):
-    ranks(through_fsdp1, world=2)
-
-
-def test_gather_waits_for_tensors_in_flight(ranks):
-    ranks(gathered_while_in_flight, world=2)
-
-
-def test_only_the_receiving_rank_holds_whole_tensors(fixed):
-    fixed(gathers_to_one)
-
-
-def test_a_full_get_needs_whole_tensors_on_rank_0_alone(fixed):
-    fixed(gets_on_one)
-
-
 # --- distribute ------------------------------------------------------------------------------
 
 
-def distributed(api: Any, device: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@on_ranks(world=2, fixture="fixed")
+def test_distributed_slices_are_not_views(api: Any, device: str) -> None:
     live = dtensors()
     full = {key: value_of(f"new {key}", tuple(value.shape)) for key, value in live.items()}
     start = {key: value.to("meta") for key, value in live.items()} if device == "meta" else live
@@ -535,21 +481,13 @@ def distributed(api: Any, device: str) -> None:
             assert local[key] is live[key], "not in place"
 
 
-def distributed_wrongly(api: Any) -> None:
+@on_ranks(world=2, fixture="fixed")
+def test_distributing_a_wrong_shape(api: Any) -> None:
     live = dtensors()
     local = {"uneven": (live["uneven"], torch.ones(5, 3)), "even": (live["even"], torch.ones(8, 5))}
     with pytest.raises(RuntimeError, match="wrong shape: even"):
         helper(api, "_distribute_tensors")(local, list(local), torch.device("cpu"))
     assert torch.equal(live["uneven"].full_tensor(), value_of("uneven", (5, 3)))
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_distributed_slices_are_not_views(fixed, device):
-    fixed(distributed, device, world=2)
-
-
-def test_distributing_a_wrong_shape(fixed):
-    fixed(distributed_wrongly, world=2)
 
 
 # --- every private name that somebody outside torch uses -------------------------------------
@@ -695,7 +633,8 @@ def test_private_names_take_the_calls_of_torch_2_6(ranks, name, where):
     ranks(call_private, name, where, world=2)
 
 
-def broadcast_that_fails(api: Any) -> None:
+@on_ranks(world=2, fixture="fixed")
+def test_a_broadcast_that_fails_changes_nothing(api: Any) -> None:
     """An error leaves every entry of the caller's dict as it was, small values too."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weight = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
@@ -708,7 +647,3 @@ def broadcast_that_fails(api: Any) -> None:
         assert local["w"] is weight
         assert not local["w"]._local_tensor.any()
         assert local["x"].tolist() == [0, 0, 0]
-
-
-def test_a_broadcast_that_fails_changes_nothing(fixed):
-    fixed(broadcast_that_fails, world=2)

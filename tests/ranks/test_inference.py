@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from models import Model, build, check_values, full_state, local_of
 from optimizers import held, load, options_of, saved, step, wrapped
+from pool import on_ranks
 from torch import nn
 
 OPTIMIZERS = ("AdamW", "Adamax")
@@ -29,7 +30,18 @@ def check_trainable(model: nn.Module) -> None:
     step(model, torch.optim.SGD(model.parameters(), lr=0.5))
 
 
-def model_from(api: Any, kind: str, device: str, how: str) -> None:
+def check_states(optim: torch.optim.Optimizer) -> None:
+    assert optim.state
+    for states in optim.state.values():
+        for name, value in states.items():
+            assert not torch.is_tensor(value) or is_normal(value), name
+
+
+@pytest.mark.parametrize("how", ["rank0", "all"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("kind", ["plain", "fsdp2"])
+@on_ranks(world=2)
+def test_a_model_can_be_trained(api: Any, kind: str, device: str, how: str) -> None:
     if kind == "fsdp2":
         model = build(device)
     else:
@@ -45,7 +57,14 @@ def model_from(api: Any, kind: str, device: str, how: str) -> None:
     check_trainable(model)
 
 
-def optimizer_states(api: Any, kind: str, name: str, way: str, is_fresh: bool) -> None:
+@pytest.mark.parametrize("is_fresh", [True, False])
+@pytest.mark.parametrize("way", ["sharded", "full", "rank0", "rank0-flat"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["plain", "fsdp2"])
+@on_ranks(world=2)
+def test_states_of_an_optimizer_can_be_trained(
+    api: Any, kind: str, name: str, way: str, is_fresh: bool
+) -> None:
     maker: Any = getattr(torch.optim, name)
     model = wrapped(kind)
     optim = maker(model.parameters(), lr=0.5)
@@ -61,14 +80,10 @@ def optimizer_states(api: Any, kind: str, name: str, way: str, is_fresh: bool) -
     step(model, other)
 
 
-def check_states(optim: torch.optim.Optimizer) -> None:
-    assert optim.state
-    for states in optim.state.values():
-        for name, value in states.items():
-            assert not torch.is_tensor(value) or is_normal(value), name
-
-
-def first_states(api: Any, kind: str, name: str) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["plain", "fsdp2"])
+@on_ranks(world=2)
+def test_first_states_can_be_trained(api: Any, kind: str, name: str) -> None:
     """A get before the first step: the optimizer has the states from then on."""
     model = wrapped(kind)
     optim = getattr(torch.optim, name)(model.parameters(), lr=0.5)
@@ -78,7 +93,9 @@ def first_states(api: Any, kind: str, name: str) -> None:
     step(model, optim)
 
 
-def model_and_optimizer(api: Any, how: str) -> None:
+@pytest.mark.parametrize("how", ["rank0", "all"])
+@on_ranks(world=2)
+def test_model_and_optimizer_in_one_call_can_be_trained(api: Any, how: str) -> None:
     model = build("meta")
     state, options = full_state(), options_of(api, "rank0" if how == "rank0" else "full", get=False)
     trained = build()
@@ -98,7 +115,9 @@ def model_and_optimizer(api: Any, how: str) -> None:
     check_trainable(model)
 
 
-def model_of_inference(api: Any, how: str) -> None:
+@pytest.mark.parametrize("how", ["rank0", "all"])
+@on_ranks(world=2)
+def test_a_model_that_was_made_in_inference_mode_is_loaded_there(api: Any, how: str) -> None:
     """Its own tensors can be written in that mode alone."""
     options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "rank0")
     with torch.inference_mode():
@@ -106,34 +125,3 @@ def model_of_inference(api: Any, how: str) -> None:
         assert model.head.weight.is_inference()
         api.set_model_state_dict(model, given(full_state(), how), options=options)
         check_values(model, full_state())
-
-
-@pytest.mark.parametrize("how", ["rank0", "all"])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("kind", ["plain", "fsdp2"])
-def test_a_model_can_be_trained(ranks, kind, device, how):
-    ranks(model_from, kind, device, how, world=2)
-
-
-@pytest.mark.parametrize("is_fresh", [True, False])
-@pytest.mark.parametrize("way", ["sharded", "full", "rank0", "rank0-flat"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["plain", "fsdp2"])
-def test_states_of_an_optimizer_can_be_trained(ranks, kind, name, way, is_fresh):
-    ranks(optimizer_states, kind, name, way, is_fresh, world=2)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["plain", "fsdp2"])
-def test_first_states_can_be_trained(ranks, kind, name):
-    ranks(first_states, kind, name, world=2)
-
-
-@pytest.mark.parametrize("how", ["rank0", "all"])
-def test_model_and_optimizer_in_one_call_can_be_trained(ranks, how):
-    ranks(model_and_optimizer, how, world=2)
-
-
-@pytest.mark.parametrize("how", ["rank0", "all"])
-def test_a_model_that_was_made_in_inference_mode_is_loaded_there(ranks, how):
-    ranks(model_of_inference, how, world=2)

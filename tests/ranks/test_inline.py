@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import INLINE, send_values
+from pool import INLINE, on_ranks, send_values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from values import value_of
@@ -128,7 +128,10 @@ VIEWS = {
 }
 
 
-def loads_own_memory(api: Any, how: str, broadcast: bool) -> None:
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("how", list(VIEWS))
+@on_ranks()
+def test_a_source_that_is_the_destination(api: Any, how: str, broadcast: bool) -> None:
     """What is loaded is a view of what it is loaded into; to write it would change what other ranks get."""
     start = torch.arange(9.0).view(3, 3).to(torch.complex64) * (1 + 2j)
     live = start.clone()
@@ -144,13 +147,8 @@ def loads_own_memory(api: Any, how: str, broadcast: bool) -> None:
     assert how != "same" or live._version == version or dist.get_rank()
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
-@pytest.mark.parametrize("how", list(VIEWS))
-def test_a_source_that_is_the_destination(ranks, how, broadcast):
-    ranks(loads_own_memory, how, broadcast)
-
-
-def loads_read_only_memory(api: Any) -> None:
+@on_ranks()
+def test_a_source_in_memory_that_is_read_only(api: Any) -> None:
     """To write a page that may only be read ends the process. The stride of one row says nothing."""
     memory = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ)
     with warnings.catch_warnings():
@@ -160,10 +158,6 @@ def loads_read_only_memory(api: Any) -> None:
     model.register_buffer("live", live if dist.get_rank() == 0 else torch.ones(1, 6))
     load(api, model, {"live": live.as_strided((1, 6), (99, 1))})
     assert not torch.any(model.live)
-
-
-def test_a_source_in_memory_that_is_read_only(ranks):
-    ranks(loads_read_only_memory)
 
 
 def tells_progress(api: Any, place: int) -> list[tuple[int, int]]:
@@ -187,7 +181,8 @@ def test_progress(ranks, place):
     assert sum(map(len, calls)) == 1
 
 
-def leaves_alone(api: Any) -> None:
+@on_ranks()
+def test_what_nobody_wants_is_not_read(api: Any) -> None:
     """Keys that no rank wants, of tensors that cannot be read."""
     freed, model = torch.ones(64), nn.Linear(3, 2)
     freed.untyped_storage().resize_(0)
@@ -196,11 +191,8 @@ def leaves_alone(api: Any) -> None:
     assert torch.all(model.weight == 1)
 
 
-def test_what_nobody_wants_is_not_read(ranks):
-    ranks(leaves_alone)
-
-
-def loads_in_stages(api: Any) -> None:
+@on_ranks()
+def test_every_rank_gets_what_a_stage_finds(api: Any) -> None:
     """A source that the load itself changes: a hook lets b wait until a, which it views, is written."""
     model = nn.Module()
     model.a, model.b = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
@@ -211,11 +203,8 @@ def loads_in_stages(api: Any) -> None:
     assert torch.all(model.b.weight == 7)
 
 
-def test_every_rank_gets_what_a_stage_finds(ranks):
-    ranks(loads_in_stages)
-
-
-def cannot_copy(api: Any) -> None:
+@on_ranks()
+def test_a_rank_that_fails_while_it_copies(api: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
     model.register_load_state_dict_post_hook(lambda *_: None)
     if dist.get_rank() == 1:
@@ -231,11 +220,8 @@ def cannot_copy(api: Any) -> None:
     assert time.monotonic() - start < 10, "the others wait for the timeout"
 
 
-def test_a_rank_that_fails_while_it_copies(ranks):
-    ranks(cannot_copy)
-
-
-def refuses(api: Any) -> None:
+@on_ranks()
+def test_a_rank_that_cannot_load_is_heard_of_before_anything_is_written(api: Any) -> None:
     full = full_of()
     model = model_of(full)
     if dist.get_rank() == 2:
@@ -245,11 +231,8 @@ def refuses(api: Any) -> None:
     assert not any(torch.any(local(live)) for live in model.parameters())
 
 
-def test_a_rank_that_cannot_load_is_heard_of_before_anything_is_written(ranks):
-    ranks(refuses)
-
-
-def breaks(api: Any) -> None:
+@on_ranks()
+def test_a_source_that_cannot_be_read(api: Any) -> None:
     full = full_of()
     model = model_of(full)
 
@@ -264,11 +247,8 @@ def breaks(api: Any) -> None:
     assert not any(torch.any(local(live)) for live in model.parameters())
 
 
-def test_a_source_that_cannot_be_read(ranks):
-    ranks(breaks)
-
-
-def loads_optimizer(api: Any) -> None:
+@on_ranks()
+def test_states_of_several_optimizers(api: Any) -> None:
     """Counters and moments of several optimizers."""
     model = nn.Linear(4, 3)
     optimizers = [torch.optim.Adam([model.weight]), torch.optim.SGD([model.bias], momentum=0.5)]
@@ -291,10 +271,6 @@ def loads_optimizer(api: Any) -> None:
             assert values.keys() == new.state[parameter].keys()
             for name, value in values.items():
                 assert torch.equal(value, new.state[parameter][name]), name
-
-
-def test_states_of_several_optimizers(ranks):
-    ranks(loads_optimizer)
 
 
 def test_no_more_than_what_fits_into_one_message():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from models import fully_shard
 from packaging.version import Version
+from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -101,7 +102,8 @@ def test_a_state_dict_that_is_kept_stays_the_models(fixed, tmp_path, change):
     fixed(keep_and_change, str(tmp_path / "saved"), change, broken=AFFECTED)
 
 
-def replace_and_load(api: Any) -> None:
+@on_ranks()
+def test_shards_that_are_not_in_place_are_padded(api: Any) -> None:
     """What is not in place is padded, as before: other dtypes, other parameters, a meta model."""
     mesh = init_device_mesh("cpu", (4,))
     model = Model()
@@ -121,7 +123,3 @@ def replace_and_load(api: Any) -> None:
     empty.to_empty(device="cpu")
     load_shards(api, empty, "")
     same(empty, empty.state_dict(), 7)
-
-
-def test_shards_that_are_not_in_place_are_padded(ranks):
-    ranks(replace_and_load)

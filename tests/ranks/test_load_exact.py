@@ -12,6 +12,7 @@ import torch.distributed as dist
 from conftest import two_dim_support
 from hooked import HOWS, WRAPPERS, error_of, given, options, unwrapped, whole_state, wrapped
 from models import build, full_state
+from pool import on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,46 +69,6 @@ def tied_misfit(api: Any, wrapper: str, how: str) -> str:
     for key, value in whole_state(model).items():
         assert torch.equal(value, before[key]), key
     return text
-
-
-def same_module(api: Any, wrapper: str, how: str) -> None:
-    torch.manual_seed(0)
-    model = SameModule()
-    with torch.no_grad():
-        model.one.normal_()
-        model.listed[1].normal_()
-    saved = wrapped(copy.deepcopy(model), wrapper)
-    state = api.get_model_state_dict(saved, options=api.StateDictOptions(full_state_dict=True))
-    assert set(state) == set(model.state_dict())
-    fresh = wrapped(SameModule(), wrapper)
-    result = api.set_model_state_dict(fresh, given(state, how), options=options(api, how))
-    assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    for key, value in whole_state(fresh).items():
-        assert torch.equal(value, model.state_dict()[key]), key
-
-
-def frozen(api: Any, wrapper: str, how: str) -> None:
-    """What get leaves out, set does not miss."""
-    torch.manual_seed(0)
-    model = Tied()
-    model.middle.requires_grad_(False)
-    trained = wrapped(copy.deepcopy(model), wrapper)
-    get = api.StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
-    state = api.get_model_state_dict(trained, options=get)
-    assert set(state) == {"z_embed.weight", "a_head.weight"}
-    fresh = wrapped(copy.deepcopy(model), wrapper)
-    with torch.no_grad():
-        for param in fresh.parameters():
-            param.zero_()
-    chosen = options(api, how, ignore_frozen_params=True)
-    result = api.set_model_state_dict(fresh, given(state, how), options=chosen)
-    assert not result.unexpected_keys
-    values = whole_state(fresh)
-    assert torch.equal(values["z_embed.weight"], model.z_embed.weight)
-    assert not values["middle.weight"].any()
-    assert "Missing key(s)" in error_of(
-        lambda: api.set_model_state_dict(fresh, given(state, how), options=options(api, how))
-    )
 
 
 def replica_alone(api: Any, offload: bool) -> None:
@@ -235,32 +196,6 @@ def read_slices(api: Any, wrapper: str, how: str) -> int:
 # The tests.
 
 
-def keys_of_wrappers(api: Any, wrapper: str, how: str, has_hook: bool) -> None:
-    """Names are those of the model without wrappers, and the caller's own, as in a strict error."""
-
-    def make() -> nn.Module:
-        inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-        if has_hook:
-            inner[1].register_load_state_dict_post_hook(lambda *_: None)
-        return inner
-
-    state = make().state_dict()
-    for key in ("0.weight", "1.0.bias", "1.1.running_mean"):
-        del state[key]
-    more = ["1.0.more", "more", "module.more"]
-    state.update(dict.fromkeys(more, torch.ones(2)))
-    model = make()
-    if "checkpoint" in wrapper:
-        model[1][0] = checkpoint_wrapper(model[1][0])
-    if "compile" in wrapper:
-        model[1] = torch.compile(model[1])
-    if "ddp" in wrapper:
-        model = DistributedDataParallel(model)
-    result = api.set_model_state_dict(model, given(dict(state), how), options=options(api, how, strict=False))
-    assert sorted(result.missing_keys) == ["0.weight", "1.0.bias", "1.1.running_mean"]
-    assert sorted(result.unexpected_keys) == sorted(more)
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("order", ["sorted", "as the module"])
 @pytest.mark.parametrize("how", HOWS)
@@ -280,14 +215,48 @@ def test_the_losing_name_has_to_fit_too(ranks, wrapper, how):
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_two_names_in_one_module(ranks, wrapper, how):
-    ranks(same_module, wrapper, how, world=2)
+@on_ranks(world=2)
+def test_two_names_in_one_module(api: Any, wrapper: str, how: str) -> None:
+    torch.manual_seed(0)
+    model = SameModule()
+    with torch.no_grad():
+        model.one.normal_()
+        model.listed[1].normal_()
+    saved = wrapped(copy.deepcopy(model), wrapper)
+    state = api.get_model_state_dict(saved, options=api.StateDictOptions(full_state_dict=True))
+    assert set(state) == set(model.state_dict())
+    fresh = wrapped(SameModule(), wrapper)
+    result = api.set_model_state_dict(fresh, given(state, how), options=options(api, how))
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    for key, value in whole_state(fresh).items():
+        assert torch.equal(value, model.state_dict()[key]), key
 
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_frozen_parameters_that_get_leaves_out(ranks, wrapper, how):
-    ranks(frozen, wrapper, how, world=2)
+@on_ranks(world=2)
+def test_frozen_parameters_that_get_leaves_out(api: Any, wrapper: str, how: str) -> None:
+    """What get leaves out, set does not miss."""
+    torch.manual_seed(0)
+    model = Tied()
+    model.middle.requires_grad_(False)
+    trained = wrapped(copy.deepcopy(model), wrapper)
+    get = api.StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    state = api.get_model_state_dict(trained, options=get)
+    assert set(state) == {"z_embed.weight", "a_head.weight"}
+    fresh = wrapped(copy.deepcopy(model), wrapper)
+    with torch.no_grad():
+        for param in fresh.parameters():
+            param.zero_()
+    chosen = options(api, how, ignore_frozen_params=True)
+    result = api.set_model_state_dict(fresh, given(state, how), options=chosen)
+    assert not result.unexpected_keys
+    values = whole_state(fresh)
+    assert torch.equal(values["z_embed.weight"], model.z_embed.weight)
+    assert not values["middle.weight"].any()
+    assert "Missing key(s)" in error_of(
+        lambda: api.set_model_state_dict(fresh, given(state, how), options=options(api, how))
+    )
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -335,5 +304,30 @@ def test_slices_are_read_slice_by_slice(ranks, wrapper, how):
 @pytest.mark.parametrize("has_hook", [False, True])
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("wrapper", ["ddp", "checkpoint", "compile", "ddp checkpoint compile"])
-def test_missing_and_unexpected_keys_have_no_prefix_of_a_wrapper(ranks, wrapper, how, has_hook):
-    ranks(keys_of_wrappers, wrapper, how, has_hook, world=2)
+@on_ranks(world=2)
+def test_missing_and_unexpected_keys_have_no_prefix_of_a_wrapper(
+    api: Any, wrapper: str, how: str, has_hook: bool
+) -> None:
+    """Names are those of the model without wrappers, and the caller's own, as in a strict error."""
+
+    def make() -> nn.Module:
+        inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        if has_hook:
+            inner[1].register_load_state_dict_post_hook(lambda *_: None)
+        return inner
+
+    state = make().state_dict()
+    for key in ("0.weight", "1.0.bias", "1.1.running_mean"):
+        del state[key]
+    more = ["1.0.more", "more", "module.more"]
+    state.update(dict.fromkeys(more, torch.ones(2)))
+    model = make()
+    if "checkpoint" in wrapper:
+        model[1][0] = checkpoint_wrapper(model[1][0])
+    if "compile" in wrapper:
+        model[1] = torch.compile(model[1])
+    if "ddp" in wrapper:
+        model = DistributedDataParallel(model)
+    result = api.set_model_state_dict(model, given(dict(state), how), options=options(api, how, strict=False))
+    assert sorted(result.missing_keys) == ["0.weight", "1.0.bias", "1.1.running_mean"]
+    assert sorted(result.unexpected_keys) == sorted(more)

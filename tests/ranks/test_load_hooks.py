@@ -23,6 +23,7 @@ from hooked import (
     whole_state,
     wrapped,
 )
+from pool import on_ranks
 from torch import nn
 
 
@@ -40,26 +41,6 @@ def expected_of(model: nn.Module, state: dict[str, torch.Tensor], **how: Any) ->
     return reference.load_state_dict(copy.copy(state), **how), dict(reference.state_dict())
 
 
-def hook_sees(api: Any, hook: str, wrapper: str, how: str, depth: str) -> None:
-    function = getattr(hooked, hook)
-    torch.manual_seed(0)
-    model = fill(Tower(function if depth == "parent" else None), 10.0)
-    if depth == "root":
-        model._register_load_state_dict_pre_hook(
-            lambda module, state, prefix, *rest: function(module.pair, state, prefix + "pair.", *rest),
-            with_module=True,
-        )
-    state = checkpoint(model)
-    _, want = expected_of(model, state)
-    # A root hook of DDP's inner module is not the root's.
-    parallel = wrapped(model, wrapper)
-    result = api.set_model_state_dict(parallel, given(dict(state), how), options=options(api, how))
-    assert not result.missing_keys
-    assert not result.unexpected_keys
-    for key, value in whole_state(parallel).items():
-        assert torch.equal(value, want[key]), (key, value, want[key])
-
-
 def hook_sees_from_meta(api: Any, hook: str, how: str) -> None:
     function = getattr(hooked, hook)
     state = checkpoint(Tower())
@@ -68,19 +49,6 @@ def hook_sees_from_meta(api: Any, hook: str, how: str) -> None:
         model = Tower(function)
     model = wrapped(model, "fsdp2")
     api.set_model_state_dict(model, given(dict(state), how), options=options(api, how))
-    for key, value in whole_state(model).items():
-        assert torch.equal(value, want[key]), key
-
-
-def old_name(api: Any, wrapper: str, how: str) -> None:
-    model = fill(Tower(hooked.rename), 10.0)
-    state = checkpoint(model)
-    state["pair.old.weight"] = state.pop("pair.a.weight")
-    _, want = expected_of(model, state)
-    model = wrapped(model, wrapper)
-    result = api.set_model_state_dict(model, given(dict(state), how), options=options(api, how))
-    assert not result.missing_keys
-    assert not result.unexpected_keys
     for key, value in whole_state(model).items():
         assert torch.equal(value, want[key]), key
 
@@ -101,90 +69,6 @@ def versions(api: Any, wrapper: str, how: str, version: int, full: bool) -> None
     assert saved._metadata == before
 
 
-def misfit(api: Any, hook: str, wrapper: str, how: str, strict: bool) -> str:
-    model = fill(Tower(getattr(hooked, hook)), 10.0)
-    state = checkpoint(model)
-    state["pair.a.weight"] = torch.ones(7, 4)
-    reference = copy.deepcopy(model)
-    want = error_of(lambda: reference.load_state_dict(copy.copy(state), strict=strict))
-    parallel = wrapped(model, wrapper)
-    results: list[Any] = []
-    got = error_of(
-        lambda: results.append(
-            api.set_model_state_dict(
-                parallel, given(dict(state), how), options=options(api, how, strict=strict)
-            )
-        )
-    )
-    assert bool(got) == bool(want), (got, want)
-    if want:
-        assert "pair.a.weight" in got
-        return got
-    assert results[0].missing_keys == (["pair.a.weight"] if hook == "drop_misfits" else [])
-    for key, value in whole_state(parallel).items():
-        assert torch.equal(value, reference.state_dict()[key]), key
-    return ""
-
-
-def forgiven(api: Any, wrapper: str, how: str, wrong: str) -> None:
-    """Post-hooks may clear missing and unexpected keys."""
-    model = Tower()
-    state = checkpoint(model)
-    if wrong in ("missing", "both"):
-        del state["pair.b.weight"]
-    if wrong in ("unexpected", "both"):
-        state["pair.c.weight"] = torch.ones(3)
-    model.pair.register_load_state_dict_post_hook(hooked.forgive)
-    fill(model, 10.0)
-    _, want = expected_of(model, state)
-    parallel = wrapped(model, wrapper)
-    result = api.set_model_state_dict(parallel, given(dict(state), how), options=options(api, how))
-    assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    for key, value in whole_state(parallel).items():
-        assert torch.equal(value, want[key]), key
-
-
-def post_hook_and_tie(api: Any, how: str) -> None:
-    """A post-hook changes a shared tensor, which is then loaded under its second name."""
-    model = Tower()
-    model.after.weight = model.before.weight
-    model.before.register_load_state_dict_post_hook(hooked.double)
-    state = checkpoint(model)
-    _, want = expected_of(model, state)
-    api.set_model_state_dict(model, given(dict(state), how), options=options(api, how))
-    for key, value in whole_state(model).items():
-        assert torch.equal(value, want[key]), key
-
-
-def own_loader(api: Any, how: str, strict: bool) -> None:
-    """The root's own load_state_dict gets real tensors, on every rank."""
-
-    class Own(Tower):
-        def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-            halved = {key: value / 2 for key, value in state_dict.items()}
-            return super().load_state_dict(halved, strict, assign)
-
-    model = Own()
-    state = checkpoint(model)
-    parallel = wrapped(model, "fsdp2")
-    api.set_model_state_dict(parallel, given(dict(state), how), options=options(api, how, strict=strict))
-    for key, value in whole_state(parallel).items():
-        assert torch.equal(value, state[key] / 2), key
-
-
-def on_one_rank_alone(api: Any) -> None:
-    """Ranks whose loading code differs still move the same tensors at the same time."""
-    rank = dist.get_rank()
-    model = fill(Tower(hooked.swap if rank == 2 else None), 10.0)
-    if rank == 1:
-        model.after._register_load_state_dict_pre_hook(lambda *_: None)
-    state = checkpoint(model)
-    _, want = expected_of(model, state)
-    api.set_model_state_dict(model, given(dict(state), "rank0"), options=options(api, "rank0"))
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, want[key]), key
-
-
 def fails_in_the_middle(api: Any, wrapper: str, how: str) -> str:
     model = nn.Sequential(Tower(hooked.add_current), Tower(hooked.fail_on_one), Tower(hooked.add_current))
     state = checkpoint(model)
@@ -197,91 +81,6 @@ def fails_in_the_middle(api: Any, wrapper: str, how: str) -> str:
     dist.all_gather_object(everyone, text)
     assert not any("_load_from_state_dict" in vars(module) for module in unwrapped(parallel).modules())
     return text
-
-
-def quantizers(api: Any, how: str) -> None:
-    """Observers and fake quantizers make room for what the checkpoint holds."""
-    from torch.ao.quantization import (
-        FakeQuantize,
-        MovingAveragePerChannelMinMaxObserver,
-        PerChannelMinMaxObserver,
-    )
-
-    def build() -> nn.Module:
-        fake = FakeQuantize(MovingAveragePerChannelMinMaxObserver, quant_min=0, quant_max=255)
-        return nn.Sequential(nn.Linear(4, 4), fake, PerChannelMinMaxObserver(ch_axis=0))
-
-    trained = build()
-    trained(torch.randn(3, 4, generator=torch.Generator().manual_seed(1)))
-    state = dict(trained.state_dict())
-    fresh = build()
-    api.set_model_state_dict(fresh, given(dict(state), how), options=options(api, how))
-    for key, value in fresh.state_dict().items():
-        assert torch.equal(value, state[key]), key
-
-
-def old_weight_norm(api: Any, how: str) -> None:
-    old = nn.Sequential(nn.Linear(3, 3), nn.utils.weight_norm(nn.Linear(3, 3)))
-    state = {key: value.detach().clone() for key, value in old.state_dict().items()}
-    new = nn.Sequential(nn.Linear(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
-    reference = copy.deepcopy(new)
-    reference.load_state_dict(dict(state))
-    api.set_model_state_dict(new, given(state, how), options=options(api, how))
-    for key, value in new.state_dict().items():
-        assert torch.equal(value, reference.state_dict()[key]), key
-
-
-def old_batch_norm(api: Any, how: str, wrapper: str) -> None:
-    """Checkpoints from before num_batches_tracked."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    model[1].num_batches_tracked.fill_(7)
-    state = checkpoint(model)
-    del state["1.num_batches_tracked"]
-    _, want = expected_of(model, state)
-    parallel = wrapped(model, wrapper)
-    result = api.set_model_state_dict(parallel, given(dict(state), how), options=options(api, how))
-    assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    for key, value in whole_state(parallel).items():
-        assert torch.equal(value, want[key]), key
-
-
-def quantized_modules(api: Any, how: str) -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4), torch.ao.nn.quantized.Linear(4, 4))
-
-    torch.manual_seed(dist.get_rank())
-    trained = build()
-    weight = torch.quantize_per_tensor(torch.full((4, 4), 0.5), 0.1, 0, torch.qint8)
-    trained[1].set_weight_bias(weight, torch.ones(4))
-    fresh = build()
-    mine = trained.state_dict() if how == "all" or dist.get_rank() == 0 else {}
-    api.set_model_state_dict(fresh, mine, options=options(api, how))
-    assert torch.equal(fresh[1].weight().dequantize(), weight.dequantize())
-    assert torch.equal(fresh[1].bias(), torch.ones(4))
-
-
-def odd_tensors(api: Any, how: str) -> None:
-    """Sparse buffers and quantized parameters of a plain model."""
-
-    class Odd(nn.Module):
-        def __init__(self, value: float) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-            self.register_buffer("sparse", (torch.eye(3) * value).to_sparse())
-            self.leaf = nn.Module()
-            packed = torch.quantize_per_tensor(torch.full((2, 2), value), 0.5, 0, torch.qint8)
-            self.leaf.register_buffer("packed", packed)
-
-    torch.manual_seed(0)
-    state = dict(Odd(4.0).state_dict())
-    model = Odd(1.0)
-    result = api.set_model_state_dict(model, given(dict(state), how), options=options(api, how))
-    assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    assert torch.equal(model.sparse.to_dense(), torch.eye(3) * 4)
-    assert torch.equal(model.leaf.packed.dequantize(), torch.full((2, 2), 4.0))
-    assert torch.equal(model.linear.weight, state["linear.weight"])
-    again = api.get_model_state_dict(model, options=options(api, "all"))
-    assert torch.equal(again["sparse"].to_dense(), torch.eye(3) * 4)
 
 
 def absent_name(api: Any, how: str, wrapper: str, hook: str) -> None:
@@ -315,14 +114,6 @@ def absent_name(api: Any, how: str, wrapper: str, hook: str) -> None:
     assert unwrapped(parallel).head.weight is unwrapped(parallel).embed.weight
 
 
-def extra_state_first(api: Any, how: str) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), hooked.Sized(2))
-    state = dict(nn.Sequential(nn.Linear(2, 2), hooked.Sized(3)).state_dict())
-    state["1.child.weight"] = torch.ones(3, 3)
-    api.set_model_state_dict(model, given(state, how), options=options(api, how))
-    assert torch.equal(model[1].child.weight, torch.ones(3, 3))
-
-
 def extra_state_fails(api: Any, how: str) -> str:
     model = nn.Sequential(nn.Linear(2, 2), hooked.Sized(2) if dist.get_rank() else Silent(2))
     state = {**model.state_dict(), "1._extra_state": -1}
@@ -341,13 +132,6 @@ class OnlySetter(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         self.got = state
-
-
-def only_a_setter(api: Any, how: str) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), OnlySetter())
-    state = {**nn.Linear(2, 2).state_dict(prefix="0."), "1._extra_state": {"seen": 3}}
-    api.set_model_state_dict(model, given(state, how), options=options(api, how))
-    assert model[1].got == {"seen": 3}
 
 
 class Speechless(Exception):
@@ -373,7 +157,319 @@ def speechless(api: Any, how: str) -> str:
     return ""
 
 
-def partly_on_meta(api: Any, how: str, tied: bool) -> None:
+# The tests.
+
+
+@pytest.mark.parametrize("depth", ["parent", "root"])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", ["swap", "add_current", "transpose"])
+@on_ranks(world=2)
+def test_a_hook_sees_the_checkpoint_and_the_model_as_it_was(
+    api: Any, hook: str, wrapper: str, how: str, depth: str
+) -> None:
+    function = getattr(hooked, hook)
+    torch.manual_seed(0)
+    model = fill(Tower(function if depth == "parent" else None), 10.0)
+    if depth == "root":
+        model._register_load_state_dict_pre_hook(
+            lambda module, state, prefix, *rest: function(module.pair, state, prefix + "pair.", *rest),
+            with_module=True,
+        )
+    state = checkpoint(model)
+    _, want = expected_of(model, state)
+    # A root hook of DDP's inner module is not the root's.
+    parallel = wrapped(model, wrapper)
+    result = api.set_model_state_dict(parallel, given(dict(state), how), options=options(api, how))
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    for key, value in whole_state(parallel).items():
+        assert torch.equal(value, want[key]), (key, value, want[key])
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_hook_sees_the_checkpoint_from_meta(ranks, how):
+    ranks(hook_sees_from_meta, "swap", how, world=2)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("wrapper", ["plain", "ddp"])
+@on_ranks(world=2)
+def test_a_hook_that_knows_an_old_name_finds_it_on_every_rank(api: Any, wrapper: str, how: str) -> None:
+    model = fill(Tower(hooked.rename), 10.0)
+    state = checkpoint(model)
+    state["pair.old.weight"] = state.pop("pair.a.weight")
+    _, want = expected_of(model, state)
+    model = wrapped(model, wrapper)
+    result = api.set_model_state_dict(model, given(dict(state), how), options=options(api, how))
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    for key, value in whole_state(model).items():
+        assert torch.equal(value, want[key]), key
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_versions_reach_loading_code(ranks, wrapper, how, version):
+    ranks(versions, wrapper, how, version, full=True, world=2)
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "ddp"])
+def test_versions_reach_loading_code_without_full_tensors(ranks, wrapper):
+    ranks(versions, wrapper, "all", 2, full=False, world=2)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", ["drop_misfits", "cut_misfits"])
+@on_ranks(world=2)
+def test_a_hook_judges_shapes_itself(api: Any, hook: str, wrapper: str, how: str, strict: bool) -> str:
+    model = fill(Tower(getattr(hooked, hook)), 10.0)
+    state = checkpoint(model)
+    state["pair.a.weight"] = torch.ones(7, 4)
+    reference = copy.deepcopy(model)
+    want = error_of(lambda: reference.load_state_dict(copy.copy(state), strict=strict))
+    parallel = wrapped(model, wrapper)
+    results: list[Any] = []
+    got = error_of(
+        lambda: results.append(
+            api.set_model_state_dict(
+                parallel, given(dict(state), how), options=options(api, how, strict=strict)
+            )
+        )
+    )
+    assert bool(got) == bool(want), (got, want)
+    if want:
+        assert "pair.a.weight" in got
+        return got
+    assert results[0].missing_keys == (["pair.a.weight"] if hook == "drop_misfits" else [])
+    for key, value in whole_state(parallel).items():
+        assert torch.equal(value, reference.state_dict()[key]), key
+    return ""
+
+
+@pytest.mark.parametrize("wrong", ["missing", "unexpected", "both"])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks(world=2)
+def test_a_post_hook_forgives(api: Any, wrapper: str, how: str, wrong: str) -> None:
+    """Post-hooks may clear missing and unexpected keys."""
+    model = Tower()
+    state = checkpoint(model)
+    if wrong in ("missing", "both"):
+        del state["pair.b.weight"]
+    if wrong in ("unexpected", "both"):
+        state["pair.c.weight"] = torch.ones(3)
+    model.pair.register_load_state_dict_post_hook(hooked.forgive)
+    fill(model, 10.0)
+    _, want = expected_of(model, state)
+    parallel = wrapped(model, wrapper)
+    result = api.set_model_state_dict(parallel, given(dict(state), how), options=options(api, how))
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    for key, value in whole_state(parallel).items():
+        assert torch.equal(value, want[key]), key
+
+
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(world=2)
+def test_a_post_hook_changes_a_shared_tensor(api: Any, how: str) -> None:
+    """A post-hook changes a shared tensor, which is then loaded under its second name."""
+    model = Tower()
+    model.after.weight = model.before.weight
+    model.before.register_load_state_dict_post_hook(hooked.double)
+    state = checkpoint(model)
+    _, want = expected_of(model, state)
+    api.set_model_state_dict(model, given(dict(state), how), options=options(api, how))
+    for key, value in whole_state(model).items():
+        assert torch.equal(value, want[key]), key
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(world=2)
+def test_the_models_own_load_state_dict(api: Any, how: str, strict: bool) -> None:
+    """The root's own load_state_dict gets real tensors, on every rank."""
+
+    class Own(Tower):
+        def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+            halved = {key: value / 2 for key, value in state_dict.items()}
+            return super().load_state_dict(halved, strict, assign)
+
+    model = Own()
+    state = checkpoint(model)
+    parallel = wrapped(model, "fsdp2")
+    api.set_model_state_dict(parallel, given(dict(state), how), options=options(api, how, strict=strict))
+    for key, value in whole_state(parallel).items():
+        assert torch.equal(value, state[key] / 2), key
+
+
+@on_ranks()
+def test_loading_code_of_one_rank_alone(api: Any) -> None:
+    """Ranks whose loading code differs still move the same tensors at the same time."""
+    rank = dist.get_rank()
+    model = fill(Tower(hooked.swap if rank == 2 else None), 10.0)
+    if rank == 1:
+        model.after._register_load_state_dict_pre_hook(lambda *_: None)
+    state = checkpoint(model)
+    _, want = expected_of(model, state)
+    api.set_model_state_dict(model, given(dict(state), "rank0"), options=options(api, "rank0"))
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, want[key]), key
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_hook_that_fails_on_one_rank_in_the_middle(ranks, wrapper, how):
+    texts = ranks(fails_in_the_middle, wrapper, how, world=4)
+    assert texts[1].startswith("OSError: no such vocabulary")
+    if how == "rank0" or wrapper == "fsdp2":
+        for rank in (0, 2, 3):
+            assert "rank 1: OSError: no such vocabulary" in texts[rank]
+            assert "do not use what was being loaded" in texts[rank]
+            assert "what no loading code looks at, 0.pair" in texts[rank]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(world=2)
+def test_quantizers_make_room(api: Any, how: str) -> None:
+    """Observers and fake quantizers make room for what the checkpoint holds."""
+    from torch.ao.quantization import (
+        FakeQuantize,
+        MovingAveragePerChannelMinMaxObserver,
+        PerChannelMinMaxObserver,
+    )
+
+    def build() -> nn.Module:
+        fake = FakeQuantize(MovingAveragePerChannelMinMaxObserver, quant_min=0, quant_max=255)
+        return nn.Sequential(nn.Linear(4, 4), fake, PerChannelMinMaxObserver(ch_axis=0))
+
+    trained = build()
+    trained(torch.randn(3, 4, generator=torch.Generator().manual_seed(1)))
+    state = dict(trained.state_dict())
+    fresh = build()
+    api.set_model_state_dict(fresh, given(dict(state), how), options=options(api, how))
+    for key, value in fresh.state_dict().items():
+        assert torch.equal(value, state[key]), key
+
+
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(world=2)
+def test_weights_of_the_old_weight_norm(api: Any, how: str) -> None:
+    old = nn.Sequential(nn.Linear(3, 3), nn.utils.weight_norm(nn.Linear(3, 3)))
+    state = {key: value.detach().clone() for key, value in old.state_dict().items()}
+    new = nn.Sequential(nn.Linear(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+    reference = copy.deepcopy(new)
+    reference.load_state_dict(dict(state))
+    api.set_model_state_dict(new, given(state, how), options=options(api, how))
+    for key, value in new.state_dict().items():
+        assert torch.equal(value, reference.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "ddp"])
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(world=2)
+def test_a_batch_norm_from_before_it_counted(api: Any, how: str, wrapper: str) -> None:
+    """Checkpoints from before num_batches_tracked."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].num_batches_tracked.fill_(7)
+    state = checkpoint(model)
+    del state["1.num_batches_tracked"]
+    _, want = expected_of(model, state)
+    parallel = wrapped(model, wrapper)
+    result = api.set_model_state_dict(parallel, given(dict(state), how), options=options(api, how))
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    for key, value in whole_state(parallel).items():
+        assert torch.equal(value, want[key]), key
+
+
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(world=2)
+def test_quantized_modules(api: Any, how: str) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), torch.ao.nn.quantized.Linear(4, 4))
+
+    torch.manual_seed(dist.get_rank())
+    trained = build()
+    weight = torch.quantize_per_tensor(torch.full((4, 4), 0.5), 0.1, 0, torch.qint8)
+    trained[1].set_weight_bias(weight, torch.ones(4))
+    fresh = build()
+    mine = trained.state_dict() if how == "all" or dist.get_rank() == 0 else {}
+    api.set_model_state_dict(fresh, mine, options=options(api, how))
+    assert torch.equal(fresh[1].weight().dequantize(), weight.dequantize())
+    assert torch.equal(fresh[1].bias(), torch.ones(4))
+
+
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(world=2)
+def test_tensors_without_slices(api: Any, how: str) -> None:
+    """Sparse buffers and quantized parameters of a plain model."""
+
+    class Odd(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("sparse", (torch.eye(3) * value).to_sparse())
+            self.leaf = nn.Module()
+            packed = torch.quantize_per_tensor(torch.full((2, 2), value), 0.5, 0, torch.qint8)
+            self.leaf.register_buffer("packed", packed)
+
+    torch.manual_seed(0)
+    state = dict(Odd(4.0).state_dict())
+    model = Odd(1.0)
+    result = api.set_model_state_dict(model, given(dict(state), how), options=options(api, how))
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert torch.equal(model.sparse.to_dense(), torch.eye(3) * 4)
+    assert torch.equal(model.leaf.packed.dequantize(), torch.full((2, 2), 4.0))
+    assert torch.equal(model.linear.weight, state["linear.weight"])
+    again = api.get_model_state_dict(model, options=options(api, "all"))
+    assert torch.equal(again["sparse"].to_dense(), torch.eye(3) * 4)
+
+
+@pytest.mark.parametrize("hook", ["copies", "makes it"])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_loading_code_does_not_find_what_the_checkpoint_lacks(ranks, wrapper, how, hook):
+    ranks(absent_name, how, wrapper, hook, world=2)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(world=2)
+def test_extra_state_comes_before_the_children(api: Any, how: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), hooked.Sized(2))
+    state = dict(nn.Sequential(nn.Linear(2, 2), hooked.Sized(3)).state_dict())
+    state["1.child.weight"] = torch.ones(3, 3)
+    api.set_model_state_dict(model, given(state, how), options=options(api, how))
+    assert torch.equal(model[1].child.weight, torch.ones(3, 3))
+
+
+def test_extra_state_that_fails_on_one_rank(ranks):
+    texts = ranks(extra_state_fails, "rank0", world=2)
+    assert texts[1].startswith("OSError: no such size")
+    assert "rank 1: OSError: no such size" in texts[0]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(world=2)
+def test_extra_state_that_is_only_set(api: Any, how: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), OnlySetter())
+    state = {**nn.Linear(2, 2).state_dict(prefix="0."), "1._extra_state": {"seen": 3}}
+    api.set_model_state_dict(model, given(state, how), options=options(api, how))
+    assert model[1].got == {"seen": 3}
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_an_error_without_a_text(ranks, how):
+    texts = ranks(speechless, how, world=2)
+    assert texts[1] == "speechless"
+    assert "rank 1: Speechless: it has no text" in texts[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(world=2)
+def test_parameters_with_hooks_stay_where_others_are_on_meta(api: Any, how: str, tied: bool) -> None:
     """Real parameters with a hook stay the objects they are, although others come from meta."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[2].weight = model[1].weight
@@ -397,7 +493,10 @@ def partly_on_meta(api: Any, how: str, tied: bool) -> None:
     assert torch.equal(after["0.weight"], state["0.weight"])
 
 
-def one_on_the_other(api: Any, how: str, order: str) -> None:
+@pytest.mark.parametrize("order", ["module", "reversed"])
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(world=2)
+def test_parameters_in_one_memory(api: Any, how: str, order: str) -> None:
     """Two parameters in one memory: the last one in the module's order stays, on every rank."""
 
     class Views(nn.Module):
@@ -413,147 +512,3 @@ def one_on_the_other(api: Any, how: str, order: str) -> None:
     model = Views()
     api.set_model_state_dict(model, given(state, how), options=options(api, how))
     assert (model.whole == 1).all()
-
-
-# The tests.
-
-
-@pytest.mark.parametrize("depth", ["parent", "root"])
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("hook", ["swap", "add_current", "transpose"])
-def test_a_hook_sees_the_checkpoint_and_the_model_as_it_was(ranks, hook, wrapper, how, depth):
-    ranks(hook_sees, hook, wrapper, how, depth, world=2)
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_a_hook_sees_the_checkpoint_from_meta(ranks, how):
-    ranks(hook_sees_from_meta, "swap", how, world=2)
-
-
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("wrapper", ["plain", "ddp"])
-def test_a_hook_that_knows_an_old_name_finds_it_on_every_rank(ranks, wrapper, how):
-    ranks(old_name, wrapper, how, world=2)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_versions_reach_loading_code(ranks, wrapper, how, version):
-    ranks(versions, wrapper, how, version, full=True, world=2)
-
-
-@pytest.mark.parametrize("wrapper", ["plain", "ddp"])
-def test_versions_reach_loading_code_without_full_tensors(ranks, wrapper):
-    ranks(versions, wrapper, "all", 2, full=False, world=2)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("hook", ["drop_misfits", "cut_misfits"])
-def test_a_hook_judges_shapes_itself(ranks, hook, wrapper, how, strict):
-    ranks(misfit, hook, wrapper, how, strict, world=2)
-
-
-@pytest.mark.parametrize("wrong", ["missing", "unexpected", "both"])
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_post_hook_forgives(ranks, wrapper, how, wrong):
-    ranks(forgiven, wrapper, how, wrong, world=2)
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_a_post_hook_changes_a_shared_tensor(ranks, how):
-    ranks(post_hook_and_tie, how, world=2)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("how", HOWS)
-def test_the_models_own_load_state_dict(ranks, how, strict):
-    ranks(own_loader, how, strict, world=2)
-
-
-def test_loading_code_of_one_rank_alone(ranks):
-    ranks(on_one_rank_alone)
-
-
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_hook_that_fails_on_one_rank_in_the_middle(ranks, wrapper, how):
-    texts = ranks(fails_in_the_middle, wrapper, how, world=4)
-    assert texts[1].startswith("OSError: no such vocabulary")
-    if how == "rank0" or wrapper == "fsdp2":
-        for rank in (0, 2, 3):
-            assert "rank 1: OSError: no such vocabulary" in texts[rank]
-            assert "do not use what was being loaded" in texts[rank]
-            assert "what no loading code looks at, 0.pair" in texts[rank]
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_quantizers_make_room(ranks, how):
-    ranks(quantizers, how, world=2)
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_weights_of_the_old_weight_norm(ranks, how):
-    ranks(old_weight_norm, how, world=2)
-
-
-@pytest.mark.parametrize("wrapper", ["plain", "ddp"])
-@pytest.mark.parametrize("how", HOWS)
-def test_a_batch_norm_from_before_it_counted(ranks, how, wrapper):
-    ranks(old_batch_norm, how, wrapper, world=2)
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_quantized_modules(ranks, how):
-    ranks(quantized_modules, how, world=2)
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_tensors_without_slices(ranks, how):
-    ranks(odd_tensors, how, world=2)
-
-
-@pytest.mark.parametrize("hook", ["copies", "makes it"])
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_loading_code_does_not_find_what_the_checkpoint_lacks(ranks, wrapper, how, hook):
-    ranks(absent_name, how, wrapper, hook, world=2)
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_extra_state_comes_before_the_children(ranks, how):
-    ranks(extra_state_first, how, world=2)
-
-
-def test_extra_state_that_fails_on_one_rank(ranks):
-    texts = ranks(extra_state_fails, "rank0", world=2)
-    assert texts[1].startswith("OSError: no such size")
-    assert "rank 1: OSError: no such size" in texts[0]
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_extra_state_that_is_only_set(ranks, how):
-    ranks(only_a_setter, how, world=2)
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_an_error_without_a_text(ranks, how):
-    texts = ranks(speechless, how, world=2)
-    assert texts[1] == "speechless"
-    assert "rank 1: Speechless: it has no text" in texts[0]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("how", HOWS)
-def test_parameters_with_hooks_stay_where_others_are_on_meta(ranks, how, tied):
-    ranks(partly_on_meta, how, tied, world=2)
-
-
-@pytest.mark.parametrize("order", ["module", "reversed"])
-@pytest.mark.parametrize("how", HOWS)
-def test_parameters_in_one_memory(ranks, how, order):
-    ranks(one_on_the_other, how, order, world=2)

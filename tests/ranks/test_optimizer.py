@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Model, build, check_storages, local_of, value_of, whole
+from pool import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -150,133 +151,6 @@ def round_trip(api: Any, kind: str, flat: bool, offload: bool, ddp: bool = False
     assert params_digest(other) == weights
 
 
-def sharded_round_trip(api: Any, flat: bool) -> None:
-    model = build()
-    optim = optimizer_of(model, "AdamW")
-    train_a_step(model, optim)
-    want = snapshot(optim)
-    options = api.StateDictOptions(flatten_optimizer_state_dict=flat)
-    saved = copy.deepcopy(api.get_optimizer_state_dict(model, optim, options=options))
-    other = build()
-    fresh = optimizer_of(other, "AdamW")
-    api.set_optimizer_state_dict(other, fresh, saved, options=options)
-    assert snapshot(fresh) == want
-
-
-def load_stateless(api: Any) -> None:
-    round_trip(api, "SGD", flat=False, offload=True)
-
-
-def load_despite_grads(api: Any) -> None:
-    model = build()
-    optim = optimizer_of(model, "AdamW")
-    state = full_optimizer_state(model, optim)
-    grads = []
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-        grads.append(param.grad)
-    api.set_optimizer_state_dict(model, optim, state if dist.get_rank() == 0 else {}, options=full(api))
-    assert all(param.grad is grad for param, grad in zip(model.parameters(), grads))
-    assert float(optim.state[model.embed.weight]["step"]) == 7.0
-
-
-def empty_group_first(api: Any) -> None:
-    """A param group without parameters that is not the last one."""
-
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = build()
-        groups = [{"params": [], "lr": 0.75}, {"params": list(model.parameters()), "lr": 0.125}]
-        return model, torch.optim.AdamW(groups)
-
-    model, optim = make()
-    train_a_step(model, optim)
-    saved = api.get_optimizer_state_dict(model, optim, options=full(api, "all", cpu_offload=True))
-    other, fresh = make()
-    fresh.param_groups[0]["lr"] = fresh.param_groups[1]["lr"] = 9.0
-    api.set_optimizer_state_dict(other, fresh, saved, options=full(api))
-    assert [group["lr"] for group in fresh.param_groups] == [0.75, 0.125]
-    assert [group["betas"] for group in fresh.param_groups] == [(0.9, 0.999)] * 2
-
-
-def extra_group_values(api: Any) -> None:
-    """A value that only the loaded groups have (initial_lr of a scheduler) arrives on every rank."""
-    model = build()
-    optim = optimizer_of(model, "AdamW")
-    state = full_optimizer_state(model, optim)
-    for group in state["param_groups"]:
-        group["from_scheduler"] = 0.5
-    api.set_optimizer_state_dict(model, optim, state if dist.get_rank() == 0 else {}, options=full(api))
-    assert [group.get("from_scheduler") for group in optim.param_groups] == [0.5, 0.5]
-
-
-def two_optimizers(api: Any) -> None:
-    def make() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-        model = build()
-        params = list(model.parameters())
-        return model, [
-            torch.optim.AdamW(params[:3], lr=0.5),
-            torch.optim.SGD(params[3:], lr=0.25, momentum=0.9),
-        ]
-
-    model, optims = make()
-    for salt, optim in enumerate(optims):
-        train_a_step(model, optim, str(salt))
-    want = [snapshot(optim) for optim in optims]
-    saved = api.get_optimizer_state_dict(model, optims, options=full(api, "all", cpu_offload=True))
-    other, fresh = make()
-    api.set_optimizer_state_dict(other, fresh, saved, options=full(api))
-    assert [snapshot(optim) for optim in fresh] == want
-
-
-def both_at_once(api: Any) -> None:
-    model = build()
-    optim = optimizer_of(model, "AdamW")
-    train_a_step(model, optim)
-    want, weights = snapshot(optim), params_digest(model)
-    model_state, optim_state = api.get_state_dict(model, optim, options=full(api, "all", cpu_offload=True))
-    other = build()
-    fresh = optimizer_of(other, "AdamW")
-    result = api.set_state_dict(
-        other, fresh, model_state_dict=model_state, optim_state_dict=optim_state, options=full(api)
-    )
-    assert not result.missing_keys
-    assert snapshot(fresh) == want
-    assert params_digest(other) == weights
-
-
-def nothing_but_rank_0s(api: Any, together: bool) -> None:
-    """None from the ranks that did not read the file, as accelerate gives it."""
-    model = build()
-    optim = optimizer_of(model, "AdamW")
-    train_a_step(model, optim)
-    want, weights = snapshot(optim), params_digest(model)
-    states = api.get_state_dict(model, optim, options=full(api, "all", cpu_offload=True))
-    model_state, optim_state = states if dist.get_rank() == 0 else (None, None)
-    other = build()
-    fresh = optimizer_of(other, "AdamW")
-    if together:
-        arguments = {"model_state_dict": model_state, "optim_state_dict": optim_state}
-        api.set_state_dict(other, fresh, **arguments, options=full(api))
-    else:
-        api.set_model_state_dict(other, model_state, options=full(api))
-        api.set_optimizer_state_dict(other, fresh, optim_state, options=full(api))
-    assert snapshot(fresh) == want
-    assert params_digest(other) == weights
-
-
-def optimizer_alone(api: Any) -> None:
-    """set_state_dict with an empty model state on every rank loads the optimizer and leaves the model."""
-    model = build()
-    optim = optimizer_of(model, "AdamW")
-    state = full_optimizer_state(model, optim)
-    weights = params_digest(model)
-    mine = state if dist.get_rank() == 0 else {}
-    result = api.set_state_dict(model, optim, model_state_dict={}, optim_state_dict=mine, options=full(api))
-    assert not result.missing_keys
-    assert params_digest(model) == weights
-    assert float(optim.state[model.embed.weight]["step"]) == 7.0
-
-
 def trained(api: Any, get_first: bool, make: Any) -> list[torch.Tensor]:
     model = build()
     for param in model.parameters():
@@ -291,44 +165,6 @@ def trained(api: Any, get_first: bool, make: Any) -> list[torch.Tensor]:
     return [local_of(param).clone() for param in model.parameters()]
 
 
-def get_changes_no_training(api: Any) -> None:
-    """A get before the first step: the counter of steps starts where it would have without."""
-    for make in (
-        lambda params: torch.optim.Adam(params, lr=0.1),
-        lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1)),
-        lambda params: torch.optim.NAdam(params, lr=0.1),
-        lambda params: torch.optim.RAdam(params, lr=0.1),
-        lambda params: torch.optim.Adamax(params, lr=0.1),
-        lambda params: torch.optim.ASGD(params, lr=0.1),
-        lambda params: torch.optim.RMSprop(params, lr=0.1, momentum=0.5),
-        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5),
-    ):
-        for one, other in zip(trained(api, True, make), trained(api, False, make)):
-            assert torch.equal(one, other), make(nn.Linear(1, 1).parameters())
-
-
-def fresh_counters(api: Any) -> None:
-    """Several groups, and more parameters than one portion of temporary gradients takes."""
-    from torch_dcp_backport.state_dict.optim import initial
-
-    kept, initial.STAND_IN_BYTES = initial.STAND_IN_BYTES, 64
-    try:
-        for kind, name, values in (
-            (torch.optim.Adam, "step", (0.0, 0.0)),
-            (torch.optim.Rprop, "step_size", (0.25, 0.5)),
-        ):
-            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-            groups = [{"params": list(one.parameters())} for one in model]
-            groups[1]["lr"] = 0.5
-            optim = kind(groups, lr=0.25)
-            api.get_optimizer_state_dict(model, optim)
-            for group, value in zip(optim.param_groups, values):
-                for param in group["params"]:
-                    assert (optim.state[param][name] == value).all(), (kind, name, value)
-    finally:
-        initial.STAND_IN_BYTES = kept
-
-
 def partly_started(model: nn.Module) -> torch.optim.Optimizer:
     """Only its first parameter had a gradient so far."""
     optim = torch.optim.Adam(model.parameters(), lr=0.5)
@@ -337,61 +173,6 @@ def partly_started(model: nn.Module) -> torch.optim.Optimizer:
     optim.step()
     optim.zero_grad(set_to_none=True)
     return optim
-
-
-def flat_load_without_a_state(api: Any) -> None:
-    """As with the nested form: strict, and a parameter that has a state which the dict has not."""
-    model = build()
-    optim = torch.optim.Adam(model.parameters(), lr=0.5)
-    train_a_step(model, optim)
-    flat = api.StateDictOptions(flatten_optimizer_state_dict=True)
-    state = api.get_optimizer_state_dict(model, optim, options=flat)
-    for key in [key for key in state if key.startswith("state.head.weight.")]:
-        del state[key]
-    before = snapshot(optim)
-    with pytest.raises(RuntimeError, match=r"Missing optimizer state for parameter 'head\.weight'"):
-        api.set_optimizer_state_dict(model, optim, dict(state), options=flat)
-    assert snapshot(optim) == before
-    loose = api.StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
-    api.set_optimizer_state_dict(model, optim, dict(state), options=loose)
-
-
-def flat_small_values(api: Any) -> None:
-    """States that are neither tensors nor numbers, on the way to a flat dict and back."""
-    model = nn.Linear(2, 2)
-    optim = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-    for param in model.parameters():
-        optim.state[param] = {"momentum_buffer": torch.ones_like(param), "none": None, "list": [1, 2]}
-    flat = api.StateDictOptions(flatten_optimizer_state_dict=True)
-    state = api.get_optimizer_state_dict(model, optim, options=flat)
-    assert (state["state.weight.none"], state["state.weight.list"]) == (None, [1, 2])
-    for param in model.parameters():
-        optim.state[param].update(none=0, list=[])
-    api.set_optimizer_state_dict(model, optim, state, options=flat)
-    assert optim.state[model.weight]["none"] is None
-    assert optim.state[model.weight]["list"] == [1, 2]
-
-
-def junk_free_flat_load(api: Any) -> None:
-    """A flat state dict of a stateless optimizer leaves no empty states behind."""
-    model = build()
-    optim = torch.optim.SGD(model.parameters(), lr=0.5)
-    flat = api.StateDictOptions(flatten_optimizer_state_dict=True)
-    state = api.get_optimizer_state_dict(model, optim, options=flat)
-    api.set_optimizer_state_dict(model, optim, state, options=flat)
-    assert not optim.state
-
-
-def flat_load_of_fresh_states(api: Any) -> None:
-    """Parameters that had no gradient so far get their states from a flat state dict too."""
-    model = build()
-    optim = torch.optim.Adam(model.parameters(), lr=0.5)
-    train_a_step(model, optim)
-    flat = api.StateDictOptions(flatten_optimizer_state_dict=True)
-    state = api.get_optimizer_state_dict(model, optim, options=flat)
-    other = partly_started(model)
-    api.set_optimizer_state_dict(model, other, state, options=flat)
-    assert snapshot(other) == snapshot(optim)
 
 
 def stand_ins_are_bounded(api: Any) -> int:
@@ -445,65 +226,240 @@ def test_round_trip_ddp(ranks, offload):
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_sharded_round_trip(ranks, flat):
-    ranks(sharded_round_trip, flat)
+@on_ranks()
+def test_sharded_round_trip(api: Any, flat: bool) -> None:
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    train_a_step(model, optim)
+    want = snapshot(optim)
+    options = api.StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = copy.deepcopy(api.get_optimizer_state_dict(model, optim, options=options))
+    other = build()
+    fresh = optimizer_of(other, "AdamW")
+    api.set_optimizer_state_dict(other, fresh, saved, options=options)
+    assert snapshot(fresh) == want
 
 
-def test_stateless_optimizer(fixed):
-    fixed(load_stateless)
+@on_ranks(fixture="fixed")
+def test_stateless_optimizer(api: Any) -> None:
+    round_trip(api, "SGD", flat=False, offload=True)
 
 
-def test_load_while_gradients_are_present(fixed):
-    fixed(load_despite_grads)
+@on_ranks(fixture="fixed")
+def test_load_while_gradients_are_present(api: Any) -> None:
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    state = full_optimizer_state(model, optim)
+    grads = []
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+        grads.append(param.grad)
+    api.set_optimizer_state_dict(model, optim, state if dist.get_rank() == 0 else {}, options=full(api))
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), grads))
+    assert float(optim.state[model.embed.weight]["step"]) == 7.0
 
 
-def test_an_empty_group_keeps_every_groups_values(fixed):
-    fixed(empty_group_first)
+@on_ranks(fixture="fixed")
+def test_an_empty_group_keeps_every_groups_values(api: Any) -> None:
+    """A param group without parameters that is not the last one."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = build()
+        groups = [{"params": [], "lr": 0.75}, {"params": list(model.parameters()), "lr": 0.125}]
+        return model, torch.optim.AdamW(groups)
+
+    model, optim = make()
+    train_a_step(model, optim)
+    saved = api.get_optimizer_state_dict(model, optim, options=full(api, "all", cpu_offload=True))
+    other, fresh = make()
+    fresh.param_groups[0]["lr"] = fresh.param_groups[1]["lr"] = 9.0
+    api.set_optimizer_state_dict(other, fresh, saved, options=full(api))
+    assert [group["lr"] for group in fresh.param_groups] == [0.75, 0.125]
+    assert [group["betas"] for group in fresh.param_groups] == [(0.9, 0.999)] * 2
 
 
-def test_values_of_loaded_groups_reach_every_rank(fixed):
-    fixed(extra_group_values)
+@on_ranks(fixture="fixed")
+def test_values_of_loaded_groups_reach_every_rank(api: Any) -> None:
+    """A value that only the loaded groups have (initial_lr of a scheduler) arrives on every rank."""
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    state = full_optimizer_state(model, optim)
+    for group in state["param_groups"]:
+        group["from_scheduler"] = 0.5
+    api.set_optimizer_state_dict(model, optim, state if dist.get_rank() == 0 else {}, options=full(api))
+    assert [group.get("from_scheduler") for group in optim.param_groups] == [0.5, 0.5]
 
 
-def test_a_get_before_the_first_step_changes_no_training(fixed):
-    fixed(get_changes_no_training)
+@on_ranks(fixture="fixed")
+def test_a_get_before_the_first_step_changes_no_training(api: Any) -> None:
+    """A get before the first step: the counter of steps starts where it would have without."""
+    for make in (
+        lambda params: torch.optim.Adam(params, lr=0.1),
+        lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1)),
+        lambda params: torch.optim.NAdam(params, lr=0.1),
+        lambda params: torch.optim.RAdam(params, lr=0.1),
+        lambda params: torch.optim.Adamax(params, lr=0.1),
+        lambda params: torch.optim.ASGD(params, lr=0.1),
+        lambda params: torch.optim.RMSprop(params, lr=0.1, momentum=0.5),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5),
+    ):
+        for one, other in zip(trained(api, True, make), trained(api, False, make)):
+            assert torch.equal(one, other), make(nn.Linear(1, 1).parameters())
 
 
-def test_fresh_counters_of_every_group_and_portion(fixed):
-    fixed(fresh_counters)
+@on_ranks(fixture="fixed")
+def test_fresh_counters_of_every_group_and_portion(api: Any) -> None:
+    """Several groups, and more parameters than one portion of temporary gradients takes."""
+    from torch_dcp_backport.state_dict.optim import initial
+
+    kept, initial.STAND_IN_BYTES = initial.STAND_IN_BYTES, 64
+    try:
+        for kind, name, values in (
+            (torch.optim.Adam, "step", (0.0, 0.0)),
+            (torch.optim.Rprop, "step_size", (0.25, 0.5)),
+        ):
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            groups = [{"params": list(one.parameters())} for one in model]
+            groups[1]["lr"] = 0.5
+            optim = kind(groups, lr=0.25)
+            api.get_optimizer_state_dict(model, optim)
+            for group, value in zip(optim.param_groups, values):
+                for param in group["params"]:
+                    assert (optim.state[param][name] == value).all(), (kind, name, value)
+    finally:
+        initial.STAND_IN_BYTES = kept
 
 
-def test_a_flat_load_without_a_state_is_an_error(ranks):
-    ranks(flat_load_without_a_state)
+@on_ranks()
+def test_a_flat_load_without_a_state_is_an_error(api: Any) -> None:
+    """As with the nested form: strict, and a parameter that has a state which the dict has not."""
+    model = build()
+    optim = torch.optim.Adam(model.parameters(), lr=0.5)
+    train_a_step(model, optim)
+    flat = api.StateDictOptions(flatten_optimizer_state_dict=True)
+    state = api.get_optimizer_state_dict(model, optim, options=flat)
+    for key in [key for key in state if key.startswith("state.head.weight.")]:
+        del state[key]
+    before = snapshot(optim)
+    with pytest.raises(RuntimeError, match=r"Missing optimizer state for parameter 'head\.weight'"):
+        api.set_optimizer_state_dict(model, optim, dict(state), options=flat)
+    assert snapshot(optim) == before
+    loose = api.StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+    api.set_optimizer_state_dict(model, optim, dict(state), options=loose)
 
 
-def test_flat_states_may_be_none_and_lists(fixed):
-    fixed(flat_small_values)
+@on_ranks(fixture="fixed")
+def test_flat_states_may_be_none_and_lists(api: Any) -> None:
+    """States that are neither tensors nor numbers, on the way to a flat dict and back."""
+    model = nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    for param in model.parameters():
+        optim.state[param] = {"momentum_buffer": torch.ones_like(param), "none": None, "list": [1, 2]}
+    flat = api.StateDictOptions(flatten_optimizer_state_dict=True)
+    state = api.get_optimizer_state_dict(model, optim, options=flat)
+    assert (state["state.weight.none"], state["state.weight.list"]) == (None, [1, 2])
+    for param in model.parameters():
+        optim.state[param].update(none=0, list=[])
+    api.set_optimizer_state_dict(model, optim, state, options=flat)
+    assert optim.state[model.weight]["none"] is None
+    assert optim.state[model.weight]["list"] == [1, 2]
 
 
-def test_a_flat_load_of_a_stateless_optimizer_leaves_no_junk(fixed):
-    fixed(junk_free_flat_load)
+@on_ranks(fixture="fixed")
+def test_a_flat_load_of_a_stateless_optimizer_leaves_no_junk(api: Any) -> None:
+    """A flat state dict of a stateless optimizer leaves no empty states behind."""
+    model = build()
+    optim = torch.optim.SGD(model.parameters(), lr=0.5)
+    flat = api.StateDictOptions(flatten_optimizer_state_dict=True)
+    state = api.get_optimizer_state_dict(model, optim, options=flat)
+    api.set_optimizer_state_dict(model, optim, state, options=flat)
+    assert not optim.state
 
 
-def test_a_flat_load_reaches_parameters_without_states(fixed):
-    fixed(flat_load_of_fresh_states)
+@on_ranks(fixture="fixed")
+def test_a_flat_load_reaches_parameters_without_states(api: Any) -> None:
+    """Parameters that had no gradient so far get their states from a flat state dict too."""
+    model = build()
+    optim = torch.optim.Adam(model.parameters(), lr=0.5)
+    train_a_step(model, optim)
+    flat = api.StateDictOptions(flatten_optimizer_state_dict=True)
+    state = api.get_optimizer_state_dict(model, optim, options=flat)
+    other = partly_started(model)
+    api.set_optimizer_state_dict(model, other, state, options=flat)
+    assert snapshot(other) == snapshot(optim)
 
 
-def test_several_optimizers(ranks):
-    ranks(two_optimizers)
+@on_ranks()
+def test_several_optimizers(api: Any) -> None:
+    def make() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        model = build()
+        params = list(model.parameters())
+        return model, [
+            torch.optim.AdamW(params[:3], lr=0.5),
+            torch.optim.SGD(params[3:], lr=0.25, momentum=0.9),
+        ]
+
+    model, optims = make()
+    for salt, optim in enumerate(optims):
+        train_a_step(model, optim, str(salt))
+    want = [snapshot(optim) for optim in optims]
+    saved = api.get_optimizer_state_dict(model, optims, options=full(api, "all", cpu_offload=True))
+    other, fresh = make()
+    api.set_optimizer_state_dict(other, fresh, saved, options=full(api))
+    assert [snapshot(optim) for optim in fresh] == want
 
 
-def test_model_and_optimizer_in_one_call(ranks):
-    ranks(both_at_once)
+@on_ranks()
+def test_model_and_optimizer_in_one_call(api: Any) -> None:
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    train_a_step(model, optim)
+    want, weights = snapshot(optim), params_digest(model)
+    model_state, optim_state = api.get_state_dict(model, optim, options=full(api, "all", cpu_offload=True))
+    other = build()
+    fresh = optimizer_of(other, "AdamW")
+    result = api.set_state_dict(
+        other, fresh, model_state_dict=model_state, optim_state_dict=optim_state, options=full(api)
+    )
+    assert not result.missing_keys
+    assert snapshot(fresh) == want
+    assert params_digest(other) == weights
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_none_from_the_other_ranks(ranks, together):
-    ranks(nothing_but_rank_0s, together)
+@on_ranks()
+def test_none_from_the_other_ranks(api: Any, together: bool) -> None:
+    """None from the ranks that did not read the file, as accelerate gives it."""
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    train_a_step(model, optim)
+    want, weights = snapshot(optim), params_digest(model)
+    states = api.get_state_dict(model, optim, options=full(api, "all", cpu_offload=True))
+    model_state, optim_state = states if dist.get_rank() == 0 else (None, None)
+    other = build()
+    fresh = optimizer_of(other, "AdamW")
+    if together:
+        arguments = {"model_state_dict": model_state, "optim_state_dict": optim_state}
+        api.set_state_dict(other, fresh, **arguments, options=full(api))
+    else:
+        api.set_model_state_dict(other, model_state, options=full(api))
+        api.set_optimizer_state_dict(other, fresh, optim_state, options=full(api))
+    assert snapshot(fresh) == want
+    assert params_digest(other) == weights
 
 
-def test_the_optimizer_alone_through_set_state_dict(ranks):
-    ranks(optimizer_alone)
+@on_ranks()
+def test_the_optimizer_alone_through_set_state_dict(api: Any) -> None:
+    """set_state_dict with an empty model state on every rank loads the optimizer and leaves the model."""
+    model = build()
+    optim = optimizer_of(model, "AdamW")
+    state = full_optimizer_state(model, optim)
+    weights = params_digest(model)
+    mine = state if dist.get_rank() == 0 else {}
+    result = api.set_state_dict(model, optim, model_state_dict={}, optim_state_dict=mine, options=full(api))
+    assert not result.missing_keys
+    assert params_digest(model) == weights
+    assert float(optim.state[model.embed.weight]["step"]) == 7.0
 
 
 def test_initialising_states_needs_no_full_set_of_gradients(ranks):
@@ -511,7 +467,8 @@ def test_initialising_states_needs_no_full_set_of_gradients(ranks):
     assert max(ranks(stand_ins_are_bounded)) <= 256
 
 
-def other_groups(api: Any) -> None:
+@on_ranks()
+def test_numbered_parameters_need_the_same_groups(api: Any) -> None:
     """Parameter numbers name nothing where the groups differ."""
     model = build()
     params = list(model.parameters())
@@ -524,11 +481,9 @@ def other_groups(api: Any) -> None:
     assert not optim.state
 
 
-def test_numbered_parameters_need_the_same_groups(ranks):
-    ranks(other_groups)
-
-
-def states_cannot_be_made(api: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["Adam", "Adamax"])
+@on_ranks()
+def test_states_that_cannot_be_made_are_an_error_on_every_rank(api: Any, kind: str) -> None:
     """Rank 1 has no memory for the states that the optimizer makes itself."""
     model = build()
     maker: Any = getattr(torch.optim, kind)
@@ -549,8 +504,3 @@ def states_cannot_be_made(api: Any, kind: str) -> None:
     finally:
         maker._init_group = init_group
     assert dict(optim.state) == before
-
-
-@pytest.mark.parametrize("kind", ["Adam", "Adamax"])
-def test_states_that_cannot_be_made_are_an_error_on_every_rank(ranks, kind):
-    ranks(states_cannot_be_made, kind)

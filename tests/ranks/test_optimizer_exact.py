@@ -11,6 +11,7 @@ import torch.distributed as dist
 from conftest import two_dim_support
 from hooked import HOWS, error_of, given, options, wrapped
 from models import local_of
+from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -24,35 +25,6 @@ def step(model: nn.Module, optim: torch.optim.Optimizer, skip: str = "") -> None
     optim.zero_grad()
 
 
-def memory_format(api: Any, how: str) -> None:
-    """States that the fresh optimizer does not expect lie in memory as their parameter does."""
-    model = nn.Sequential(nn.Conv2d(4, 8, 3)).to(memory_format=torch.channels_last)
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True)
-    step(model, optim)
-    state = api.get_optimizer_state_dict(model, optim, options=api.StateDictOptions(full_state_dict=True))
-    fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
-    api.set_optimizer_state_dict(model, fresh, given(state, how), options=options(api, how))
-    for name, value in fresh.state[model[0].weight].items():
-        saved = optim.state[model[0].weight][name]
-        assert torch.equal(value, saved)
-        assert value.stride() == saved.stride(), name
-
-
-def numbered_without_states(api: Any, how: str, kind: str) -> None:
-    """torch.optim's own dict: its hyperparameters count, also where it has no state."""
-    model = wrapped(nn.Sequential(nn.Linear(4, 4)), "fsdp2" if how == "rank0" else "plain")
-    build = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}[kind]
-    saved = build(model.parameters(), lr=0.5).state_dict()
-    fresh = build(model.parameters(), lr=0.1)
-    api.set_optimizer_state_dict(model, fresh, given(saved, how), options=options(api, how))
-    assert fresh.param_groups[0]["lr"] == 0.5
-    assert not fresh.state
-    if how == "all":
-        again = build(model.parameters(), lr=0.1)
-        api.set_optimizer_state_dict(model, again, saved)
-        assert again.param_groups[0]["lr"] == 0.5
-
-
 def numbered_in_part(api: Any, how: str) -> str:
     """A used state is never kept in silence where the numbered dict has none for it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -63,22 +35,6 @@ def numbered_in_part(api: Any, how: str) -> str:
     return error_of(
         lambda: api.set_optimizer_state_dict(model, optim, given(saved, how), options=options(api, how))
     )
-
-
-def empty_state(api: Any, how: str, flat: bool) -> None:
-    """Who reads `optim.state[param]` leaves an empty dict there: it is as good as none."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optim = torch.optim.Adam(model.parameters())
-    step(model, optim, skip="1.bias")
-    assert not optim.state[model[1].bias]
-    get = api.StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flat)
-    saved = copy.deepcopy(api.get_optimizer_state_dict(model, optim, options=get))
-    step(model, optim)
-    step(model, optim)
-    chosen = options(api, how, flatten_optimizer_state_dict=flat)
-    api.set_optimizer_state_dict(model, optim, given(saved, how), options=chosen)
-    assert float(optim.state[model[1].bias]["step"]) == 0
-    assert not optim.state[model[1].bias]["exp_avg"].any()
 
 
 def other_stage(api: Any) -> str:
@@ -170,14 +126,37 @@ def amsgrad_over_tp(api: Any) -> None:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_states_lie_as_their_parameter_does(ranks, how):
-    ranks(memory_format, how, world=2)
+@on_ranks(world=2)
+def test_states_lie_as_their_parameter_does(api: Any, how: str) -> None:
+    """States that the fresh optimizer does not expect lie in memory as their parameter does."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 3)).to(memory_format=torch.channels_last)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True)
+    step(model, optim)
+    state = api.get_optimizer_state_dict(model, optim, options=api.StateDictOptions(full_state_dict=True))
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
+    api.set_optimizer_state_dict(model, fresh, given(state, how), options=options(api, how))
+    for name, value in fresh.state[model[0].weight].items():
+        saved = optim.state[model[0].weight][name]
+        assert torch.equal(value, saved)
+        assert value.stride() == saved.stride(), name
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])
 @pytest.mark.parametrize("how", HOWS)
-def test_numbered_without_states(ranks, how, kind):
-    ranks(numbered_without_states, how, kind, world=2)
+@on_ranks(world=2)
+def test_numbered_without_states(api: Any, how: str, kind: str) -> None:
+    """torch.optim's own dict: its hyperparameters count, also where it has no state."""
+    model = wrapped(nn.Sequential(nn.Linear(4, 4)), "fsdp2" if how == "rank0" else "plain")
+    build = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}[kind]
+    saved = build(model.parameters(), lr=0.5).state_dict()
+    fresh = build(model.parameters(), lr=0.1)
+    api.set_optimizer_state_dict(model, fresh, given(saved, how), options=options(api, how))
+    assert fresh.param_groups[0]["lr"] == 0.5
+    assert not fresh.state
+    if how == "all":
+        again = build(model.parameters(), lr=0.1)
+        api.set_optimizer_state_dict(model, again, saved)
+        assert again.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -188,8 +167,21 @@ def test_numbered_in_part(ranks, how):
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("how", HOWS)
-def test_an_empty_state_is_none(ranks, how, flat):
-    ranks(empty_state, how, flat, world=2)
+@on_ranks(world=2)
+def test_an_empty_state_is_none(api: Any, how: str, flat: bool) -> None:
+    """Who reads `optim.state[param]` leaves an empty dict there: it is as good as none."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optim = torch.optim.Adam(model.parameters())
+    step(model, optim, skip="1.bias")
+    assert not optim.state[model[1].bias]
+    get = api.StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flat)
+    saved = copy.deepcopy(api.get_optimizer_state_dict(model, optim, options=get))
+    step(model, optim)
+    step(model, optim)
+    chosen = options(api, how, flatten_optimizer_state_dict=flat)
+    api.set_optimizer_state_dict(model, optim, given(saved, how), options=chosen)
+    assert float(optim.state[model[1].bias]["step"]) == 0
+    assert not optim.state[model[1].bias]["exp_avg"].any()
 
 
 def test_states_of_another_stage_are_missed(ranks):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from optimizers import WRAPPERS, held, load, saved, step, wrapped
+from pool import on_ranks
 
 
 def merge(api: Any, kind: str, way: str, tensors: bool, expected: float) -> None:
@@ -52,7 +53,9 @@ def test_the_first_saved_parameter_of_merged_flat_groups_wins(ranks):
         ranks(merge, "plain", way, False, 0.25, world=2)
 
 
-def last_in_place_wins(api: Any, way: str) -> None:
+@pytest.mark.parametrize("way", ["sharded", "full", "rank0"])
+@on_ranks(world=2)
+def test_live_order_does_not_decide(api: Any, way: str) -> None:
     """The same, the other way round: the live order does not decide."""
     model = wrapped("plain")
     params = list(model.parameters())
@@ -63,12 +66,9 @@ def last_in_place_wins(api: Any, way: str) -> None:
     assert other.param_groups[0]["lr"] == 0.25
 
 
-@pytest.mark.parametrize("way", ["sharded", "full", "rank0"])
-def test_live_order_does_not_decide(ranks, way):
-    ranks(last_in_place_wins, way, world=2)
-
-
-def split(api: Any, way: str) -> None:
+@pytest.mark.parametrize("way", ["sharded", "flat", "full", "rank0"])
+@on_ranks(world=2)
+def test_a_group_that_is_split_gives_its_values_to_both(api: Any, way: str) -> None:
     """One saved group becomes two: both get its values."""
     model = wrapped("plain")
     params = list(model.parameters())
@@ -78,12 +78,9 @@ def split(api: Any, way: str) -> None:
     assert [(group["lr"], group["momentum"]) for group in other.param_groups] == [(0.5, 0.5)] * 2
 
 
-@pytest.mark.parametrize("way", ["sharded", "flat", "full", "rank0"])
-def test_a_group_that_is_split_gives_its_values_to_both(ranks, way):
-    ranks(split, way, world=2)
-
-
-def empty_flat(api: Any, way: str) -> None:
+@pytest.mark.parametrize("way", ["flat", "full-flat"])
+@on_ranks(world=2)
+def test_a_group_without_parameters_keeps_its_values_in_a_flat_load(api: Any, way: str) -> None:
     model = wrapped("plain")
     groups = [{"params": [], "lr": 0.75}, {"params": list(model.parameters()), "lr": 0.125}]
     optim = torch.optim.AdamW(groups)
@@ -91,8 +88,3 @@ def empty_flat(api: Any, way: str) -> None:
     load(api, model, optim, state, way)
     assert [group["lr"] for group in optim.param_groups] == [0.75, 0.125]
     assert [group["betas"] for group in optim.param_groups] == [(0.9, 0.999)] * 2
-
-
-@pytest.mark.parametrize("way", ["flat", "full-flat"])
-def test_a_group_without_parameters_keeps_its_values_in_a_flat_load(ranks, way):
-    ranks(empty_flat, way, world=2)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from models import local_of
 from optimizers import WAYS, WRAPPERS, frozen, held, load, saved, step, weights, wrapped
+from pool import on_ranks
 from torch import nn
 
 #: Optimizers whose first states train as none would.
@@ -122,74 +123,6 @@ def go_back(api: Any, wrapper: str, kind: str, way: str) -> None:
         assert mine == its or (kind in NEUTRAL and its is None and mine["step"] == frozen(torch.tensor(0.0)))
 
 
-def resume_from_without(api: Any, wrapper: str, way: str, trained: bool) -> None:
-    """torch's own get leaves them out; `trained`: into an optimizer that has their states."""
-    model, optim = part_used(wrapper, "Adam")
-    state, want = saved(api, model, optim, way), held(optim)
-    for key in list(state.get("state", state)):
-        name = key.partition("state.")[2].rpartition(".")[0] if way.endswith("flat") else key
-        if name and not key.startswith("param_groups") and not is_used(name):
-            del state.get("state", state)[key]
-    other = wrapped(wrapper, seed=1)
-    fresh = optimizer_of(other, "Adam")
-    if trained:
-        step(other, fresh)
-        before = held(fresh)
-        with pytest.raises(
-            RuntimeError, match=r"Missing optimizer state for parameter '.*(even.weight|row)'"
-        ):
-            load(api, other, fresh, state, way)
-        assert held(fresh) == before
-        return
-    if way.startswith("full"):
-        # As trainers get the form of what they read: it leaves states before the first step.
-        api.get_optimizer_state_dict(other, fresh)
-    with log() as lines:
-        load(api, other, fresh, state, way)
-    assert len(lines) == (0 if way.startswith("rank0") and dist.get_rank() else 1), lines
-    assert held(fresh) == want
-
-
-def of_another_optimizer(api: Any, wrapper: str, way: str) -> None:
-    """Of another kind, and of another model: never "parameters that start from nothing"."""
-    model = wrapped(wrapper)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-    state = saved(api, model, sgd, way)
-    adam = torch.optim.Adam(model.parameters(), lr=1.0)
-    match = r"key|another kind of optimizer, with '(momentum|dampening)' and without"
-    with pytest.raises((RuntimeError, KeyError), match=match):
-        load(api, model, adam, state, way)
-    assert not adam.state
-    assert adam.param_groups[0]["lr"] == 1.0
-    other = wrapped(wrapper, seed=1)
-    other.extra = nn.Linear(2, 2)
-    step(model, adam)
-    state = saved(api, model, adam, way)
-    grown = torch.optim.Adam(other.parameters())
-    if way.endswith("flat"):
-        return
-    with pytest.raises(RuntimeError, match=r"Missing optimizer state for parameter 'extra.weight'"):
-        load(api, other, grown, state, way)
-    assert not grown.state
-
-
-def flat_lacks(api: Any, way: str, what: str) -> None:
-    model = wrapped("fsdp2")
-    optim = torch.optim.Adam(model.parameters())
-    step(model, optim)
-    state = saved(api, model, optim, way)
-    before = held(optim)
-    for key in [key for key in state if key.startswith(f"state.head.weight.{what}")]:
-        del state[key]
-    for target in (optim, torch.optim.Adam(model.parameters())):
-        if target is not optim and not what:
-            continue
-        with pytest.raises(RuntimeError, match=r"Missing optimizer state for parameter 'head\.weight'"):
-            load(api, model, target, state, way)
-        load(api, model, target, state, way, strict=False)
-    assert held(optim)["state"][:-1] == before["state"][:-1]
-
-
 def frozen_since(api: Any, wrapper: str, way: str, ignore: bool) -> None:
     model = wrapped(wrapper)
     optim = torch.optim.Adam(model.parameters())
@@ -224,7 +157,130 @@ def never_trainable(api: Any, wrapper: str, way: str, ignore: bool) -> None:
     assert not lines
 
 
-def stateless(api: Any, wrapper: str, way: str) -> None:
+class Plain(torch.optim.Optimizer):
+    """Not torch's own, with a state that its first step makes."""
+
+    def __init__(self, params: Any, lr: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "decay": 0.5})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state.setdefault("mean", torch.zeros_like(param)).add_(param.grad)
+
+
+# The tests.
+
+
+@pytest.mark.parametrize("way", ["sharded", "full-flat", "rank0"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_were_never_used(ranks, kind, wrapper, way):
+    skip_where_absent(kind, wrapper)
+    ranks(resume, wrapper, kind, way, world=2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "ASGD"])
+def test_going_back_to_where_parameters_were_not_used(ranks, kind, wrapper, way):
+    ranks(go_back, wrapper, kind, way, world=2)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
+@on_ranks(world=2)
+def test_a_dict_without_the_states_of_unused_parameters(
+    api: Any, wrapper: str, way: str, trained: bool
+) -> None:
+    """torch's own get leaves them out; `trained`: into an optimizer that has their states."""
+    model, optim = part_used(wrapper, "Adam")
+    state, want = saved(api, model, optim, way), held(optim)
+    for key in list(state.get("state", state)):
+        name = key.partition("state.")[2].rpartition(".")[0] if way.endswith("flat") else key
+        if name and not key.startswith("param_groups") and not is_used(name):
+            del state.get("state", state)[key]
+    other = wrapped(wrapper, seed=1)
+    fresh = optimizer_of(other, "Adam")
+    if trained:
+        step(other, fresh)
+        before = held(fresh)
+        with pytest.raises(
+            RuntimeError, match=r"Missing optimizer state for parameter '.*(even.weight|row)'"
+        ):
+            load(api, other, fresh, state, way)
+        assert held(fresh) == before
+        return
+    if way.startswith("full"):
+        # As trainers get the form of what they read: it leaves states before the first step.
+        api.get_optimizer_state_dict(other, fresh)
+    with log() as lines:
+        load(api, other, fresh, state, way)
+    assert len(lines) == (0 if way.startswith("rank0") and dist.get_rank() else 1), lines
+    assert held(fresh) == want
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
+@on_ranks(world=2)
+def test_the_dict_of_another_optimizer_is_refused(api: Any, wrapper: str, way: str) -> None:
+    """Of another kind, and of another model: never "parameters that start from nothing"."""
+    model = wrapped(wrapper)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    state = saved(api, model, sgd, way)
+    adam = torch.optim.Adam(model.parameters(), lr=1.0)
+    match = r"key|another kind of optimizer, with '(momentum|dampening)' and without"
+    with pytest.raises((RuntimeError, KeyError), match=match):
+        load(api, model, adam, state, way)
+    assert not adam.state
+    assert adam.param_groups[0]["lr"] == 1.0
+    other = wrapped(wrapper, seed=1)
+    other.extra = nn.Linear(2, 2)
+    step(model, adam)
+    state = saved(api, model, adam, way)
+    grown = torch.optim.Adam(other.parameters())
+    if way.endswith("flat"):
+        return
+    with pytest.raises(RuntimeError, match=r"Missing optimizer state for parameter 'extra.weight'"):
+        load(api, other, grown, state, way)
+    assert not grown.state
+
+
+@pytest.mark.parametrize("what", ["", "exp_avg_sq"])
+@pytest.mark.parametrize("way", ["flat", "full-flat", "rank0-flat"])
+@on_ranks(world=2)
+def test_a_missing_state_in_a_flat_dict_names_the_parameter(api: Any, way: str, what: str) -> None:
+    model = wrapped("fsdp2")
+    optim = torch.optim.Adam(model.parameters())
+    step(model, optim)
+    state = saved(api, model, optim, way)
+    before = held(optim)
+    for key in [key for key in state if key.startswith(f"state.head.weight.{what}")]:
+        del state[key]
+    for target in (optim, torch.optim.Adam(model.parameters())):
+        if target is not optim and not what:
+            continue
+        with pytest.raises(RuntimeError, match=r"Missing optimizer state for parameter 'head\.weight'"):
+            load(api, model, target, state, way)
+        load(api, model, target, state, way, strict=False)
+    assert held(optim)["state"][:-1] == before["state"][:-1]
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("case", [frozen_since, never_trainable])
+def test_frozen_parameters(ranks, case, wrapper, way, ignore):
+    ranks(case, wrapper, way, ignore, world=2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks(world=2)
+def test_a_stateless_optimizer_stays_stateless(api: Any, wrapper: str, way: str) -> None:
     """SGD without momentum, alone and beside Adam."""
 
     def make(seed: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -253,21 +309,10 @@ def stateless(api: Any, wrapper: str, way: str) -> None:
     assert not alone.state
 
 
-class Plain(torch.optim.Optimizer):
-    """Not torch's own, with a state that its first step makes."""
-
-    def __init__(self, params: Any, lr: float = 0.5) -> None:
-        super().__init__(params, {"lr": lr, "decay": 0.5})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    state.setdefault("mean", torch.zeros_like(param)).add_(param.grad)
-
-
-def unknown_optimizer(api: Any, wrapper: str, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
+@on_ranks(world=2)
+def test_an_unknown_optimizer_part_of_which_was_never_used(api: Any, wrapper: str, way: str) -> None:
     model = wrapped(wrapper)
     optim = Plain(model.parameters())
     step(model, optim, only=is_used)
@@ -278,7 +323,10 @@ def unknown_optimizer(api: Any, wrapper: str, way: str) -> None:
     assert held(fresh) == want
 
 
-def second_is_bad(api: Any, wrapper: str, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
+@on_ranks(world=2)
+def test_no_optimizer_is_written_where_one_of_them_cannot_be(api: Any, wrapper: str, way: str) -> None:
     """Several optimizers in one call: the first is not written where the second cannot be."""
 
     def make() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -305,66 +353,3 @@ def second_is_bad(api: Any, wrapper: str, way: str) -> None:
         load(api, model, fresh, state, way)
     assert not fresh[0].state
     assert not fresh[1].state
-
-
-# The tests.
-
-
-@pytest.mark.parametrize("way", ["sharded", "full-flat", "rank0"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_parameters_that_were_never_used(ranks, kind, wrapper, way):
-    skip_where_absent(kind, wrapper)
-    ranks(resume, wrapper, kind, way, world=2)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
-@pytest.mark.parametrize("kind", ["Adam", "SGD", "ASGD"])
-def test_going_back_to_where_parameters_were_not_used(ranks, kind, wrapper, way):
-    ranks(go_back, wrapper, kind, way, world=2)
-
-
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
-def test_a_dict_without_the_states_of_unused_parameters(ranks, wrapper, way, trained):
-    ranks(resume_from_without, wrapper, way, trained, world=2)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
-def test_the_dict_of_another_optimizer_is_refused(ranks, wrapper, way):
-    ranks(of_another_optimizer, wrapper, way, world=2)
-
-
-@pytest.mark.parametrize("what", ["", "exp_avg_sq"])
-@pytest.mark.parametrize("way", ["flat", "full-flat", "rank0-flat"])
-def test_a_missing_state_in_a_flat_dict_names_the_parameter(ranks, way, what):
-    ranks(flat_lacks, way, what, world=2)
-
-
-@pytest.mark.parametrize("ignore", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("case", [frozen_since, never_trainable])
-def test_frozen_parameters(ranks, case, wrapper, way, ignore):
-    ranks(case, wrapper, way, ignore, world=2)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_stateless_optimizer_stays_stateless(ranks, wrapper, way):
-    ranks(stateless, wrapper, way, world=2)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
-def test_an_unknown_optimizer_part_of_which_was_never_used(ranks, wrapper, way):
-    ranks(unknown_optimizer, wrapper, way, world=2)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
-def test_no_optimizer_is_written_where_one_of_them_cannot_be(ranks, wrapper, way):
-    ranks(second_is_bad, wrapper, way, world=2)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from models import local_of
 from optimizers import WRAPPERS, held, load, saved, step, weights, wrapped
+from pool import on_ranks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -45,7 +46,9 @@ class Counting(torch.optim.Adam):
             state["mu_product"] = state.get("mu_product", 7.0)
 
 
-def get_leaves_the_counter(api: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", WRAPPERS)
+@on_ranks(world=2)
+def test_only_known_optimizers_are_rewound(api: Any, kind: str) -> None:
     model = wrapped(kind)
     optim = OneBased(model.parameters())
     before = weights(model)
@@ -61,11 +64,8 @@ def get_leaves_the_counter(api: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_only_known_optimizers_are_rewound(ranks, kind):
-    ranks(get_leaves_the_counter, kind, world=2)
-
-
-def get_with_weight_decay(api: Any, kind: str) -> None:
+@on_ranks(world=2, fixture="fixed")
+def test_first_states_hold_nothing_of_the_parameters(api: Any, kind: str) -> None:
     """The first states are zeros: weight decay, and a parameter that is not finite, leave nothing in them."""
     for maker in (torch.optim.Adam, torch.optim.RAdam, torch.optim.SGD, torch.optim.RMSprop):
         model = wrapped(kind)
@@ -83,12 +83,8 @@ def get_with_weight_decay(api: Any, kind: str) -> None:
             assert all(not local_of(value).any() for value in states.values()), maker
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_first_states_hold_nothing_of_the_parameters(fixed, kind):
-    fixed(get_with_weight_decay, kind, world=2)
-
-
-def get_does_not_step(api: Any) -> None:
+@on_ranks(world=2, fixture="fixed")
+def test_hooks_of_a_step_do_not_run_in_a_get(api: Any) -> None:
     """Nothing of the user's sees the making of first states: no hook, no scheduler's count."""
     model = wrapped("plain")
     optim = torch.optim.Adam(model.parameters())
@@ -102,11 +98,10 @@ def get_does_not_step(api: Any) -> None:
     assert (getattr(optim, "_opt_called", None), scheduler.last_epoch) == counts
 
 
-def test_hooks_of_a_step_do_not_run_in_a_get(fixed):
-    fixed(get_does_not_step, world=2)
-
-
-def global_hooks(api: Any, name: str, function: str) -> None:
+@pytest.mark.parametrize("function", ["get", "partly", "set"])
+@pytest.mark.parametrize("name", ["Adam", "Adadelta", "ASGD", "NAdam", "Rprop"])
+@on_ranks(world=2)
+def test_hooks_of_all_optimizers_do_not_run_where_states_are_made(api: Any, name: str, function: str) -> None:
     """The program's hooks see its own steps alone; ranks make first states of different numbers."""
     maker: Any = getattr(torch.optim, name)
     model = wrapped("plain")
@@ -155,12 +150,6 @@ def global_hooks(api: Any, name: str, function: str) -> None:
         maker.step = class_step
         for hook in hooks:
             hook.remove()
-
-
-@pytest.mark.parametrize("function", ["get", "partly", "set"])
-@pytest.mark.parametrize("name", ["Adam", "Adadelta", "ASGD", "NAdam", "Rprop"])
-def test_hooks_of_all_optimizers_do_not_run_where_states_are_made(ranks, name, function):
-    ranks(global_hooks, name, function, world=2)
 
 
 # --- shared memory ---------------------------------------------------------------------------
@@ -269,7 +258,10 @@ class ReadOnly(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
 
-def read_only_groups(api: Any, kind: str, way: str) -> None:
+@pytest.mark.parametrize("way", ["sharded", "full", "rank0"])
+@pytest.mark.parametrize("kind", WRAPPERS)
+@on_ranks(world=2)
+def test_param_groups_may_be_a_read_only_property(api: Any, kind: str, way: str) -> None:
     model = wrapped(kind)
     optim = torch.optim.AdamW(model.parameters(), lr=0.5)
     step(model, optim)
@@ -283,12 +275,6 @@ def read_only_groups(api: Any, kind: str, way: str) -> None:
     fresh = torch.optim.AdamW(model.parameters(), lr=1.0)
     assert len(saved(api, model, ReadOnly(fresh), "sharded")["state"]) == len(list(model.parameters()))
     assert fresh.param_groups[0]["lr"] == 1.0
-
-
-@pytest.mark.parametrize("way", ["sharded", "full", "rank0"])
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_param_groups_may_be_a_read_only_property(ranks, kind, way):
-    ranks(read_only_groups, kind, way, world=2)
 
 
 class History(torch.optim.Optimizer):
@@ -326,7 +312,11 @@ class History(torch.optim.Optimizer):
                 state["later"] = 5
 
 
-def history(api: Any, kind: str, way: str, used: int) -> None:
+@pytest.mark.parametrize("used", [0, 6])
+@pytest.mark.parametrize("way", ["sharded", "full", "rank0", "full-flat"])
+@pytest.mark.parametrize("kind", WRAPPERS)
+@on_ranks(world=2)
+def test_states_may_have_another_form_in_the_checkpoint(api: Any, kind: str, way: str, used: int) -> None:
     """A checkpoint of a used optimizer into a fresh one, and of a fresh one into a used one."""
 
     def make(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -349,14 +339,10 @@ def history(api: Any, kind: str, way: str, used: int) -> None:
         assert {name: mine[name] for name in its} == its
 
 
-@pytest.mark.parametrize("used", [0, 6])
-@pytest.mark.parametrize("way", ["sharded", "full", "rank0", "full-flat"])
+@pytest.mark.parametrize("way", ["sharded", "full", "rank0"])
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_states_may_have_another_form_in_the_checkpoint(ranks, kind, way, used):
-    ranks(history, kind, way, used, world=2)
-
-
-def sgd_without_its_momentum(api: Any, kind: str, way: str) -> None:
+@on_ranks(world=2)
+def test_momentum_that_has_not_begun(api: Any, kind: str, way: str) -> None:
     """None for momentum that has not begun, as torch saved it until 2.1."""
     model = wrapped(kind)
     optim = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
@@ -366,9 +352,3 @@ def sgd_without_its_momentum(api: Any, kind: str, way: str) -> None:
         states["momentum_buffer"] = None
     load(api, model, optim, state, way)
     assert all(states == {"momentum_buffer": None} for states in optim.state.values())
-
-
-@pytest.mark.parametrize("way", ["sharded", "full", "rank0"])
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_momentum_that_has_not_begun(ranks, kind, way):
-    ranks(sgd_without_its_momentum, kind, way, world=2)

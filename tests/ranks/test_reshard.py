@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import local_of, value_of
+from pool import on_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_dcp_backport import transfer
@@ -126,7 +127,8 @@ def test_only_what_a_rank_lacks_travels(ranks, first, second, share):
     assert sum(got for got, _ in results) == sum(sent for _, sent in results)
 
 
-def to_fewer(api: Any) -> None:
+@on_ranks(world=8)
+def test_eight_ranks_to_four_and_back(api: Any) -> None:
     full = {key: value_of(str(key), (24, 10), torch.float32) for key in range(5)}
     eight = init_device_mesh("cpu", (8,))
     four = DeviceMesh("cpu", [0, 1, 2, 3])
@@ -138,11 +140,16 @@ def to_fewer(api: Any) -> None:
         assert same(back[key], source[key])
 
 
-def test_eight_ranks_to_four_and_back(ranks):
-    ranks(to_fewer, world=8)
+@on_ranks()
+def test_a_rank_outside_the_group_is_told(api: Any) -> None:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        with pytest.raises(ValueError, match="this rank is not in the process group"):
+            transfer.reshard({}, {}, group=group)
 
 
-def in_place(api: Any) -> None:
+@on_ranks()
+def test_destinations_are_written_in_place(api: Any) -> None:
     mesh = init_device_mesh("cpu", (4,))
     full = {key: value_of(key, (12, 8), torch.float32) for key in ("a", "b", "plain", "stays")}
     source = {key: cut(value, mesh, [Shard(0)]) for key, value in full.items()}
@@ -164,21 +171,6 @@ def in_place(api: Any) -> None:
     # A parameter is a source and a destination like any tensor.
     param = torch.nn.Parameter(source["b"])
     assert transfer.reshard({"b": param}, param)["b"] is param
-
-
-def outside_the_group(api: Any) -> None:
-    group = dist.new_group([0, 1])
-    if dist.get_rank() > 1:
-        with pytest.raises(ValueError, match="this rank is not in the process group"):
-            transfer.reshard({}, {}, group=group)
-
-
-def test_a_rank_outside_the_group_is_told(ranks):
-    ranks(outside_the_group)
-
-
-def test_destinations_are_written_in_place(ranks):
-    ranks(in_place)
 
 
 def in_inference_mode(_: torch.Tensor) -> torch.Tensor:
@@ -213,7 +205,27 @@ class Failing(dict):  # type: ignore[type-arg]
         return super().__getitem__(key)
 
 
-def refused(api: Any, case: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        "partial",
+        "shape",
+        "keys",
+        "destination",
+        "memory",
+        "order",
+        "group",
+        "budget",
+        "dim",
+        "dtype",
+        "meta",
+        "placements",
+        "mapping",
+        *UNWRITABLE,
+    ],
+)
+@on_ranks()
+def test_what_cannot_be_is_one_error_on_every_rank(api: Any, case: str) -> None:
     mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
     full = {key: value_of(key, (8, 8), torch.float32) for key in ("a", "b")}
     source = {key: cut(value, mesh, [Shard(0)]) for key, value in full.items()}
@@ -289,29 +301,6 @@ def refused(api: Any, case: str) -> None:
     assert all(value.is_meta or torch.equal(local_of(value), before[key]) for key, value in source.items())
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "partial",
-        "shape",
-        "keys",
-        "destination",
-        "memory",
-        "order",
-        "group",
-        "budget",
-        "dim",
-        "dtype",
-        "meta",
-        "placements",
-        "mapping",
-        *UNWRITABLE,
-    ],
-)
-def test_what_cannot_be_is_one_error_on_every_rank(ranks, case):
-    ranks(refused, case)
-
-
 def kept(api: Any) -> int:
     """Bytes of tensors that one reshard leaves behind, above its result."""
     import gc
@@ -332,7 +321,9 @@ def test_nothing_outlives_the_call(ranks):
     assert set(ranks(kept)) == {0}
 
 
-def by_random(api: Any, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(6))
+@on_ranks()
+def test_random_layouts(api: Any, seed: int) -> None:
     """Random meshes, placements and sizes; the same on every rank."""
     import random
 
@@ -354,8 +345,3 @@ def by_random(api: Any, seed: int) -> None:
         source = {key: cut(value, *ends[0]) for key, value in full.items()}
         got = transfer.reshard(source, ends[1], staging_bytes=draw.choice([80, 640, 2**20]))
         assert all(same(got[key], cut(value, *ends[1])) for key, value in full.items())
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_layouts(ranks, seed):
-    ranks(by_random, seed)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import value_of
+from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -43,7 +44,9 @@ def test_a_stage_gets_its_tensors_once_and_passes_them_on(ranks):
     assert [one.bytes_received for one in reports] == [0, NBYTES, NBYTES, NBYTES]
 
 
-def cannot_pack(api: Any, place: int) -> None:
+@pytest.mark.parametrize("place", [0, 3])
+@on_ranks()
+def test_every_rank_hears_of_wants_that_cannot_travel(api: Any, place: int) -> None:
     """A rank whose own list of wants cannot travel."""
     rank = dist.get_rank()
     model = nn.Module()
@@ -65,12 +68,13 @@ def cannot_pack(api: Any, place: int) -> None:
     assert not torch.any(getattr(model, f"w{rank // 2}"))
 
 
+def parameter_of(model: nn.Module, own: int) -> torch.Tensor:
+    return getattr(model, f"w{own}").detach()
+
+
 @pytest.mark.parametrize("place", [0, 3])
-def test_every_rank_hears_of_wants_that_cannot_travel(ranks, place):
-    ranks(cannot_pack, place)
-
-
-def cannot_pack_later(api: Any, place: int) -> None:
+@on_ranks()
+def test_an_error_of_a_later_stage_does_not_say_that_nothing_changed(api: Any, place: int) -> None:
     """The same, when loading code of one stage is about to look: what moved before is written."""
     rank, own = dist.get_rank(), dist.get_rank() // 2
     model = nn.Module()
@@ -98,12 +102,3 @@ def cannot_pack_later(api: Any, place: int) -> None:
         plan.packed = real
     assert "nothing was changed" not in str(caught.value)
     assert torch.all(parameter_of(model, own) == 1)
-
-
-def parameter_of(model: nn.Module, own: int) -> torch.Tensor:
-    return getattr(model, f"w{own}").detach()
-
-
-@pytest.mark.parametrize("place", [0, 3])
-def test_an_error_of_a_later_stage_does_not_say_that_nothing_changed(ranks, place):
-    ranks(cannot_pack_later, place)

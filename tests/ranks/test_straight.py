@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hooked import wrapped
+from pool import on_ranks
 from torch import nn
 
 
@@ -180,7 +181,23 @@ def loads_as_torch(api: Any, model: str, state: str, strict: bool) -> None:
     same(after, theirs.state_dict())
 
 
-def refused(api: Any) -> None:
+class Renaming(nn.parallel.DistributedDataParallel):
+    """A wrapper with a tensor of its own, under the name of one inside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.register_buffer("weight", torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_plain_model_loads_as_torch_loads_it(ranks, model):
+    for state in DICTS:
+        for strict in (True, False):
+            ranks(loads_as_torch, model, state, strict, world=0)
+
+
+@on_ranks(world=0)
+def test_what_does_not_fit_is_refused(api: Any) -> None:
     """What is wrong is refused before a write."""
     names = ["a key too many", "a key too few", "a shape more", "on meta", "sparse", "a number", "none"]
     for name in names:
@@ -191,7 +208,8 @@ def refused(api: Any) -> None:
         same(after, before)
 
 
-def loads_itself(api: Any) -> None:
+@on_ranks(world=0)
+def test_a_model_loads_its_own_tensors(api: Any) -> None:
     """A dict of the model's own tensors, and of views of them, as torch loads it."""
     options = api.StateDictOptions(full_state_dict=True)
     model = nn.Linear(3, 3)
@@ -206,7 +224,9 @@ def loads_itself(api: Any) -> None:
     assert torch.equal(model.weight, before.t())
 
 
-def loads_itself_into_memory_that_cannot_be_written(api: Any, wrapper: str) -> None:
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
+@on_ranks(world=2)
+def test_what_cannot_be_written_loads_itself(api: Any, wrapper: str) -> None:
     """What `get` gives goes back: nothing is written where a tensor is loaded from itself."""
     options = api.StateDictOptions(full_state_dict=True)
     model = nn.Linear(2, 2)
@@ -218,7 +238,9 @@ def loads_itself_into_memory_that_cannot_be_written(api: Any, wrapper: str) -> N
     assert torch.equal(model.wide, torch.ones(4, 3))
 
 
-def keeps_what_another_name_brought(api: Any, is_dict: bool) -> None:
+@pytest.mark.parametrize("is_dict", [True, False])
+@on_ranks(world=0)
+def test_a_tied_tensor_keeps_what_another_name_brought(api: Any, is_dict: bool) -> None:
     model = nn.Module()
     model.p = model.q = nn.Parameter(torch.zeros(2))
     state = {"p": torch.ones(2), "q": model.q.detach()}
@@ -227,7 +249,8 @@ def keeps_what_another_name_brought(api: Any, is_dict: bool) -> None:
     assert torch.equal(model.p, torch.ones(2))
 
 
-def fails_before_the_optimizer(api: Any) -> None:
+@on_ranks(world=0)
+def test_a_copy_that_fails_leaves_the_optimizer(api: Any) -> None:
     """A copy that fails, as only a copy can tell, leaves the optimizer as it was."""
     memory = torch.arange(8.0)
     model = nn.Module()
@@ -249,22 +272,17 @@ def fails_before_the_optimizer(api: Any) -> None:
     assert "model state dict: w: 1 of 2 tensors were written before" in notes[0]
 
 
-class Renaming(nn.parallel.DistributedDataParallel):
-    """A wrapper with a tensor of its own, under the name of one inside."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.register_buffer("weight", torch.zeros(2, 2))
-
-
-def sees_a_key_too_many(api: Any) -> None:
+@on_ranks(world=2)
+def test_a_wrapper_with_a_tensor_of_an_inner_name(api: Any) -> None:
     model = Renaming(nn.Linear(2, 2))
     state = {**nn.Linear(2, 2).state_dict(), "more": torch.ones(1)}
     with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: .*more"):
         api.set_model_state_dict(model, state, options=api.StateDictOptions(full_state_dict=True))
 
 
-def names_of_wrappers_as_keys(api: Any, strict: bool) -> None:
+@pytest.mark.parametrize("strict", [True, False])
+@on_ranks(world=2)
+def test_a_key_with_the_prefix_of_ddp_is_unexpected(api: Any, strict: bool) -> None:
     """A key that DDP's own code would take for another tensor is unexpected."""
     model, state = nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2).state_dict()
     mine = {**state, "module.weight": torch.full((2, 2), 7.0)}
@@ -278,7 +296,8 @@ def names_of_wrappers_as_keys(api: Any, strict: bool) -> None:
     assert torch.equal(model.module.weight, state["weight"])
 
 
-def names_that_end_like_wrappers(api: Any) -> None:
+@on_ranks(world=0)
+def test_names_that_end_like_those_of_wrappers(api: Any) -> None:
     model = nn.Module()
     model.my_fsdp_wrapped_module = nn.Linear(2, 2)
     options = api.StateDictOptions(full_state_dict=True, strict=False)
@@ -286,7 +305,8 @@ def names_that_end_like_wrappers(api: Any) -> None:
     assert keys.missing_keys == ["my_fsdp_wrapped_module.weight", "my_fsdp_wrapped_module.bias"]
 
 
-def reports(api: Any) -> None:
+@on_ranks(world=0)
+def test_what_was_copied_is_reported(api: Any) -> None:
     from torch_dcp_backport import transfer
 
     model = Net()
@@ -294,49 +314,3 @@ def reports(api: Any) -> None:
     report = transfer.last_report()
     assert report is not None
     assert (report.operation, report.tensors) == ("slice", len(model.state_dict()))
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_plain_model_loads_as_torch_loads_it(ranks, model):
-    for state in DICTS:
-        for strict in (True, False):
-            ranks(loads_as_torch, model, state, strict, world=0)
-
-
-def test_what_does_not_fit_is_refused(ranks):
-    ranks(refused, world=0)
-
-
-def test_a_model_loads_its_own_tensors(ranks):
-    ranks(loads_itself, world=0)
-
-
-@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
-def test_what_cannot_be_written_loads_itself(ranks, wrapper):
-    ranks(loads_itself_into_memory_that_cannot_be_written, wrapper, world=2)
-
-
-@pytest.mark.parametrize("is_dict", [True, False])
-def test_a_tied_tensor_keeps_what_another_name_brought(ranks, is_dict):
-    ranks(keeps_what_another_name_brought, is_dict, world=0)
-
-
-def test_a_copy_that_fails_leaves_the_optimizer(ranks):
-    ranks(fails_before_the_optimizer, world=0)
-
-
-def test_a_wrapper_with_a_tensor_of_an_inner_name(ranks):
-    ranks(sees_a_key_too_many, world=2)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_key_with_the_prefix_of_ddp_is_unexpected(ranks, strict):
-    ranks(names_of_wrappers_as_keys, strict, world=2)
-
-
-def test_names_that_end_like_those_of_wrappers(ranks):
-    ranks(names_that_end_like_wrappers, world=0)
-
-
-def test_what_was_copied_is_reported(ranks):
-    ranks(reports, world=0)

@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 import torch.distributed as dist
 from models import build, check_values, full_state
+from pool import on_ranks
 from test_bad_input import error_of
 
 from torch_dcp_backport.transfer.staging import Staging
@@ -56,14 +57,6 @@ def both_at_once(api: Any, second: str) -> tuple[str, str]:
     return refused[0]
 
 
-def one_after_the_other(api: Any) -> None:
-    state = full_state()
-    for _ in range(3):
-        model = build()
-        assert in_thread(lambda: load(api, model, state)) == ("", "")  # noqa: B023
-        check_values(model, state)
-
-
 def test_a_second_transfer_at_the_same_time_is_refused(ranks):
     for second in ("load", "get"):
         for kind, text in ranks(both_at_once, second):
@@ -74,5 +67,10 @@ def test_a_second_transfer_at_the_same_time_is_refused(ranks):
             assert "(cannot load this model state dict)" in text
 
 
-def test_threads_may_take_turns(ranks):
-    ranks(one_after_the_other)
+@on_ranks()
+def test_threads_may_take_turns(api: Any) -> None:
+    state = full_state()
+    for _ in range(3):
+        model = build()
+        assert in_thread(lambda: load(api, model, state)) == ("", "")  # noqa: B023
+        check_values(model, state)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hooked import HOWS, WRAPPERS, Tower, error_of, given, options, unwrapped, whole_state, wrapped
 from models import local_of
+from pool import on_ranks
 from test_bad_input import same_everywhere
 from torch import nn
 
@@ -138,7 +139,9 @@ def model_fails_last(api: Any, how: str) -> str:
     )
 
 
-def loading_code_on_one_rank(api: Any, wrapper: str) -> None:
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks()
+def test_ranks_whose_loading_code_differs_move_the_same_beside_an_optimizer(api: Any, wrapper: str) -> None:
     """Of the model alone, and of one rank's: the optimizers have none."""
     model, optims = trained(wrapper)
     full = api.StateDictOptions(full_state_dict=True)
@@ -159,11 +162,6 @@ def loading_code_on_one_rank(api: Any, wrapper: str) -> None:
     assert same(everything(model, optims), want)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_ranks_whose_loading_code_differs_move_the_same_beside_an_optimizer(ranks, wrapper):
-    ranks(loading_code_on_one_rank, wrapper)
-
-
 class Hooked(nn.Linear):
     """Counts what is alive when it is loaded."""
 
@@ -175,66 +173,6 @@ class Hooked(nn.Linear):
         alive = sum(nbytes for nbytes, _ in meter.live_storages().values())
         type(self).seen.append(alive - type(self).base)
         super()._load_from_state_dict(*args)
-
-
-def one_owner_at_a_time(api: Any, wrapper: str, how: str) -> None:
-    owner = 512 * 512 * 4
-    model = wrapped(nn.Sequential(*(Hooked(512, 512, bias=False) for _ in range(3))), wrapper)
-    state = (
-        {f"{number}.weight": torch.full((512, 512), float(number)) for number in range(3)}
-        if how == "all" or dist.get_rank() == 0
-        else {}
-    )
-    transfer.configure(staging_bytes=256 * 1024)
-    gc.collect()
-    Hooked.seen, Hooked.base = [], sum(nbytes for nbytes, _ in meter.live_storages().values())
-    try:
-        api.set_model_state_dict(model, state, options=options(api, how))
-    finally:
-        transfer.configure()
-    assert len(Hooked.seen) == 3
-    shard = owner // dist.get_world_size() if wrapper == "fsdp2" else owner
-    assert max(Hooked.seen) <= shard + 300 * 1024, Hooked.seen
-    for key, value in whole_state(model).items():
-        assert (value == int(key[0])).all()
-
-
-def made_on_the_host(api: Any, offload: str) -> None:
-    """Shards from meta are never made on the accelerator first, where they live on the host."""
-    try:
-        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-    except ImportError:
-        from torch.distributed._composable.fsdp import CPUOffloadPolicy, fully_shard
-    with torch.device("meta"):
-        model = Tower()
-    more = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload == "policy" else {}
-    model = fully_shard(model, **more) or model
-    info = verify_options(
-        model,
-        (),
-        False,
-        options=StateDictOptions(
-            full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload == "option"
-        ),
-    )
-    state = dict(Tower().state_dict())
-    source = Source(state if dist.get_rank() == 0 else {})
-    planner = model_planner(outline_of(model, info), source, [])
-    asked: list[str] = []
-    real = compat.current_device
-
-    def accelerator(kind: str) -> torch.device:
-        asked.append(kind)
-        return torch.device("meta")
-
-    compat.current_device = accelerator  # type: ignore[assignment]
-    try:
-        plan = planner.plan(source.inventory() if dist.get_rank() == 0 else inventory_of(state), ())
-    finally:
-        compat.current_device = real
-    devices = {destination.device.type for destination in plan.destinations.values()}
-    assert devices == ({"meta"} if offload == "no" else {"cpu"}), devices
-    assert bool(asked) == (offload == "no")
 
 
 def inventory_of(state: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -281,10 +219,64 @@ def test_the_error_says_what_was_written(ranks, how):
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_loading_code_costs_one_owner_at_a_time(ranks, wrapper, how):
-    ranks(one_owner_at_a_time, wrapper, how, world=2)
+@on_ranks(world=2)
+def test_loading_code_costs_one_owner_at_a_time(api: Any, wrapper: str, how: str) -> None:
+    owner = 512 * 512 * 4
+    model = wrapped(nn.Sequential(*(Hooked(512, 512, bias=False) for _ in range(3))), wrapper)
+    state = (
+        {f"{number}.weight": torch.full((512, 512), float(number)) for number in range(3)}
+        if how == "all" or dist.get_rank() == 0
+        else {}
+    )
+    transfer.configure(staging_bytes=256 * 1024)
+    gc.collect()
+    Hooked.seen, Hooked.base = [], sum(nbytes for nbytes, _ in meter.live_storages().values())
+    try:
+        api.set_model_state_dict(model, state, options=options(api, how))
+    finally:
+        transfer.configure()
+    assert len(Hooked.seen) == 3
+    shard = owner // dist.get_world_size() if wrapper == "fsdp2" else owner
+    assert max(Hooked.seen) <= shard + 300 * 1024, Hooked.seen
+    for key, value in whole_state(model).items():
+        assert (value == int(key[0])).all()
 
 
 @pytest.mark.parametrize("offload", ["no", "option", "policy"])
-def test_what_lives_on_the_host_is_made_there(ranks, offload):
-    ranks(made_on_the_host, offload)
+@on_ranks()
+def test_what_lives_on_the_host_is_made_there(api: Any, offload: str) -> None:
+    """Shards from meta are never made on the accelerator first, where they live on the host."""
+    try:
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+    except ImportError:
+        from torch.distributed._composable.fsdp import CPUOffloadPolicy, fully_shard
+    with torch.device("meta"):
+        model = Tower()
+    more = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload == "policy" else {}
+    model = fully_shard(model, **more) or model
+    info = verify_options(
+        model,
+        (),
+        False,
+        options=StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload == "option"
+        ),
+    )
+    state = dict(Tower().state_dict())
+    source = Source(state if dist.get_rank() == 0 else {})
+    planner = model_planner(outline_of(model, info), source, [])
+    asked: list[str] = []
+    real = compat.current_device
+
+    def accelerator(kind: str) -> torch.device:
+        asked.append(kind)
+        return torch.device("meta")
+
+    compat.current_device = accelerator  # type: ignore[assignment]
+    try:
+        plan = planner.plan(source.inventory() if dist.get_rank() == 0 else inventory_of(state), ())
+    finally:
+        compat.current_device = real
+    devices = {destination.device.type for destination in plan.destinations.values()}
+    assert devices == ({"meta"} if offload == "no" else {"cpu"}), devices
+    assert bool(asked) == (offload == "no")

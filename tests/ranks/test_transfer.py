@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import build, full_state, fully_shard, value_of
+from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -304,7 +305,8 @@ def test_what_shrinks_is_cast_before_it_travels(ranks):
         assert report.bytes_received == (0 if rank == 0 else whole * 2)
 
 
-def backwards_mesh(api: Any) -> None:
+@on_ranks()
+def test_a_source_that_is_not_the_first_of_its_replicas(api: Any) -> None:
     """The source is the last of the replicas: it takes part in passing on what it sent."""
     mesh = DeviceMesh("cpu", [[3, 2], [1, 0]])
     value = value_of("w", (8, 6), torch.float32)
@@ -319,11 +321,8 @@ def backwards_mesh(api: Any) -> None:
     assert torch.equal(model.w.to_local(), value.chunk(2)[0 if dist.get_rank() in (3, 1) else 1])
 
 
-def test_a_source_that_is_not_the_first_of_its_replicas(ranks):
-    ranks(backwards_mesh)
-
-
-def late_head(api: Any) -> None:
+@on_ranks()
+def test_a_source_whose_box_goes_to_another_rank_late(api: Any) -> None:
     """The source's own head comes after another one, and there are buffers for two chunks only."""
     from torch_dcp_backport.transfer import chunks
 
@@ -342,11 +341,9 @@ def late_head(api: Any) -> None:
     assert torch.equal(model.w.to_local(), value.chunk(2)[0 if dist.get_rank() in (1, 2) else 1])
 
 
-def test_a_source_whose_box_goes_to_another_rank_late(ranks):
-    ranks(late_head)
-
-
-def source_off_the_mesh(api: Any, broadcast: bool) -> None:
+@pytest.mark.parametrize("broadcast", [True, False])
+@on_ranks()
+def test_a_source_that_is_not_on_the_mesh(api: Any, broadcast: bool) -> None:
     mesh = DeviceMesh("cpu", [1, 2, 3])
     value = value_of("w", (9, 4), torch.float32)
     model = nn.Module()
@@ -358,12 +355,8 @@ def source_off_the_mesh(api: Any, broadcast: bool) -> None:
         assert torch.equal(model.w.to_local(), value.chunk(3)[rank - 1])
 
 
-@pytest.mark.parametrize("broadcast", [True, False])
-def test_a_source_that_is_not_on_the_mesh(ranks, broadcast):
-    ranks(source_off_the_mesh, broadcast)
-
-
-def unpicklable(api: Any) -> None:
+@on_ranks()
+def test_a_value_that_cannot_travel_is_an_error_on_every_rank(api: Any) -> None:
     model = build()
     optim = torch.optim.Adam(model.parameters())
     options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -376,11 +369,9 @@ def unpicklable(api: Any) -> None:
         api.set_optimizer_state_dict(model, optim, state, options=options)
 
 
-def test_a_value_that_cannot_travel_is_an_error_on_every_rank(ranks):
-    ranks(unpicklable)
-
-
-def freed_at_once(api: Any, optimizer: bool) -> None:
+@pytest.mark.parametrize("optimizer", [False, True])
+@on_ranks()
+def test_what_was_loaded_is_freed_without_the_garbage_collector(api: Any, optimizer: bool) -> None:
     """Without the garbage collector."""
     gc.collect()
     gc.disable()
@@ -416,23 +407,16 @@ def freed_at_once(api: Any, optimizer: bool) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("optimizer", [False, True])
-def test_what_was_loaded_is_freed_without_the_garbage_collector(ranks, optimizer):
-    ranks(freed_at_once, optimizer)
-
-
-def device_types(api: Any) -> None:
+@on_ranks()
+def test_buffers_of_a_gloo_group_are_on_the_host(api: Any) -> None:
     """gloo is registered for accelerators too, but sends nothing that is on one."""
 
     assert groups.device_types(None) == ["cpu"]
     assert groups.comm_device_type(None, "cuda") == "cpu"
 
 
-def test_buffers_of_a_gloo_group_are_on_the_host(ranks):
-    ranks(device_types)
-
-
-def through_a_mirror(api: Any) -> None:
+@on_ranks()
+def test_host_tensors_reach_an_accelerator_through_one_buffer(api: Any) -> None:
     """As on an accelerator, where everything on the host passes through pinned memory."""
     from torch_dcp_backport.transfer.staging import Staging
 
@@ -445,10 +429,6 @@ def through_a_mirror(api: Any) -> None:
         gather_from(api, "hsdp", 6 * 1024, None)
     finally:
         Staging.crosses, Staging.may_cross = crosses, may_cross
-
-
-def test_host_tensors_reach_an_accelerator_through_one_buffer(ranks):
-    ranks(through_a_mirror)
 
 
 def failing_callback(api: Any) -> int:

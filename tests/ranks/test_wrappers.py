@@ -10,6 +10,7 @@ import torch.distributed as dist
 from conftest import two_dim_support
 from models import fully_shard, value_of
 from packaging.version import Version
+from pool import on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -55,16 +56,6 @@ def load_and_get(api: Any, model: nn.Module, how: str) -> None:
     assert set(kept) == (set(state) if dist.get_rank() == 0 else set())
 
 
-def with_fsdp1(api: Any, use_orig_params: bool, how: str) -> None:
-    """Read back through FSDP1 itself: its full get frees live storage on the CPU, with or without us."""
-    model, state = fsdp1(use_orig_params), state_of_net()
-    mine = dict(state) if how == "all" or dist.get_rank() == 0 else {}
-    api.set_model_state_dict(model, mine, options=full(api, how))
-    with FSDP1.summon_full_params(model):
-        for key, param in model.named_parameters():
-            assert torch.equal(param, state[key.replace("_fsdp_wrapped_module.", "")]), key
-
-
 def optimizer_of_fsdp1(api: Any, use_orig_params: bool) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = fsdp1(use_orig_params)
@@ -103,32 +94,17 @@ def tensor_parallel(api: Any, how: str, device: str, fsdp: bool) -> None:
     load_and_get(api, model, how)
 
 
-def after_forward(api: Any) -> None:
-    """A forward pass alone (evaluation, generation) leaves the root's parameters whole."""
-    model = Net()
-    fully_shard(model)
-    with torch.no_grad():
-        model(torch.ones(2, 8))
-    assert not any(hasattr(param, "_local_tensor") for param in model.parameters())
-    load_and_get(api, model, "rank0")
-    optim = torch.optim.AdamW(model.parameters())
-    model.unshard()
-    saved = api.get_optimizer_state_dict(model, optim, options=full(api, "all"))
-    assert set(saved["state"]) == set(state_of_net())
-
-
-def checkpointed(api: Any, how: str) -> None:
-    model = Net()
-    model.up = checkpoint_wrapper(model.up)
-    fully_shard(model.up)
-    fully_shard(model)
-    load_and_get(api, model, how)
-
-
 @pytest.mark.parametrize("how", ["rank0", "all"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_fsdp1(ranks, use_orig_params, how):
-    ranks(with_fsdp1, use_orig_params, how, world=2)
+@on_ranks(world=2)
+def test_fsdp1(api: Any, use_orig_params: bool, how: str) -> None:
+    """Read back through FSDP1 itself: its full get frees live storage on the CPU, with or without us."""
+    model, state = fsdp1(use_orig_params), state_of_net()
+    mine = dict(state) if how == "all" or dist.get_rank() == 0 else {}
+    api.set_model_state_dict(model, mine, options=full(api, how))
+    with FSDP1.summon_full_params(model):
+        for key, param in model.named_parameters():
+            assert torch.equal(param, state[key.replace("_fsdp_wrapped_module.", "")]), key
 
 
 def test_fsdp1_optimizer(ranks):
@@ -152,10 +128,26 @@ def test_fsdp2_over_tensor_parallel(ranks, how, device):
 @pytest.mark.skipif(
     Version(torch.__version__).release < (2, 7), reason="FSDP2 cannot run on the CPU before torch 2.7"
 )
-def test_load_after_a_forward_pass(ranks):
-    ranks(after_forward)
+@on_ranks()
+def test_load_after_a_forward_pass(api: Any) -> None:
+    """A forward pass alone (evaluation, generation) leaves the root's parameters whole."""
+    model = Net()
+    fully_shard(model)
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    assert not any(hasattr(param, "_local_tensor") for param in model.parameters())
+    load_and_get(api, model, "rank0")
+    optim = torch.optim.AdamW(model.parameters())
+    model.unshard()
+    saved = api.get_optimizer_state_dict(model, optim, options=full(api, "all"))
+    assert set(saved["state"]) == set(state_of_net())
 
 
 @pytest.mark.parametrize("how", ["rank0", "all"])
-def test_activation_checkpointing(ranks, how):
-    ranks(checkpointed, how)
+@on_ranks()
+def test_activation_checkpointing(api: Any, how: str) -> None:
+    model = Net()
+    model.up = checkpoint_wrapper(model.up)
+    fully_shard(model.up)
+    fully_shard(model)
+    load_and_get(api, model, how)
