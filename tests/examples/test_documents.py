@@ -93,3 +93,17 @@ def test_the_readme_is_short_and_begins_with_the_symptom() -> None:
     headings = [line for line in lines if line.startswith("## ")]
     first = ["Install", "Use", "See that it took", "What it does not do", "Measured"]
     assert headings[:5] == [f"## {name}" for name in first]
+
+
+def test_files_and_functions_that_internals_name_are_there() -> None:
+    package, tests = ROOT / "torch_dcp_backport", ROOT / "tests"
+    page = (ROOT / "docs" / "internals.md").read_text()
+    absent = []
+    for path, name in re.findall(r"`([\w/.]+\.(?:py|md))(?:::(\w+))?", page.replace("`f.py::name`", "")):
+        files = [folder / path for folder in (ROOT, package) if (folder / path).is_file()]
+        if not files and "/" not in path:
+            files = [*package.rglob(path), *tests.rglob(path)]
+        pattern = rf"^\s*(?:def|class) {name}\b|^{name}\b"
+        if not any(not name or re.search(pattern, file.read_text(), re.MULTILINE) for file in files):
+            absent.append(f"{path}::{name}")
+    assert absent == []
