@@ -71,7 +71,7 @@ class Table(NamedTuple):
     wants: Mapping[Key, Want]
     #: Global ranks.
     ranks: tuple[int, ...]
-    #: As in their terms.
+    #: Whether these ranks pass tensors on to their replicas; the same as in their `Terms`.
     relays: bool = False
     note: Any = None
 
