@@ -29,7 +29,21 @@ NO_TERMS = Terms()
 
 
 class Call:
-    """A context: the calling thread alone transfers in the groups meanwhile."""
+    """One collective call; as a context, it keeps the groups for the transfers of the calling thread.
+
+    Example:
+        Within a process group:
+
+        >>> from torch_dcp_backport.transfer import Call
+        >>> with Call("cannot load", "scatter") as call:
+        ...     with call.guard("w"):
+        ...         raise ValueError("no such file")
+        ...     call.agree({})
+        Traceback (most recent call last):
+            ...
+        RuntimeError: cannot load: 1 problem(s), nothing was changed.
+          rank 0: ValueError: no such file: w
+    """
 
     def __init__(
         self,
@@ -41,11 +55,14 @@ class Call:
         """Begin a call without any agreement.
 
         Args:
-            title: first words of every error.
-            operation: the report's.
+            title: the first words of every error.
+            operation: the operation of the report.
             groups: one process group, or those of a mesh's dimensions where only agreements are needed; none
-                where no other rank takes part.
-            problems: of this rank, so far; the list is used as it is.
+                where no other rank takes part. None in it is the default group.
+            problems: this rank's problems so far; the list is used as it is.
+
+        Raises:
+            ValueError: this rank is not in a group.
         """
         outside: Any = dist.GroupMember.NON_GROUP_MEMBER
         if any(group is outside for group in groups):
@@ -65,16 +82,17 @@ class Call:
 
     @property
     def group(self) -> Group:
+        """The first process group."""
         return self.groups[0]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks of the group."""
+        """The global ranks of the group."""
         return group_ranks(self.group)
 
     @property
     def findings(self) -> list[Finding]:
-        """This rank's problems, as the other ranks need them."""
+        """This rank's problems, each with the rank: the form in which the other ranks get them."""
         return [(self.rank, problem) for problem in self.problems]
 
     def __enter__(self) -> Call:
@@ -99,7 +117,11 @@ class Call:
 
     @contextlib.contextmanager
     def guard(self, key: Key = "") -> Iterator[None]:
-        """Turn an exception into a problem, of a key: the other ranks wait in the agreement."""
+        """Turn an exception into a problem: the other ranks wait in the agreement.
+
+        Args:
+            key: the key of the tensor that the code in the context is about.
+        """
         try:
             yield
         except Exception as error:
@@ -108,7 +130,11 @@ class Call:
 
     @contextlib.contextmanager
     def room_for(self, what: str) -> Iterator[None]:
-        """Turn a lack of memory into a problem: the other ranks wait where all have theirs."""
+        """Turn a lack of memory into a problem: the other ranks wait where all have theirs.
+
+        Args:
+            what: what is allocated in the context, for the problem.
+        """
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -126,9 +152,12 @@ class Call:
     # --- what the ranks tell each other ---
 
     def publish(self, inventory: Optional[Mapping[Key, object]]) -> dict[Key, Any]:
-        """The first rank's inventory (key -> TensorInfo, or a small value itself), on every rank.
+        """Return the first rank's inventory, on every rank. Collective.
 
         The problems of other ranks are raised by `agree`, which every rank must call next.
+
+        Args:
+            inventory: on the first rank, key -> `TensorInfo`, or a small value itself; None on the others.
 
         Raises:
             RuntimeError: the first rank has problems; on every rank.
@@ -144,17 +173,20 @@ class Call:
         staging_bytes: Optional[int] = None,
         so_far: str = UNCHANGED,
     ) -> Agreement:
-        """Raise every rank's problems on every rank, or learn what every rank wants.
+        """Raise every rank's problems on every rank, or return what every rank wants. Collective.
 
-        One small message from and to each rank where nothing is wrong and all want the same.
+        Where nothing is wrong and all want the same, it takes one small message from and to each rank.
 
         Args:
-            staging_bytes: this rank's budget; None is that of the settings.
+            wants: key -> this rank's want.
+            terms: this rank's part in the agreement besides its wants, such as its device type.
+            staging_bytes: this rank's budget in bytes; None is that of the settings.
             so_far: what an error says of what was written.
 
         Raises:
             RuntimeError: some rank has problems; the same message on every rank.
-            ValueError: nothing is wrong but some rank's budget; on every rank too.
+            ValueError: nothing is wrong but some rank's budget; on every rank as well.
+            TransferError: a rank is gone, or the group's timeout is over.
         """
         with self.tally.phase("agree"):
             budget, findings = settings.DEFAULT, self.findings
@@ -176,7 +208,12 @@ class Call:
         return Agreement(tables, common.staging_bytes, device)
 
     def compare(self, mark: Mark, findings: Sequence[Finding], so_far: str = UNCHANGED) -> Mark:
-        """The common mark of all ranks.
+        """Return the common mark of all ranks. Collective.
+
+        Args:
+            mark: this rank's mark; `troubled` where it has findings.
+            findings: this rank's problems, with the rank.
+            so_far: what an error says of what was written.
 
         Raises:
             RuntimeError: some rank has findings; on every rank.
@@ -192,7 +229,10 @@ class Call:
         return common
 
     def agree_on_problems(self, user_code: bool = False) -> None:
-        """Raise the problems of all ranks of all groups, where nothing travels.
+        """Raise the problems of all ranks of all groups, where nothing travels. Collective.
+
+        Args:
+            user_code: whether code outside torch takes part in what this rank does next.
 
         Raises:
             RuntimeError: some rank has problems.
@@ -201,7 +241,12 @@ class Call:
         raise_together(self.title, findings, self.cause)
 
     def tell(self, error: Exception, so_far: Callable[[], str]) -> None:
-        """Tell the other ranks, in the last agreement, that user code failed on this one."""
+        """Tell the other ranks, in the last agreement, that user code failed on this one.
+
+        Args:
+            error: the exception; it gets a note that says what was written.
+            so_far: returns the text of what was written on this rank.
+        """
         if not self.user_code or not self.groups or self.is_settled:
             return
         problem = problem_of(error)
@@ -212,10 +257,13 @@ class Call:
         compat.add_note(error, so_far())
 
     def settle(self, so_far: Callable[[], str]) -> None:
-        """The last agreement, where user code took part on any rank.
+        """Hold the last agreement, where user code took part on any rank. Collective.
+
+        Args:
+            so_far: returns the text of what was written on this rank.
 
         Raises:
-            RuntimeError: it failed on another rank; says what was written on this one.
+            RuntimeError: user code failed on another rank; says what was written on this one.
         """
         if self.user_code and self.groups:
             findings, _ = agree_on_mesh([], self.groups, so_far=so_far())
