@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import torch_dcp_backport
 
-ROOMS = ("state_dict", "transfer", "dist_checkpointing")
+ROOMS = ("state_dict", "transfer", "dist_checkpointing", "checkpoint")
 
 PACKAGE = torch_dcp_backport.__name__
 ROOT = Path(torch_dcp_backport.__file__).parent
