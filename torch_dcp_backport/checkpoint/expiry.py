@@ -27,8 +27,22 @@ def should_save_ckpt_esi(
 ) -> bool:
     """Return whether the reservation of these machines ends before the next step and a save would.
 
-    Args are in seconds. False without a reservation, and after its end (verl's says True for ever on
-    SageMaker). By this machine's clock: pass the result to `SaveSignals.should_save`, for all ranks to agree.
+    The end is that of Volcano Engine or SageMaker, in an environment variable. Return False without a
+    reservation, and after its end (verl's says True for ever on SageMaker). The answer goes by this machine's
+    clock: pass it to `SaveSignals.should_save`, for all ranks to agree.
+
+    Args:
+        max_steps_duration: seconds of the longest step.
+        save_ckpt_duration: seconds of a save.
+        redundant_time: seconds to spare.
+
+    Example:
+        >>> import os, time
+        >>> from torch_dcp_backport.checkpoint import should_save_ckpt_esi
+        >>> os.environ["SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"] = str(time.time() + 300)
+        >>> should_save_ckpt_esi(100), should_save_ckpt_esi(280)
+        (False, True)
+        >>> del os.environ["SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"]
     """
     needed = max_steps_duration + save_ckpt_duration + redundant_time
     for name in EXPIRY:
@@ -39,7 +53,20 @@ def should_save_ckpt_esi(
 
 
 class SaveSignals:
-    """A context that records SIGTERM and SIGUSR1 until all ranks ask; former handlers are called, too."""
+    """A context that records SIGTERM and SIGUSR1 until all ranks ask; former handlers are called as well.
+
+    Args:
+        signals: the signals that are recorded.
+        process_group: the ranks that ask together; None is the default group.
+
+    Example:
+        >>> import signal
+        >>> from torch_dcp_backport.checkpoint import SaveSignals
+        >>> with SaveSignals([signal.SIGUSR1]) as signals:
+        ...     signal.raise_signal(signal.SIGUSR1)
+        ...     print(signals.should_save(), signals.should_save())
+        True False
+    """
 
     def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, process_group: Group = None) -> None:
         self.process_group = process_group
@@ -66,9 +93,12 @@ class SaveSignals:
             former(number, frame)
 
     def should_save(self, expires: bool = False) -> bool:
-        """Return whether any rank got a signal since the last call, or passes `expires`; the same on all.
+        """Return whether any rank got a signal since the last call, or passes `expires`. Collective.
 
-        Collective.
+        The answer is the same on every rank.
+
+        Args:
+            expires: whether this rank has another reason to save, such as `should_save_ckpt_esi`.
         """
         with begin("cannot agree on a save", "save", self.process_group) as call:
             received, self._received = self._received, False

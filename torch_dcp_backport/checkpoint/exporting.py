@@ -81,15 +81,30 @@ def export_checkpoint(
             takes those of the checkpoint.
         how: dtype, size of files, whether an older model is replaced; None is `Export()`.
         trust: read the files of verl's own manager, which runs code that is in them.
-        adapter: of a model with a LoRA of peft: "merge" writes the merged model, "alone" the adapter in
+        adapter: for a model with a LoRA of peft: "merge" writes the merged model, "alone" the adapter in
             peft's own format.
         adapter_config: a folder, or a mapping, with the adapter's configuration, where the checkpoint has
             none.
-        adapter_name: of several adapters the one that is written; None is the only one.
+        adapter_name: the name of the adapter that is written, where there are several; None is the only one.
+
+    Returns:
+        The record of what was written.
 
     Raises:
         CheckpointingException: the checkpoint is damaged or has no model, the names are not those of the
             class in config.json, an adapter cannot be merged, the target holds a model, ...
+
+    Example:
+        >>> import json, os, pathlib, torch
+        >>> from torch_dcp_backport.checkpoint import FSDPCheckpointManager, export_checkpoint
+        >>> contents = {"save_contents": ["model"]}
+        >>> manager = FSDPCheckpointManager(torch.nn.Linear(2, 3), checkpoint_config=contents)
+        >>> manager.save_checkpoint("run/global_step_1", global_step=1)
+        >>> os.mkdir("like")
+        >>> _ = pathlib.Path("like/config.json").write_text(json.dumps({"model_type": "linear"}))
+        >>> saved = export_checkpoint("run/global_step_1", "model", like="like")
+        >>> sorted(os.listdir("model"))
+        ['config.json', 'model.safetensors']
     """
     try:
         with Call(CANNOT_EXPORT, "collect", ()) as call:

@@ -87,6 +87,19 @@ class FSDPCheckpointManager(ShardedManager):
 
     Model and optimizer form a sharded checkpoint of `dist_checkpointing`. Scheduler and step are those of
     the first rank; each rank has its own random states.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.checkpoint import FSDPCheckpointManager
+        >>> model = torch.nn.Linear(2, 3)
+        >>> manager = FSDPCheckpointManager(model, torch.optim.AdamW(model.parameters()))
+        >>> manager.save_checkpoint("run/global_step_1", global_step=1)
+        >>> with torch.no_grad():
+        ...     saved = model.weight.clone()
+        ...     _ = model.weight.zero_()
+        >>> manager.load_checkpoint("run/global_step_1")
+        >>> torch.equal(model.weight, saved)
+        True
     """
 
     def __init__(
@@ -164,6 +177,10 @@ class FSDPCheckpointManager(ShardedManager):
     def write_hf_model(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the weights that `from_pretrained` opens, and an adapter also alone. Collective.
 
+        Args:
+            folder: the folder of the checkpoint.
+            tensors: name -> tensor of the model, plain or a DTensor.
+
         Raises:
             CheckpointingException, RuntimeError: it cannot be written; on every rank.
             TransferError: a rank is gone, or the group's timeout is over.
@@ -196,6 +213,9 @@ class FSDPCheckpointManager(ShardedManager):
     def adapter_of(self, tensors: Iterable[str]) -> Optional[Adapter]:
         """Return the adapter that is merged into "hf_model"; None for a model that peft does not wrap.
 
+        Args:
+            tensors: the names of the model's tensors.
+
         Raises:
             RuntimeError: several adapters are active, or none.
         """
@@ -218,6 +238,9 @@ class FSDPCheckpointManager(ShardedManager):
     def active_adapter(self, configs: Mapping[str, Any]) -> str:
         """Return the name of the adapter that is merged.
 
+        Args:
+            configs: name -> configuration of each adapter.
+
         Raises:
             RuntimeError: several are active, or none.
         """
@@ -234,7 +257,11 @@ class FSDPCheckpointManager(ShardedManager):
         return names[0]
 
     def write_configuration(self, folder: Path) -> None:
-        """Write the files that `from_pretrained` needs beside weights, as far as model and tokenizer can."""
+        """Write the files that `from_pretrained` needs beside weights, as far as model and tokenizer can.
+
+        Args:
+            folder: the folder for them, within the checkpoint.
+        """
         with beside.told("the configuration of the model and its tokenizer"):
             model = base_of(self.unwrapped)
             generates = getattr(model, "can_generate", None)
@@ -299,7 +326,11 @@ class FSDPCheckpointManager(ShardedManager):
             self.load_rng_state(loaded[extra.RNG][0])
 
     def verl_world(self, folder: Path) -> int:
-        """Return the number of ranks of verl's own manager that saved a folder; 0 where ours did."""
+        """Return the number of ranks of verl's own manager that saved a folder; 0 where ours did. Collective.
+
+        Args:
+            folder: the folder of the checkpoint.
+        """
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             with at_first(call, Topic("looking who saved it"), common={"folder": str(folder)}) as meeting:
                 if meeting.decides:
@@ -337,7 +368,16 @@ class FSDPCheckpointManager(ShardedManager):
         return parts
 
     def read_verl(self, folder: Path, saved_world: int) -> None:
-        """Load a checkpoint of verl's own manager."""
+        """Load a checkpoint of verl's own manager. Collective.
+
+        Args:
+            folder: the folder of the checkpoint.
+            saved_world: the number of ranks that saved it.
+
+        Raises:
+            CheckpointingException: without `trust`; files that do not fit the model; another number of
+                ranks, if more than the model is loaded.
+        """
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             made = call.attempt(self.verl_parts, call, folder, saved_world, key=str(folder))
             common = {"load_contents": ", ".join(self.checkpoint_load_contents)}
@@ -355,7 +395,12 @@ class FSDPCheckpointManager(ShardedManager):
                 self.load_rng_state(verl.rng_state_of(others["rng"]))
 
     def halves(self, has_model: bool, has_optimizer: bool) -> dict[str, Any]:
-        """Return the state dicts of the model and of its optimizers, with DTensors."""
+        """Return the state dicts of the model and of its optimizers, with DTensors.
+
+        Args:
+            has_model: return the model's.
+            has_optimizer: return the optimizers'.
+        """
         if not (has_model or has_optimizer):
             return {}
         state = state_of(self.model, self.optimizers if has_optimizer else ())
@@ -363,10 +408,19 @@ class FSDPCheckpointManager(ShardedManager):
         return {key: part for key, part in state.items() if wanted[key]}
 
     def viewed(self, halves: dict[str, Any]) -> dict[str, Any]:
-        """Return the state dicts with plain tensors and DTensors only, of the same memory."""
+        """Return the state dicts with plain tensors and DTensors only, of the same memory.
+
+        Args:
+            halves: the result of `halves`.
+        """
         return flat.as_dtensors(halves, self.model)
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Load the state dicts into the model and its optimizers.
+
+        Args:
+            state: the state dicts, as `halves` returns them.
+        """
         if MODEL in state and OPTIMIZER in state:
             set_state_dict(
                 self.model,

@@ -42,6 +42,8 @@ LORA = "lora_train_meta.json"
 
 
 class OrchestrationMode(Enum):
+    """The process model of a training, as verl names it; only SPMD is supported."""
+
     SPMD = 0
     RAY = 1
 
@@ -61,7 +63,21 @@ class Steps(NamedTuple):
 
 
 class CheckpointHandler:
-    """Saves steps so that the newest good step is never lost, and resumes from it."""
+    """A handler that saves steps so that the newest good step is never lost, and resumes from it.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager
+        >>> model = torch.nn.Linear(2, 3)
+        >>> manager = FSDPCheckpointManager(model, torch.optim.AdamW(model.parameters()))
+        >>> handler = CheckpointHandler(manager, default_local_dir="run", max_ckpt_to_keep=2)
+        >>> handler.load_checkpoint()  # there is none yet
+        0
+        >>> handler.save_checkpoint(step=10).name
+        'global_step_10'
+        >>> handler.load_checkpoint()
+        10
+    """
 
     def __init__(
         self,
@@ -96,6 +112,8 @@ class CheckpointHandler:
                 good step.
             resume_mode: "disable" starts at step 0; "auto" takes the newest good step, or where there is none
                 yet `resume_from_path`; "resume_path" takes `resume_from_path` and no other.
+            resume_from_path: the folder of a step, with global_step_N in its path.
+            mode: only `OrchestrationMode.SPMD` is supported.
             lora_train_meta: written to lora_train_meta.json, for verl's tools.
             on_data: what to do where the states of data loaders do not fit the ranks of today: "error", or
                 "restart" the data.
@@ -108,6 +126,7 @@ class CheckpointHandler:
                 the save refuses them. For the rest see the manager's.
             on_upload: the outcome of a failed upload at the next save or `finish`: "raise", an error on every
                 rank, or "warn".
+            process_group: the ranks that save and load together; None is the default group.
 
         Raises:
             ValueError: an option is unknown, or not supported yet.
@@ -156,9 +175,12 @@ class CheckpointHandler:
     def save_checkpoint(self, step: int) -> Path:
         """Save a step; with a manager's `async_save`, begin to. Collective.
 
+        Args:
+            step: the number of the step, from which the folder's name is made; the same on every rank.
+
         Returns:
-            Its folder, which is complete; with `async_save` only after `finish`, with which the next save
-            begins.
+            The step's folder, which is complete. With `async_save` it is complete only after `finish`, with
+            which the next save begins.
 
         Raises:
             CheckpointingException: the same on every rank; the steps saved before are as they were. With
@@ -207,15 +229,33 @@ class CheckpointHandler:
         return is_published
 
     def upload(self, folder: Path) -> None:
-        """Upload a step, if the handler has a store. Runs on the first rank."""
+        """Upload a step in the background, if the handler has a store. Runs on the first rank.
+
+        Args:
+            folder: the step's folder.
+        """
         if self._remote is not None:
             self._uploads.add(folder, self._remote.below(folder.name).url)
 
     def is_uploaded(self, folder: Path) -> bool:
+        """Return whether a step is in the handler's store; True without a store.
+
+        Args:
+            folder: the step's folder.
+        """
         # It may have been uploaded to another store.
         return self._remote is None or store.uploaded_to(folder) == self._remote.below(folder.name).url
 
     def write(self, draft: Path, step: int) -> None:
+        """Write a step's parts into a folder. Collective.
+
+        Args:
+            draft: the folder, which is not published yet.
+            step: the number of the step.
+
+        Raises:
+            CheckpointingException: the data loader's state would not load again without `trust`.
+        """
         self.engine.save_checkpoint(local_path=str(draft), global_step=step, max_ckpt_to_keep=None)
         rank = dist.get_rank(self.process_group) if dist.is_initialized() else 0
         if self.lora_train_meta is not None and rank == 0:
@@ -301,7 +341,14 @@ class CheckpointHandler:
             return meeting.result, call.is_first
 
     def bring(self, tried: set[int]) -> Brought:
-        """Bring the newest step of the store that was not tried yet. Collective."""
+        """Bring the newest step of the store that was not tried yet. Collective.
+
+        Args:
+            tried: the steps that could not be loaded.
+
+        Returns:
+            The number of the step, None where there is none; and why others were not brought.
+        """
         place = self._remote
         if place is None or self.resume_mode != "auto":
             return Brought(None, [])
@@ -310,6 +357,15 @@ class CheckpointHandler:
             return together.waited_for(call, Topic("bringing a step from the store"), bring)
 
     def load_step(self, path: Path, is_ours: bool) -> None:
+        """Load a step. Collective.
+
+        Args:
+            path: the step's folder.
+            is_ours: whether it has a manifest, by which its files are verified.
+
+        Raises:
+            CheckpointingException: it could not be loaded; the same on every rank.
+        """
         is_verified = self.verify and is_ours
         together.read_folder(path, self.read, is_verified=is_verified, group=self.process_group)
 
@@ -341,6 +397,11 @@ class CheckpointHandler:
         return Steps(good, faults, store.tracked(root), others)
 
     def read(self, folder: Path) -> None:
+        """Load the parts of a step from a folder. Collective.
+
+        Args:
+            folder: the step's folder, or a copy of it.
+        """
         states = None
         if has_state(self.train_dataloader):
             # Before anything is loaded: an error here must not leave a loaded model.
@@ -392,8 +453,16 @@ def some(texts: Sequence[str]) -> str:
 def extract_step(path: Folder) -> int:
     """Return the step in a path's global_step_N.
 
+    Args:
+        path: a path; the last of its parts that is such a name counts.
+
     Raises:
         CheckpointingException: the path has none.
+
+    Example:
+        >>> from torch_dcp_backport.checkpoint import extract_step
+        >>> extract_step("run/global_step_40/actor")
+        40
     """
     for part in reversed(Path(path).parts):
         match = store.STEP.fullmatch(part)
@@ -403,4 +472,14 @@ def extract_step(path: Folder) -> int:
 
 
 def get_checkpoint_tracker_filename(root_path: Folder) -> str:
+    """Return the path of the file that names the newest step of a root.
+
+    Args:
+        root_path: the root of the steps.
+
+    Example:
+        >>> from torch_dcp_backport.checkpoint import get_checkpoint_tracker_filename
+        >>> get_checkpoint_tracker_filename("run")
+        'run/latest_checkpointed_iteration.txt'
+    """
     return str(Path(root_path) / store.TRACKER)

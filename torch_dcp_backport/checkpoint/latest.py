@@ -54,10 +54,25 @@ def find_latest_ckpt_path(
 
     Args:
         path: the root of the steps; None is no root.
+        directory_format: the names of the steps' folders; only the default is known.
         verify: read every file of a step, and compare its checksum; else files are compared by size alone.
 
+    Returns:
+        The path of the step's folder.
+
     Raises:
+        ValueError: another `directory_format`.
         CheckpointingException: there are steps, and none is good; verl's returns None, and training restarts.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager
+        >>> from torch_dcp_backport.checkpoint import find_latest_ckpt_path
+        >>> contents = {"save_contents": ["model"]}
+        >>> manager = FSDPCheckpointManager(torch.nn.Linear(2, 3), checkpoint_config=contents)
+        >>> step = CheckpointHandler(manager, default_local_dir="run").save_checkpoint(5)
+        >>> find_latest_ckpt_path("run")
+        'run/global_step_5'
     """
     if path is None:
         return None

@@ -39,7 +39,10 @@ UNUSED = {"mbridge_config": "weights are converted by this package's own tables,
 
 
 class BaseCheckpointManager:
-    """Saves and loads the parts of a training; subclasses define `write` and `read`."""
+    """The base of managers, which save and load the parts of a training.
+
+    Subclasses define `write` and `read`.
+    """
 
     def __init__(
         self,
@@ -52,9 +55,12 @@ class BaseCheckpointManager:
         trust: bool = False,
         process_group: Group = None,
     ) -> None:
-        """Remember the parts.
+        """Remember the parts. Not collective.
 
         Args:
+            model: the model, or a list of this rank's chunks of it.
+            optimizer: the optimizer; None where there is none.
+            lr_scheduler: with `state_dict()` and `load_state_dict()`; None where there is none.
             processing_class: a tokenizer or processor; saved beside the model where it has `save_pretrained`.
             checkpoint_config: a mapping, or an object, with `save_contents` and `load_contents`: lists of
                 "model", "optimizer", "extra" (scheduler and random states); all three by default. To be saved
@@ -63,6 +69,7 @@ class BaseCheckpointManager:
                 another name is refused; verl's that change nothing here are named in the log.
             trust: save and load objects of any class in the state of the scheduler and in options of the
                 optimizer, which runs code in the file; else the save refuses them.
+            process_group: the ranks that save and load together; None is the default group.
 
         Raises:
             ValueError: an unknown content or setting.
@@ -150,7 +157,17 @@ class BaseCheckpointManager:
         self.previous_global_step = global_step
 
     def finish(self, blocking: bool = True) -> bool:
-        """Publish and upload the save that `async_save` is writing; as `CheckpointHandler.finish`."""
+        """Publish and upload the save that `async_save` is writing. Collective.
+
+        Args:
+            blocking: wait for the save; else it is published only if every rank has written its part.
+
+        Returns:
+            True where nothing is left to publish or upload.
+
+        Raises:
+            CheckpointingException: the save or the upload failed; the same on every rank.
+        """
         is_published = self._saves.finish(blocking)
         if self._is_uploading:
             with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
@@ -195,15 +212,28 @@ class BaseCheckpointManager:
         """Write the parts into a folder that may not be there yet. Collective.
 
         A part that is to be written in the background goes to the `requests` of `writing_in(folder)`.
+
+        Args:
+            folder: the folder; the same on every rank.
+            step: the step of the training.
         """
         raise NotImplementedError
 
     def read(self, folder: Path) -> None:
-        """Load the parts from a folder. Collective."""
+        """Load the parts from a folder. Collective.
+
+        Args:
+            folder: the folder; the same on every rank.
+        """
         raise NotImplementedError
 
     def ensure_checkpoint_capacity(self, path: Path, keep: Optional[int]) -> None:
-        """Remove the older checkpoints that retention does not keep. Runs on the first rank."""
+        """Remove the older checkpoints that retention does not keep. Runs on the first rank.
+
+        Args:
+            path: the newest checkpoint.
+            keep: the number of good checkpoints to keep; None keeps all.
+        """
         shelf = self._shelf_of(path)
         if shelf is not None:
             self._retention.retire(shelf, keep)
@@ -216,11 +246,15 @@ class BaseCheckpointManager:
         return self._shelves.setdefault((shelf.root, shelf.below), shelf)
 
     def get_rng_state(self) -> dict[str, Any]:
-        """Return the states of this rank's generators."""
+        """Return the states of this rank's random generators."""
         return extra.rng_state(extra.device_type_of(self.model))
 
     def load_rng_state(self, rng_state: dict[str, Any]) -> None:
-        """Set this rank's generators."""
+        """Set this rank's random generators.
+
+        Args:
+            rng_state: the result of `get_rng_state`.
+        """
         extra.set_rng_state(rng_state, extra.device_type_of(self.model))
 
 

@@ -106,21 +106,23 @@ class MegatronCheckpointManager(ShardedManager):
         trust: bool = False,
         process_group: Group = None,
     ) -> None:
-        """Remember the parts.
+        """Remember the parts. Not collective.
 
         Args:
+            config, model_config, role, arch: arguments of verl's; not needed.
             checkpoint_config: as of `BaseCheckpointManager`. The schedule belongs to the optimizer.
             transformer_config: a dataclass, written to transformer_config.json.
             model: this rank's chunk, or a list of its chunks; wrappers are removed.
             hf_config: with `save_pretrained`; needed for "hf_model".
             param_dtype: the dtype that the weights of "hf_model" are cast to; None keeps theirs.
+            share_embeddings_and_output_weights, use_distributed_optimizer: arguments of verl's; not needed.
+            processing_class: as of `BaseCheckpointManager`.
             optimizer: with `sharded_state_dict(model_state)`, as Megatron's; or torch's own, of the model's
                 parameters.
+            optimizer_scheduler: the schedule, with `state_dict()` and `load_state_dict()`.
             use_checkpoint_opt_param_scheduler: whether the schedule is loaded.
-            config, model_config, role, arch, share_embeddings_and_output_weights,
-                use_distributed_optimizer: of verl's; not needed.
-            use_dist_checkpointing, bridge, provider, peft_cls: of verl's; they change nothing, which is said
-                once in the log where they ask for another format than a sharded checkpoint.
+            use_dist_checkpointing, bridge, provider, peft_cls: arguments of verl's. They change nothing; the
+                log says so once where they ask for another format than a sharded checkpoint.
             parallel_state: with the functions of megatron.core.parallel_state, which is the default if the
                 program has it loaded and initialised; else every rank is a replica.
             rng_tracker: with `get_states` and `set_states`; Megatron's own where the program has it loaded.
@@ -229,8 +231,13 @@ class MegatronCheckpointManager(ShardedManager):
         return state.get(SAVED, ("model", "optimizer"))  # type: ignore[no-any-return]
 
     def generate_state_dict(self, contents: Sequence[str], is_loading: bool = False) -> ShardedStateDict:
-        """Return the state dict to save or to fill; random states only to save. Collective where the
-        functions of the model's parts, or the optimizer's, are.
+        """Return the state dict to save or to fill; it has random states only to save.
+
+        Collective where the functions of the model's parts, or the optimizer's, are.
+
+        Args:
+            contents: the contents to include: "model", "optimizer", "extra".
+            is_loading: the state dict is to be filled.
         """
         state: dict[str, Any] = {}
         if {"model", "optimizer"} & set(contents):
@@ -250,6 +257,12 @@ class MegatronCheckpointManager(ShardedManager):
         return state
 
     def load_optimizer(self, state: dict[str, Any], current: Sequence[Options]) -> None:
+        """Load the state of the optimizer.
+
+        Args:
+            state: the optimizer's part of a loaded state dict.
+            current: the param groups of torch's own optimizer, with the keys of their parameters.
+        """
         if not hasattr(self.optimizer, "sharded_state_dict"):
             groups = list(param_groups.assigned(saved_groups(state, current), current))
             numbers = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]

@@ -49,11 +49,22 @@ class ShardedManager(BaseCheckpointManager):
     schedule_in = "extra"
 
     def write_configuration(self, folder: Path) -> None:
-        """Write the files that `from_pretrained` needs beside weights. Runs on the first rank."""
+        """Write the files that `from_pretrained` needs beside weights. Runs on the first rank.
+
+        Args:
+            folder: the folder for them, within the checkpoint.
+        """
         raise NotImplementedError
 
     def agree_on_save(self, folder: Path, prepare: Callable[[], Prepared]) -> Prepared:
-        """Return this rank's result of `prepare`, once the first rank has written the configuration."""
+        """Return this rank's result of `prepare`. Collective.
+
+        The first rank has written the configuration by then.
+
+        Args:
+            folder: the folder of the checkpoint.
+            prepare: makes this rank's part; its error is raised on every rank.
+        """
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
             common = {
                 "async_save": str(self.is_async),
@@ -69,8 +80,12 @@ class ShardedManager(BaseCheckpointManager):
     def try_hf_model(self, folder: Path, write: Callable[[], object]) -> None:
         """Write the files of "hf_model", for whose sake alone no step is lost. Collective.
 
-        Without them the step is saved, and the log has an error; where it has nothing else of the model, the
-        save fails.
+        If they cannot be written, the step is saved without them, and the log has an error. If the step has
+        nothing else of the model, the save fails.
+
+        Args:
+            folder: the folder of the checkpoint, for the log.
+            write: writes the files.
 
         Raises:
             CheckpointingException: the step has no "model", either; on every rank.
@@ -109,7 +124,7 @@ class ShardedManager(BaseCheckpointManager):
             )
 
     def agree_on_schedule(self) -> ShardedStateDict:
-        """Return the schedule as it is saved: the first rank's, or each rank's own where they differ.
+        """Return the schedule to save: the first rank's, or each rank's own where they differ. Collective.
 
         The stages of a pipeline may have groups of their own, with other rates.
         """
@@ -124,7 +139,10 @@ class ShardedManager(BaseCheckpointManager):
         return {SCHEDULERS: own, SCHEDULERS_WORLD: world}
 
     def schedule_wanted(self, common: Mapping[str, Any]) -> ShardedStateDict:
-        """Return what a load asks of a checkpoint for the schedules of ranks: this rank's first.
+        """Return the parts of a checkpoint that a load asks for to get the schedules: this rank's first.
+
+        Args:
+            common: the common state of the checkpoint.
 
         Raises:
             CheckpointingException: the schedules of another number of ranks, which differ.
@@ -142,14 +160,25 @@ class ShardedManager(BaseCheckpointManager):
         return {SCHEDULERS: [ShardedObject(SCHEDULERS, None, (saved_world,), (place,)) for place in places]}
 
     def schedule_in_load(self, loaded: Mapping[str, Any]) -> Any:
-        """Return the state of this rank's schedule; None where the checkpoint has none."""
+        """Return the state of this rank's schedule; None where the checkpoint has none.
+
+        Args:
+            loaded: the result of a load that asked for `schedule_wanted`.
+        """
         own = loaded.get(SCHEDULERS)
         return own[0] if own else loaded.get(SCHEDULER)
 
     def save_state(
         self, make: Callable[[], ShardedStateDict], path: Path, step: int, schedule: ShardedStateDict
     ) -> None:
-        """Save the state dict of `make`, with step and schedule, or begin to."""
+        """Save a state dict, with step and schedule, or with `async_save` begin to. Collective.
+
+        Args:
+            make: makes this rank's sharded state dict; its error is raised on every rank.
+            path: the folder of the sharded checkpoint.
+            step: the step of the training.
+            schedule: the result of `agree_on_schedule`.
+        """
 
         def made() -> ShardedStateDict:
             writing.make_folder(path)
@@ -171,7 +200,16 @@ class ShardedManager(BaseCheckpointManager):
     def agree_on_load(
         self, path: Path, names: Collection[str], prepare: Callable[[], Prepared]
     ) -> tuple[Mapping[str, Any], Prepared]:
-        """Return named entries of the common state, whose contents are checked, and `prepare`'s result."""
+        """Return named entries of the common state, once its contents are checked. Collective.
+
+        Args:
+            path: the folder of the sharded checkpoint.
+            names: the keys of the entries.
+            prepare: makes this rank's part of the load; its error is raised on every rank.
+
+        Returns:
+            The entries that the common state has, and this rank's result of `prepare`.
+        """
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             prepared = call.attempt(prepare)
             same = {"folder": str(path), "load_contents": ", ".join(self.checkpoint_load_contents)}
@@ -184,6 +222,10 @@ class ShardedManager(BaseCheckpointManager):
 
     def check_contents(self, path: Path, state: Mapping[str, Any]) -> None:
         """Refuse a checkpoint that lacks a content to load.
+
+        Args:
+            path: the folder of the sharded checkpoint, for the error.
+            state: its common state.
 
         Raises:
             CheckpointingException: naming the content.
@@ -199,7 +241,11 @@ class ShardedManager(BaseCheckpointManager):
             raise CheckpointingException(f"{path} was saved without a scheduler; this manager has one")
 
     def contents_in(self, state: Mapping[str, Any]) -> Sequence[str]:
-        """Return the contents of a checkpoint, by its common state."""
+        """Return the contents of a checkpoint.
+
+        Args:
+            state: its common state.
+        """
         return state.get(SAVED, ())  # type: ignore[no-any-return]
 
     def place(self) -> tuple[int, int]:

@@ -24,12 +24,19 @@ Folder = Union[str, "os.PathLike[str]"]
 
 
 class CheckpointingException(CollectiveError):
-    """A checkpoint cannot be saved or loaded: the same text on every rank."""
+    """An error of a checkpoint that cannot be saved or loaded: the same text on every rank."""
 
 
 @dataclass
 class CheckpointingConfig:
-    """The content of `metadata.json`."""
+    """The content of `metadata.json`.
+
+    Args:
+        sharded_backend: the format of tensors and objects; "torch_dist" is the only one.
+        sharded_backend_version: the version of that format.
+        common_backend: the format of the common state; "torch" is the only one.
+        common_backend_version: the version of that format.
+    """
 
     sharded_backend: str
     sharded_backend_version: int = 1
@@ -38,7 +45,23 @@ class CheckpointingConfig:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: Folder) -> bool:
-    """Return whether a folder holds a complete sharded checkpoint: its marker is there and readable."""
+    """Return whether a folder holds a complete sharded checkpoint: its marker is there and readable.
+
+    Args:
+        checkpoint_dir: the folder; it need not be there.
+
+    Raises:
+        CheckpointingException: the marker cannot be read, or is not JSON of the known form.
+
+    Example:
+        >>> import os, torch
+        >>> from torch_dcp_backport import dist_checkpointing
+        >>> os.mkdir("step_1")
+        >>> weight = dist_checkpointing.ShardedTensor.from_rank_offsets("w", torch.arange(4))
+        >>> dist_checkpointing.save({"w": weight, "step": 1}, "step_1")
+        >>> [dist_checkpointing.check_is_distributed_checkpoint(name) for name in ("step_1", "step_2")]
+        [True, False]
+    """
     return maybe_load_config(checkpoint_dir) is not None
 
 

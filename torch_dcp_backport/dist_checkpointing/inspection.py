@@ -78,7 +78,22 @@ def opened_alone(checkpoint_dir: Folder) -> Opened:
 def verify(checkpoint_dir: Folder) -> list[str]:
     """Return the problems of every file, record and byte of a checkpoint; none where it is what was saved.
 
-    Reads all of it, in blocks.
+    Reads all of it, in blocks. Not collective.
+
+    Args:
+        checkpoint_dir: the folder of a checkpoint.
+
+    Returns:
+        A text for each problem.
+
+    Example:
+        >>> import os, torch
+        >>> from torch_dcp_backport import dist_checkpointing
+        >>> os.mkdir("step_1")
+        >>> weight = dist_checkpointing.ShardedTensor.from_rank_offsets("w", torch.arange(4))
+        >>> dist_checkpointing.save({"w": weight, "step": 1}, "step_1")
+        >>> dist_checkpointing.verify("step_1")
+        []
     """
     try:
         checkpoint = opened_alone(checkpoint_dir)

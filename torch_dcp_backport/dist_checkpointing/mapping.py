@@ -30,7 +30,20 @@ FactoryMergeFn = Callable[[StateDict], torch.Tensor]
 
 @dataclass
 class ShardedObject(ShardedBase):
-    """A value in a grid of values that are no tensors."""
+    """A value in a grid of values that are no tensors.
+
+    Args:
+        key: the key of the grid.
+        data: the value; None where it is to be loaded.
+        global_shape: the extents of the grid.
+        global_offset: the place of this value in the grid.
+        replica_id: the number of this copy; 0, or a tuple of zeros, is the main copy, which is saved.
+
+    Example:
+        >>> from torch_dcp_backport.dist_checkpointing import ShardedObject
+        >>> ShardedObject("rng", b"state of rank 1", (2,), (1,)).unique_key
+        'rng/shard_1_2'
+    """
 
     key: str
     data: Any = field(repr=False)
@@ -65,7 +78,13 @@ class ShardedObject(ShardedBase):
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """Parse a `unique_key`. Old checkpoints leave out the last extent of the shape, which is -1 then.
+        """Return the object that a `unique_key` names, without its value.
+
+        Old checkpoints leave out the last extent of the shape, which is -1 then.
+
+        Args:
+            unique_key: the name of an object in a checkpoint.
+            replica_id: the number of this copy; 0, or a tuple of zeros, is the main copy, which is saved.
 
         Raises:
             CheckpointingException: not such a key.
@@ -87,7 +106,16 @@ class ShardedObject(ShardedBase):
 
 @dataclass
 class ShardedTensorFactory(ShardedBase):
-    """A value that is saved as a sharded state dict of its parts, and loaded from it."""
+    """A value that is saved as a sharded state dict of its parts, and loaded from it.
+
+    Args:
+        key: the key of the value.
+        data: the value.
+        build_fn: called with (key, data, replica_id, flattened_range); returns a sharded state dict.
+        merge_fn: called with the values that were loaded for that state dict; returns the value.
+        replica_id: the number of this copy; 0, or a tuple of zeros, is the main copy, which is saved.
+        flattened_range: the elements of a flattened tensor that `data` has; None where it is not flattened.
+    """
 
     key: str
     data: Any = field(repr=False)
@@ -97,6 +125,7 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: Optional[slice] = None
 
     def build(self) -> ShardedStateDict:
+        """Return the sharded state dict of the parts: the result of `build_fn`."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
     def validate_metadata_integrity(self) -> None:
@@ -107,12 +136,17 @@ class ShardedTensorFactory(ShardedBase):
 
 
 class LocalNonpersistentObject:
-    """A value that is not saved, and comes back from a load as it was passed."""
+    """A value that is not saved, and comes back from a load as it was passed.
+
+    Args:
+        obj: the value.
+    """
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
 
     def unwrap(self) -> Any:
+        """Return the value."""
         return self.obj
 
 

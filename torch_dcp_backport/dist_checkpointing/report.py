@@ -21,18 +21,23 @@ logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
 @dataclass(frozen=True)
 class Report:
-    """A save or load, as this rank saw it."""
+    """The record of one save or load, as this rank saw it.
 
-    #: "save" or "load".
+    Args:
+        operation: "save" or "load".
+        records: the number of records that this rank wrote, or of which it read a part.
+        nbytes: bytes that this rank wrote to, or asked of, files of records.
+        files: the number of these files.
+        seconds: phase -> seconds.
+        blocked: seconds for which the caller waited.
+        hidden: seconds for which the caller went on while a thread wrote.
+    """
+
     operation: str
-    #: Records that this rank wrote, or of which it read a part.
     records: int
-    #: Bytes that it wrote to, or asked of, files of records.
     nbytes: int
     files: int
-    #: phase -> seconds.
     seconds: Mapping[str, float]
-    #: Seconds for which the caller waited; and those for which it went on while a thread wrote.
     blocked: float = 0.0
     hidden: float = 0.0
 
@@ -98,5 +103,16 @@ def close_save(tally: Tally, output: Output, blocked: float, behind: Optional[fl
 
 
 def last_report() -> Optional[Report]:
-    """Return the report of this process's last save or load that ended well; None before the first."""
+    """Return the report of this process's last save or load that ended well; None before the first.
+
+    Example:
+        >>> import os, torch
+        >>> from torch_dcp_backport import dist_checkpointing
+        >>> os.mkdir("step_1")
+        >>> weight = dist_checkpointing.ShardedTensor.from_rank_offsets("w", torch.arange(4))
+        >>> dist_checkpointing.save({"w": weight, "step": 1}, "step_1")
+        >>> report = dist_checkpointing.last_report()
+        >>> report.operation, report.records, report.nbytes >= 32  # 4 elements of 8 bytes
+        ('save', 1, True)
+    """
     return _last

@@ -87,7 +87,7 @@ def save(
         content_metadata: saved with the common state, for `load_content_metadata`.
         balanced: let any rank that holds a replica write it, by bytes; else the main replica's.
         process_group: the ranks that save together; None is the default group.
-        verify_integrity: save the SHA-256 of every file, too (`integrity.json`).
+        verify_integrity: save the SHA-256 of every file as well (`integrity.json`).
         strict_common: common states that differ are an error.
 
     Returns:
@@ -95,6 +95,15 @@ def save(
 
     Raises:
         CheckpointingException: the same on every rank. It says whether an older checkpoint was touched.
+
+    Example:
+        >>> import os, torch
+        >>> from torch_dcp_backport import dist_checkpointing
+        >>> os.mkdir("step_1")
+        >>> weight = dist_checkpointing.ShardedTensor.from_rank_offsets("w", torch.arange(4))
+        >>> dist_checkpointing.save({"w": weight, "step": 1}, "step_1")
+        >>> dist_checkpointing.load_plain_tensors("step_1")["w"]
+        tensor([0, 1, 2, 3])
     """
     content = {} if content_metadata is None else {CONTENT_METADATA: content_metadata}
 
@@ -138,6 +147,7 @@ def begin_made(
 
 
 def saving_from(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions) -> Saving:
+    """Return this rank's part of a save."""
     # The working directory may be another when a save in the background ends.
     return saving_of(split(make()), Path(checkpoint_dir).absolute(), options)
 
@@ -182,16 +192,16 @@ def load(
     """Load the values that a sharded state dict describes, saved by any number of ranks. Collective.
 
     Args:
-        sharded_state_dict: as for `save`; `data` that is there is written in place, cast to its dtype where
-            that has every value of the saved one, and None becomes a tensor on the CPU. Other values do not
-            count.
+        sharded_state_dict: as for `save`. A part whose `data` is there is written in place, cast to its dtype
+            if that has every value of the saved one; a part whose `data` is None gets a tensor on the CPU.
+            Other values of the dict are ignored.
         checkpoint_dir: a checkpoint of `save`, of Megatron ("torch_dist"), or of torch's own `dcp.save`.
         sharded_strategy: None, the name of the one format, or a strategy for it. With one from
             `strategies.fully_parallel` the ranks of its group read together: a part that several of them
             want is read by one rank, and sent to the others.
         common_strategy: None, the name of the one format, or a strategy for it.
         validate_access_integrity: check that the ranks together load every element of every tensor.
-        strict: what to do about missing and unexpected keys.
+        strict: what to do about missing and unexpected keys: a `StrictHandling` or its value.
         trust: make objects of any class, which runs what the file says.
         process_group: the ranks that load together; None is the default group.
         verify_integrity: compare every file with its SHA-256 before anything is loaded; the ranks share them.
@@ -202,6 +212,19 @@ def load(
     Raises:
         CheckpointingException: the same on every rank. It says whether something may have been written: only
             where a checksum turned out to be wrong, a disk failed, or a factory's merge did.
+
+    Example:
+        >>> import os, torch
+        >>> from torch_dcp_backport import dist_checkpointing
+        >>> os.mkdir("step_1")
+        >>> weight = dist_checkpointing.ShardedTensor.from_rank_offsets("w", torch.arange(4))
+        >>> dist_checkpointing.save({"w": weight, "step": 1}, "step_1")
+        >>> new = torch.zeros(4, dtype=torch.int64)
+        >>> wanted = dist_checkpointing.ShardedTensor.from_rank_offsets("w", new)
+        >>> dist_checkpointing.load({"w": wanted}, "step_1")["step"]
+        1
+        >>> new
+        tensor([0, 1, 2, 3])
     """
 
     def make(_: Opened) -> ShardedStateDict:
@@ -250,8 +273,21 @@ def _load_made(
 def load_common_state_dict(checkpoint_dir: Folder, *, trust: bool = False) -> StateDict:
     """Return the common state of a checkpoint. Not collective.
 
+    Args:
+        checkpoint_dir: the folder of a checkpoint.
+        trust: make objects of any class, which runs what the file says.
+
     Raises:
         CheckpointingException: no checkpoint, or its common state cannot be read.
+
+    Example:
+        >>> import os, torch
+        >>> from torch_dcp_backport import dist_checkpointing
+        >>> os.mkdir("step_1")
+        >>> weight = dist_checkpointing.ShardedTensor.from_rank_offsets("w", torch.arange(4))
+        >>> dist_checkpointing.save({"w": weight, "step": 1}, "step_1")
+        >>> dist_checkpointing.load_common_state_dict("step_1")["step"]
+        1
     """
     return open_alone(checkpoint_dir).common_state(trust)  # type: ignore[no-any-return]
 
@@ -262,10 +298,27 @@ def open_alone(checkpoint_dir: Folder) -> Opened:
 
 
 def load_tensors_metadata(checkpoint_dir: Folder, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
-    """Return key -> the full global tensor of a checkpoint, without data. Not collective.
+    """Return the tensors of a checkpoint, without data. Not collective.
+
+    Args:
+        checkpoint_dir: the folder of a checkpoint.
+        sharded_strategy: None, the name of the one format, or a strategy for it; it changes nothing.
+
+    Returns:
+        key -> the full global tensor; its `data` is None.
 
     Raises:
         CheckpointingException: no checkpoint.
+
+    Example:
+        >>> import os, torch
+        >>> from torch_dcp_backport import dist_checkpointing
+        >>> os.mkdir("step_1")
+        >>> weight = dist_checkpointing.ShardedTensor.from_rank_offsets("w", torch.arange(4))
+        >>> dist_checkpointing.save({"w": weight, "step": 1}, "step_1")
+        >>> tensor = dist_checkpointing.load_tensors_metadata("step_1")["w"]
+        >>> tensor.global_shape, tensor.dtype
+        ((4,), torch.int64)
     """
     refuse_strategies(sharded_strategy)
     return tensors_in(open_alone(checkpoint_dir))
@@ -286,10 +339,27 @@ def full_tensor_of(key: str, stored: Stored) -> ShardedTensor:
 def load_sharded_metadata(
     checkpoint_dir: Folder, sharded_strategy: Any = None, common_strategy: Any = None
 ) -> dict[str, ShardedBase]:
-    """Return the tensors of `load_tensors_metadata`, and the objects by their unique keys.
+    """Return the tensors of `load_tensors_metadata`, and the objects by their unique keys. Not collective.
+
+    Args:
+        checkpoint_dir: the folder of a checkpoint.
+        sharded_strategy: None, the name of the one format, or a strategy for it; it changes nothing.
+        common_strategy: as `sharded_strategy`.
+
+    Returns:
+        key -> ShardedTensor, and unique key -> ShardedObject; without data.
 
     Raises:
         CheckpointingException: no checkpoint.
+
+    Example:
+        >>> import os
+        >>> from torch_dcp_backport import dist_checkpointing
+        >>> os.mkdir("step_1")
+        >>> state = dist_checkpointing.ShardedObject("rng", {"seed": 7}, (1,), (0,))
+        >>> dist_checkpointing.save({"rng": state}, "step_1")
+        >>> list(dist_checkpointing.load_sharded_metadata("step_1"))
+        ['rng/shard_0_1']
     """
     refuse_strategies(sharded_strategy, common_strategy)
     checkpoint = open_alone(checkpoint_dir)
@@ -301,10 +371,26 @@ def load_sharded_metadata(
 
 
 def load_plain_tensors(checkpoint_dir: Folder, *, process_group: Group = None) -> StateDict:
-    """Return all tensors of a checkpoint, in full, on every rank; with the common state, as Megatron's does.
+    """Return all tensors of a checkpoint, in full, on every rank, with the common state. Collective.
+
+    Args:
+        checkpoint_dir: the folder of a checkpoint.
+        process_group: the ranks that load together; None is the default group.
+
+    Returns:
+        key -> tensor on the CPU; and the entries of the common state, as Megatron's function returns them.
 
     Raises:
         CheckpointingException: as `load`.
+
+    Example:
+        >>> import os, torch
+        >>> from torch_dcp_backport import dist_checkpointing
+        >>> os.mkdir("step_1")
+        >>> weight = dist_checkpointing.ShardedTensor.from_rank_offsets("w", torch.arange(4))
+        >>> dist_checkpointing.save({"w": weight, "step": 1}, "step_1")
+        >>> dist_checkpointing.load_plain_tensors("step_1")["w"]
+        tensor([0, 1, 2, 3])
     """
     options = LoadOptions(is_checked=False, process_group=process_group)
     return load_made(lambda checkpoint: dict(tensors_in(checkpoint)), checkpoint_dir, options)  # type: ignore[no-any-return]
@@ -313,11 +399,23 @@ def load_plain_tensors(checkpoint_dir: Folder, *, process_group: Group = None) -
 def load_content_metadata(
     checkpoint_dir: Optional[Folder] = None, *, preloaded_state_dict: Optional[StateDict] = None
 ) -> Optional[dict[str, Any]]:
-    """Return the `content_metadata` that was passed to `save`; None where none was.
+    """Return the `content_metadata` that was passed to `save`; None where none was. Not collective.
+
+    Args:
+        checkpoint_dir: the folder of a checkpoint.
+        preloaded_state_dict: the common state of the checkpoint; with it no file is read.
 
     Raises:
         ValueError: neither a folder nor a state dict.
         CheckpointingException: no checkpoint.
+
+    Example:
+        >>> import os
+        >>> from torch_dcp_backport import dist_checkpointing
+        >>> os.mkdir("step_1")
+        >>> dist_checkpointing.save({"step": 1}, "step_1", content_metadata={"sharding": "dp"})
+        >>> dist_checkpointing.load_content_metadata("step_1")
+        {'sharding': 'dp'}
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
@@ -347,13 +445,28 @@ def get_default_load_sharded_strategy(checkpoint_dir: Folder) -> ShardedStrategy
 
 
 def remove_sharded_tensors(checkpoint_dir: Folder, key_prefix: str) -> None:
-    """Remove tensors and objects whose keys begin with `key_prefix`, and their files. Not collective.
+    """Remove tensors and objects whose keys begin with a prefix, and their files. Not collective.
 
     Files that hold other records are kept, and keep their size.
+
+    Args:
+        checkpoint_dir: the folder of a checkpoint of this package.
+        key_prefix: the first characters of the keys.
 
     Raises:
         CheckpointingException: no checkpoint of this room (others are not rewritten); files that are not
             what was saved, which new digests would hide.
+
+    Example:
+        >>> import os, torch
+        >>> from torch_dcp_backport import dist_checkpointing
+        >>> os.mkdir("step_1")
+        >>> describe = dist_checkpointing.ShardedTensor.from_rank_offsets
+        >>> state = {key: describe(key, torch.ones(2)) for key in ("model.w", "optimizer.w")}
+        >>> dist_checkpointing.save(state, "step_1")
+        >>> dist_checkpointing.remove_sharded_tensors("step_1", "optimizer.")
+        >>> list(dist_checkpointing.load_tensors_metadata("step_1"))
+        ['model.w']
     """
     checkpoint = open_alone(checkpoint_dir)
     if not checkpoint.holds.is_ours:

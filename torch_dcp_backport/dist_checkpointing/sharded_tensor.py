@@ -51,32 +51,49 @@ class ShardedTensor(ShardedBase):
 
     Axes may be prepended: a local [3, 2] with `prepend_axis_num=1` is a box [1, 3, 2] of a global tensor with
     three axes, such as one layer of a stack.
+
+    Args:
+        key: the key of the global tensor.
+        data: the box's values; None where they are to be made by a load.
+        dtype: the dtype of `data`.
+        local_shape: the shape of the box without the prepended axes; that of `data`, unless it is flattened.
+        global_shape: the shape of the global tensor, with the prepended axes.
+        global_offset: the first element of the box along each axis, with the prepended axes.
+        axis_fragmentations: the number of equal parts that each axis is cut into, with the prepended axes;
+            None for boxes of any size.
+        replica_id: the number of this copy; 0, or a tuple of zeros, is the main copy, which is saved.
+        prepend_axis_num: the number of prepended axes.
+        allow_shape_mismatch: load the elements that the saved tensor and this box have in common, and zeros
+            for the rest.
+        flattened_range: `data` is 1-D, and has these elements of the box in row-major order; as Megatron's
+            distributed optimizer before 0.16 holds its states.
+        mesh: set by `from_dtensor`: the lowest rank of the mesh, or this rank. The box on another mesh is a
+            replica.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.dist_checkpointing import ShardedTensor
+        >>> part = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))  # the second of 4 parts
+        >>> part.global_shape, part.global_offset
+        ((8, 3), (2, 0))
     """
 
-    #: Of the global tensor.
     key: str
-    #: The box's values; None where they are to be made by a load.
     data: Optional[torch.Tensor] = field(repr=False)
     dtype: torch.dtype
-    #: Without the prepended axes, as is that of `data`.
     local_shape: tuple[int, ...]
-    #: With the prepended axes, as are the two below.
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
-    #: The number of equal parts that each axis is cut into; None for boxes of any size.
     axis_fragmentations: Optional[tuple[int, ...]]
     replica_id: ReplicaId = 0
     prepend_axis_num: int = 0
-    #: Load what the saved tensor and this box have in common, and zeros for the rest.
     allow_shape_mismatch: bool = False
-    #: `data` is 1-D, and has these elements of the box in row-major order; as Megatron's distributed
-    #: optimizer before 0.16 holds its states.
     flattened_range: Optional[slice] = None
-    #: Of `from_dtensor`: the lowest rank of the mesh, or this rank. The box on another mesh is a replica.
     mesh: Optional[int] = None
 
     @property
     def has_regular_grid(self) -> bool:
+        """True where every box of the global tensor has the same size."""
         return self.axis_fragmentations is not None
 
     def validate_metadata_integrity(self) -> None:
@@ -182,7 +199,13 @@ class ShardedTensor(ShardedBase):
         """Describe a local tensor by its place among equal parts along some axes.
 
         Args:
+            key: the key of the global tensor.
+            data: the local tensor.
             rank_offsets: (axis, place, parts) for each axis that is cut; axes count the prepended ones.
+            replica_id: the number of this copy; 0, or a tuple of zeros, is the main copy, which is saved.
+            prepend_axis_num: the number of axes of the global tensor that `data` does not have, in front.
+            flattened_range: None; for a range there is `from_rank_offsets_flat`.
+            init_kwargs: other arguments of the class, such as `allow_shape_mismatch`.
 
         Raises:
             CheckpointingException: an axis, a place or a number of parts that cannot be.
@@ -222,7 +245,10 @@ class ShardedTensor(ShardedBase):
         """Describe a 1-D tensor that has a range of a flattened box, by the box's place among equal parts.
 
         Args:
-            non_flat_local_shape: of the box.
+            key: the key of the global tensor.
+            data: the elements of the range; 1-D.
+            non_flat_local_shape: the shape of the box.
+            flattened_range: the elements of the box, in row-major order, that `data` has; required.
             args, kwargs: as for `from_rank_offsets`.
 
         Raises:
@@ -252,6 +278,9 @@ class ShardedTensor(ShardedBase):
         so that a load writes into it.
 
         Args:
+            key: the key of the global tensor.
+            tensor: a DTensor, or a plain tensor.
+            allow_shape_mismatch: see the class.
             process_group: the ranks that save or load together; a plain tensor's main copy is on the first
                 that has it.
 
@@ -276,7 +305,12 @@ class ShardedTensor(ShardedBase):
     def init_data(
         self, device: Union[str, torch.device], init_fn: Callable[..., torch.Tensor] = torch.empty
     ) -> None:
-        """Make `data`, unless it is there."""
+        """Make `data`, unless it is there.
+
+        Args:
+            device: the device of the new tensor.
+            init_fn: called with a shape, `dtype=` and `device=`; returns the tensor.
+        """
         if self.data is None:
             self.data = init_fn(data_shape(self), dtype=self.dtype, device=device)
 
@@ -341,7 +375,7 @@ def check_range(part: ShardedTensor) -> None:
 
 
 def grid_of(part: ShardedTensor) -> tuple[int, ...]:
-    """The numbers of boxes along the axes of a regular grid; another is refused."""
+    """Return the numbers of boxes along the axes of a regular grid; an irregular one is refused."""
     if part.axis_fragmentations is None:
         refuse(part.key, "an irregular grid has no numbers of chunks", None, "axis_fragmentations")
     return tuple(part.axis_fragmentations)

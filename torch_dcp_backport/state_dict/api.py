@@ -39,16 +39,31 @@ def get_model_state_dict(
     submodules: Submodules = None,
     options: Optional[StateDictOptions] = None,
 ) -> dict[str, ValueType]:
-    """The state dict of `model` under canonical FQNs (those of the model without any wrapper).
+    """Return the state dict of `model` under canonical FQNs (those of the model without any wrapper).
+
+    Collective with `full_state_dict`, and for models with FSDP1.
 
     Args:
-        model: plain, or parallelised by FSDP2 (`fully_shard`), FSDP1, DDP, TP, or several of them.
-        submodules: deprecated; only what belongs to these modules.
-        options: see `StateDictOptions`.
+        model: a plain model, or one that is parallelised by FSDP2 (`fully_shard`), FSDP1, DDP, TP, or several
+            of them.
+        submodules: deprecated; only the entries that belong to these modules are returned.
+        options: see `StateDictOptions`; None is the defaults.
 
     Returns:
-        FQN -> tensor. Shards are DTensors of the global shape, or whole tensors with
-        `full_state_dict`; then with `cpu_offload` too, ranks other than 0 get an empty dict.
+        FQN -> tensor. Shards are DTensors of the global shape. With `full_state_dict` they are whole tensors;
+        with `cpu_offload` as well, ranks other than 0 get an empty dict.
+
+    Raises:
+        RuntimeError: the state dict is empty, or has a flattened parameter (then `model` is not the root of
+            FSDP1).
+        ValueError: `broadcast_from_rank0` without `full_state_dict`.
+
+    Example:
+        >>> from torch import nn
+        >>> from torch_dcp_backport.state_dict import get_model_state_dict
+        >>> state = get_model_state_dict(nn.Linear(2, 3))
+        >>> {name: tuple(value.shape) for name, value in state.items()}
+        {'weight': (3, 2), 'bias': (3,)}
     """
     with gc_context():
         info = verify_options(model, (), optim_only=False, submodules=submodules, options=options)
@@ -64,15 +79,37 @@ def get_optimizer_state_dict(
     submodules: Submodules = None,
     options: Optional[StateDictOptions] = None,
 ) -> OptimizerStateType:
-    """The state dict of one or several optimizers of `model`, with FQNs for parameter numbers.
+    """Return the state dict of one or several optimizers of `model`, with FQNs for parameter numbers.
 
-    States that do not exist yet are as the first step would find them: all of an optimizer that has
-    neither states nor gradients, which then has them too; of torch's own optimizers also those of single
-    parameters, where they train as with none.
+    Collective with `full_state_dict`, and for models with FSDP1.
+
+    States that do not exist yet are returned as the first step would find them. If an optimizer has neither
+    states nor gradients, all of its states are created, and it keeps them. Of torch's own optimizers the
+    missing states of single parameters are returned as well, where training goes on alike without them.
+
+    Args:
+        model: the model whose parameters the optimizers update; see `get_model_state_dict`.
+        optimizers: one optimizer, or several.
+        submodules: deprecated; only the states of parameters of these modules are returned.
+        options: see `StateDictOptions`; None is the defaults.
 
     Returns:
         {"state": {FQN: {name: value}}, "param_groups": [...]}, or one flat dict with
         `flatten_optimizer_state_dict`.
+
+    Raises:
+        RuntimeError: no optimizer was passed, or the state dict is empty.
+        ValueError: `broadcast_from_rank0` without `full_state_dict`.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.state_dict import get_optimizer_state_dict
+        >>> model = torch.nn.Linear(2, 3)
+        >>> state = get_optimizer_state_dict(model, torch.optim.Adam(model.parameters()))
+        >>> sorted(state["state"]["weight"])
+        ['exp_avg', 'exp_avg_sq', 'step']
+        >>> state["param_groups"][0]["params"]
+        ['weight', 'bias']
     """
     with gc_context():
         optims = as_tuple(optimizers)
@@ -89,7 +126,31 @@ def get_state_dict(
     submodules: Submodules = None,
     options: Optional[StateDictOptions] = None,
 ) -> tuple[dict[str, ValueType], OptimizerStateType]:
-    """(`get_model_state_dict`, `get_optimizer_state_dict`) in one call."""
+    """Return the results of `get_model_state_dict` and `get_optimizer_state_dict`, of one call.
+
+    Collective with `full_state_dict`, and for models with FSDP1.
+
+    Args:
+        model: see `get_model_state_dict`.
+        optimizers: one optimizer of the model, or several; may be empty.
+        submodules: deprecated; only the entries that belong to these modules are returned.
+        options: see `StateDictOptions`; None is the defaults.
+
+    Returns:
+        The model's state dict, and that of its optimizers.
+
+    Raises:
+        RuntimeError: a state dict is empty, or as of `get_model_state_dict`.
+        ValueError: `broadcast_from_rank0` without `full_state_dict`.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.state_dict import get_state_dict
+        >>> model = torch.nn.Linear(2, 3)
+        >>> model_state, optim_state = get_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        >>> sorted(model_state), optim_state["param_groups"][0]["lr"]
+        (['bias', 'weight'], 0.5)
+    """
     with gc_context():
         optims = as_tuple(optimizers)
         info = verify_options(model, optims, optim_only=False, submodules=submodules, options=options)
@@ -107,18 +168,33 @@ def set_model_state_dict(
 ) -> _IncompatibleKeys:
     """Load a state dict with canonical FQNs into `model`.
 
-    With `full_state_dict` the tensors are whole and every rank takes its own slice; with
-    `broadcast_from_rank0` too, only global rank 0 holds them and no rank ever holds more than its
-    shards and the staging buffers (`torch_dcp_backport.transfer`). Parameters on the meta device
-    are created. The caller's dict is left as it is.
+    Collective with `full_state_dict`. The tensors are whole then, and every rank takes its own slice. With
+    `broadcast_from_rank0` as well, only global rank 0 holds them, and no rank ever holds more than its
+    shards and the staging buffers (`torch_dcp_backport.transfer`). Parameters on the meta device are
+    created. The caller's dict is left as it is.
+
+    Args:
+        model: see `get_model_state_dict`.
+        model_state_dict: FQN -> tensor, or the value of an extra state. Tensors have the global shape, whole
+            or as DTensors; they are cast to the parameters' dtypes.
+        options: see `StateDictOptions`; None is the defaults.
 
     Returns:
-        (missing_keys, unexpected_keys).
+        A named tuple of the lists missing_keys and unexpected_keys.
 
     Raises:
         ValueError: `broadcast_from_rank0` without `full_state_dict`.
-        RuntimeError: missing or unexpected keys (strict), wrong shapes or types. With
-            `full_state_dict` the same message on every rank, before anything was written.
+        RuntimeError: missing or unexpected keys (with `strict`), wrong shapes or types. With
+            `full_state_dict` the message is the same on every rank, before anything was written.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.state_dict import set_model_state_dict
+        >>> model = torch.nn.Linear(2, 1)
+        >>> set_model_state_dict(model, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
+        <All keys matched successfully>
+        >>> model.weight.tolist()
+        [[1.0, 1.0]]
     """
     state = unflatten_model_state(model, model_state_dict)
     with gc_context():
@@ -135,7 +211,28 @@ def set_optimizer_state_dict(
 ) -> None:
     """Load a state dict of `get_optimizer_state_dict`, nested or flat, into one or several optimizers.
 
-    Options and errors are those of `set_model_state_dict`.
+    Collective with `full_state_dict`, as `set_model_state_dict` is.
+
+    Args:
+        model: the model whose parameters the optimizers update.
+        optimizers: one optimizer, or several.
+        optim_state_dict: states and options by FQN; of all the optimizers together.
+        options: see `StateDictOptions`; None is the defaults.
+
+    Raises:
+        ValueError: `broadcast_from_rank0` without `full_state_dict`.
+        RuntimeError: no optimizer was passed; missing keys, wrong shapes or types, as of
+            `set_model_state_dict`.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+        >>> model = torch.nn.Linear(2, 3)
+        >>> saved = get_optimizer_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> set_optimizer_state_dict(model, optimizer, saved)
+        >>> optimizer.param_groups[0]["lr"]
+        0.5
     """
     with gc_context():
         optims = as_tuple(optimizers)
@@ -153,8 +250,32 @@ def set_state_dict(
 ) -> _IncompatibleKeys:
     """Load model and optimizers as one: with `full_state_dict` nothing is written before all is known to fit.
 
-    Options, result and errors are those of `set_model_state_dict`. Loading code of optimizers and of the
-    model runs last, in this order; if it fails, the error says what was written.
+    Collective with `full_state_dict`. Loading code of optimizers and of the model runs last, in this order;
+    if it fails, the error says what was written.
+
+    Args:
+        model: see `get_model_state_dict`.
+        optimizers: one optimizer of the model, or several.
+        model_state_dict: as of `set_model_state_dict`; if it is empty, only the optimizers are loaded.
+        optim_state_dict: as of `set_optimizer_state_dict`.
+        options: see `StateDictOptions`; None is the defaults.
+
+    Returns:
+        A named tuple of the model's missing_keys and unexpected_keys.
+
+    Raises:
+        ValueError: `broadcast_from_rank0` without `full_state_dict`.
+        RuntimeError: missing or unexpected keys (with `strict`), wrong shapes or types.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.state_dict import get_state_dict, set_state_dict
+        >>> def new():
+        ...     model = torch.nn.Linear(2, 3)
+        ...     return model, torch.optim.Adam(model.parameters())
+        >>> model_state, optim_state = get_state_dict(*new())
+        >>> set_state_dict(*new(), model_state_dict=model_state, optim_state_dict=optim_state)
+        <All keys matched successfully>
     """
     state = unflatten_model_state(model, model_state_dict)
     with gc_context():

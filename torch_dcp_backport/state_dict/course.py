@@ -330,7 +330,10 @@ def wants_of(destinations: Mapping[Key, Destination]) -> dict[Key, Want]:
 
 
 def stages_of_all(agreement: Agreement) -> Optional[list[str]]:
-    """Every rank's stages, in an order that all ranks find; None where they are the same on all."""
+    """Return the stages of all ranks, merged into one order that every rank computes alike.
+
+    Return None if all ranks have the same stages.
+    """
     if len({tuple(table.note) for table in agreement.tables}) == 1:
         return None
     return list(dict.fromkeys(stage for table in agreement.tables for stage in table.note))

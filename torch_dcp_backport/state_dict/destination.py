@@ -95,7 +95,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def written_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, to be written. A state of a subclass may have no `detach`; nothing writes into states."""
+    """Return the local tensor to write into; a plain tensor without its gradient history.
+
+    Call it for parameters and buffers only: an optimizer's state may be of a subclass without `detach`.
+    """
     return compat.local_part(tensor) if isinstance(tensor, compat.DTensor) else tensor.detach()
 
 

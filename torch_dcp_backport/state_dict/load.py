@@ -110,7 +110,7 @@ class Planner(NamedTuple):
 
     #: First words of an error.
     title: str
-    #: Of this rank, so far.
+    #: The problems that this rank has found so far.
     problems: list[Problem]
     #: Yields everything that the object holds now.
     live: Callable[[], Iterable[object]]

@@ -154,10 +154,13 @@ def load_together(
     last: Mapping[str, tuple[Planner, Source]],
     once_agreed: Callable[[], object] = lambda: None,
 ) -> _IncompatibleKeys:
-    """Load full tensors into the optimizers, and into what is `last`; all share the list of problems.
+    """Load full tensors into the optimizers, and then into the objects of `last`, in one transfer.
 
     Args:
-        once_agreed: is called once nothing is wrong, before anything is written.
+        problems: the problems of this rank so far; those of all parts are added.
+        last: name for errors -> the planner of an object, and the source of its tensors; loaded after the
+            optimizers.
+        once_agreed: called once all ranks know that nothing is wrong, before anything is written.
     """
     parts: dict[str, tuple[Planner, Source]] = {}
     begun: list[Beginning] = []

@@ -27,27 +27,39 @@ ParamMapping = dict[Union[str, torch.Tensor], Union[FQNS_T, torch.Tensor]]
 
 @dataclass
 class StateDictOptions:
-    """The options of the get and set functions: upstream's fields, in upstream's order."""
+    """The options of the get and set functions: upstream's fields, in upstream's order.
+
+    Args:
+        full_state_dict: whole tensors instead of shards. A get gathers every shard. A set takes whole
+            tensors, and each rank takes its own slice.
+        cpu_offload: a get returns tensors on the CPU; with `full_state_dict` on global rank 0 alone, and the
+            other ranks get an empty dict. A set makes parameters on the meta device on the CPU.
+        ignore_frozen_params: leave parameters without `requires_grad` out of a get.
+        keep_submodule_prefixes: deprecated, as `submodules` is; whether keys keep the submodule's prefix.
+        strict: make a missing or an unexpected key an error.
+        broadcast_from_rank0: in a set, only global rank 0 holds the state dict; the other ranks pass an empty
+            one. Requires `full_state_dict`.
+        flatten_optimizer_state_dict: optimizer states under flat keys ("state.FQN.exp_avg").
+        dsd_fqn_modifiers: name of a method by which a module declares renamed children (upstream: since
+            torch 2.7).
+
+    Example:
+        >>> from torch import nn
+        >>> from torch_dcp_backport.state_dict import StateDictOptions, get_model_state_dict
+        >>> model = nn.Linear(2, 3)
+        >>> model.bias.requires_grad = False
+        >>> list(get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True)))
+        ['weight']
+    """
 
     full_state_dict: bool = False
-    """Whole tensors instead of shards. On get every shard is gathered; on set the given tensors are
-    whole and each rank takes its own slice."""
     cpu_offload: bool = False
-    """On get, tensors come back on the CPU, and with `full_state_dict` on global rank 0 alone (the
-    other ranks get an empty dict). On set, parameters on the meta device are made on the CPU."""
     ignore_frozen_params: bool = False
-    """Leave parameters without `requires_grad` out on get."""
     keep_submodule_prefixes: bool = True
-    """Deprecated, with `submodules`: whether keys keep the submodule's prefix."""
     strict: bool = True
-    """A missing or an unexpected key is an error."""
     broadcast_from_rank0: bool = False
-    """On set, only global rank 0 holds the state dict and the others pass an empty one.
-    Requires `full_state_dict`."""
     flatten_optimizer_state_dict: bool = False
-    """Optimizer states under flat keys ("state.FQN.exp_avg")."""
     dsd_fqn_modifiers: str = FQN_MODIFIERS
-    """Name of a method by which a module declares renamed children (upstream: since torch 2.7)."""
 
 
 OPTIONS = tuple(option.name for option in fields(StateDictOptions))

@@ -39,7 +39,12 @@ BUFFERS = 2
 
 
 class Held(NamedTuple):
-    """A rank's part of a tensor: the local tensor of its box in a layout."""
+    """A rank's part of a tensor.
+
+    Args:
+        tensor: the local tensor; it has the shape of this rank's box.
+        layout: the layout of the whole tensor.
+    """
 
     tensor: torch.Tensor
     layout: Layout

@@ -67,7 +67,21 @@ def made_of(value: object) -> Any:
 
 
 class Call:
-    """A context: the calling thread alone transfers in the groups meanwhile."""
+    """One collective call; as a context, it keeps the groups for the transfers of the calling thread.
+
+    Example:
+        Within a process group:
+
+        >>> from torch_dcp_backport.transfer import Call
+        >>> with Call("cannot load", "scatter") as call:
+        ...     with call.guard("w"):
+        ...         raise ValueError("no such file")
+        ...     call.agree({})
+        Traceback (most recent call last):
+            ...
+        RuntimeError: cannot load: 1 problem(s), nothing was changed.
+          rank 0: ValueError: no such file: w
+    """
 
     def __init__(
         self,
@@ -81,14 +95,22 @@ class Call:
         """Begin a call without any agreement.
 
         Args:
-            title: first words of every error.
-            operation: the report's.
+            title: the first words of every error.
+            operation: the operation of the report.
             groups: one process group, or those of a mesh's dimensions where only agreements are needed; none
+<<<<<<< HEAD
                 where no other rank takes part.
             problems: of this rank, so far; the list is used as it is.
             kind: of the errors that meetings raise.
             plain: errors whose text stands alone in a problem, without their type; of a kind that is a
                 `CollectiveError` these as well.
+=======
+                where no other rank takes part. None in it is the default group.
+            problems: this rank's problems so far; the list is used as it is.
+
+        Raises:
+            ValueError: this rank is not in a group.
+>>>>>>> house-doc1
         """
         outside: Any = dist.GroupMember.NON_GROUP_MEMBER
         if any(group is outside for group in groups):
@@ -110,20 +132,26 @@ class Call:
 
     @property
     def group(self) -> Group:
+        """The first process group."""
         return self.groups[0]
 
     @property
     def ranks(self) -> tuple[int, ...]:
+<<<<<<< HEAD
         """Global ranks of the group; this one alone where there is none."""
         return group_ranks(self.group) if self.groups else (self.rank,)
 
     @property
     def is_first(self) -> bool:
         return self.rank == self.ranks[0]
+=======
+        """The global ranks of the group."""
+        return group_ranks(self.group)
+>>>>>>> house-doc1
 
     @property
     def findings(self) -> list[Finding]:
-        """This rank's problems, as the other ranks need them."""
+        """This rank's problems, each with the rank: the form in which the other ranks get them."""
         return [(self.rank, problem) for problem in self.problems]
 
     def __enter__(self) -> Call:
@@ -148,10 +176,17 @@ class Call:
 
     @contextlib.contextmanager
     def guard(self, key: Key = "") -> Iterator[None]:
+<<<<<<< HEAD
         """Turn an exception into a problem, of a key: the other ranks wait in the agreement.
 
         Raises:
             CollectiveError: every rank has it already.
+=======
+        """Turn an exception into a problem: the other ranks wait in the agreement.
+
+        Args:
+            key: the key of the tensor that the code in the context is about.
+>>>>>>> house-doc1
         """
         try:
             yield
@@ -187,7 +222,11 @@ class Call:
 
     @contextlib.contextmanager
     def room_for(self, what: str) -> Iterator[None]:
-        """Turn a lack of memory into a problem: the other ranks wait where all have theirs."""
+        """Turn a lack of memory into a problem: the other ranks wait where all have theirs.
+
+        Args:
+            what: what is allocated in the context, for the problem.
+        """
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -204,10 +243,18 @@ class Call:
 
     # --- what the ranks tell each other ---
 
+<<<<<<< HEAD
     def publish(self, inventory: Optional[Mapping[Any, object]]) -> dict[Any, Any]:
         """The first rank's inventory (key -> TensorInfo, or a small value itself), on every rank.
+=======
+    def publish(self, inventory: Optional[Mapping[Key, object]]) -> dict[Key, Any]:
+        """Return the first rank's inventory, on every rank. Collective.
+>>>>>>> house-doc1
 
         The problems of other ranks are raised by `agree`, which every rank must call next.
+
+        Args:
+            inventory: on the first rank, key -> `TensorInfo`, or a small value itself; None on the others.
 
         Raises:
             RuntimeError: the first rank has problems; on every rank.
@@ -226,11 +273,12 @@ class Call:
         staging_bytes: Optional[int] = None,
         so_far: str = UNCHANGED,
     ) -> Agreement:
-        """Raise every rank's problems on every rank, or learn what every rank wants.
+        """Raise every rank's problems on every rank, or return what every rank wants. Collective.
 
-        One small message from and to each rank where nothing is wrong and all want the same.
+        Where nothing is wrong and all want the same, it takes one small message from and to each rank.
 
         Args:
+<<<<<<< HEAD
             terms: or the attempt to make them.
             staging_bytes: this rank's budget; None is that of the settings.
             so_far: what an error says of what was written.
@@ -239,6 +287,17 @@ class Call:
             RuntimeError: some rank has problems, or another value in the terms' `common`; the same message on
                 every rank.
             ValueError: nothing is wrong but some rank's budget; on every rank too.
+=======
+            wants: key -> this rank's want.
+            terms: this rank's part in the agreement besides its wants, such as its device type.
+            staging_bytes: this rank's budget in bytes; None is that of the settings.
+            so_far: what an error says of what was written.
+
+        Raises:
+            RuntimeError: some rank has problems; the same message on every rank.
+            ValueError: nothing is wrong but some rank's budget; on every rank as well.
+            TransferError: a rank is gone, or the group's timeout is over.
+>>>>>>> house-doc1
         """
         if isinstance(terms, Attempt):
             terms = NO_TERMS if terms.error is not None else terms.value
@@ -269,7 +328,12 @@ class Call:
         return Agreement(tables, common.staging_bytes, device)
 
     def compare(self, mark: Mark, findings: Sequence[Finding], so_far: str = UNCHANGED) -> Mark:
-        """The common mark of all ranks.
+        """Return the common mark of all ranks. Collective.
+
+        Args:
+            mark: this rank's mark; `troubled` where it has findings.
+            findings: this rank's problems, with the rank.
+            so_far: what an error says of what was written.
 
         Raises:
             RuntimeError: some rank has findings; on every rank.
@@ -284,6 +348,7 @@ class Call:
             )
         return common
 
+<<<<<<< HEAD
     def settle(
         self,
         so_far: str = UNCHANGED,
@@ -299,6 +364,13 @@ class Call:
             lost: the text to use instead if a rank is gone; "" uses `so_far`.
             kind: of the error; by default as below.
             user_code: whether code outside torch takes part on this rank.
+=======
+    def agree_on_problems(self, user_code: bool = False) -> None:
+        """Raise the problems of all ranks of all groups, where nothing travels. Collective.
+
+        Args:
+            user_code: whether code outside torch takes part in what this rank does next.
+>>>>>>> house-doc1
 
         Raises:
             RuntimeError: some rank has problems, and nothing was changed.
@@ -309,7 +381,12 @@ class Call:
         raise_together(self.title, findings, self.cause, kind, so_far)
 
     def tell(self, error: Exception, so_far: Callable[[], str]) -> None:
-        """Tell the other ranks, in the last agreement, that user code failed on this one."""
+        """Tell the other ranks, in the last agreement, that user code failed on this one.
+
+        Args:
+            error: the exception; it gets a note that says what was written.
+            so_far: returns the text of what was written on this rank.
+        """
         if not self.user_code or not self.groups or self.is_settled:
             return
         problem = problem_of(error)
@@ -318,3 +395,19 @@ class Call:
         with contextlib.suppress(Exception):
             agree_on_mesh([(self.rank, problem)], self.groups, so_far=so_far())
         compat.add_note(error, so_far())
+<<<<<<< HEAD
+=======
+
+    def settle(self, so_far: Callable[[], str]) -> None:
+        """Hold the last agreement, where user code took part on any rank. Collective.
+
+        Args:
+            so_far: returns the text of what was written on this rank.
+
+        Raises:
+            RuntimeError: user code failed on another rank; says what was written on this one.
+        """
+        if self.user_code and self.groups:
+            findings, _ = agree_on_mesh([], self.groups, so_far=so_far())
+            raise_together(self.title, findings, so_far=so_far())
+>>>>>>> house-doc1

@@ -80,7 +80,7 @@ class Delivery:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors; the same on every rank."""
+        """The bytes of all tensors; the same on every rank."""
         return sum(math.prod(info.shape) * info.dtype.itemsize for info in self.tensors.values())
 
     def key_windows(self, by_window: bool) -> list[list[Key]]:

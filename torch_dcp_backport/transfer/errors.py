@@ -11,9 +11,20 @@ SHOWN = 20
 
 
 class Problem(NamedTuple):
-    """An error as data. Plain text only: it travels between ranks."""
+    """An error as data. Plain text only: it travels between ranks.
 
-    #: In a few words: "wrong shape".
+    Args:
+        what: the error in a few words, such as "wrong shape".
+        key: the name of the tensor; "" where it is not about one.
+        got: the value that was found.
+        expected: the value that was expected.
+
+    Example:
+        >>> from torch_dcp_backport.transfer import Problem
+        >>> print(Problem("wrong shape", "w", got="(2,)", expected="(3,)"))
+        wrong shape: w (expected (3,), got (2,))
+    """
+
     what: str
     key: str = ""
     got: str = ""
@@ -34,7 +45,17 @@ Findings = list[Finding]
 
 
 def problem_of(error: Exception, key: Hashable = "") -> Problem:
-    """An exception as a problem, of a key."""
+    """Return an exception as a problem.
+
+    Args:
+        error: the exception; its class and its text make the problem.
+        key: the key of the tensor that it is about.
+
+    Example:
+        >>> from torch_dcp_backport.transfer import problem_of
+        >>> print(problem_of(ValueError("no such dtype"), ("state", "w")))
+        ValueError: no such dtype: state.w
+    """
     try:
         text = str(error)
     except Exception:  # the other ranks wait for any text at all
@@ -47,7 +68,13 @@ DOUBTFUL = "do not use what was being loaded"
 
 
 def compose(title: str, findings: Iterable[Finding], so_far: str = UNCHANGED) -> str:
-    """The message of all ranks' problems; the same problem of several ranks stands once."""
+    """Return the message of all ranks' problems; the same problem of several ranks stands once.
+
+    Args:
+        title: the first words.
+        findings: (rank, problem) of all ranks.
+        so_far: what was changed before the error.
+    """
     ranks_by_problem: dict[Problem, list[int]] = {}
     for rank, problem in findings:
         ranks_by_problem.setdefault(problem, []).append(rank)
@@ -78,7 +105,7 @@ def differences(common_by_rank: Mapping[int, Common]) -> list[Finding]:
 
 
 def spell(ranks: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
+    """Return ranks as text: [0, 1, 2, 5] -> "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:
@@ -90,12 +117,21 @@ def spell(ranks: Sequence[int]) -> str:
 
 
 def spell_key(key: Hashable) -> str:
-    """("state", "layer.weight", "step") -> "state.layer.weight.step"."""
+    """Return a key as text; the parts of a tuple are joined by points.
+
+    Args:
+        key: a key of a tensor.
+
+    Example:
+        >>> from torch_dcp_backport.transfer import spell_key
+        >>> spell_key(("state", "layer.weight", "step"))
+        'state.layer.weight.step'
+    """
     return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def spell_doing(verb: str, keys: Iterable[Hashable]) -> str:
-    """("sending", ["a", "b", "c"]) -> "sending a ... c (3 tensors)"."""
+    """Return a step as text: ("sending", ["a", "b", "c"]) -> "sending a ... c (3 tensors)"."""
     names = [spell_key(key) for key in dict.fromkeys(keys)]
     if len(names) > 2:
         names = [f"{names[0]} ... {names[-1]} ({len(names)} tensors)"]
@@ -103,7 +139,13 @@ def spell_doing(verb: str, keys: Iterable[Hashable]) -> str:
 
 
 def spell_broken_off(rank: int, doing: tuple[str, Iterable[Hashable]], written: Iterable[Hashable]) -> str:
-    """A step that was under way when a transfer of this rank broke off, and the keys that it had written."""
+    """Return the story of a transfer that broke off on this rank.
+
+    Args:
+        rank: this rank.
+        doing: the step that was under way: a verb, and the keys.
+        written: the keys that this rank had written.
+    """
     keys = list(written)
     wrote = spell_doing(f"{DOUBTFUL}: rank {rank} wrote", keys) if keys else f"rank {rank} wrote nothing"
     return f"broken off while {spell_doing(*doing)}; {wrote}"
@@ -116,7 +158,26 @@ def raise_together(
     kind: type[Exception] = RuntimeError,
     so_far: str = UNCHANGED,
 ) -> None:
-    """Raise one error for all findings; return where there are none."""
+    """Raise one error for all findings; return where there are none.
+
+    Args:
+        title: the first words of the message.
+        findings: (rank, problem) of all ranks; the same on every rank, so that the message is.
+        cause: the exception of this rank that is behind one of the problems.
+        kind: the class of the error.
+        so_far: what the message says of what was written.
+
+    Raises:
+        kind: there are findings.
+
+    Example:
+        >>> from torch_dcp_backport.transfer import Problem, raise_together
+        >>> raise_together("cannot load", [(rank, Problem("no file", "w")) for rank in (0, 1, 2)])
+        Traceback (most recent call last):
+            ...
+        RuntimeError: cannot load: 1 problem(s), nothing was changed.
+          ranks 0-2: no file: w
+    """
     if findings:
         raise kind(compose(title, findings, so_far)) from cause
 
@@ -129,7 +190,7 @@ class CollectiveError(Exception):
 
 
 class TransferError(RuntimeError):
-    """A transfer that broke off: a rank is gone, a collective timed out, memory ran out."""
+    """An error of a transfer that broke off: a rank is gone, a collective timed out, memory ran out."""
 
 
 @contextlib.contextmanager

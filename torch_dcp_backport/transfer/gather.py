@@ -44,15 +44,16 @@ def gather(
     group: Group = None,
     staging_bytes: Optional[int] = None,
 ) -> dict[Key, torch.Tensor]:
-    """Whole tensors of every key, on the rank `to` (a global rank) or, with None, on every rank.
+    """Return whole tensors of every key, on one rank or on every rank. Collective.
 
     Every rank of the group calls with the same keys, dtypes and layouts; replicas travel once.
 
     Args:
-        held: this rank's local tensors.
-        make: allocates a key's whole tensor, on a receiving rank.
-        group: the process group; it must contain every rank of the layouts. None is the default one.
-        staging_bytes: peak bytes of staging buffers, on any rank; None is the settings'.
+        held: key -> this rank's local tensor and its layout.
+        make: called with a key, on a receiving rank; allocates the whole tensor.
+        to: the global rank that receives; None is every rank.
+        group: the process group; it must contain every rank of the layouts. None is the default group.
+        staging_bytes: the most bytes of staging buffers on any rank; None is the budget of `configure`.
 
     Returns:
         key -> whole tensor; empty on ranks that receive nothing.
@@ -60,8 +61,17 @@ def gather(
     Raises:
         RuntimeError: the ranks hold different keys, dtypes or layouts, or a local tensor is not its
             rank's box; on every rank.
-        ValueError: a budget that is none.
+        ValueError: `staging_bytes` is not a staging budget.
         TransferError: a rank is gone, or the group's timeout is over.
+
+    Example:
+        Within a process group:
+
+        >>> import torch
+        >>> from torch_dcp_backport.transfer import Held, gather, layout_of
+        >>> tensor = torch.arange(3)
+        >>> gather({"w": Held(tensor, layout_of(tensor))}, lambda key: torch.empty_like(tensor), to=0)
+        {'w': tensor([0, 1, 2])}
     """
     with Call(TITLE, "gather", [group]) as call:
         note_device(group, (tensor for tensor, _ in held.values()))

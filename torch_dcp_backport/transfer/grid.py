@@ -24,7 +24,7 @@ class Span(NamedTuple):
     """Coordinates of a mesh dimension, and what they cut."""
 
     first: int = 0
-    #: Of coordinates.
+    #: The number of coordinates.
     extent: int = 1
     #: The tensor dimension, and its rows between two coordinates.
     dim: int = 0
@@ -36,7 +36,7 @@ class Grid(NamedTuple):
 
     #: One for each mesh dimension.
     spans: tuple[Span, ...]
-    #: Of each block.
+    #: The extents of each block, in elements.
     size: tuple[int, ...]
 
     def alone(self) -> Iterator[Grid]:

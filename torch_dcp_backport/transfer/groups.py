@@ -27,7 +27,7 @@ class GroupInfo:
     def __init__(self, group: dist.ProcessGroup) -> None:
         #: Global ranks, in group order.
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        #: Of messages; looked up when first asked for.
+        #: Device types that messages can be on; looked up when first asked for.
         self.device_types: Optional[list[str]] = None
         #: Device type -> the backend that carries messages there.
         self.backends: dict[str, str] = {}
@@ -35,7 +35,7 @@ class GroupInfo:
         self.devices: dict[str, torch.device] = {}
         #: Thread and title of the transfer under way.
         self.claim: Optional[tuple[int, str]] = None
-        #: Of `wire`.
+        #: The state that `wire` keeps for this group.
         self.roll: Any = None
 
 

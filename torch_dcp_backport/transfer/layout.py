@@ -24,27 +24,55 @@ Placement = Optional[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular region of a global tensor, in elements."""
+    """A rectangular region of a global tensor, in elements.
+
+    Args:
+        offset: the first element along each dimension.
+        size: the number of elements along each dimension.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.transfer import Box
+        >>> held = torch.arange(6).reshape(2, 3)  # the box at (4, 0) of a larger tensor
+        >>> held[Box((5, 1), (1, 2)).within(Box((4, 0), (2, 3)))].tolist()
+        [[4, 5]]
+    """
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.size)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """This box as slices of a tensor that holds `outer`."""
+        """Return this box as slices of a tensor.
+
+        Args:
+            outer: the box that the tensor holds; it contains this one.
+        """
         return tuple(
             slice(start - base, start - base + extent)
             for start, base, extent in zip(self.offset, outer.offset, self.size)
         )
 
     def head(self, dim: int, length: int) -> Box:
+        """Return the first part of this box.
+
+        Args:
+            dim: the dimension along which it is cut.
+            length: the number of elements of the part along `dim`.
+        """
         return Box(self.offset, (*self.size[:dim], length, *self.size[dim + 1 :]))
 
     def tail(self, dim: int, length: int) -> Box:
-        """The rest of this box, behind `head(dim, length)`."""
+        """Return the rest of this box, behind `head(dim, length)`.
+
+        Args:
+            dim: the dimension along which it is cut.
+            length: the number of elements along `dim` that are left out.
+        """
         return Box(
             (*self.offset[:dim], self.offset[dim] + length, *self.offset[dim + 1 :]),
             (*self.size[:dim], self.size[dim] - length, *self.size[dim + 1 :]),
@@ -53,15 +81,26 @@ class Box:
 
 @functools.lru_cache(maxsize=4096)
 def whole(shape: tuple[int, ...]) -> Box:
+    """Return the box of a whole tensor of a shape."""
     return Box((0,) * len(shape), shape)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks in a grid."""
+    """A grid of ranks.
+
+    Args:
+        shape: the number of ranks along each dimension.
+        ranks: the global ranks, row-major.
+
+    Example:
+        >>> from torch_dcp_backport.transfer import Mesh
+        >>> mesh = Mesh((2, 2), (0, 1, 2, 3))
+        >>> mesh.coordinates[2], mesh.first_along(1, rank=3)
+        ((1, 0), 2)
+    """
 
     shape: tuple[int, ...]
-    #: Global ranks, row-major.
     ranks: tuple[int, ...]
 
     def __hash__(self) -> int:
@@ -95,14 +134,32 @@ class Mesh:
         return text if len(self.ranks) <= 8 else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def first_along(self, dim: int, rank: int) -> int:
-        """The rank at 0 on this dimension, and at the position of `rank` on the others."""
+        """Return the rank at 0 on a dimension, and at the position of `rank` on the others.
+
+        Args:
+            dim: a dimension of the mesh.
+            rank: a global rank of the mesh.
+        """
         step = math.prod(self.shape[dim + 1 :])
         return self.ranks[self.ranks.index(rank) - step * self.coordinates[rank][dim]]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The spread of a tensor of a global shape over ranks; without a mesh every rank holds all of it."""
+    """The spread of a tensor over ranks; without a mesh every rank holds all of it.
+
+    Args:
+        shape: the global shape.
+        mesh: the ranks that hold the tensor; None is all ranks.
+        placements: for each mesh dimension None (a replica), or (tensor dimension, split factor) of a shard;
+            the split factor is 1 but for a strided shard.
+
+    Example:
+        >>> from torch_dcp_backport.transfer import Layout, Mesh
+        >>> rows = Layout((5, 2), Mesh((2,), (0, 1)), ((0, 1),))
+        >>> rows.box(0), rows.box(1)
+        (Box(offset=(0, 0), size=(3, 2)), Box(offset=(3, 0), size=(2, 2)))
+    """
 
     shape: tuple[int, ...]
     mesh: Optional[Mesh] = None
@@ -113,6 +170,7 @@ class Layout:
 
     @functools.cached_property
     def is_sharded(self) -> bool:
+        """True where a placement is a shard."""
         return any(placement is not None for placement in self.placements)
 
     @functools.cached_property
@@ -127,7 +185,11 @@ class Layout:
         )
 
     def box(self, rank: int) -> Optional[Box]:
-        """The box of a global rank; None for a rank outside the mesh. May be empty."""
+        """Return the box of a rank, which may be empty; None for a rank outside the mesh.
+
+        Args:
+            rank: a global rank.
+        """
         if self.mesh is None:
             return whole(self.shape)
         coordinate = self.mesh.coordinates.get(rank)
@@ -136,19 +198,31 @@ class Layout:
         return box_at(self.shape, self.mesh.shape, self.placements, coordinate)
 
     def own_box(self, rank: int) -> Box:
-        """The box of a global rank; an empty one outside the mesh, where the local tensor is empty."""
+        """Return the box of a rank; an empty one outside the mesh, where the local tensor is empty.
+
+        Args:
+            rank: a global rank.
+        """
         nothing = (0,) * len(self.shape)
         return self.box(rank) or Box(nothing, nothing)
 
     def is_first_holder(self, rank: int) -> bool:
-        """Whether `rank` is the lowest-placed of the ranks that hold the same box."""
+        """Return whether a rank is the lowest-placed of the ranks that hold the same box.
+
+        Args:
+            rank: a global rank.
+        """
         if self.mesh is None:
             return True
         coordinate = self.mesh.coordinates.get(rank)
         return coordinate is not None and all(coordinate[dim] == 0 for dim in self.replica_dims)
 
     def held_whole_by(self, ranks: tuple[int, ...]) -> bool:
-        """Whether each of `ranks` holds the whole tensor."""
+        """Return whether each of some ranks holds the whole tensor.
+
+        Args:
+            ranks: global ranks.
+        """
         return self.mesh is None or (not self.is_sharded and set(ranks) <= set(self.mesh.ranks))
 
     @functools.cached_property
@@ -212,7 +286,20 @@ def split_order(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) 
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """The layout of a DTensor; a plain tensor is whole on every rank."""
+    """Return the layout of a DTensor; a plain tensor is whole on every rank.
+
+    Args:
+        tensor: a DTensor, or a plain tensor.
+
+    Raises:
+        NotImplementedError: a placement that does not say where elements live (Partial).
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.transfer import layout_of
+        >>> layout_of(torch.zeros(2, 3)).box(rank=0)
+        Box(offset=(0, 0), size=(2, 3))
+    """
     if not isinstance(tensor, compat.DTensor):
         return layout_at(tuple(tensor.shape))
     mesh = mesh_of(tensor.device_mesh)
@@ -223,12 +310,12 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 def layout_at(
     shape: tuple[int, ...], mesh: Optional[Mesh] = None, placements: tuple[Placement, ...] = ()
 ) -> Layout:
-    """A layout, one object for all tensors that lie alike: it keeps derived values, and shapes are few."""
+    """Return a layout: one object for all tensors that lie alike, since it keeps derived values."""
     return Layout(shape, mesh, placements)
 
 
 def splits_of(mesh_shape: tuple[int, ...], placements: tuple[object, ...]) -> tuple[Placement, ...]:
-    """torch's placements in our form, checked.
+    """Return torch's placements in our form, checked.
 
     Not cached by placement: up to torch 2.7 a shard equals the strided one of its dimension.
     """
@@ -250,7 +337,7 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def row_of(box: Box, itemsize: int) -> tuple[int, int]:
-    """The outermost dimension along which `box` can be cut, and bytes of a row of it."""
+    """Return the outermost dimension along which `box` can be cut, and the bytes of a row of it."""
     for dim, extent in enumerate(box.size):
         if extent > 1:
             return dim, box.numel // extent * itemsize

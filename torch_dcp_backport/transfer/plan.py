@@ -31,18 +31,28 @@ from torch_dcp_backport.transfer.wire import broadcast_bytes, gather_objects, sh
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of the source, without its values."""
+    """A tensor of the source, without its values.
+
+    Args:
+        shape: the global shape.
+        dtype: the dtype of the source's values.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Want(NamedTuple):
-    """A rank's want of a key: its box of this layout."""
+    """A rank's want of a key: its box of a layout.
+
+    Args:
+        layout: the layout on this rank; its box for the rank is what the rank wants.
+        dtype: the dtype of the rank's tensor.
+        stage: the name of the part of a load in which it moves, where not all moves at once.
+    """
 
     layout: Layout
     dtype: torch.dtype
-    #: When it moves, where not all of a load moves at once.
     stage: str = ""
 
 
@@ -79,34 +89,50 @@ class Table(NamedTuple):
     wants: Mapping[Key, Want]
     #: Global ranks.
     ranks: tuple[int, ...]
-    #: As in their terms.
+    #: Whether these ranks pass tensors on to their replicas; the same as in their `Terms`.
     relays: bool = False
     note: Any = None
     common: Common = NOTHING
 
 
 class Agreement(NamedTuple):
-    """Every rank's wants: one table where all want the same, else one for each set of ranks that does."""
+    """The wants of every rank: one table where all want the same, else one for each set of ranks that does.
+
+    Args:
+        tables: a table for each set of ranks that want the same.
+        staging_bytes: the most bytes of staging buffers on any rank: the smallest budget that a rank asks
+            for.
+        device: the device type of the staging buffers.
+    """
 
     tables: Sequence[Table]
-    #: Peak bytes of staging buffers on any rank: the smallest that a rank asks for.
     staging_bytes: int
-    #: The device type of the staging buffers.
     device: str
 
     @property
     def is_common(self) -> bool:
-        """Whether all want the same."""
+        """True where all ranks want the same."""
         return len(self.tables) == 1
 
     def table_of(self, rank: int) -> Table:
+        """Return the table of a rank.
+
+        Args:
+            rank: a global rank of the agreement.
+        """
         return next(table for table in self.tables if rank in table.ranks)
 
 
 def publish(
     inventory: Optional[Mapping[Key, object]], problems: Sequence[Problem], title: str, group: Group
 ) -> dict[Key, Any]:
-    """The inventory of the group's first rank, on every rank.
+    """Return the inventory of the group's first rank, on every rank. Collective.
+
+    Args:
+        inventory: key -> `TensorInfo`, or a small value; only the first rank's counts.
+        problems: this rank's problems so far; only the first rank's are raised.
+        title: the first words of an error.
+        group: the process group; None is the default group.
 
     Raises:
         RuntimeError: the first rank has problems; on every rank.
@@ -156,10 +182,16 @@ def problem_of_pickling(key: Key, value: object) -> Optional[Problem]:
 
 
 def share_tables(own: Table, digest: bytes, title: str, group: Group, so_far: str) -> list[Table]:
-    """Every table of a group, in the order of the first ranks that have them; each travels once.
+    """Return every table of a group, in the order of the first ranks that have them. Collective.
+
+    Each table travels once.
 
     Args:
-        own: this rank's table, and `digest` that of its wants and terms.
+        own: this rank's table.
+        digest: the digest of this rank's wants and terms.
+        title: the first words of an error.
+        group: the process group; None is the default group.
+        so_far: what an error says of what was written.
 
     Raises:
         RuntimeError: a rank's table cannot be pickled; on every rank.
@@ -203,9 +235,24 @@ def unpacked(data: bytes) -> Table:
 
 
 def misfit(key: Key, local: torch.Tensor, layout: Layout, rank: int) -> Optional[Problem]:
-    """The problem of a local tensor that has not the shape of its (global) rank's box.
+    """Return the problem of a local tensor that does not have the shape of its rank's box; None if it has it.
 
-    A layout of torch's that is understood otherwise here must be an error, never a wrong slice.
+    If this package understood a layout of torch's otherwise than torch does, the result must be an error,
+    never a wrong slice.
+
+    Args:
+        key: the key of the tensor, for the problem.
+        local: the local tensor.
+        layout: the layout that the tensor is said to have.
+        rank: the global rank that has the local tensor.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.transfer import Layout, Mesh, misfit
+        >>> rows = Layout((4, 6), Mesh((2,), (0, 1)), ((0, 1),))
+        >>> misfit("w", torch.zeros(2, 6), rows, rank=1)
+        >>> print(misfit("w", torch.zeros(4, 3), rows, rank=1))
+        the local tensor is not the shard that its placements say: w (expected (2, 6), got (4, 3))
     """
     box = layout.box(rank)
     if box is None or tuple(local.shape) == box.size or local.numel() == box.numel == 0:

@@ -12,11 +12,16 @@ logger = logging.getLogger("torch_dcp_backport.transfer")
 
 
 class Progress(NamedTuple):
-    """The progress of one transfer of this rank."""
+    """The progress of one transfer of this rank.
 
-    #: "scatter" (load from rank 0), "gather" (save) or "reshard"; "save" or "load" of a sharded checkpoint.
+    Args:
+        operation: "scatter" (load from rank 0), "gather" (save) or "reshard"; "save" or "load" of a sharded
+            checkpoint.
+        done: bytes of tensors that this rank has handed to the backend or got from it so far.
+        total: the value that `done` will have in the end.
+    """
+
     operation: str
-    #: Bytes of tensors that this rank has handed to the backend or got from it, and will have in the end.
     done: int
     total: int
 

@@ -19,29 +19,36 @@ logger = logging.getLogger("torch_dcp_backport.transfer")
 
 @dataclass(frozen=True)
 class Report:
-    """One transfer, as this rank saw it."""
+    """The record of one transfer, as this rank saw it.
 
-    #: "scatter" (load from rank 0), "gather" (save), "slice" (load of a dict on every rank), "reshard",
-    #: "fill" (from files) or "collect" (to files).
+    Args:
+        operation: "scatter" (load from rank 0), "gather" (save), "slice" (load of a dict on every rank),
+            "reshard", "fill" (from files) or "collect" (to files).
+        tensors: the number of tensors that this rank received, or gave.
+        bytes_sent: bytes of tensors that this rank handed to the backend, without padding.
+        bytes_received: bytes of tensors that this rank got from the backend, without padding.
+        chunks: the number of buffers of tensors that this rank handed to the backend and got from it.
+        rounds: the largest number of chunks of any receiver. It grows with bytes / budget, not with the
+            number of tensors.
+        peers_sent: the number of ranks that this rank sent point-to-point messages with tensors to. Backends
+            of accelerators keep memory for each, outside torch's allocator; loads and gets there have none.
+        peers_received: the number of ranks that this rank got such messages from.
+        staging_bytes: the most bytes that this rank's staging buffers had.
+        staging_budget: the budget in bytes that all ranks agreed on.
+        seconds: phase -> seconds: "inventory" (what the source has), "agree" (what all want), "prepare"
+            (memory), "move".
+    """
+
     operation: str
-    #: Tensors that this rank received, or gave.
     tensors: int
-    #: Bytes of tensors that this rank handed to the backend and got from it, without padding.
     bytes_sent: int
     bytes_received: int
-    #: Buffers of tensors that this rank handed to the backend and got from it.
     chunks: int
-    #: The most chunks of any receiver. Grows with bytes / budget, not with the tensors.
     rounds: int
-    #: Ranks that this rank sent point-to-point messages with tensors to, and got some from. Backends of
-    #: accelerators keep memory for each, outside torch's allocator; loads and gets there have none.
     peers_sent: int
     peers_received: int
-    #: Peak bytes of this rank's staging buffers, and the budget that all ranks agreed on.
     staging_bytes: int
     staging_budget: int
-    #: phase -> seconds: "inventory" (what the source has), "agree" (what all want), "prepare"
-    #: (memory), "move".
     seconds: Mapping[str, float]
 
     def __str__(self) -> str:
@@ -76,7 +83,12 @@ class Tally:
         self.meter.add(nbytes)
 
     def met(self, peer: int, *, sends: bool) -> None:
-        """A message to a rank, or from it."""
+        """Count a message to a rank, or from it.
+
+        Args:
+            peer: the global rank.
+            sends: whether this rank sends; else it receives.
+        """
         if (sends, peer) not in self._peers:
             self._peers.add((sends, peer))
             self.peers_sent += sends
@@ -86,7 +98,7 @@ class Tally:
         return Phase(self.seconds, name)
 
     def close(self) -> None:
-        """The transfer ended well: this is the last report now."""
+        """Make this the last report: the transfer ended well."""
         global _last
         _last = Report(**{field.name: getattr(self, field.name) for field in fields(Report)})
         logger.info("%s", _last)
@@ -111,8 +123,18 @@ _last: Optional[Report] = None
 
 
 def last_report() -> Optional[Report]:
-    """The report of this process's last transfer that ended well; None before the first.
+    """Return the report of this process's last transfer that ended well; None before the first.
 
     A call that moves model and optimizer, or tensors on several meshes, makes several transfers.
+
+    Example:
+        Within a process group:
+
+        >>> import torch
+        >>> from torch_dcp_backport.transfer import Held, gather, last_report, layout_of
+        >>> tensor = torch.ones(2, 3)
+        >>> whole = gather({"w": Held(tensor, layout_of(tensor))}, lambda key: torch.empty(2, 3))
+        >>> last_report().operation, last_report().tensors
+        ('gather', 1)
     """
     return _last

@@ -49,19 +49,19 @@ def reshard(
     group: Group = None,
     staging_bytes: Optional[int] = None,
 ) -> dict[Hashable, torch.Tensor]:
-    """Give every tensor another layout: other placements, another mesh, or both.
+    """Give every tensor another layout: other placements, another mesh, or both. Collective.
 
-    Collective over `group`: every rank of it calls with the same keys in the same order. Nothing is gathered
-    whole, and what a rank holds already does not travel. On a mesh that is not the old one, ranks outside
-    the old mesh pass the DTensor as torch makes it there, with an empty local tensor; so do ranks outside
-    the new one receive it.
+    Every rank of `group` calls with the same keys in the same order. Nothing is gathered whole, and what a
+    rank holds already does not travel. On a mesh that is not the old one, ranks outside the old mesh pass the
+    DTensor as torch makes it there, with an empty local tensor; ranks outside the new mesh receive such a
+    DTensor.
 
     Args:
         tensors: key -> DTensor, or a plain tensor that every rank of the group holds whole.
         to: a device mesh and placements for all tensors, or for each key; or, for a key, a tensor of the
             same shape that is written in place, cast to its dtype.
         group: the process group; it must contain the ranks of all meshes. None is the default group.
-        staging_bytes: peak bytes of staging buffers on any rank; None is the settings'.
+        staging_bytes: the most bytes of staging buffers on any rank; None is the budget of `configure`.
 
     Returns:
         key -> the tensor in its new layout: a new DTensor, or the one that was written in place.
@@ -69,8 +69,20 @@ def reshard(
     Raises:
         RuntimeError: the ranks pass different keys, dtypes or layouts, a placement is Partial, a shape
             differs, a destination shares memory with a source; on every rank, before any byte moves.
-        ValueError: a staging budget that is none.
+        ValueError: `staging_bytes` is not a staging budget.
         TransferError: a rank is gone, or the group's timeout is over; says what was already written.
+
+    Example:
+        Within a process group (of the ranks of the mesh):
+
+        >>> import torch
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed._tensor import Shard  # from torch 2.5 on: torch.distributed.tensor
+        >>> from torch_dcp_backport.transfer import reshard
+        >>> mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        >>> sharded = reshard({"w": torch.arange(4)}, (mesh, [Shard(0)]))
+        >>> sharded["w"].placements, sharded["w"].full_tensor().tolist()
+        ((Shard(dim=0),), [0, 1, 2, 3])
     """
     with Call(TITLE, "reshard", [group]) as call:
         have: dict[Hashable, End] = {}

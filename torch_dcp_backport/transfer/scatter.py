@@ -48,7 +48,12 @@ class Reader(Protocol):
     """The full tensors of the source."""
 
     def piece(self, key: Key, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
-        """The part in a box of a tensor that has this shape; any device, any strides.
+        """Return the part in a box of a tensor; any device, any strides.
+
+        Args:
+            key: the key of the tensor.
+            box: the part.
+            shape: the shape that the tensor had in the inventory.
 
         Raises:
             RuntimeError: the tensor has another shape by now.
@@ -59,19 +64,27 @@ class Reader(Protocol):
 
 
 class Offer(NamedTuple):
-    """The source's tensors, as this rank knows them."""
+    """The source's tensors, as this rank knows them.
 
-    #: The result of `call.publish`.
+    Args:
+        inventory: the result of `call.publish`.
+        reader: on the source, it returns the values; None on other ranks.
+        by_window: whether the source reads a tensor anew every time, so that it goes to every rank before the
+            next one is read; the same on every rank.
+    """
+
     inventory: Mapping[Key, object]
-    #: On the source.
     reader: Optional[Reader] = None
-    #: Whether the source reads a tensor anew every time, so that it goes to every rank before the next one is
-    #: read; the same on every rank.
     by_window: bool = False
 
 
 class Target(NamedTuple):
-    """The destination of a rank's box of a key: a local tensor of the box's shape, written in place."""
+    """The destination of a rank's box of a key.
+
+    Args:
+        tensor: the local tensor, written in place; it has the shape of the box.
+        box: this rank's box of the global tensor.
+    """
 
     tensor: torch.Tensor
     box: Box
@@ -85,20 +98,42 @@ def scatter(
     agreement: Agreement,
     relay_groups: Optional[RelayGroups] = None,
 ) -> None:
-    """Fill every rank's targets from the first rank of the call's group.
+    """Fill every rank's targets from the first rank of the call's group. Collective.
 
     Args:
-        call: its problems are why this rank could not make its targets.
+        call: the call; its problems are why this rank could not make its targets.
+        offer: the source's inventory, and on the source the reader of its values.
         targets: this rank's destinations, one for each key that it wants.
-        agreement: what `call.agree` returned.
+        agreement: the result of `call.agree`.
         relay_groups: the process groups of each dimension of the meshes that this rank is in, where its terms
-            say that it relays; else the source sends to every replica itself.
+            say that it relays; None where the source sends to every replica itself.
 
     Raises:
         RuntimeError: some rank has no room for its targets or its buffers; before anything was written,
             and on every rank if 1 MiB or more moves.
         TransferError: a rank is gone, or the group's timeout is over; says what was under way and what
             was already written.
+
+    Example:
+        Within a process group:
+
+        >>> import torch
+        >>> from torch_dcp_backport.transfer import Box, Call, Target, TensorInfo, Want, layout_of, scatter
+        >>> from torch_dcp_backport.transfer.scatter import Offer
+        >>> class Reader:
+        ...     def piece(self, key, box, shape):
+        ...         return torch.arange(4.0)[box.within(Box((0,), shape))]
+        ...     def release(self):
+        ...         pass
+        >>> local = torch.empty(4)
+        >>> layout = layout_of(local)
+        >>> with Call("cannot load", "scatter") as call:
+        ...     inventory = call.publish({"w": TensorInfo((4,), torch.float32)})
+        ...     agreement = call.agree({"w": Want(layout, local.dtype)})
+        ...     targets = {"w": Target(local, layout.box(call.rank))}
+        ...     scatter(call, Offer(inventory, Reader()), targets, agreement)
+        >>> local.tolist()
+        [0.0, 1.0, 2.0, 3.0]
     """
     engine = Scatter(call, offer, targets, agreement, relay_groups)
     engine.run(engine.delivery.nbytes)

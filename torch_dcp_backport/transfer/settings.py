@@ -23,15 +23,24 @@ def configure(*, staging_bytes: Optional[int] = None, progress: Union[Callback, 
     """Set how this process's transfers work; what is left out goes back to its default.
 
     Args:
-        staging_bytes: the staging budget; by default the environment's, or 64 MiB. Less memory means more
-            rounds. Where ranks differ, the smallest budget counts for all. Buffers hold at least one
-            element (16 bytes) each, however small the budget is.
+        staging_bytes: the staging budget in bytes; by default that of TORCH_DCP_BACKPORT_STAGING_MIB, or 64
+            MiB. Less memory means more rounds. Where ranks differ, the smallest budget counts for all.
+            Buffers hold at least one element (16 bytes) each, however small the budget is.
         progress: called with a `Progress` after every chunk that this rank sends or receives, or "tqdm" for
             a bar on standard error. Its errors are logged, and end no transfer.
 
     Raises:
         ValueError: not a whole number of bytes, or fewer than one element has; not a callback.
         ModuleNotFoundError: tqdm is not installed.
+
+    Example:
+        >>> from torch_dcp_backport.transfer import configure
+        >>> configure(staging_bytes=16 * 2**20)
+        >>> configure(staging_bytes=15)
+        Traceback (most recent call last):
+            ...
+        ValueError: staging_bytes=15: expected at least ...
+        >>> configure()
     """
     global _chosen, _progress
     budget = None if staging_bytes is None else checked(staging_bytes)
@@ -43,11 +52,12 @@ def configure(*, staging_bytes: Optional[int] = None, progress: Union[Callback, 
 
 
 def progress() -> Optional[Callback]:
+    """Return the callback of `configure`; None where there is none."""
     return _progress
 
 
 def staging_bytes() -> int:
-    """The budget: that of `configure`, or of TORCH_DCP_BACKPORT_STAGING_MIB, or 64 MiB.
+    """Return the budget in bytes: that of `configure`, or of TORCH_DCP_BACKPORT_STAGING_MIB, or 64 MiB.
 
     Raises:
         ValueError: the variable is not a number of MiB.

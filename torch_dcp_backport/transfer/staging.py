@@ -152,7 +152,7 @@ class Staging:
         return Ring(self.store[index * size : (index + 1) * size] for index in range(count))
 
 
-#: Of a ring: what takes no buffer is under way not more often than this, either.
+#: A ring has at most so many uses under way, with a buffer or without.
 MOST_USES = 8
 
 

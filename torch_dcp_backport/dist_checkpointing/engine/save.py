@@ -61,7 +61,7 @@ class Saving(NamedTuple):
     #: By row of the table; in the shape of its box.
     data: Sequence[torch.Tensor]
     objects: Sequence[Any]
-    #: Of the first rank.
+    #: On the first rank alone.
     common: Any
     #: Whether the tables of all ranks are checked together.
     is_checked: bool = True

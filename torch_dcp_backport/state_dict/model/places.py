@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX, compiled_modules, declares
 
-#: Their own loading code looks at nothing where every key of theirs is there, and no other.
+#: Modules whose loading code reads no value if the state dict has all of their keys, and no others.
 NORMS = (nn.modules.batchnorm._NormBase, nn.modules.instancenorm._InstanceNorm)
 #: Loading hooks of torch's that rename a wrapper's keys, or look at the parameters alone.
 BLIND_HOOKS = "torch.distributed."

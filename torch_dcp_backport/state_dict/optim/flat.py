@@ -82,7 +82,7 @@ def unflatten_optim_state(
 
 
 def group_values(flat: FlatDict, group: Mapping[str, Any], fqns: list[str]) -> dict[str, Any]:
-    """A param group as it was saved for the first of its parameters."""
+    """Return the values of a param group, each as it was saved for the first parameter that has it."""
     result: dict[str, Any] = {PARAMS: fqns}
     for name, value in group.items():
         if name == PARAMS:

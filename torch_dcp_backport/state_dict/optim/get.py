@@ -84,7 +84,7 @@ def params_by_fqn(optim: Optimizer, named: Mapping[str, Any]) -> dict[str, torch
 
 
 def laid_as(param: Optional[torch.Tensor], states: Any) -> Any:
-    """The states of a parameter, with its placements where they are cut as it is.
+    """Return the states of a parameter; those that are cut as the parameter is get its placements.
 
     Operations with `out=` forget up to torch 2.7 that FSDP2 over TP cuts in another order (_StridedShard):
     their results (AMSGrad's maximum) would be put together permuted.
