@@ -77,7 +77,7 @@ def whole_tensors(
 
 
 def same_objects(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return later name of an object -> its first name; on ranks that hold nothing of it, too."""
+    """Return later name of an object -> its first name, also on ranks that hold nothing of it."""
     first: dict[int, str] = {}
     return {
         name: first[id(tensor)]

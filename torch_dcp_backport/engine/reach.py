@@ -132,7 +132,7 @@ def reductions(model: nn.Module) -> Iterator[Reduction]:
 
 @contextlib.contextmanager
 def uncounted(model: nn.Module) -> Iterator[None]:
-    """A context: backward passes reach no parameters, and only keep the other ranks company."""
+    """Return a context: its backward passes take part in collectives, and reach no parameters."""
     units = list(reductions(model))
     for reduction in units:
         reduction.is_counted = False

@@ -40,7 +40,7 @@ NOTHING: Common = {}
 def agree(
     call: Call, condition: str = "", note: object = None, device: str = "", common: Common = NOTHING
 ) -> Agreement:
-    """As `Call.agree`, for ranks that want nothing of a transfer; also for a process without groups.
+    """Agree by `Call.agree`, for ranks that want nothing of a transfer; also in a process without groups.
 
     Raises:
         RuntimeError: some rank has problems, or another value in `common`; on every rank.
@@ -71,7 +71,7 @@ def differences(common_by_rank: Mapping[int, Common]) -> list[Finding]:
 
 
 def publish(call: Call, inventory: Optional[Mapping[Any, object]]) -> dict[Any, Any]:
-    """As `Call.publish`; also for a process without groups."""
+    """Publish by `Call.publish`; also in a process without groups."""
     if call.groups:
         return call.publish(inventory)
     call.raise_alone()
@@ -114,7 +114,7 @@ def send_window(call: Call, agreement: Agreement, share: Share, window: Window, 
 
 
 def goes_to_all(call: Call, agreement: Agreement) -> bool:
-    """Whether what the first rank sends is broadcast."""
+    """Return whether the first rank broadcasts the tensors that it sends."""
     count = len(call.ranks) if call.groups else 1
     return count > 1 and lane_of(backend_of(call.group, agreement.device), senders=1) is Lane.BROADCAST
 

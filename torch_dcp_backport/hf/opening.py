@@ -70,7 +70,7 @@ def opened(
 
 
 def with_prefix(source: Source, prefix: str, sign: str) -> Source:
-    """Return a source whose names begin with a prefix, which files of a model without its head do not have.
+    """Return a source whose names begin with a prefix; files of a model without its head lack it.
 
     Args:
         sign: a name, behind the prefix, by which such files are known.

@@ -402,7 +402,7 @@ def part_held(key: object, value: object, is_written: bool) -> Held:
 
 
 def unchecked(value: torch.Tensor) -> Held:
-    """Return this rank's part of a tensor, without checks."""
+    """Return this rank's part of a tensor, without the checks of `part_held`."""
     local = compat.local_part(value) if isinstance(value, compat.DTensor) else value
     return Held(layout_of(value), compat.arrived(local).detach())
 
