@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import torch_dcp_backport
 
-ROOMS = ("state_dict", "transfer", "dist_checkpointing", "checkpoint")
+ROOMS = ("state_dict", "transfer", "dist_checkpointing", "checkpoint", "engine", "hf", "megatron")
 
 PACKAGE = torch_dcp_backport.__name__
 ROOT = Path(torch_dcp_backport.__file__).parent

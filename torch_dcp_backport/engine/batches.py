@@ -28,34 +28,50 @@ Span = tuple[int, int]
 
 
 class Limit(NamedTuple):
-    """The size of a micro-batch: rows, or tokens with the padding that is left."""
+    """The size of a micro-batch: rows, or tokens with the padding that is left. Exactly one of them is given.
+
+    Args:
+        rows: the most rows of a micro-batch.
+        tokens: the most tokens of a micro-batch: its rows times its columns.
+    """
 
     rows: Optional[int] = None
     tokens: Optional[int] = None
 
 
 class Plan(NamedTuple):
-    """The parts that a batch is cut into; as many on every rank."""
+    """The parts that a batch is cut into; as many on every rank.
 
-    #: The rows of each micro-batch; none where the rank only takes part in the collectives.
+    Args:
+        parts: the numbers of the rows of each micro-batch, from 0; an empty list where the rank only takes
+            part in the collectives.
+        spans: for each row its first column that is no padding, and the column behind its last.
+        tokens: the number of tokens with a loss on all ranks; of a mask of weights their sum.
+        width: columns of padded rows; None where the rows are jagged.
+    """
+
     parts: list[list[int]]
     spans: list[Span]
-    #: Tokens with a loss on all ranks; of a mask of weights their sum.
     tokens: float
-    #: Of padded rows; None where they are jagged.
     width: Optional[int]
 
 
 class Micro(NamedTuple):
-    """A micro-batch."""
+    """A micro-batch.
 
-    #: As the batch, of these rows; padded columns that no row needs are gone.
+    Args:
+        data: the batch's entries, of these rows; padded columns that no row needs are gone.
+        rows: the numbers of the rows in the batch, from 0; empty where the rank has none.
+        columns: the first of the batch's columns that is in `data`, and the column behind the last.
+    """
+
     data: dict[str, Any]
     rows: list[int]
     columns: Span
 
     @property
     def is_filler(self) -> bool:
+        """Whether the rank has no row here, and only takes part in the collectives."""
         return not self.rows
 
 
@@ -70,13 +86,28 @@ def plan(
     """Cut a batch into the same number of micro-batches on every rank. Collective.
 
     Args:
-        limit: or a function that finds it: an error of the function is raised on every rank, too.
+        data: rows of this rank: a mapping with `input_ids`, padded (rows, columns) or jagged, and where there
+            are a loss and padding with `loss_mask` and `attention_mask` of the same shape.
+        limit: the size of a micro-batch, or a function that finds it; an error of the function is raised on
+            every rank.
+        group: the ranks that take part; None is the default process group.
         needs_tokens: whether a batch without any token of a loss is an error.
         copies: the number of consecutive ranks that have the same rows (tensor parallelism).
 
     Raises:
         RuntimeError: a row above the limit, no rows, no tokens, columns that do not fit, other rows than the
             copies have, ...; on every rank.
+
+    Example:
+        Within a process group:
+
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> ids = torch.arange(15).view(3, 5)
+        >>> data = {"input_ids": ids, "loss_mask": torch.ones_like(ids)}
+        >>> plan = engine.plan(data, engine.Limit(tokens=10))
+        >>> plan.parts, plan.tokens
+        ([[0, 1], [2]], 15.0)
     """
     call = Call(TITLE, "plan", (group,), plain=(ValueError, KeyError))
     # Errors of any kind: the other ranks wait in the meeting.
@@ -274,6 +305,23 @@ def micro_batches(data: Any, plan: Plan) -> Iterator[Micro]:
     A tensor, array, list or tuple that is as long as the batch has rows is cut with the rows, also a tensor
     or array in a dict within the batch. Each micro-batch gets the whole of everything else, and of a list
     that a TensorDict has a single time for all rows.
+
+    Args:
+        data: the batch that the plan was made of.
+        plan: the result of `plan` on this rank.
+
+    Example:
+        Within a process group:
+
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> data = {"input_ids": torch.tensor([[1, 2], [3, 4], [5, 6]]), "temperature": 0.5}
+        >>> plan = engine.plan(data, engine.Limit(rows=2), needs_tokens=False)
+        >>> for micro in engine.micro_batches(data, plan):
+        ...     print(micro.rows, micro.data)
+        [0, 1] {'input_ids': tensor([[1, 2],
+                [3, 4]]), 'temperature': 0.5}
+        [2] {'input_ids': tensor([[5, 6]]), 'temperature': 0.5}
     """
     for rows in plan.parts:
         spans = [plan.spans[row] for row in rows] or [(0, 1)]
@@ -332,7 +380,23 @@ def on_device(data: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def model_inputs(data: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return a micro-batch's inputs for a model of transformers: ids, mask and positions, padded."""
+    """Return a micro-batch's inputs for a model of transformers: ids, mask and positions, padded.
+
+    Args:
+        data: a micro-batch's data: `input_ids`, padded (rows, columns) or jagged, and where it has them
+            `attention_mask` and `position_ids`.
+        device: the device of the inputs.
+
+    Returns:
+        `input_ids`, `attention_mask` and `position_ids`, each an integer tensor (rows, columns).
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> data = {"input_ids": torch.tensor([[0, 7, 8]]), "attention_mask": torch.tensor([[0, 1, 1]])}
+        >>> engine.model_inputs(data, torch.device("cpu"))["position_ids"]
+        tensor([[0, 0, 1]])
+    """
     ids = data[IDS]
     if ids.is_nested:
         rows = ids.unbind()
@@ -360,7 +424,25 @@ def like_rows(padded: torch.Tensor, data: Mapping[str, Any]) -> torch.Tensor:
 
 
 def restored(outputs: Sequence[Mapping[str, torch.Tensor]], plan: Plan) -> dict[str, torch.Tensor]:
-    """Return all micro-batches' results, in the order and width of the batch; zeros where padding was cut."""
+    """Return all micro-batches' results, in the order and width of the batch; zeros where padding was cut.
+
+    Args:
+        outputs: for each micro-batch name -> tensor with a result for each row, or for each token of a row.
+        plan: the plan that the micro-batches were made by.
+
+    Example:
+        Within a process group:
+
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> mask = torch.tensor([[0, 1, 0], [1, 1, 1]])
+        >>> data = {"input_ids": torch.tensor([[0, 5, 0], [1, 2, 3]]), "attention_mask": mask}
+        >>> plan = engine.plan(data, engine.Limit(rows=1), needs_tokens=False)
+        >>> outputs = [{"twice": 2 * micro.data["input_ids"]} for micro in engine.micro_batches(data, plan)]
+        >>> engine.restored(outputs, plan)["twice"]
+        tensor([[ 0, 10,  0],
+                [ 2,  4,  6]])
+    """
     results: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(name for output in outputs for name in output):
         rows_of: dict[int, torch.Tensor] = {}

@@ -41,17 +41,26 @@ Blocks = Union[None, str, type, Collection[Union[str, type]]]
 
 
 class Sharding(NamedTuple):
-    """The settings of FSDP2."""
+    """The settings of FSDP2.
+
+    Args:
+        reshard_after_forward: whether FSDP2 frees gathered parameters after a unit's forward pass.
+        param_dtype: the dtype of all-gathered parameters; None is the parameters' own.
+        reduce_dtype: the dtype of gradients while they are reduced; None is the parameters' own.
+        offload: whether FSDP2 keeps parameters on the host, and their optimizer steps there.
+    """
 
     reshard_after_forward: bool = True
-    #: Of all-gathered parameters, and of gradients on their way; None is the parameters' own.
     param_dtype: Optional[torch.dtype] = None
     reduce_dtype: Optional[torch.dtype] = None
-    #: FSDP2 keeps parameters on the host, and their optimizer steps there.
     offload: bool = False
 
     def arguments(self, grid: Grid) -> dict[str, Any]:
-        """Return the arguments of `fully_shard`."""
+        """Return the arguments of `fully_shard`.
+
+        Args:
+            grid: the arrangement of ranks: its `data` mesh shards.
+        """
         fsdp2 = compat.fsdp2()
         policy = fsdp2.MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
         asked = {"mesh": grid.data, "reshard_after_forward": self.reshard_after_forward, "mp_policy": policy}
@@ -63,13 +72,21 @@ class Sharding(NamedTuple):
 
 @contextlib.contextmanager
 def parameters_on_meta(dtype: Optional[torch.dtype] = None) -> Iterator[None]:
-    """A context: modules that are made in it have parameters without memory, and real buffers.
+    """Return a context: modules that are made in it have parameters without memory, and real buffers.
 
-    `torch.device("meta")` takes the buffers too, and what a model computes into them (rotary frequencies)
+    `torch.device("meta")` takes the buffers as well, and what a model computes into them (rotary frequencies)
     is in no file.
 
     Args:
-        dtype: of floating parameters; None is what the modules ask for.
+        dtype: the dtype of floating parameters; None is what the modules ask for.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> with engine.parameters_on_meta(torch.bfloat16):
+        ...     model = torch.nn.BatchNorm1d(2)
+        >>> model.weight.device.type, model.weight.dtype, model.running_var
+        ('meta', torch.bfloat16, tensor([1., 1.]))
     """
 
     def emptied(module: nn.Module, name: str, param: Optional[nn.Parameter]) -> Optional[nn.Parameter]:
@@ -163,7 +180,36 @@ def override(config: Any, values: Mapping[str, Any]) -> None:
 
 
 def language_model(asked: Any, dtype: Optional[torch.dtype] = None) -> nn.Module:
-    """Make transformers' causal language model; see `parameters_on_meta`, `configuration`."""
+    """Make transformers' causal language model of a `ModelConfig`; its weights are not read.
+
+    Call it within `parameters_on_meta`: otherwise the full model takes memory.
+
+    Args:
+        asked: the `ModelConfig`.
+        dtype: the dtype for the computation of buffers; None is the configuration's own.
+
+    Raises:
+        FileNotFoundError: no such model here; transformers would look for it on the network.
+        ValueError: an override that is not offered.
+
+    Example:
+        A module stands in for transformers here:
+
+        >>> import sys
+        >>> from types import SimpleNamespace
+        >>> from unittest import mock
+        >>> from torch import nn
+        >>> from torch_dcp_backport import engine
+        >>> def from_config(config, trust_remote_code):
+        ...     return nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        >>> stand_in = SimpleNamespace(AutoModelForCausalLM=SimpleNamespace(from_config=from_config))
+        >>> asked = engine.ModelConfig(
+        ...     hf_config=SimpleNamespace(hidden_size=4, vocab_size=8), override_config={"vocab_size": 6}
+        ... )
+        >>> with mock.patch.dict(sys.modules, transformers=stand_in), engine.parameters_on_meta():
+        ...     engine.language_model(asked)
+        Linear(in_features=4, out_features=6, bias=False)
+    """
     import transformers
 
     kind: Any = transformers.AutoModelForCausalLM
@@ -174,7 +220,35 @@ def language_model(asked: Any, dtype: Optional[torch.dtype] = None) -> nn.Module
 
 
 def value_model(asked: Any, dtype: Optional[torch.dtype] = None) -> nn.Module:
-    """Make transformers' model of a `ModelConfig` with a single number for each token."""
+    """Make transformers' model of a `ModelConfig` with one number for each token; its weights are not read.
+
+    Call it within `parameters_on_meta`: otherwise the full model takes memory.
+
+    Args:
+        asked: the `ModelConfig`.
+        dtype: the dtype for the computation of buffers; None is the configuration's own.
+
+    Raises:
+        FileNotFoundError: no such model here; transformers would look for it on the network.
+        ValueError: an override that is not offered.
+
+    Example:
+        A module stands in for transformers here:
+
+        >>> import sys
+        >>> from types import SimpleNamespace
+        >>> from unittest import mock
+        >>> from torch import nn
+        >>> from torch_dcp_backport import engine
+        >>> def from_config(config, trust_remote_code):
+        ...     return nn.Linear(config.hidden_size, config.num_labels)
+        >>> auto = SimpleNamespace(from_config=from_config)
+        >>> stand_in = SimpleNamespace(AutoModelForTokenClassification=auto)
+        >>> asked = engine.ModelConfig(hf_config=SimpleNamespace(hidden_size=4))
+        >>> with mock.patch.dict(sys.modules, transformers=stand_in), engine.parameters_on_meta():
+        ...     engine.value_model(asked)
+        Linear(in_features=4, out_features=1, bias=True)
+    """
     import transformers
 
     kind: Any = transformers.AutoModelForTokenClassification
@@ -196,9 +270,21 @@ def names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
 def units_of(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
     """Return the modules that are sharded as units, inner first: blocks, and embeddings nothing else uses.
 
+    Args:
+        model: the model; its parameters may be on meta.
+        blocks: the name of the block class, the class itself, or several; None takes `_no_split_modules` of a
+            model of transformers.
+
     Raises:
         ValueError: a block class that does not occur, naming those that do; a tied parameter in two units; an
             expert of a sparse model as a unit.
+
+    Example:
+        >>> from torch import nn
+        >>> from torch_dcp_backport import engine
+        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+        >>> engine.units_of(model, blocks="Linear")
+        [Linear(in_features=4, out_features=4, bias=True), Embedding(8, 4)]
     """
     wanted = getattr(model, "_no_split_modules", None) or () if blocks is None else blocks
     asked = (wanted,) if isinstance(wanted, (str, type)) else tuple(wanted)
@@ -262,8 +348,27 @@ def shard(model: nn.Module, grid: Grid, sharding: Optional[Sharding] = None, blo
 
     Parameters without a gradient on this rank (experts that no token reaches) are reduced as zeros.
 
+    Args:
+        model: the model, whose parameters become DTensors.
+        grid: the arrangement of ranks, of `arrange`.
+        sharding: the settings of FSDP2; None is `Sharding()`.
+        blocks: as of `units_of`.
+
     Raises:
-        ValueError: as `units_of`.
+        ValueError: as `units_of` does.
+
+    Example:
+        Within a process group:
+
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch_dcp_backport import engine
+        >>> with engine.parameters_on_meta():
+        ...     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        >>> engine.shard(model, engine.arrange("cpu"), blocks=nn.Linear)
+        >>> engine.materialize(model, torch.device("cpu"))
+        >>> {name: type(param).__name__ for name, param in model.named_parameters()}
+        {'0.weight': 'DTensor', '1.weight': 'DTensor'}
     """
     units = [unit for unit in units_of(model, blocks) if unit is not model]
     arguments = (sharding or Sharding()).arguments(grid)
@@ -279,7 +384,19 @@ def materialize(model: nn.Module, device: torch.device, *, buffers: Optional[tor
     Tied parameters stay tied: torch makes a new parameter for each name.
 
     Args:
-        buffers: their device instead: CPUOffloadPolicy brings parameters to the device, but no buffers.
+        model: the model, sharded or not.
+        device: the device of the parameters.
+        buffers: the device of the buffers; None is `device`. CPUOffloadPolicy brings parameters to the
+            device, but no buffers.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> with engine.parameters_on_meta():
+        ...     model = torch.nn.Linear(4, 2)
+        >>> engine.materialize(model, torch.device("cpu"))
+        >>> model.weight.device.type, model.weight.shape
+        ('cpu', torch.Size([2, 4]))
     """
     tied = names_by_parameter(model).values()
 
@@ -314,12 +431,27 @@ def fill(
     Files of a model of transformers are read as `from_pretrained` reads them (`hf.opened`).
 
     Args:
+        model: the model, sharded or not, with memory for its parameters.
+        folder: a folder with config.json and safetensors files, or an `hf.Source`.
         fresh: pattern of names that the files need not have -> function that draws the full tensor instead.
         hf_name: maps a name in the model to the name in the files.
-        seed: of the drawn tensors, which are the same on every rank.
+        seed: the seed of the drawn tensors, which are the same on every rank.
+
+    Returns:
+        The keys that were filled, the tensors of the files that were left, and the bytes that this rank read.
 
     Raises:
         RuntimeError: a tensor that the files do not have, another shape, a torn file, ...; on every rank.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import engine, hf
+        >>> source = hf.Given({"weight": torch.ones(1, 2)}, config={"model_type": "linear"})
+        >>> model = torch.nn.Linear(2, 1)
+        >>> engine.fill(model, source, fresh={"*bias": lambda tensor, generator: tensor.fill_(3)}).keys
+        ('weight',)
+        >>> model.weight.data, model.bias.data
+        (tensor([[1., 1.]]), tensor([3.]))
     """
     tensors = tensors_of(model)
     patterns = (fresh or {}).items()
@@ -349,6 +481,15 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
     FSDP2's are shards, also where a forward pass has left them unsharded, in the dtype it computes in. Not
     `state_dict()`, which FSDP2 of torch 2.4 refuses on a mesh of two dimensions.
+
+    Args:
+        model: the model, sharded or not.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> list(engine.tensors_of(torch.nn.BatchNorm1d(2)))
+        ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
     """
     compat.reshard(model)
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""What settings may be: flags, whole numbers, numbers within limits.
+"""The values that settings may have: flags, whole numbers, numbers within limits.
 
 Text that says a number is read as a number, since YAML's 1e-5 is text; nothing else is guessed.
 """
@@ -111,7 +111,7 @@ def clip(name: str, value: Any) -> float:
 
 
 def _number(value: Any) -> Optional[float]:
-    """Return a number, also of text; None where it is none."""
+    """Return a value as a number, also from text; None if it is not a number."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if isinstance(value, torch.Tensor):
         is_number = value.numel() == 1 and value.dtype != torch.bool

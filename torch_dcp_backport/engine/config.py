@@ -32,22 +32,39 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model."""
+    """The model.
 
-    #: A folder with config.json and safetensors files.
+    Args:
+        path: a folder with config.json and safetensors files.
+        override_config: settings that replace those of the model's configuration; also as verl has them,
+            within "model_config".
+        trust_remote_code: whether transformers runs code that is in the folder.
+        enable_gradient_checkpointing: whether blocks are computed again in the backward pass, to save memory.
+        lora_rank: the rank of peft's adapters, which alone are trained; 0 is none.
+        lora_alpha: adapters are scaled by `lora_alpha / lora_rank`.
+        target_modules: the modules with adapters, as peft names them.
+        exclude_modules: modules without adapters, as peft names them.
+        hf_config_path: a folder with another config.json.
+        hf_config: transformers' configuration itself, instead of any file.
+
+    Raises:
+        ValueError: a value that cannot be.
+
+    Example:
+        >>> from torch_dcp_backport import engine
+        >>> engine.ModelConfig(path="Qwen2.5-0.5B", lora_rank=8).target_modules
+        'all-linear'
+    """
+
     path: str = ""
-    #: Settings that replace those of its configuration; also as verl has them, within "model_config".
     override_config: Mapping[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = setting(False, flag)
     enable_gradient_checkpointing: bool = setting(False, flag)
-    #: Adapters of peft, which alone are trained; 0 is none.
     lora_rank: int = setting(0, whole(0))
     lora_alpha: int = setting(16, whole(1))
     target_modules: Any = "all-linear"
     exclude_modules: Any = None
-    #: A folder with another config.json.
     hf_config_path: Optional[str] = None
-    #: transformers' configuration itself, instead of any file.
     hf_config: Any = None
 
     def __post_init__(self) -> None:
@@ -61,35 +78,66 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The arrangement of ranks, the sharding of the model, and the cutting of batches."""
+    """The arrangement of ranks, the sharding of the model, and the cutting of batches.
+
+    Args:
+        fsdp_size: ranks that share a copy of the model; -1 is one copy on all ranks.
+        tp_size: ranks that compute each layer together.
+        ulysses_sequence_parallel_size: verl's; any other number than 1 is refused.
+        reshard_after_forward: whether FSDP2 frees gathered parameters after a unit's forward pass.
+        offload_policy: whether FSDP2 keeps parameters on the host all the time; their optimizer steps there.
+        param_offload: whether parameters are on the host outside of train_mode() and eval_mode(), by `to()`.
+        optimizer_offload: whether optimizer states are on the host outside of train_mode(), by `to()`.
+        forward_only: whether there is no optimizer.
+        model_dtype: the dtype of the parameters themselves.
+        mixed_precision: mapping with param_dtype and reduce_dtype of FSDP2. One that is not set is `dtype` or
+            fp32, as in verl; a value of None is the parameters' own.
+        wrap_policy: {"transformer_layer_cls_to_wrap": names of block classes}.
+        use_dynamic_bsz: whether micro-batches are cut by tokens; else by rows. A batch's own settings of
+            these names go first.
+        max_token_len_per_gpu: the most tokens of a micro-batch, with the padding that is left.
+        micro_batch_size_per_gpu: the most rows of a micro-batch.
+        infer_max_token_len_per_gpu: the same without a backward pass; None is max_token_len_per_gpu.
+        infer_micro_batch_size_per_gpu: the same without a backward pass; None is micro_batch_size_per_gpu.
+        gradient_sync: whether gradients are reduced after "each" micro-batch or after the "last"; with "last"
+            full gradients are kept until then.
+        seed: the seed of tensors that no file has, and with `full_determinism` of all random numbers.
+        full_determinism: whether all random numbers of the process are seeded, and deterministic algorithms
+            are taken where there are any.
+        dtype: the param_dtype of a `mixed_precision` without any.
+
+    Raises:
+        ValueError: a value that cannot be, or two settings that exclude each other.
+
+    Example:
+        >>> from torch_dcp_backport import engine
+        >>> config = engine.EngineConfig(max_token_len_per_gpu=4096)
+        >>> config.limit({}, is_inference=False)
+        Limit(rows=None, tokens=4096)
+        >>> engine.EngineConfig(offload_policy=True, param_offload=True)
+        Traceback (most recent call last):
+        ValueError: offload_policy=True keeps parameters and optimizer on the host by itself: it excludes ...
+    """
 
     fsdp_size: int = setting(-1, whole(-1))
     tp_size: int = setting(1, whole(1))
     ulysses_sequence_parallel_size: int = setting(1, whole(1))
     reshard_after_forward: bool = setting(True, flag)
-    #: By FSDP2, all the time; or by `to()`, between train_mode() and eval_mode().
     offload_policy: bool = setting(False, flag)
     param_offload: bool = setting(False, flag)
     optimizer_offload: bool = setting(False, flag)
     forward_only: bool = setting(False, flag)
-    #: Of the parameters themselves.
     model_dtype: str = "fp32"
-    #: param_dtype, reduce_dtype; as in verl bf16 and fp32 where nothing is set.
     mixed_precision: Optional[Mapping[str, Any]] = None
-    #: {"transformer_layer_cls_to_wrap": names of classes}
     wrap_policy: Mapping[str, Any] = field(default_factory=dict)
-    #: By tokens; else by rows. A batch's own settings go first.
     use_dynamic_bsz: bool = setting(True, flag)
     max_token_len_per_gpu: Optional[int] = setting(None, optional(whole(1)))
     micro_batch_size_per_gpu: Optional[int] = setting(None, optional(whole(1)))
     infer_max_token_len_per_gpu: Optional[int] = setting(None, optional(whole(1)))
     infer_micro_batch_size_per_gpu: Optional[int] = setting(None, optional(whole(1)))
-    #: Gradients are reduced after "each" micro-batch, or after the "last": full ones are kept until then.
     gradient_sync: str = "each"
     seed: int = setting(42, whole(0))
-    #: Seed all random numbers of the process, and take deterministic algorithms where there are any.
     full_determinism: bool = setting(False, flag)
-    #: The param_dtype of a `mixed_precision` without any.
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -123,6 +171,7 @@ class EngineConfig:
 
     @property
     def sharding(self) -> Sharding:
+        """The settings of FSDP2."""
         asked = {"param_dtype": self.dtype, "reduce_dtype": "fp32", **(self.mixed_precision or {})}
         unknown = sorted(set(asked) - {"param_dtype", "reduce_dtype", "buffer_dtype"})
         if unknown:
@@ -134,6 +183,10 @@ class EngineConfig:
 
     def limit(self, data: Any, is_inference: bool) -> Limit:
         """Return the size of a batch's micro-batches.
+
+        Args:
+            data: the batch, whose own settings go first.
+            is_inference: whether there is no backward pass.
 
         Raises:
             ValueError: a setting of the batch that cannot be.
@@ -152,14 +205,40 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer, a class of torch.optim, and its schedule."""
+    """The optimizer, a class of torch.optim, and its schedule.
+
+    Args:
+        optimizer: the name of a class of torch.optim.
+        lr: the learning rate after the warm-up.
+        betas: of an Adam, its two betas.
+        weight_decay: the optimizer's weight decay.
+        override_optimizer_config: arguments of the optimizer that replace those above.
+        clip_grad: the norm that gradients are clipped to; None does not clip.
+        lr_scheduler_type: "constant" or "cosine".
+        lr_warmup_steps: the steps of the warm-up; -1, 0 or None takes `lr_warmup_steps_ratio`.
+        lr_warmup_steps_ratio: the steps of the warm-up, as a part of `total_training_steps`.
+        total_training_steps: the steps of the training; a cosine needs them.
+        min_lr_ratio: the smallest part of the rate that a cosine comes to; None is 0.
+        num_cycles: waves of a cosine until the last step; a half ends at the bottom.
+
+    Raises:
+        ValueError: a value that cannot be.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> config = engine.OptimizerConfig("SGD", lr=0.1, lr_warmup_steps_ratio=0.1, total_training_steps=50)
+        >>> config.warmup
+        5
+        >>> type(config.made([torch.nn.Parameter(torch.zeros(1))])).__name__
+        'SGD'
+    """
 
     optimizer: str = "AdamW"
     lr: float = setting(1e-3, number(0))
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = setting(0.01, number(0))
     override_optimizer_config: Optional[Mapping[str, Any]] = None
-    #: None does not clip.
     clip_grad: Optional[float] = setting(1.0, optional(clip))
     lr_scheduler_type: str = "constant"
     lr_warmup_steps: Optional[int] = setting(-1, optional(whole()))
@@ -186,6 +265,7 @@ class OptimizerConfig:
 
     @property
     def warmup(self) -> int:
+        """The number of steps of the warm-up."""
         steps = self.lr_warmup_steps
         if steps is not None and steps > 0:
             return steps
@@ -193,6 +273,9 @@ class OptimizerConfig:
 
     def made(self, params: Any) -> torch.optim.Optimizer:
         """Make the optimizer.
+
+        Args:
+            params: parameters, or groups of them, as torch.optim takes them.
 
         Raises:
             ValueError: the optimizer does not take the settings.

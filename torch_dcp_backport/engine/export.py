@@ -39,13 +39,25 @@ def whole_tensors(
     Args:
         tensors: DTensors, or tensors that every rank holds; the same names on every rank.
         to: the global rank that receives; None is every rank.
-        dtype: of floating tensors, cast before they travel; None is their own.
-        device: of the whole tensors; None is the device of the parts.
-        bucket_bytes: whole tensors that are gathered at once; a larger one is alone.
+        dtype: the dtype of floating tensors, cast before they travel; None is their own.
+        device: the device of the whole tensors; None is the device of the parts.
+        bucket_bytes: bytes of whole tensors that are gathered at once; a larger one is alone.
+        group: the ranks that take part; None is the default process group.
 
     Raises:
         RuntimeError: ranks hold different names, shapes or dtypes; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
+
+    Example:
+        Within a process group:
+
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> model = torch.nn.Linear(2, 1)
+        >>> for name, tensor in engine.whole_tensors(engine.tensors_of(model), dtype=torch.bfloat16):
+        ...     print(name, tuple(tensor.shape), tensor.dtype)
+        weight (1, 2) torch.bfloat16
+        bias (1,) torch.bfloat16
     """
     parts = {name: unchecked(tensor) for name, tensor in tensors.items()}
     bucket: list[list[str]] = []
@@ -65,7 +77,7 @@ def whole_tensors(
 
 
 def same_objects(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return later name of an object -> its first name; on ranks that hold nothing of it, too."""
+    """Return later name of an object -> its first name, also on ranks that hold nothing of it."""
     first: dict[int, str] = {}
     return {
         name: first[id(tensor)]

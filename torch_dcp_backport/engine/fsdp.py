@@ -45,7 +45,10 @@ BACKENDS, DEVICES = ["fsdp", "fsdp2"], ["cuda", "npu", "xpu", "hpu", "cpu"]
 
 
 class FSDPEngine(BaseEngine):
-    """A model of transformers under FSDP2, with its optimizer; subclasses define its outputs."""
+    """A model of transformers under FSDP2, with its optimizer; subclasses define its outputs.
+
+    `FSDPEngineWithLMHead` has an example.
+    """
 
     #: Makes the model, within `build.parameters_on_meta`.
     make_model = staticmethod(build.language_model)
@@ -64,10 +67,13 @@ class FSDPEngine(BaseEngine):
         """Check the settings, and arrange the ranks where there are any. Collective.
 
         Args:
-            model_config, engine_config, optimizer_config: the settings of `engine.config`, mappings of them,
-                or verl's.
-            checkpoint_config: of the manager.
-            device: a type; None is this machine's accelerator, or the CPU.
+            model_config: a `ModelConfig`, a mapping of its settings, or verl's object.
+            engine_config: an `EngineConfig`, a mapping of its settings, or verl's object; None takes the
+                defaults.
+            optimizer_config: an `OptimizerConfig`, a mapping of its settings, or verl's object; None is the
+                defaults. It is read by `initialize`.
+            checkpoint_config: the settings of the checkpoint manager.
+            device: a type of device; None is this machine's accelerator, or the CPU.
 
         Raises:
             ValueError: a setting that is not offered or cannot be, or two that exclude each other; on every
@@ -98,6 +104,7 @@ class FSDPEngine(BaseEngine):
 
     @functools.cached_property
     def grid(self) -> Grid:  # type: ignore[override]
+        """The arrangement of ranks; the first use arranges them. Collective."""
         return arrange(self.device, self.engine_config.fsdp_size, self.engine_config.tp_size)
 
     def initialize(self) -> None:
@@ -176,11 +183,15 @@ class FSDPEngine(BaseEngine):
     ) -> dict[str, Any]:
         """Run the model on a batch, and the loss backwards. Collective.
 
+        All ranks run the same number of micro-batches. A rank that has fewer runs the missing ones on a row
+        of zeros; the loss function is not called for them, and they do not appear in `loss` or `metrics`.
+
         Args:
             data: rows of this rank, padded or jagged, with `input_ids`, `loss_mask` and what the loss reads.
             loss_function: called with `model_output=`, `data=` (of a micro-batch, with `batch_num_tokens` of
                 all ranks and `dp_size`) and `dp_group=`; returns the loss, whose mean over ranks is trained,
-                and metrics.
+                and metrics. None computes no loss.
+            forward_only: whether there is no backward pass.
 
         Returns:
             `model_output` in the order of the rows, `loss` and `metrics` of each micro-batch.
@@ -217,7 +228,13 @@ class FSDPEngine(BaseEngine):
     def forward_step(
         self, micro: batches.Micro, common: Mapping[str, Any], loss_function: Optional[Callable[..., Any]]
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return loss, and outputs with metrics, of a micro-batch."""
+        """Return loss, and outputs with metrics, of a micro-batch. Collective.
+
+        Args:
+            micro: the micro-batch.
+            common: further entries of its data, the same in each micro-batch.
+            loss_function: as of `forward_backward_batch`.
+        """
         device = compat.current_device(self.device)
         data = {**batches.on_device(micro.data, device), **common}
         inputs = batches.model_inputs(data, device)
@@ -239,13 +256,19 @@ class FSDPEngine(BaseEngine):
     def prepare_model_outputs(
         self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor], data: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Return the outputs that losses read, by row and column."""
+        """Return the outputs that losses read, by row and column; subclasses define it.
+
+        Args:
+            logits: the model's logits, (rows, columns, classes).
+            inputs: the model's inputs, as of `model_inputs`.
+            data: the micro-batch's data.
+        """
         raise NotImplementedError
 
     def optimizer_step(self) -> float:
-        """Clip and step; return the norm before. A step with a gradient that is not finite is skipped.
+        """Clip and step; return the norm before the clipping. Collective.
 
-        Such steps are counted. Collective.
+        A step with a gradient that is not finite is skipped, and counted in `skipped_steps`.
         """
         assert self.optimizer is not None, "forward_only"
         done = steps.step(self.optimizer, self.optimizer_config.clip_grad)
@@ -259,6 +282,12 @@ class FSDPEngine(BaseEngine):
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move parameters (with their gradients) and optimizer states to "cpu" or to the device.
+
+        Args:
+            device: "cpu", or the type of the engine's device.
+            model: whether the parameters are moved.
+            optimizer: whether the optimizer's states are moved.
+            grad: verl's, and without effect: gradients go with their parameters.
 
         Raises:
             RuntimeError: FSDP2 has them on the host by its own policy.
@@ -280,7 +309,15 @@ class FSDPEngine(BaseEngine):
         max_ckpt_to_keep: Optional[int] = None,
         **unknown: Any,
     ) -> None:
-        """Save as `checkpoint.FSDPCheckpointManager.save_checkpoint` does. Collective."""
+        """Save as `checkpoint.FSDPCheckpointManager.save_checkpoint` does. Collective.
+
+        Args:
+            local_path: the folder, which every rank sees.
+            hdfs_path: a URL of fsspec that the first rank uploads the folder to; None uploads nothing.
+            global_step: the step of the training.
+            max_ckpt_to_keep: the number of good folders to keep; None keeps all.
+            unknown: options of other releases of verl, which are named in a warning and have no effect.
+        """
         verl.say_unknown("save_checkpoint", unknown)
         self.checkpoint_manager.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
@@ -291,7 +328,14 @@ class FSDPEngine(BaseEngine):
         del_local_after_load: bool = False,
         **unknown: Any,
     ) -> None:
-        """Load as `checkpoint.FSDPCheckpointManager.load_checkpoint` does. Collective."""
+        """Load as `checkpoint.FSDPCheckpointManager.load_checkpoint` does. Collective.
+
+        Args:
+            local_path: the folder, the same on every rank.
+            hdfs_path: the URL that the folder is brought from, if it is absent or incomplete.
+            del_local_after_load: refused: the folder may be the only good checkpoint.
+            unknown: options of other releases of verl, which are named in a warning and have no effect.
+        """
         verl.say_unknown("load_checkpoint", unknown)
         self.checkpoint_manager.load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
@@ -307,10 +351,15 @@ class FSDPEngine(BaseEngine):
         """Return full tensors for a rollout, in buckets, and peft's configuration. Collective as it is read.
 
         Args:
-            base_sync_done: with adapters, these alone; else the model's own weights, under the files' names.
-            to: the rank that receives; None is every rank.
             layered_summon: verl's, and without effect: buckets take no more memory for all layers.
-            dtype: as verl's; None is that of the parameters.
+            base_sync_done: whether a model with adapters gives the adapters alone, instead of its own weights
+                under the files' names.
+            to: the global rank that receives; None is every rank.
+            dtype: the dtype of floating tensors, by default as verl's; None is that of the parameters.
+            unknown: options of other releases of verl, which are named in a warning and have no effect.
+
+        Returns:
+            An iterator over (name, full tensor), and the adapter's configuration; None where there is none.
         """
         verl.say_unknown("get_per_tensor_param", unknown)
         adapter = lora.config_of(self.module)
@@ -321,11 +370,18 @@ class FSDPEngine(BaseEngine):
         return whole_tensors(tensors, to=to, dtype=dtype, device=device), adapter
 
     def save_adapter(self, folder: Any) -> None:
-        """Write the adapters alone, as peft opens them. Collective."""
+        """Write the adapters alone, as peft opens them. Collective.
+
+        Args:
+            folder: the folder for the adapters.
+
+        Raises:
+            RuntimeError: no adapters, a folder that cannot be written, ...; on every rank.
+        """
         lora.save(self.module, folder)
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
-        """A context: the model without its adapters."""
+        """Return a context: the model without its adapters."""
         context: contextlib.AbstractContextManager[Any] = self.module.disable_adapter()
         return context
 
@@ -340,11 +396,51 @@ def collect(metrics: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 @EngineRegistry.register("language_model", BACKENDS, DEVICES)
 class FSDPEngineWithLMHead(FSDPEngine):
-    """`log_probs` of the next tokens; with `calculate_entropy` in a batch also `entropy`."""
+    """An engine for language models: `log_probs` of the next tokens, and with `calculate_entropy` `entropy`.
+
+    Example:
+        Within a process group. A module stands in for a model of transformers; leave out `make_model` where
+        transformers makes it.
+
+        >>> from collections import namedtuple
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch_dcp_backport import engine, hf
+        >>> Output = namedtuple("Output", ["logits"])
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        ...     def forward(self, input_ids, attention_mask, position_ids, use_cache):
+        ...         return Output(self.head(self.embed(input_ids)))
+        >>> class Engine(engine.FSDPEngineWithLMHead):
+        ...     def make_model(self, config, dtype):
+        ...         return Model()
+        >>> _ = hf.save_state_dict(Model().state_dict(), "model", like={"model_type": "small"})
+        >>> settings = {"forward_only": True, "max_token_len_per_gpu": 64}
+        >>> trained = Engine({"path": "model"}, settings, device="cpu")
+        >>> trained.initialize()
+        >>> tensors, adapter = trained.get_per_tensor_param()
+        >>> [(name, tuple(tensor.shape)) for name, tensor in tensors]
+        [('embed.weight', (8, 4)), ('head.weight', (8, 4))]
+
+        A step, without `forward_only`; on the CPU FSDP2 needs torch 2.7 for it:
+
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> with trained.train_mode():  # doctest: +SKIP
+        ...     trained.train_batch({"input_ids": ids, "loss_mask": torch.ones_like(ids)}, engine.sft_loss)
+    """
 
     def prepare_model_outputs(
         self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor], data: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
+        """Return `log_probs`, and with `calculate_entropy` in the data `entropy`: float32, (rows, columns).
+
+        Args:
+            logits: the model's logits, (rows, columns, vocabulary); divided by the data's `temperature`.
+            inputs: the model's inputs, as of `model_inputs`.
+            data: the micro-batch's data.
+        """
         temperature = data.get("temperature", 1.0)
         if isinstance(temperature, torch.Tensor):
             factor = temperature.clamp(min=1e-8).to(logits)
@@ -360,7 +456,10 @@ class FSDPEngineWithLMHead(FSDPEngine):
 
 @EngineRegistry.register("value_model", BACKENDS, DEVICES)
 class FSDPEngineWithValueHead(FSDPEngine):
-    """`values` of the tokens."""
+    """An engine for value models: `values` of the tokens. The head is drawn where the files have none.
+
+    It is used as `FSDPEngineWithLMHead` is.
+    """
 
     make_model = staticmethod(build.value_model)
     #: No file of a language model has it.
@@ -369,4 +468,11 @@ class FSDPEngineWithValueHead(FSDPEngine):
     def prepare_model_outputs(
         self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor], data: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
+        """Return `values`: float32, (rows, columns).
+
+        Args:
+            logits: the model's output, (rows, columns, 1).
+            inputs: the model's inputs, as of `model_inputs`.
+            data: the micro-batch's data.
+        """
         return {"values": heads.values(logits)}

@@ -16,24 +16,74 @@ CHUNK = 16 * 2**20
 
 
 def log_probs(logits: torch.Tensor, labels: torch.Tensor, *, chunk: int = CHUNK) -> torch.Tensor:
-    """Return the log-probability of each label, float32, of the labels' shape."""
+    """Return the log-probability of each label, float32, of the labels' shape.
+
+    Args:
+        logits: floating tensor (..., vocabulary).
+        labels: integer tensor (...).
+        chunk: elements of the logits that are in float32 at once.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> engine.log_probs(torch.zeros(2, 4), torch.tensor([0, 3]))
+        tensor([-1.3863, -1.3863])
+    """
     return _in_chunks(_log_probs, chunk, logits, labels)
 
 
 def entropy(logits: torch.Tensor, *, chunk: int = CHUNK) -> torch.Tensor:
-    """Return the entropy of each distribution, float32."""
+    """Return the entropy of each distribution in nats, float32, of shape `logits.shape[:-1]`.
+
+    Args:
+        logits: floating tensor (..., vocabulary).
+        chunk: elements of the logits that are in float32 at once.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> engine.entropy(torch.zeros(1, 4))
+        tensor([1.3863])
+    """
     return _in_chunks(_entropy, chunk, logits)
 
 
 def values(logits: torch.Tensor) -> torch.Tensor:
-    """Return the number that a value head gives each token, float32."""
+    """Return the number that a value head gives each token, float32.
+
+    Args:
+        logits: floating tensor (rows, columns, 1).
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> engine.values(torch.ones(1, 2, 1, dtype=torch.bfloat16))
+        tensor([[1., 1.]])
+    """
     return logits.squeeze(-1).float()
 
 
 def next_log_probs(
     logits: torch.Tensor, ids: torch.Tensor, mask: Optional[torch.Tensor] = None, *, chunk: int = CHUNK
 ) -> torch.Tensor:
-    """Return each position's log-probability of the token after it; 0 where there is none, or padding."""
+    """Return each position's log-probability of the token after it; 0 where there is none, or padding.
+
+    Args:
+        logits: floating tensor (rows, columns, vocabulary).
+        ids: integer tensor (rows, columns).
+        mask: (rows, columns), 0 where a column is padding; None is no padding.
+        chunk: elements of the logits that are in float32 at once.
+
+    Returns:
+        float32, (rows, columns).
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> ids, mask = torch.tensor([[1, 2, 3, 0]]), torch.tensor([[1, 1, 1, 0]])
+        >>> engine.next_log_probs(torch.zeros(1, 4, 4), ids, mask)
+        tensor([[-1.3863, -1.3863,  0.0000,  0.0000]])
+    """
     # Of the last column too, of which nothing is kept: a part of the logits would be flattened as a copy.
     result = log_probs(logits, ids.roll(-1, 1), chunk=chunk)
     is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
@@ -46,7 +96,24 @@ def next_log_probs(
 def sft_loss(
     model_output: Mapping[str, torch.Tensor], data: Mapping[str, Any], dp_group: object = None
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the mean over tokens that `loss_mask` marks, on all ranks; a loss function as verl's are."""
+    """Return the mean over tokens that `loss_mask` marks, on all ranks; a loss function as verl's are.
+
+    Args:
+        model_output: the engine's outputs, with `log_probs`: (rows, columns) or jagged.
+        data: the micro-batch's data, with `loss_mask` of the tokens (of the same shape), `batch_num_tokens`
+            (the number of tokens with a loss on all ranks) and `dp_size`.
+        dp_group: not used; engines hand it to each loss function.
+
+    Returns:
+        The loss, a scalar, and no metrics.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> data = {"loss_mask": torch.tensor([[0, 1, 1]]), "batch_num_tokens": 2, "dp_size": 1}
+        >>> engine.sft_loss({"log_probs": torch.tensor([[-1.0, -3.0, 0.0]])}, data)
+        (tensor(2.), {})
+    """
     token_log_probs, mask = model_output["log_probs"], data["loss_mask"]
     # The mask marks tokens, a log-probability stands right before its token; the last of a row is 0.
     if token_log_probs.is_nested:

@@ -20,7 +20,13 @@ TITLE = "cannot arrange the ranks"
 
 
 class Sizes(NamedTuple):
-    """Extents of the mesh."""
+    """Extents of the mesh.
+
+    Args:
+        replicate: the number of copies of the model.
+        shard: the number of shards of each copy.
+        tp: the number of ranks that compute each layer together.
+    """
 
     replicate: int
     shard: int
@@ -28,12 +34,17 @@ class Sizes(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The ranks of the default process group, arranged."""
+    """The ranks of the default process group, arranged.
+
+    Args:
+        sizes: the extents of the mesh.
+        mesh: the mesh with all dimensions.
+        data: the mesh for `fully_shard`: shards, or replicas of shards.
+        tp: the mesh of tensor parallelism; None where there is none.
+    """
 
     sizes: Sizes
-    #: All dimensions.
     mesh: DeviceMesh
-    #: The mesh for `fully_shard`: shards, or replicas of shards.
     data: DeviceMesh
     tp: Optional[DeviceMesh]
 
@@ -52,11 +63,17 @@ def sizes_of(world: int, fsdp_size: int = -1, tp_size: int = 1) -> Sizes:
     """Return the extents of the mesh of `world` ranks.
 
     Args:
+        world: the number of ranks.
         fsdp_size: ranks that share a copy of the model; -1, or as many as there are and more: one copy.
         tp_size: ranks that compute each layer together.
 
     Raises:
         ValueError: sizes that do not divide, or are not offered together.
+
+    Example:
+        >>> from torch_dcp_backport import engine
+        >>> engine.sizes_of(8, fsdp_size=4)
+        Sizes(replicate=2, shard=4, tp=1)
     """
     for name, size in (("fsdp_size", fsdp_size), ("tp_size", tp_size)):
         if size == 0 or size < (-1 if name == "fsdp_size" else 1):
@@ -103,8 +120,21 @@ def mesh_of(device_type: str, sizes: Sizes) -> DeviceMesh:
 def arrange(device_type: str, fsdp_size: int = -1, tp_size: int = 1) -> Grid:
     """Arrange the ranks of the default process group. Collective.
 
+    Args:
+        device_type: the type of device of the mesh, "cpu" or "cuda" for example.
+        fsdp_size: as of `sizes_of`.
+        tp_size: as of `sizes_of`.
+
     Raises:
         RuntimeError: sizes that do not divide, or are not the same on every rank; on every rank.
+
+    Example:
+        Within a process group:
+
+        >>> from torch_dcp_backport import engine
+        >>> grid = engine.arrange("cpu")
+        >>> grid.sizes, grid.dp_size
+        (Sizes(replicate=1, shard=1, tp=1), 1)
     """
     if not dist.is_initialized():
         raise RuntimeError(f"{TITLE}: torch.distributed.init_process_group comes first, on one rank too")

@@ -22,8 +22,20 @@ def move_model(model: nn.Module, device: torch.device) -> None:
     Each is there before the next begins: `to(non_blocking=True)` pins as much memory of the host as the
     model has, and reads what may not have arrived.
 
+    Args:
+        model: the model, sharded or not.
+        device: the device that everything goes to.
+
     Raises:
         RuntimeError: FSDP2 keeps the parameters on the host by its own policy.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> model = torch.nn.Linear(2, 1)
+        >>> engine.move_model(model, torch.device("cpu"))
+        >>> model.weight.device
+        device(type='cpu')
     """
     if compat.offloaded_parameters(model):
         raise RuntimeError(
@@ -41,7 +53,23 @@ def move_model(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move an optimizer's states; counters of steps stay where they are."""
+    """Move an optimizer's states; counters of steps stay where they are.
+
+    Args:
+        optimizer: an optimizer of torch.optim, or one with states like those.
+        device: the device that the states go to.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> param = torch.nn.Parameter(torch.ones(2))
+        >>> param.grad = torch.ones(2)
+        >>> optimizer = torch.optim.SGD([param], momentum=0.9, lr=0.1)
+        >>> optimizer.step()
+        >>> engine.move_optimizer(optimizer, torch.device("cpu"))
+        >>> optimizer.state[param]["momentum_buffer"].device
+        device(type='cpu')
+    """
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():

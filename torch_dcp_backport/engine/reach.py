@@ -132,7 +132,7 @@ def reductions(model: nn.Module) -> Iterator[Reduction]:
 
 @contextlib.contextmanager
 def uncounted(model: nn.Module) -> Iterator[None]:
-    """A context: backward passes reach no parameters, and only keep the other ranks company."""
+    """Return a context: its backward passes take part in collectives, and reach no parameters."""
     units = list(reductions(model))
     for reduction in units:
         reduction.is_counted = False
@@ -165,13 +165,27 @@ def drop_unreached(params: Iterable[torch.Tensor]) -> int:
     """Drop the gradients of parameters that no token of any rank has reached. Collective.
 
     They are zeros, of which an optimizer still makes a step: it decays weights and moments. In one process
-    such a parameter has no gradient, and an optimizer leaves it alone.
+    such a parameter has no gradient, and an optimizer leaves it alone. `step` does this itself.
 
     Args:
         params: as many on every rank, in the same order.
 
     Returns:
         The number of gradients that were dropped.
+
+    Example:
+        Within a process group. A backward pass under `shard` marks gradients; here `reach.mark` does it:
+
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> from torch_dcp_backport.engine import reach
+        >>> expert, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+        >>> expert.grad, other.grad = torch.zeros(2), torch.ones(2)
+        >>> reach.mark(expert.grad)
+        >>> engine.drop_unreached([expert, other])
+        1
+        >>> expert.grad is None, other.grad is None
+        (True, False)
     """
     params = list(params)
     reached = [param.grad is not None and not is_unreached(param.grad) for param in params]

@@ -29,8 +29,19 @@ def divisor_of(grid: Grid, sharding: Optional[Sharding] = None) -> float:
     too large as there are shards, which AdamW hides. Scale the loss by `divisor_of(grid) / grid.dp_size` and
     the gradient is the mean over ranks wherever it runs.
 
+    Args:
+        grid: the arrangement of ranks, of `arrange`.
+        sharding: the settings of FSDP2; None is `Sharding()`.
+
     Raises:
         RuntimeError: the backend cannot reduce gradients on this mesh; on every rank.
+
+    Example:
+        Within a process group; on the CPU FSDP2 needs torch 2.7 for it:
+
+        >>> from torch_dcp_backport import engine
+        >>> engine.divisor_of(engine.arrange("cpu"))  # doctest: +SKIP
+        1.0
     """
     sharding = (sharding or Sharding())._replace(offload=False)
     device = compat.current_device(grid.mesh.device_type)
@@ -78,6 +89,19 @@ def grad_norm(params: Iterable[torch.Tensor]) -> float:
 
     The gradients may be on different meshes, or on the host, where torch's own helpers give up. Meshes of a
     part of the ranks count as replicas of each other: pipeline stages are not offered.
+
+    Args:
+        params: parameters, of which those without a gradient are left out; the same ones on every rank.
+
+    Example:
+        Within a process group:
+
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> param = torch.nn.Parameter(torch.zeros(2))
+        >>> param.grad = torch.tensor([3.0, 4.0])
+        >>> engine.grad_norm([param])
+        5.0
     """
     return _norm_of(local_gradients(params))[0]
 
@@ -103,9 +127,13 @@ def _norm_of(gradients: Sequence[tuple[torch.Tensor, float]], unreached: int = 0
 
 
 class Stepped(NamedTuple):
-    """The result of a step."""
+    """The result of a step.
 
-    #: Before they were clipped.
+    Args:
+        grad_norm: the norm of the gradients before they were clipped.
+        is_skipped: whether no rank stepped, since a gradient was not finite.
+    """
+
     grad_norm: float
     is_skipped: bool
 
@@ -118,10 +146,30 @@ def step(optimizer: torch.optim.Optimizer, max_norm: Optional[float] = None) -> 
     token of any rank has reached are left alone, as by a step in one process.
 
     Args:
+        optimizer: the optimizer, with the same parameters on every rank.
         max_norm: above 0; None clips nothing.
+
+    Returns:
+        The norm before the clipping, and whether the step was skipped.
 
     Raises:
         ValueError: another `max_norm`.
+
+    Example:
+        Within a process group:
+
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> param = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = torch.optim.SGD([param], lr=1.0)
+        >>> param.grad = torch.tensor([3.0, 4.0])
+        >>> engine.step(optimizer, max_norm=1.0)
+        Stepped(grad_norm=5.0, is_skipped=False)
+        >>> param.grad = torch.tensor([torch.inf, 4.0])
+        >>> engine.step(optimizer, max_norm=1.0).is_skipped
+        True
+        >>> param.data
+        tensor([-0.6000, -0.8000])
     """
     max_norm = None if max_norm is None else clip("max_norm", max_norm)
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -162,12 +210,28 @@ def schedule(
     """Return a schedule: linear warm-up, then the optimizer's rate ("constant") or a cosine down ("cosine").
 
     Args:
-        warmup, total: steps.
+        optimizer: the optimizer, whose rate is the one after the warm-up.
+        kind: "constant" or "cosine".
+        warmup: the number of steps of the warm-up.
+        total: the number of steps of the training; a cosine needs it.
         least: the smallest part of the rate that a cosine comes to.
         cycles: waves until the last step; a half ends at the bottom.
 
     Raises:
         ValueError: another kind, or a cosine without its total.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        >>> schedule = engine.schedule(optimizer, warmup=4)
+        >>> rates = []
+        >>> for _ in range(6):
+        ...     rates.append(schedule.get_last_lr()[0])
+        ...     optimizer.step()
+        ...     schedule.step()
+        >>> rates
+        [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
     check_schedule(kind, total)
 

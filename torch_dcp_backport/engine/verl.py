@@ -24,7 +24,7 @@ REFUSED = "refuses it"
 
 
 class Known(NamedTuple):
-    """What the engine does with a setting of verl's."""
+    """The treatment of a setting of verl's by the engine."""
 
     does: str
     #: For the page of documentation.

@@ -427,7 +427,7 @@ def of_a_vocabulary(tensors: Mapping[str, TensorInfo], adapter: str, vocabulary:
 
 
 def check_ties(plan: Merged, tied: Mapping[str, str]) -> None:
-    """Refuse an adapter of a tensor that is another tensor, too: merged, it would change both.
+    """Refuse an adapter of a tied tensor: merged, it would change the tensor under both names.
 
     Args:
         tied: HF key -> the key of the same tensor.
@@ -442,7 +442,7 @@ def check_ties(plan: Merged, tied: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class MergedShare(Share):
-    """As `Share`, of which some tensors get an adapter's part when they are looked at."""
+    """A `Share` that adds an adapter's part to some tensors when they are read."""
 
     plan: Merged = field(default_factory=lambda: Merged({}, {}, {}, {}))
     #: Saved key -> whole small tensor, on the host.

@@ -21,11 +21,14 @@ from torch_dcp_backport.transfer.staging import part_of
 
 
 class Part(NamedTuple):
-    """A block that this rank holds, and its memory."""
+    """A block that this rank holds, and its memory.
 
-    #: In the HF tensor's own coordinates.
+    Args:
+        box: the block in the HF tensor's own coordinates, in elements.
+        into: a view of a parameter, of the block's shape; any strides, any dtype.
+    """
+
     box: Box
-    #: A view of a parameter, of the block's shape; any strides, any dtype.
     into: torch.Tensor
 
 
@@ -33,20 +36,27 @@ class Part(NamedTuple):
 class Share:
     """HF tensors that are spread over ranks, as this rank sees them.
 
-    All but `parts` is the same on every rank.
+    All fields but `parts` are the same on every rank.
+
+    Args:
+        tensors: HF key -> shape and dtype (of the files, or of an export), in the order in which they move.
+        spreads: HF key -> the blocks of every rank.
+        parts: HF key -> this rank's parts. Two of them may be the same block.
+        relayed: HF key -> the dtype that all ranks hold it in; replicas may pass on these tensors.
     """
 
-    #: HF key -> shape and dtype (of the files, or of an export), in the order in which tensors move.
     tensors: Mapping[str, TensorInfo]
-    #: HF key -> the blocks of every rank.
     spreads: Mapping[str, Boxes]
-    #: HF key -> this rank's parts. Two of them may be the same block.
     parts: Mapping[str, Sequence[Part]]
-    #: HF key -> the dtype that all ranks hold it in: these tensors may be passed on between replicas.
     relayed: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def view(self, key: str, box: Box) -> torch.Tensor:
-        """Return this rank's memory of a box that lies in a single block of the rank."""
+        """Return this rank's memory of a box that lies in a single block of the rank.
+
+        Args:
+            key: the HF key of a tensor that this rank has parts of.
+            box: a box in the tensor's own coordinates, in elements.
+        """
         part = next(part for part in self.parts[key] if intersection(part.box, box) == box)
         return part_of(part.into, part.box, box)
 
@@ -61,12 +71,37 @@ class Share:
 
 
 def spread_of(shape: tuple[int, ...], blocks: Mapping[int, Iterable[Box]]) -> Boxes:
-    """Return a tensor's blocks by rank, each block once."""
+    """Return a tensor's blocks by rank, each block once.
+
+    Args:
+        shape: the shape of the full tensor.
+        blocks: global rank -> the boxes that it holds, in elements of the full tensor.
+
+    Example:
+        >>> from torch_dcp_backport import hf
+        >>> from torch_dcp_backport.transfer import Box
+        >>> top, bottom = Box((0, 0), (1, 2)), Box((1, 0), (1, 2))
+        >>> spread = hf.spread_of((2, 2), {1: [bottom], 0: [top, top]})
+        >>> [(rank, len(boxes)) for rank, boxes in spread.by_rank]
+        [(0, 1), (1, 1)]
+    """
     return Boxes(shape, tuple((rank, tuple(dict.fromkeys(boxes))) for rank, boxes in sorted(blocks.items())))
 
 
 def gaps(key: str, spread: Boxes) -> list[Problem]:
-    """Return the problems of a tensor's blocks: some overlap, or no rank holds an element."""
+    """Return the problems of a tensor's blocks: some overlap, or no rank holds an element.
+
+    Args:
+        key: the HF key of the tensor, for the text of a problem.
+        spread: the blocks of all ranks.
+
+    Example:
+        >>> from torch_dcp_backport import hf
+        >>> from torch_dcp_backport.transfer import Box
+        >>> half = hf.spread_of((4,), {0: [Box((0,), (2,))]})
+        >>> [problem.what for problem in hf.gaps("w", half)]
+        ['no rank holds all of it']
+    """
     distinct = list(dict.fromkeys(box for _, boxes in spread.by_rank for box in boxes if box.numel))
     for box, other in overlaps(distinct):
         ranks = [[rank for rank, boxes in spread.by_rank if block in boxes] for block in (box, other)]

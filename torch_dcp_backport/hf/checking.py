@@ -1,4 +1,4 @@
-"""Whether the tensors of an export are those of the class in its config.json, before a byte is written.
+"""The check of an export's tensors against the class in its config.json, before a byte is written.
 
 A name that the class does not have is left out by `from_pretrained`, and a name that is missing is drawn at
 random: such a folder opens as another model. Reads no values.
@@ -43,7 +43,7 @@ NOTHING: Mapping[str, str] = {}
 
 
 class Verdict(NamedTuple):
-    """What an export has to know of the class in its config.json."""
+    """The facts that an export needs of the class in its config.json."""
 
     #: The contents of config.json, with the class that the tensors are of.
     config: dict[str, Any]

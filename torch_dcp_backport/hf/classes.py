@@ -60,7 +60,7 @@ class Route(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What `from_pretrained` does with the tensors of files."""
+    """The result of a look at how `from_pretrained` reads the tensors of files."""
 
     #: Tensor of the model -> what it is read from.
     routes: Mapping[str, Route]
@@ -77,7 +77,7 @@ class Reading(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether every tensor of the model is there."""
+        """Return whether every tensor of the model is there."""
         return not self.missing and not self.misshaped
 
     @property
@@ -359,7 +359,7 @@ def _core_of_5() -> Any:
 def _by_5(
     model: Any, files: Mapping[str, TensorInfo], held: Mapping[str, tuple[int, ...]], core: Any
 ) -> tuple[dict[str, str], dict[str, Route]]:
-    """As `_by_4`, by the table of renamings and conversions of transformers 5."""
+    """Return the result of `_by_4`, by the table of renamings and conversions of transformers 5."""
     table = importlib.import_module("transformers.conversion_mapping")
     transforms = table.get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, core.WeightRenaming)]

@@ -46,25 +46,38 @@ HALF = "the folder has the new weights, and may have no config.json"
 
 @dataclass(frozen=True)
 class Export:
-    """Options of an export."""
+    """Options of an export.
 
-    #: The dtype that floating-point parameters are cast to; None keeps theirs. Buffers, and what the model's
-    #: class keeps in fp32, are as they were.
+    Args:
+        dtype: the dtype that floating-point parameters are cast to; None keeps theirs. Buffers, and tensors
+            that the model's class keeps in fp32, are not cast.
+        file_bytes: the most bytes of tensors in a file, unless a single tensor has more.
+        overwrite: whether a model that the folder holds already is replaced.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import hf
+        >>> hf.Export(dtype=torch.bfloat16, overwrite=True)
+        Export(dtype=torch.bfloat16, file_bytes=5000000000, overwrite=True)
+    """
+
     dtype: Optional[torch.dtype] = None
-    #: The most bytes of tensors in a file, unless a single tensor has more.
     file_bytes: int = 5 * 10**9
-    #: Whether a model that the folder holds already is replaced.
     overwrite: bool = False
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The result of an export; the same on every rank but for `removed`."""
+    """The result of an export; the same on every rank but for `removed`.
+
+    Args:
+        keys: the HF keys that were written, in the order of the files.
+        nbytes: bytes of tensors.
+        removed: on the first rank, files of an older model that are gone; empty on every other rank.
+    """
 
     keys: tuple[str, ...]
-    #: Bytes of tensors.
     nbytes: int
-    #: On the first rank: files of an older model that are gone.
     removed: tuple[str, ...] = ()
 
 
@@ -114,10 +127,45 @@ class Buffer:
 
 @torch.no_grad()
 def export(call: Call, agreement: Agreement, share: Share, target: Target) -> Saved:
-    """Write the tensors that ranks hold into a folder; as `write_files`.
+    """Write the tensors that ranks hold into a folder. Collective.
 
+    `save_state_dict` does this for a state dict; call it directly where you know the blocks of each rank.
     Ranks on the first rank's machine that see its files write their own blocks themselves; blocks of other
     ranks travel to the first rank.
+
+    Args:
+        call: the call under which all ranks raise the same problems.
+        agreement: the result of the ranks' agreement in this call.
+        share: the tensors, the blocks of all ranks, and this rank's memory.
+        target: the folder, its options and the small files that go with it; its names have been examined.
+
+    Returns:
+        The keys that were written, and the bytes of their tensors.
+
+    Raises:
+        RuntimeError: the folder holds a model, there is no room, a write failed, ...; on every rank. The
+            folder is as it was.
+        TransferError: a rank is gone, or the group's timeout is over; the error says whether the folder is as
+            it was.
+
+    Example:
+        >>> import torch
+        >>> from pathlib import Path
+        >>> from torch_dcp_backport import hf
+        >>> from torch_dcp_backport.hf.export import Target
+        >>> from torch_dcp_backport.hf.moving import agree, groups_of
+        >>> from torch_dcp_backport.transfer import Box, Call, TensorInfo
+        >>> box = Box((0,), (4,))
+        >>> share = hf.Share(
+        ...     tensors={"w": TensorInfo((4,), torch.float32)},
+        ...     spreads={"w": hf.spread_of((4,), {0: [box]})},
+        ...     parts={"w": [hf.Part(box, torch.ones(4))]},
+        ... )
+        >>> target = Target(Path("model"), hf.Export(), {"config.json": b"{}"}, is_examined=True)
+        >>> with Call("cannot save", "collect", groups_of()) as call:
+        ...     saved = hf.export(call, agree(call), share, target)
+        >>> saved.keys, saved.nbytes
+        (('w',), 16)
     """
 
     def bring(window: Window, write: Memory) -> None:
@@ -242,11 +290,34 @@ def nowhere(key: str, box: Box) -> torch.Tensor:
 
 @torch.no_grad()
 def collect(call: Call, agreement: Agreement, share: Share) -> dict[str, torch.Tensor]:
-    """Return full tensors on the host of the first rank; an empty dict on every other rank.
+    """Return full tensors on the host of the first rank; an empty dict on every other rank. Collective.
+
+    Args:
+        call: the call under which all ranks raise the same problems.
+        agreement: the result of the ranks' agreement in this call.
+        share: the tensors, the blocks of all ranks, and this rank's memory.
+
+    Returns:
+        HF key -> full tensor on the CPU, of the dtype in `share.tensors`.
 
     Raises:
         RuntimeError: the first rank has no room for them; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import hf
+        >>> from torch_dcp_backport.hf.moving import agree, groups_of
+        >>> from torch_dcp_backport.transfer import Box, Call, TensorInfo
+        >>> box = Box((0,), (2,))
+        >>> share = hf.Share(
+        ...     tensors={"w": TensorInfo((2,), torch.bfloat16)},
+        ...     spreads={"w": hf.spread_of((2,), {0: [box]})},
+        ...     parts={"w": [hf.Part(box, torch.ones(2))]},
+        ... )
+        >>> with Call("cannot collect", "collect", groups_of()) as call:
+        ...     hf.collect(call, agree(call), share)
+        {'w': tensor([1., 1.], dtype=torch.bfloat16)}
     """
     tensors = _gathered(call, agreement, share, bring_window, call.is_first)
     call.tally.tensors = len(share.parts)

@@ -30,12 +30,35 @@ STAGING_BYTES = 8 * 2**20
 
 @torch.no_grad()
 def fill_here(call: Call, source: Source, share: Share) -> int:
-    """Copy this rank's own slices out of a source that every rank sees; return the bytes read.
+    """Copy this rank's own slices out of a source that every rank sees. Collective.
 
     Ranks exchange nothing but their failures at the end.
 
+    Args:
+        call: the call under which all ranks raise the same problems.
+        source: the source, of which only this rank's slices are read.
+        share: the tensors, and this rank's memory for them, which is written.
+
+    Returns:
+        The bytes that this rank read of the source.
+
     Raises:
         TransferError: a rank could not read; on every rank, after others have written.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import hf
+        >>> from torch_dcp_backport.hf.moving import groups_of
+        >>> from torch_dcp_backport.transfer import Box, Call
+        >>> source = hf.Given({"w": torch.arange(4.0)}, config={})
+        >>> box, mine = Box((2,), (2,)), torch.zeros(2)
+        >>> spreads = {"w": hf.spread_of((4,), {0: [box]})}
+        >>> share = hf.Share(source.tensors, spreads, {"w": [hf.Part(box, mine)]})
+        >>> with Call("cannot load", "fill", groups_of()) as call:
+        ...     hf.fill_here(call, source, share)
+        8
+        >>> mine
+        tensor([2., 3.])
     """
     wrote = 0
     call.tally.meter.expect(lambda: sum(nbytes for *_, nbytes in _own(share)))
@@ -73,10 +96,34 @@ def _copy_doubles(share: Share) -> None:
 
 @torch.no_grad()
 def fill_from_first(call: Call, agreement: Agreement, source: Optional[Source], share: Share) -> int:
-    """Fill every rank's parts from the first rank, which alone has the source; return the bytes it read.
+    """Fill every rank's parts from the first rank, which alone reads the source. Collective.
+
+    Args:
+        call: the call under which all ranks raise the same problems.
+        agreement: the result of the ranks' agreement in this call.
+        source: the source on the first rank; None on every other rank.
+        share: the tensors, the blocks of all ranks, and this rank's memory, which is written.
+
+    Returns:
+        The bytes that this rank read of the source; 0 on every rank but the first.
 
     Raises:
         TransferError: a read failed, a rank is gone, or the group's timeout is over.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import hf
+        >>> from torch_dcp_backport.hf.moving import agree, groups_of
+        >>> from torch_dcp_backport.transfer import Box, Call
+        >>> source = hf.Given({"w": torch.arange(4.0)}, config={})
+        >>> box, mine = Box((0,), (4,)), torch.zeros(4)
+        >>> spreads = {"w": hf.spread_of((4,), {0: [box]})}
+        >>> share = hf.Share(source.tensors, spreads, {"w": [hf.Part(box, mine)]})
+        >>> with Call("cannot load", "fill", groups_of()) as call:
+        ...     hf.fill_from_first(call, agree(call), source, share)
+        16
+        >>> mine
+        tensor([0., 1., 2., 3.])
     """
     read_bytes, so_far = 0, UNCHANGED
     agreement = agreement._replace(staging_bytes=min(agreement.staging_bytes, STAGING_BYTES))

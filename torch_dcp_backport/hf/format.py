@@ -147,5 +147,5 @@ def nbytes_of(info: TensorInfo) -> int:
 
 
 def is_plain(dtype: torch.dtype) -> bool:
-    """Return whether values of a dtype are weights as they are: quantised values need scales, too."""
+    """Return whether values of a dtype are weights as they are; quantised values also need scales."""
     return dtype.is_floating_point and dtype.itemsize > 1

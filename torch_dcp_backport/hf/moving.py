@@ -39,7 +39,7 @@ def send_window(call: Call, agreement: Agreement, share: Share, window: Window, 
 
 
 def goes_to_all(call: Call, agreement: Agreement) -> bool:
-    """Whether what the first rank sends is broadcast."""
+    """Return whether the first rank broadcasts the tensors that it sends."""
     return (
         len(call.ranks) > 1 and lane_of(backend_of(call.group, agreement.device), senders=1) is Lane.BROADCAST
     )

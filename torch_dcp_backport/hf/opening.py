@@ -29,12 +29,33 @@ def opened(
 ) -> Source:
     """Return a folder's tensors under the names of a model of transformers, as `from_pretrained` maps them.
 
+    Only the headers of the files are read. Files of another model than `model` keep their names.
+
     Args:
-        model: of transformers, in any place and in any parts. Of another model's files nothing is mapped.
+        folder: a folder with config.json and safetensors files, or an `hf.Source`.
+        model: a model of transformers, on any device, with parameters of any sharding. A module without
+            `base_model_prefix` is no such model: nothing is mapped for it.
         held: name -> shape of the tensors that are looked for; None is the model's state dict.
 
+    Returns:
+        A source for `load_state_dict`.
+
+    Raises:
+        TypeError: `folder` is neither a folder nor a source.
+
     Example:
-        >>> hf.load_state_dict(model.state_dict(), hf.opened("Qwen2.5-0.5B", model))
+        The files have the names of the model that is asked for, so they are read as they are:
+
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch_dcp_backport import hf
+        >>> model = nn.Linear(2, 2)
+        >>> _ = hf.save_state_dict(model.state_dict(), "model", like={"model_type": "linear"})
+        >>> source = hf.opened("model", model)
+        >>> sorted(source.tensors)
+        ['bias', 'weight']
+        >>> hf.load_state_dict(model.state_dict(), source).bytes_read
+        24
     """
     source = source_of(folder)
     held = classes.tensors_in(model) if held is None else held
@@ -49,7 +70,7 @@ def opened(
 
 
 def with_prefix(source: Source, prefix: str, sign: str) -> Source:
-    """Return a source whose names begin with a prefix, which files of a model without its head do not have.
+    """Return a source whose names begin with a prefix; files of a model without its head lack it.
 
     Args:
         sign: a name, behind the prefix, by which such files are known.

@@ -18,26 +18,46 @@ CONFIG = ("config.json",)
 
 
 class Sight(NamedTuple):
-    """The model to load; `tensors` and `config` are the same on every rank."""
+    """The model to load; `tensors` and `config` are the same on every rank.
 
-    #: The source that this rank reads; None where the first rank reads for it.
+    Args:
+        source: the source that this rank reads; None where the first rank reads for it.
+        is_shared: whether every rank reads for itself.
+        tensors: HF key -> shape and dtype.
+        config: the model's config.json.
+    """
+
     source: Optional[Source]
-    #: Whether every rank reads for itself.
     is_shared: bool
     tensors: dict[str, TensorInfo]
     config: dict[str, Any]
 
 
 def look(call: Call, source: Attempt[Source], files: str = "auto") -> Sight:
-    """Find out which ranks see the source, and send to the others what the first rank sees.
+    """Find out which ranks see the source, and send to the others what the first rank sees. Collective.
 
     Args:
-        source: the attempt to open this rank's.
+        call: the call under which all ranks raise the same problems.
+        source: the attempt to open this rank's source.
         files: "shared": every rank must see it; "rank0": only the first rank looks; "auto": every rank must
             see it, unless the first is alone with it.
 
+    Returns:
+        The tensors and the configuration, the same on every rank, and whether this rank reads for itself.
+
     Raises:
         RuntimeError: a file is torn, ranks see different files or ask for different ways, ...; on every rank.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import hf
+        >>> from torch_dcp_backport.hf.moving import groups_of
+        >>> from torch_dcp_backport.transfer import Call
+        >>> source = hf.Given({"w": torch.zeros(2)}, config={"model_type": "small"})
+        >>> with Call("cannot load", "fill", groups_of()) as call:
+        ...     sight = hf.look(call, source)
+        >>> sight.is_shared, list(sight.tensors)
+        (True, ['w'])
     """
     with call.guard():
         if files not in WAYS:

@@ -30,7 +30,16 @@ SAMPLES, SAMPLE_BYTES = 16, 64
 
 @runtime_checkable
 class Source(Protocol):
-    """HF tensors that a rank can read parts of."""
+    """HF tensors that a rank can read parts of.
+
+    `Folder` and `Given` are such sources. Any object with these attributes and methods is one.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import hf
+        >>> isinstance(hf.Given({"w": torch.zeros(2)}, config={}), hf.Source)
+        True
+    """
 
     #: HF key -> shape and dtype, in the order in which they are best read.
     tensors: dict[str, TensorInfo]
@@ -42,7 +51,12 @@ class Source(Protocol):
     problems: list[Problem]
 
     def part(self, key: str, box: Box) -> torch.Tensor:
-        """Return the part of a tensor in a box, as a view where possible. Callers must not write to it."""
+        """Return the part of a tensor in a box, as a view where possible. Callers must not write to it.
+
+        Args:
+            key: an HF key of `tensors`.
+            box: a box in the tensor's own coordinates, in elements.
+        """
 
     def digest(self) -> str:
         """Return a text that is the same on every rank that sees the same model."""
@@ -53,10 +67,25 @@ class Folder:
 
     Files are mapped when they are first read. A file that another program cuts short after that ends the
     process (SIGBUS): write a new model into a new folder.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import hf
+        >>> from torch_dcp_backport.transfer import Box
+        >>> _ = hf.save_state_dict({"w": torch.arange(6.0).view(2, 3)}, "model", like={"model_type": "small"})
+        >>> source = hf.Folder("model")
+        >>> source.tensors["w"].shape, source.config["model_type"]
+        ((2, 3), 'small')
+        >>> source.part("w", Box(offset=(1, 0), size=(1, 2)))
+        tensor([[3., 4.]])
     """
 
     def __init__(self, path: Union[str, Path]) -> None:
-        """Read the index and all headers. Errors in them go to `problems`."""
+        """Read the index and all headers. Errors in them go to `problems`.
+
+        Args:
+            path: the folder. If it has no model, `absent` says why.
+        """
         self.path = Path(path)
         self.tensors: dict[str, TensorInfo] = {}
         self.config: dict[str, Any] = {}
@@ -74,6 +103,12 @@ class Folder:
             self._read(self._index())
 
     def part(self, key: str, box: Box) -> torch.Tensor:
+        """Return the part of a tensor in a box: a view of the file, or a copy of rows not aligned in it.
+
+        Args:
+            key: an HF key of `tensors`.
+            box: a box in the tensor's own coordinates, in elements.
+        """
         name, entry = self._entries[key]
         shape, dtype = entry.info
         data = self._map(name)[entry.start : entry.stop]
@@ -184,9 +219,27 @@ def source_of(source: object) -> Source:
 
 
 class Given:
-    """A dict of full tensors, or of slices of files as safetensors' `get_slice` gives them."""
+    """A dict of full tensors, or of slices of files as safetensors' `get_slice` gives them.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import hf
+        >>> source = hf.Given({"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, config={})
+        >>> model = torch.nn.Linear(2, 1)
+        >>> hf.load_state_dict(model.state_dict(), source).keys
+        ('weight', 'bias')
+        >>> model.weight.data
+        tensor([[1., 1.]])
+    """
 
     def __init__(self, tensors: Mapping[str, Any], config: Mapping[str, Any], absent: str = "") -> None:
+        """Describe the tensors. A value that is not a tensor goes to `problems`.
+
+        Args:
+            tensors: HF key -> full tensor, or slice of a file.
+            config: the model's configuration, as config.json has it.
+            absent: why this rank has no tensors; "" where it has them.
+        """
         self.tensors: dict[str, TensorInfo] = {}
         self.config = dict(config)
         self.problems: list[Problem] = []
@@ -207,6 +260,15 @@ class Given:
             self._values[key] = value
 
     def part(self, key: str, box: Box) -> torch.Tensor:
+        """Return the part of a tensor in a box: a view of a tensor, or the part of a file's slice.
+
+        Args:
+            key: an HF key of `tensors`.
+            box: a box in the tensor's own coordinates, in elements.
+
+        Raises:
+            RuntimeError: the tensor has another shape now.
+        """
         value, shape = self._values[key], self.tensors[key].shape
         limits, shape_now = whole(shape), tuple(value.shape if torch.is_tensor(value) else value.get_shape())
         if shape_now != shape:

@@ -67,15 +67,18 @@ class Held(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """The result of a load."""
+    """The result of a load.
 
-    #: Keys whose tensors were filled.
+    Args:
+        keys: keys whose tensors were filled.
+        left: tensors of the files that the state dict does not have.
+        tied: further key of a tensor -> the key under which the tensor was filled.
+        bytes_read: bytes of tensors that this rank read of the files.
+    """
+
     keys: tuple[str, ...]
-    #: Tensors of the files that the state dict does not have.
     left: tuple[str, ...]
-    #: Key that names the tensor of a filled key again -> the filled key.
     tied: Mapping[str, str]
-    #: Bytes of tensors that this rank read of the files.
     bytes_read: int
 
 
@@ -92,28 +95,42 @@ def save_state_dict(
 ) -> Saved:
     """Write a model's state dict as a folder that `from_pretrained` opens. Collective.
 
-    In bounded memory: ranks on the first rank's machine that see the folder write their own parts, and other
-    parts travel to the first rank. Until everything is on the disk the folder is as it was.
+    It runs in bounded memory: ranks on the first rank's machine that see the folder write their own parts,
+    and other parts travel to the first rank. Until everything is on the disk the folder is as it was.
 
     Args:
         state_dict: HF key -> DTensor, or a tensor that every rank holds in full; the same keys on every rank.
             A tensor under two names (tied weights) is written once, under the first.
         folder: the folder for the model.
         like: the folder of a model whose config.json, tokenizer and the like are copied, or a configuration
-            of transformers. The first rank's counts.
+            (of transformers, or a mapping). Only the first rank's is used.
         how: dtype, size of files, whether an older model is replaced; None is `Export()`.
         adapter: of a model that peft wraps, the adapter's configuration (peft's object, or a mapping): its
             LoRA is merged into the weights on their way. The adapter is held in full by every rank.
-        adapter_name: of several adapters the one that is merged; None is the only one.
-        transposed: path of an adapted module -> whether its weight is (in, out), as a Conv1D's is; of others
-            the shapes tell, and a square weight of which no other weight tells is refused.
+        adapter_name: the adapter that is merged, where the model has several; None is the only one.
+        transposed: path of an adapted module -> whether its weight is (in, out), as a Conv1D's is. Without an
+            entry the shapes decide; a square weight is refused if no other weight decides for it.
         process_group: the ranks that take part; None is all of them.
+
+    Returns:
+        The keys that were written, and the bytes of their tensors.
 
     Raises:
         RuntimeError: ranks hold different tensors, the names are not those of the class in config.json, the
             folder holds a model, the disk is full, ...; the same text on every rank. The folder is as it was.
         TransferError: a rank is gone, or the group's timeout is over. The folder is as it was, or has the new
             model; the error says which.
+
+    Example:
+        >>> import os
+        >>> import torch
+        >>> from torch_dcp_backport import hf
+        >>> model = torch.nn.Linear(2, 2)
+        >>> how = hf.Export(dtype=torch.bfloat16)
+        >>> hf.save_state_dict(model.state_dict(), "model", like={"model_type": "linear"}, how=how)
+        Saved(keys=('weight', 'bias'), nbytes=12, removed=())
+        >>> sorted(os.listdir("model"))
+        ['config.json', 'model.safetensors']
     """
     with Call(SAVE, "collect", groups_of(process_group)) as call:
         target = target_of(call, folder, like, how)
@@ -162,13 +179,33 @@ def save_adapter(
     """Write the adapter in a model's state dict, as `PeftModel.from_pretrained` opens it. Collective.
 
     Args:
-        state_dict: as of `save_state_dict`, of a model that peft wraps.
+        state_dict: the state dict of a model that peft wraps: HF key -> DTensor, or a tensor that every rank
+            holds in full; the same keys on every rank.
+        folder: the folder for the adapter.
         adapter: the adapter's configuration: peft's object, or a mapping.
-        name: the adapter's, among those of the model.
+        name: the adapter's name in the model.
         overwrite: whether an adapter, or a model, that the folder holds is replaced.
+        process_group: the ranks that take part; None is all of them.
+
+    Returns:
+        The adapter's keys as written, and the bytes of their tensors.
 
     Raises:
-        RuntimeError, TransferError: as of `save_state_dict`.
+        RuntimeError, TransferError: as `save_state_dict` does.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import hf
+        >>> path = "base_model.model.proj"
+        >>> state_dict = {
+        ...     f"{path}.base_layer.weight": torch.zeros(4, 4),
+        ...     f"{path}.lora_A.default.weight": torch.ones(1, 4),
+        ...     f"{path}.lora_B.default.weight": torch.ones(4, 1),
+        ... }
+        >>> config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["proj"]}
+        >>> saved = hf.save_adapter(state_dict, "adapter", adapter=config)
+        >>> saved.keys
+        ('base_model.model.proj.lora_A.weight', 'base_model.model.proj.lora_B.weight')
     """
     with Call(SAVE_ADAPTER, "collect", groups_of(process_group)) as call:
         held, _ = agree_on_names(call, held_of(call, state_dict))
@@ -269,14 +306,29 @@ def load_state_dict(
     If every rank sees the files, each reads the slices that it holds, and nothing else.
 
     Args:
-        state_dict: as of `save_state_dict`; the tensors themselves are written.
+        state_dict: HF key -> DTensor, or a tensor that every rank holds in full; the same keys on every rank.
+            The tensors themselves are written.
         folder: a folder with config.json and safetensors files, or an `hf.Source`.
         files: "shared" (every rank reads), "rank0" (the first reads for all), or "auto": as they are seen.
+        process_group: the ranks that take part; None is all of them.
+
+    Returns:
+        The keys that were filled, the tensors of the files that were left, and the bytes that this rank read.
 
     Raises:
         RuntimeError: a tensor that the files do not have, another shape, a torn file, ...; the same text on
             every rank, before anything was written.
         TransferError: a read failed, a rank is gone, or the group's timeout is over; tensors were written.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import hf
+        >>> saved, model = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        >>> _ = hf.save_state_dict(saved.state_dict(), "model", like={"model_type": "linear"})
+        >>> hf.load_state_dict(model.state_dict(), "model")
+        Filled(keys=('weight', 'bias'), left=(), tied={}, bytes_read=24)
+        >>> torch.equal(model.weight, saved.weight)
+        True
     """
     with Call(LOAD, "fill", groups_of(process_group)) as call:
         source = call.attempt(source_of, folder)
@@ -340,7 +392,7 @@ def part_held(key: object, value: object, is_written: bool) -> Held:
 
 
 def unchecked(value: torch.Tensor) -> Held:
-    """Return this rank's part of a tensor, without checks."""
+    """Return this rank's part of a tensor, without the checks of `part_held`."""
     local = compat.local_part(value) if isinstance(value, compat.DTensor) else value
     return Held(layout_of(value), compat.arrived(local).detach())
 

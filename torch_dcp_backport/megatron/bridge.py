@@ -34,19 +34,22 @@ SAVE = "cannot save as Hugging Face weights"
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of a load on this rank."""
+    """The result of a load on this rank.
 
-    #: HF tensors that this rank's parameters hold parts of.
+    Args:
+        keys: HF tensors that this rank's parameters hold parts of.
+        left: HF tensor of the files that no parameter of any rank wants -> why.
+        kept: parameters of this rank that the files hold nothing for: a value head.
+        padded: parameter -> the number of its last rows that are beyond the vocabulary, now zero.
+        cast: parameter -> the dtype that it was cast from.
+        bytes_read: bytes of tensors that this rank read of the files.
+    """
+
     keys: tuple[str, ...]
-    #: HF tensors of the files that no parameter of any rank wants -> why.
     left: Mapping[str, str]
-    #: Parameters of this rank that the files hold nothing for: a value head.
     kept: tuple[str, ...]
-    #: Parameter -> its last rows that are beyond the vocabulary, now zero.
     padded: Mapping[str, int]
-    #: Parameter -> the dtype that it was cast from.
     cast: Mapping[str, torch.dtype]
-    #: Bytes of tensors that this rank read of the files.
     bytes_read: int
 
 
@@ -72,13 +75,51 @@ def load_hf(
         parallel: this rank's place in its TP group; None asks megatron-core.
         layers: for each chunk the numbers of its layers, from 0, where the modules do not carry them
             (verl's); see `stages`.
-        value_head: whether the last stage has a head of one row; the files need not.
+        value_head: whether the last stage has a head of one row; the files need not have it.
         files: "shared" (every rank reads), "rank0" (the first reads for all), or "auto": as they are seen.
+
+    Returns:
+        The tensors that this rank filled, those of the files that were left, and the bytes that it read.
 
     Raises:
         RuntimeError: the files and the model do not fit, a file is torn, ...; the same text on every rank,
             before anything was written.
         TransferError: a read failed, a rank is gone, or the group's timeout is over; parameters were written.
+
+    Example:
+        The module stands in for megatron-core's GPTModel, with a single layer. Its vocabulary is padded to 8
+        rows.
+
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch_dcp_backport import hf, megatron
+        >>> layer = nn.ModuleDict({
+        ...     "input_layernorm": nn.RMSNorm(4),
+        ...     "self_attention": nn.ModuleDict({
+        ...         "linear_qkv": nn.Linear(4, 12, bias=False), "linear_proj": nn.Linear(4, 4, bias=False),
+        ...     }),
+        ...     "pre_mlp_layernorm": nn.RMSNorm(4),
+        ...     "mlp": nn.ModuleDict({
+        ...         "linear_fc1": nn.Linear(4, 16, bias=False), "linear_fc2": nn.Linear(8, 4, bias=False),
+        ...     }),
+        ... })
+        >>> model = nn.ModuleDict({
+        ...     "embedding": nn.ModuleDict({"word_embeddings": nn.Embedding(8, 4)}),
+        ...     "decoder": nn.ModuleDict(
+        ...         {"layers": nn.ModuleList([layer]), "final_layernorm": nn.RMSNorm(4)}
+        ...     ),
+        ... })
+        >>> config = {
+        ...     "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 4, "num_attention_heads": 1,
+        ...     "intermediate_size": 8, "vocab_size": 6, "tie_word_embeddings": True,
+        ... }
+        >>> _ = megatron.save_hf(model, "model", like=config, layers=[[0]])
+        >>> _ = nn.init.zeros_(layer.mlp.linear_fc1.weight)
+        >>> loaded = megatron.load_hf(model, "model", layers=[[0]])
+        >>> bool(layer.mlp.linear_fc1.weight.any())
+        True
+        >>> loaded.padded
+        {'embedding.word_embeddings.weight': 2}
     """
     return load(lambda: (source_of(folder), Given(models, parallel, layers)), value_head, files)
 
@@ -136,21 +177,60 @@ def save_hf(
 ) -> Saved:
     """Write a Megatron model as a folder that `from_pretrained` opens.
 
-    Collective over the default process group. Ranks on the first rank's machine that see the folder write
-    what they hold themselves. The folder is as it was until everything is on the disk.
+    Collective over the default process group; without a group, for this process alone. Ranks on the first
+    rank's machine that see the folder write what they hold themselves. Until everything is on the disk the
+    folder is as it was.
 
     Args:
-        models, parallel, layers: as of `load_hf`.
+        models: this rank's chunk, or its chunks in the order of the virtual pipeline; as of `load_hf`.
         folder: where the model goes.
         like: the folder of the model that this model was made from (config.json, a tokenizer's files and the
-            like are copied from there), or its configuration. The first rank's counts.
+            like are copied from there), or its configuration. Only the first rank's is used.
+        parallel: this rank's place in its TP group; None asks megatron-core.
+        layers: for each chunk the numbers of its layers, from 0, where the modules do not carry them.
         how: dtype, size of files, whether an older model is replaced; None is `Export()`.
+
+    Returns:
+        The keys that were written, and the bytes of their tensors.
 
     Raises:
         RuntimeError: the model does not fit its configuration, no rank holds some of it, the folder holds
             a model, the disk is full, ...; the same text on every rank. The folder is as it was.
         TransferError: a rank is gone, or the group's timeout is over. The folder is as it was, or has the new
             model; the error says which.
+
+    Example:
+        The module stands in for megatron-core's GPTModel, with a single layer. The padding of its vocabulary
+        is left out.
+
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch_dcp_backport import hf, megatron
+        >>> layer = nn.ModuleDict({
+        ...     "input_layernorm": nn.RMSNorm(4),
+        ...     "self_attention": nn.ModuleDict({
+        ...         "linear_qkv": nn.Linear(4, 12, bias=False), "linear_proj": nn.Linear(4, 4, bias=False),
+        ...     }),
+        ...     "pre_mlp_layernorm": nn.RMSNorm(4),
+        ...     "mlp": nn.ModuleDict({
+        ...         "linear_fc1": nn.Linear(4, 16, bias=False), "linear_fc2": nn.Linear(8, 4, bias=False),
+        ...     }),
+        ... })
+        >>> model = nn.ModuleDict({
+        ...     "embedding": nn.ModuleDict({"word_embeddings": nn.Embedding(8, 4)}),
+        ...     "decoder": nn.ModuleDict(
+        ...         {"layers": nn.ModuleList([layer]), "final_layernorm": nn.RMSNorm(4)}
+        ...     ),
+        ... })
+        >>> config = {
+        ...     "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 4, "num_attention_heads": 1,
+        ...     "intermediate_size": 8, "vocab_size": 6, "tie_word_embeddings": True,
+        ... }
+        >>> saved = megatron.save_hf(model, "model", like=config, layers=[[0]])
+        >>> saved.keys[:2]
+        ('model.embed_tokens.weight', 'model.layers.0.input_layernorm.weight')
+        >>> hf.Folder("model").tensors["model.embed_tokens.weight"].shape
+        (6, 4)
     """
     with Call(SAVE, "collect", groups_of()) as call:
         target = target_of(call, folder, like, how)
@@ -175,9 +255,51 @@ def gather_hf(
 ) -> dict[str, torch.Tensor]:
     """Return the full model as HF tensors on the first rank's host; an empty dict on every other rank.
 
+    Collective over the default process group; without a group, for this process alone.
+
+    Args:
+        models: this rank's chunk, or its chunks in the order of the virtual pipeline; as of `load_hf`.
+        config: the HF configuration of the model: transformers' object, or a mapping.
+        parallel: this rank's place in its TP group; None asks megatron-core.
+        layers: for each chunk the numbers of its layers, from 0, where the modules do not carry them.
+        dtype: the dtype that floating-point parameters are cast to; None keeps theirs.
+
+    Returns:
+        HF key -> full tensor on the CPU.
+
     Raises:
-        RuntimeError: as of `save_hf`, or the first rank has no room; on every rank.
+        RuntimeError: as `save_hf` does, or the first rank has no room; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
+
+    Example:
+        The module stands in for megatron-core's GPTModel, with a single layer.
+
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch_dcp_backport import megatron
+        >>> layer = nn.ModuleDict({
+        ...     "input_layernorm": nn.RMSNorm(4),
+        ...     "self_attention": nn.ModuleDict({
+        ...         "linear_qkv": nn.Linear(4, 12, bias=False), "linear_proj": nn.Linear(4, 4, bias=False),
+        ...     }),
+        ...     "pre_mlp_layernorm": nn.RMSNorm(4),
+        ...     "mlp": nn.ModuleDict({
+        ...         "linear_fc1": nn.Linear(4, 16, bias=False), "linear_fc2": nn.Linear(8, 4, bias=False),
+        ...     }),
+        ... })
+        >>> model = nn.ModuleDict({
+        ...     "embedding": nn.ModuleDict({"word_embeddings": nn.Embedding(8, 4)}),
+        ...     "decoder": nn.ModuleDict(
+        ...         {"layers": nn.ModuleList([layer]), "final_layernorm": nn.RMSNorm(4)}
+        ...     ),
+        ... })
+        >>> config = {
+        ...     "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 4, "num_attention_heads": 1,
+        ...     "intermediate_size": 8, "vocab_size": 6, "tie_word_embeddings": True,
+        ... }
+        >>> tensors = megatron.gather_hf(model, config=config, layers=[[0]])
+        >>> tensors["model.layers.0.mlp.gate_proj.weight"].shape
+        torch.Size([8, 4])
     """
     return gather(lambda: (as_config(config), Given(models, parallel, layers)), dtype)
 

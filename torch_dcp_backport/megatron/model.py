@@ -27,14 +27,28 @@ PARALLEL_STATE = "megatron.core.parallel_state"
 
 
 class Parallel(NamedTuple):
-    """This rank's place in its tensor parallel group, and in the groups of experts."""
+    """This rank's place in its tensor parallel group, and in the groups of experts.
+
+    Args:
+        tp_rank: the rank in the TP group, from 0.
+        tp_size: the number of ranks of the TP group.
+        ep_rank: which of the equal parts of all experts are here, from 0.
+        ep_size: the number of parts that all experts are dealt out to.
+        etp_rank: the rank in the TP group of experts; None is that of the TP group.
+        etp_size: the number of ranks of the TP group of experts; None is that of the TP group.
+
+    Example:
+        >>> from torch_dcp_backport import megatron
+        >>> megatron.Parallel(tp_rank=1, tp_size=2).experts
+        (1, 2)
+        >>> megatron.Parallel(tp_rank=0, tp_size=2, ep_rank=4, ep_size=4).problem
+        'there is no EP rank 4 of 4'
+    """
 
     tp_rank: int
     tp_size: int
-    #: Which of the equal parts of all experts are here.
     ep_rank: int = 0
     ep_size: int = 1
-    #: Experts are cut by another TP; None is the same.
     etp_rank: Optional[int] = None
     etp_size: Optional[int] = None
 

@@ -231,7 +231,7 @@ def check_files(tensors: Mapping[str, TensorInfo], plan: Spreading) -> None:
 
 
 def by_layer(keys: Iterable[str], others: Iterable[str]) -> dict[str, list[str]]:
-    """Return a message's name -> its keys: a layer that none of the others is in has a single name."""
+    """Return name in a message -> its keys; all keys of a layer share a name if `others` has none of it."""
     known = set(map(layer_of, others))
     keys_by_name: dict[str, list[str]] = {}
     for key in keys:

@@ -11,13 +11,22 @@ def stages(
     """Return [stage][chunk] -> layers, numbered from 0, as Megatron deals them out.
 
     Args:
-        layers: of the full model.
-        pp_size: pipeline stages.
-        chunks: of each stage (virtual pipeline): chunk 0 of all stages comes first, then chunk 1 of all.
-        first, last: layers of the first and of the last stage, where they have other numbers than the rest.
+        layers: the number of layers of the full model.
+        pp_size: the number of pipeline stages.
+        chunks: the number of chunks of each stage (virtual pipeline): chunk 0 of all stages comes first, then
+            chunk 1 of all.
+        first: the number of layers of the first stage, where it is not that of the middle; None deals evenly.
+        last: the number of layers of the last stage, likewise.
 
     Raises:
         ValueError: the layers cannot be dealt out evenly.
+
+    Example:
+        >>> from torch_dcp_backport import megatron
+        >>> megatron.stages(8, pp_size=2, chunks=2)
+        [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+        >>> megatron.stages(8, pp_size=3, first=2, last=2)
+        [[[0, 1]], [[2, 3, 4, 5]], [[6, 7]]]
     """
     ends = [count for count in (first, last) if count is not None]
     middle = pp_size - len(ends)

@@ -98,19 +98,14 @@ class Call:
             title: the first words of every error.
             operation: the operation of the report.
             groups: one process group, or those of a mesh's dimensions where only agreements are needed; none
-<<<<<<< HEAD
-                where no other rank takes part.
-            problems: of this rank, so far; the list is used as it is.
-            kind: of the errors that meetings raise.
-            plain: errors whose text stands alone in a problem, without their type; of a kind that is a
-                `CollectiveError` these as well.
-=======
                 where no other rank takes part. None in it is the default group.
             problems: this rank's problems so far; the list is used as it is.
+            kind: the class of the errors that meetings raise.
+            plain: errors whose text stands alone in a problem, without their type; of a kind that is a
+                `CollectiveError` these as well.
 
         Raises:
             ValueError: this rank is not in a group.
->>>>>>> house-doc1
         """
         outside: Any = dist.GroupMember.NON_GROUP_MEMBER
         if any(group is outside for group in groups):
@@ -137,17 +132,13 @@ class Call:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-<<<<<<< HEAD
-        """Global ranks of the group; this one alone where there is none."""
+        """The global ranks of the group; this one alone where there is none."""
         return group_ranks(self.group) if self.groups else (self.rank,)
 
     @property
     def is_first(self) -> bool:
+        """Whether this rank is the first of the group."""
         return self.rank == self.ranks[0]
-=======
-        """The global ranks of the group."""
-        return group_ranks(self.group)
->>>>>>> house-doc1
 
     @property
     def findings(self) -> list[Finding]:
@@ -176,17 +167,13 @@ class Call:
 
     @contextlib.contextmanager
     def guard(self, key: Key = "") -> Iterator[None]:
-<<<<<<< HEAD
-        """Turn an exception into a problem, of a key: the other ranks wait in the agreement.
-
-        Raises:
-            CollectiveError: every rank has it already.
-=======
         """Turn an exception into a problem: the other ranks wait in the agreement.
 
         Args:
             key: the key of the tensor that the code in the context is about.
->>>>>>> house-doc1
+
+        Raises:
+            CollectiveError: every rank has it already.
         """
         try:
             yield
@@ -243,13 +230,8 @@ class Call:
 
     # --- what the ranks tell each other ---
 
-<<<<<<< HEAD
     def publish(self, inventory: Optional[Mapping[Any, object]]) -> dict[Any, Any]:
-        """The first rank's inventory (key -> TensorInfo, or a small value itself), on every rank.
-=======
-    def publish(self, inventory: Optional[Mapping[Key, object]]) -> dict[Key, Any]:
         """Return the first rank's inventory, on every rank. Collective.
->>>>>>> house-doc1
 
         The problems of other ranks are raised by `agree`, which every rank must call next.
 
@@ -278,26 +260,17 @@ class Call:
         Where nothing is wrong and all want the same, it takes one small message from and to each rank.
 
         Args:
-<<<<<<< HEAD
-            terms: or the attempt to make them.
-            staging_bytes: this rank's budget; None is that of the settings.
+            wants: key -> this rank's want.
+            terms: this rank's part in the agreement besides its wants, such as its device type; or the
+                attempt to make it.
+            staging_bytes: this rank's budget in bytes; None is that of the settings.
             so_far: what an error says of what was written.
 
         Raises:
             RuntimeError: some rank has problems, or another value in the terms' `common`; the same message on
                 every rank.
-            ValueError: nothing is wrong but some rank's budget; on every rank too.
-=======
-            wants: key -> this rank's want.
-            terms: this rank's part in the agreement besides its wants, such as its device type.
-            staging_bytes: this rank's budget in bytes; None is that of the settings.
-            so_far: what an error says of what was written.
-
-        Raises:
-            RuntimeError: some rank has problems; the same message on every rank.
             ValueError: nothing is wrong but some rank's budget; on every rank as well.
             TransferError: a rank is gone, or the group's timeout is over.
->>>>>>> house-doc1
         """
         if isinstance(terms, Attempt):
             terms = NO_TERMS if terms.error is not None else terms.value
@@ -348,7 +321,6 @@ class Call:
             )
         return common
 
-<<<<<<< HEAD
     def settle(
         self,
         so_far: str = UNCHANGED,
@@ -357,20 +329,13 @@ class Call:
         kind: Optional[type[Exception]] = None,
         user_code: bool = False,
     ) -> None:
-        """Raise the problems that came up on any rank of all groups, on every rank.
+        """Raise the problems that came up on any rank of all groups, on every rank. Collective.
 
         Args:
             so_far: a text about what was written on some rank; the same on every rank.
             lost: the text to use instead if a rank is gone; "" uses `so_far`.
-            kind: of the error; by default as below.
-            user_code: whether code outside torch takes part on this rank.
-=======
-    def agree_on_problems(self, user_code: bool = False) -> None:
-        """Raise the problems of all ranks of all groups, where nothing travels. Collective.
-
-        Args:
+            kind: the class of the error; by default as below.
             user_code: whether code outside torch takes part in what this rank does next.
->>>>>>> house-doc1
 
         Raises:
             RuntimeError: some rank has problems, and nothing was changed.
@@ -395,19 +360,3 @@ class Call:
         with contextlib.suppress(Exception):
             agree_on_mesh([(self.rank, problem)], self.groups, so_far=so_far())
         compat.add_note(error, so_far())
-<<<<<<< HEAD
-=======
-
-    def settle(self, so_far: Callable[[], str]) -> None:
-        """Hold the last agreement, where user code took part on any rank. Collective.
-
-        Args:
-            so_far: returns the text of what was written on this rank.
-
-        Raises:
-            RuntimeError: user code failed on another rank; says what was written on this one.
-        """
-        if self.user_code and self.groups:
-            findings, _ = agree_on_mesh([], self.groups, so_far=so_far())
-            raise_together(self.title, findings, so_far=so_far())
->>>>>>> house-doc1
