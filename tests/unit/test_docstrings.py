@@ -126,7 +126,8 @@ def test_the_examples_of_a_module_run(name: str, tmp_path: Path, monkeypatch: py
         with group, warnings.catch_warnings():
             # torch's own differ between its releases.
             warnings.simplefilter("ignore")
-            doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=reports.append)
+            runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)
+            runner.run(example, out=reports.append)
     assert not reports, "".join(reports)
 
 
