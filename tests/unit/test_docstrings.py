@@ -9,6 +9,7 @@ import enum
 import importlib
 import inspect
 import re
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,4 +149,7 @@ def group_of_one(store: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # torch 2.6 can keep the GIL while it destroys a group and joins gloo's threads; one that still frees
+        # a message waits for the GIL, and both hang. So: give the threads time to end.
+        time.sleep(0.2)
         dist.destroy_process_group()
