@@ -81,7 +81,7 @@ def reshard(
         >>> from torch_dcp_backport.transfer import reshard
         >>> mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         >>> sharded = reshard({"w": torch.arange(4)}, (mesh, [Shard(0)]))
-        >>> sharded["w"].placements, sharded["w"].full_tensor().tolist()
+        >>> sharded["w"].placements, sharded["w"].to_local().tolist()
         ((Shard(dim=0),), [0, 1, 2, 3])
     """
     with Call(TITLE, "reshard", [group]) as call:
