@@ -338,7 +338,12 @@ class FSDPCheckpointManager(ShardedManager):
             return int(meeting.result)
 
     def verl_parts(self, call: Call, folder: Path, saved_world: int) -> VerlParts:
-        """Return what a checkpoint of verl's own manager has; what does not fit is a problem of the call.
+        """Return the parts of a checkpoint of verl's own manager; a part that does not fit is a problem.
+
+        Args:
+            call: the call that gets the problems.
+            folder: the folder of the checkpoint.
+            saved_world: the number of ranks that saved it.
 
         Raises:
             CheckpointingException: it cannot be loaded here.

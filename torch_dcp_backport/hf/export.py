@@ -153,7 +153,6 @@ def export(call: Call, agreement: Agreement, share: Share, target: Target) -> Sa
         >>> from pathlib import Path
         >>> from torch_dcp_backport import hf
         >>> from torch_dcp_backport.hf.export import Target
-        >>> from torch_dcp_backport.hf.moving import agree, groups_of
         >>> from torch_dcp_backport.transfer import Box, Call, TensorInfo
         >>> box = Box((0,), (4,))
         >>> share = hf.Share(
@@ -162,8 +161,8 @@ def export(call: Call, agreement: Agreement, share: Share, target: Target) -> Sa
         ...     parts={"w": [hf.Part(box, torch.ones(4))]},
         ... )
         >>> target = Target(Path("model"), hf.Export(), {"config.json": b"{}"}, is_examined=True)
-        >>> with Call("cannot save", "collect", groups_of()) as call:
-        ...     saved = hf.export(call, agree(call), share, target)
+        >>> with Call("cannot save", "collect", ()) as call:
+        ...     saved = hf.export(call, call.agree(), share, target)
         >>> saved.keys, saved.nbytes
         (('w',), 16)
     """
@@ -307,7 +306,6 @@ def collect(call: Call, agreement: Agreement, share: Share) -> dict[str, torch.T
     Example:
         >>> import torch
         >>> from torch_dcp_backport import hf
-        >>> from torch_dcp_backport.hf.moving import agree, groups_of
         >>> from torch_dcp_backport.transfer import Box, Call, TensorInfo
         >>> box = Box((0,), (2,))
         >>> share = hf.Share(
@@ -315,8 +313,8 @@ def collect(call: Call, agreement: Agreement, share: Share) -> dict[str, torch.T
         ...     spreads={"w": hf.spread_of((2,), {0: [box]})},
         ...     parts={"w": [hf.Part(box, torch.ones(2))]},
         ... )
-        >>> with Call("cannot collect", "collect", groups_of()) as call:
-        ...     hf.collect(call, agree(call), share)
+        >>> with Call("cannot collect", "collect", ()) as call:
+        ...     hf.collect(call, call.agree(), share)
         {'w': tensor([1., 1.], dtype=torch.bfloat16)}
     """
     tensors = _gathered(call, agreement, share, bring_window, call.is_first)

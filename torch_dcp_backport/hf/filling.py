@@ -48,13 +48,12 @@ def fill_here(call: Call, source: Source, share: Share) -> int:
     Example:
         >>> import torch
         >>> from torch_dcp_backport import hf
-        >>> from torch_dcp_backport.hf.moving import groups_of
         >>> from torch_dcp_backport.transfer import Box, Call
         >>> source = hf.Given({"w": torch.arange(4.0)}, config={})
         >>> box, mine = Box((2,), (2,)), torch.zeros(2)
         >>> spreads = {"w": hf.spread_of((4,), {0: [box]})}
         >>> share = hf.Share(source.tensors, spreads, {"w": [hf.Part(box, mine)]})
-        >>> with Call("cannot load", "fill", groups_of()) as call:
+        >>> with Call("cannot load", "fill", ()) as call:
         ...     hf.fill_here(call, source, share)
         8
         >>> mine
@@ -113,14 +112,13 @@ def fill_from_first(call: Call, agreement: Agreement, source: Optional[Source], 
     Example:
         >>> import torch
         >>> from torch_dcp_backport import hf
-        >>> from torch_dcp_backport.hf.moving import agree, groups_of
         >>> from torch_dcp_backport.transfer import Box, Call
         >>> source = hf.Given({"w": torch.arange(4.0)}, config={})
         >>> box, mine = Box((0,), (4,)), torch.zeros(4)
         >>> spreads = {"w": hf.spread_of((4,), {0: [box]})}
         >>> share = hf.Share(source.tensors, spreads, {"w": [hf.Part(box, mine)]})
-        >>> with Call("cannot load", "fill", groups_of()) as call:
-        ...     hf.fill_from_first(call, agree(call), source, share)
+        >>> with Call("cannot load", "fill", ()) as call:
+        ...     hf.fill_from_first(call, call.agree(), source, share)
         16
         >>> mine
         tensor([0., 1., 2., 3.])

@@ -51,10 +51,10 @@ def look(call: Call, source: Attempt[Source], files: str = "auto") -> Sight:
     Example:
         >>> import torch
         >>> from torch_dcp_backport import hf
-        >>> from torch_dcp_backport.hf.moving import groups_of
         >>> from torch_dcp_backport.transfer import Call
-        >>> source = hf.Given({"w": torch.zeros(2)}, config={"model_type": "small"})
-        >>> with Call("cannot load", "fill", groups_of()) as call:
+        >>> tensors = {"w": torch.zeros(2)}
+        >>> with Call("cannot load", "fill", ()) as call:
+        ...     source = call.attempt(hf.Given, tensors, {"model_type": "small"})
         ...     sight = hf.look(call, source)
         >>> sight.is_shared, list(sight.tensors)
         (True, ['w'])

@@ -183,11 +183,13 @@ class Call:
             self.record(self.problem_of(error, key), error)
 
     def attempt(self, function: Callable[..., T], *args: Any, key: Key = "") -> Attempt[T]:
-        """Call a function; its error is a problem, of a key, as within `guard`.
+        """Call a function; its error is a problem, as within `guard`.
 
         Args:
-            args: an attempt among them stands for its value; where that failed, so does this, and there is
-                no second problem.
+            function: makes this rank's value.
+            key: the key of the tensor that the function is about.
+            args: its arguments; an attempt among them stands for its value. Where that failed, so does this,
+                and there is no second problem.
         """
         for arg in args:
             if isinstance(arg, Attempt) and arg.error is not None:
@@ -197,13 +199,23 @@ class Call:
         return Attempt(error=self.cause)
 
     def problem_of(self, error: Exception, key: Key = "") -> Problem:
-        """An error of this rank as a problem."""
+        """Return an error of this rank as a problem.
+
+        Args:
+            error: the exception.
+            key: the key of the tensor that it is about.
+        """
         if isinstance(error, self.plain):
             return Problem(str(error), spell_key(key))
         return problem_of(error, key)
 
     def record(self, problem: Problem, cause: Exception) -> None:
-        """Add a problem of this rank, and the exception behind it."""
+        """Add a problem of this rank.
+
+        Args:
+            problem: the problem, as the other ranks get it.
+            cause: the exception behind it.
+        """
         self.problems.append(problem)
         self.cause = cause
 
