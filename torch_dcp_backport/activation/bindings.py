@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 
 OWN = __name__.partition(".")[0]
 ABSENT = object()
+_of_modules = vars(types.ModuleType)
 _facts = vars(type)  # the attributes of a class by `type` itself: a metaclass may have others of these names
 
 
@@ -60,8 +61,8 @@ def namespace_of(holder: object) -> dict[str, object] | types.MappingProxyType[s
         return cast("types.MappingProxyType[str, object]", _facts["__dict__"].__get__(holder) or {})
     if not issubclass(type(holder), types.ModuleType):
         return {}
-    # Lazy modules import things on a plain getattr.
-    namespace = object.__getattribute__(holder, "__dict__")
+    # Lazy modules import things on a plain getattr, and some have a property of this name.
+    namespace = _of_modules["__dict__"].__get__(holder)
     return namespace if isinstance(namespace, dict) else {}
 
 
@@ -97,13 +98,17 @@ def find_early(swaps: list[Swap], owner: str, classes: bool) -> Early:
     finds its module's names, which are replaced.
     """
     moved = {id(swap.stock): swap for swap in swaps if swap.ours is not swap.stock}
-    seen = {id(swap.holder()) for swap in swaps}
+    # A module that has a replaced name may have bound another one's object, too.
+    places = {(id(swap.holder()), swap.key) for swap in swaps}
+    seen: set[int] = set()
     found, listed = [], set()
     for module_name, module in sys.modules.copy().items():
         if module_name.partition(".")[0] == OWN or id(module) in seen:
             continue
         seen.add(id(module))  # a module may have two names (__main__ and __mp_main__)
         for holder, home, name, value in _names(module, module_name, seen if classes else None):
+            if (id(holder), name) in places:
+                continue
             swap = moved.get(id(value))
             new = swap.ours if swap is not None else None
             if type(value) in (staticmethod, classmethod) and holder is not module:

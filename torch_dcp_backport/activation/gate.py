@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch_dcp_backport.activation.needs import require
 from torch_dcp_backport.activation.table import FIRST, FIXED_IN, STATE_DICT
@@ -122,7 +122,7 @@ def _torch_folder() -> str | None:
     """Return the folder that torch lies in, or would be imported from."""
     if "torch" in sys.modules:
         # A half-initialised torch, or a stub in its place, has no __path__.
-        paths = getattr(sys.modules["torch"], "__path__", None)
+        paths = _of_torch("__path__")
     else:
         from importlib.util import find_spec
 
@@ -136,9 +136,17 @@ def _torch_folder() -> str | None:
     return None
 
 
+def _of_torch(name: str) -> Any:
+    """Return an attribute of the torch that is loaded; LazyLoader's is not executed for it."""
+    torch = sys.modules.get("torch")
+    if type(torch).__name__ == "_LazyModule":
+        return object.__getattribute__(torch, "__dict__").get(name)
+    return getattr(torch, name, None)
+
+
 def _torch_version(folder: str | None) -> str | None:
     # The loaded torch wins over the files on disk.
-    loaded = getattr(sys.modules.get("torch"), "__version__", None)
+    loaded = _of_torch("__version__")
     if isinstance(loaded, str):
         return str.__str__(loaded)  # torch has a subclass of str there
     if folder is None:

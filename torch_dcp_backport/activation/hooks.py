@@ -75,9 +75,17 @@ class Hooks:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader, wrapt.notify_module_loaded)  # type: ignore[assignment]
+                    spec.loader = _Loader(spec.loader, self._notify)  # type: ignore[assignment]
                 return spec
         return None
+
+    def _notify(self, module: ModuleType) -> None:
+        try:
+            wrapt.notify_module_loaded(module)
+        except BaseException:
+            # A hook of another tool's failed before ours was called, and wrapt has forgotten both.
+            self._registered.discard(module.__name__)
+            raise
 
     def _register(self, name: str) -> None:
         # For a module that is there wrapt would call the hook at once.
@@ -126,12 +134,19 @@ class _Ending(ModuleSpec):
                 raise
 
 
-def when_ended(name: str, after: Callable[[], None]) -> None:
-    """Call `after` when the import of a module, which is in the middle of it in this thread, has ended.
+def when_ended(name: str, after: Callable[[], None]) -> bool:
+    """Call `after` when the import of a module has ended, in the thread that imports it.
 
     Nothing else tells: the module was looked for before there was a hook, or has none.
+
+    Returns:
+        whether it will be called: the module is in the middle of its import.
     """
     spec = getattr(sys.modules.get(name), "__spec__", None)
     if type(spec) is ModuleSpec and vars(spec).get("_initializing"):
         vars(spec)["_after"] = after
         spec.__class__ = _Ending
+        if not vars(spec).get("_initializing") and vars(spec).pop("_after", None):
+            # Another thread has noted the end meanwhile.
+            spec.__class__ = ModuleSpec
+    return type(spec) is _Ending

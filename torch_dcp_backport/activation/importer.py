@@ -23,7 +23,9 @@ from torch_dcp_backport.activation.table import CHECKPOINT, FSDP, TABLE
 # without it (dcp.save, dcp.load, FSDP), so the end of each entrance to them imports it.
 HOOKED = (*TABLE.entrances, TABLE.trigger)
 RULES = "torch._dynamo.trace_rules"
-# Another thread waits for what this one imports. The end of that thread's import comes here, too.
+# Modules whose imports can wait for one another.
+UNDER_WAY = ("torch.distributed", f"{OWN}.")
+# Another thread waits for what this one has, and has what this one wants: Python gives up one of the imports.
 DEADLOCK: tuple[type[Exception], ...] = (getattr(_bootstrap, "_DeadlockError", Refused),)
 
 
@@ -110,6 +112,7 @@ class Installer:
                     return
                 import_module(name)
         except DEADLOCK:
+            self._advance_later()
             return
         except Exception as error:
             if self.outcome != "pending":  # refused at the end of one of them
@@ -127,10 +130,11 @@ class Installer:
             if self._busy or self._over or self.outcome == "applied":
                 return
             self._busy = True
+        is_given_up = False
         try:
             self._apply()
         except DEADLOCK:
-            return
+            is_given_up = True
         except Refused as refused:
             self._refuse(refused.outcome, refused.reason)
         except BackportWarning as warning:  # turned into an error by the user's warning filter
@@ -141,6 +145,14 @@ class Installer:
             self._refuse("unsupported", why, error)
         finally:
             self._busy = False
+        if is_given_up:
+            self._advance_later()
+
+    def _advance_later(self) -> None:
+        """Advance at the end of each import that is under way: this thread would wait for one of them."""
+        for name in sys.modules.copy():
+            if name.startswith(UNDER_WAY) and _is_initializing(name):
+                when_ended(name, self._advance)
 
     def _apply(self) -> None:
         # All that imports, warns or can fail comes before the lock and before the first write.
@@ -159,6 +171,13 @@ class Installer:
             replacement.write()
             self._steps.append(replacement)
             self.outcome, self.reason = "applied", self.decision.reason
+        if threading.active_count() > 1:
+            # Another thread may have bound torch's objects between the search and the write.
+            missed = find_early(plan.swaps, TABLE.owner, classes=self._late)
+            with self._lock:
+                if not self._over:
+                    replacement.extend(missed)
+            _report(missed, strict=False)
         self._unhook(*HOOKED)
 
     def _refuse(self, outcome: str, reason: str, cause: Exception | None = None) -> None:
@@ -229,7 +248,7 @@ def _outermost() -> str | None:
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
         # Our package itself activates, from its last line.
-        if frame.f_code.co_name == "<module>" and name.startswith(("torch.distributed", f"{OWN}.")):
+        if frame.f_code.co_name == "<module>" and name.startswith(UNDER_WAY):
             found = name if name in HOOKED or _is_initializing(name) else found
         frame = frame.f_back
     return found

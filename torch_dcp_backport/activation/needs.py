@@ -11,7 +11,8 @@ LEAST = {"packaging": "20.0", "wrapt": "1.15.0"}
 
 def require(name: str) -> None:
     """Raise ImportError, with what was found and what is wanted, unless the package is new enough."""
-    least, cause = LEAST[name], None
+    least = LEAST[name]
+    cause: Exception | None = None
     try:
         found = str(import_module(name).__version__)
         from packaging.version import Version
@@ -21,5 +22,7 @@ def require(name: str) -> None:
         state = f"{name} {found} is installed"
     except ImportError as error:
         cause, state = error, f"it cannot be imported ({error})"
+    except Exception as error:  # a folder of that name, or a version that nobody can compare
+        cause, state = error, f"it is not what is there ({type(error).__name__}: {error})"
     text = f"torch_dcp_backport needs {name} >= {least}, and {state}: pip install '{name}>={least}'"
     raise ImportError(text, name=name) from cause

@@ -53,12 +53,19 @@ class StateDictOptions:
     """
 
     full_state_dict: bool = False
+    """Whole tensors instead of shards."""
     cpu_offload: bool = False
+    """Tensors on the CPU."""
     ignore_frozen_params: bool = False
+    """A get leaves frozen parameters out."""
     keep_submodule_prefixes: bool = True
+    """Deprecated."""
     strict: bool = True
+    """Every key has to fit."""
     broadcast_from_rank0: bool = False
+    """Global rank 0 holds what is set."""
     flatten_optimizer_state_dict: bool = False
+    """Flat keys of optimizer states."""
     dsd_fqn_modifiers: str = FQN_MODIFIERS
 
 
