@@ -26,6 +26,22 @@ def test_a_package_and_a_module_of_it(fresh: Fresh) -> None:
     assert fresh(TWO, timeout=120).facts["outcome"] == ("applied" if AFFECTED else "not-needed")
 
 
+ROOM = """
+import importlib, threading, torch, torch_dcp_backport
+thread = threading.Thread(target=importlib.import_module, args=("torch.distributed.fsdp",))
+thread.start()
+from torch_dcp_backport.state_dict import set_model_state_dict
+thread.join()
+tell(outcome=torch_dcp_backport.status().outcome)
+"""
+
+
+@pytest.mark.parametrize("switch", ["auto", "strict"])
+def test_a_module_of_torchs_and_a_room(fresh: Fresh, switch: str) -> None:
+    facts = fresh(ROOM, switch=switch, timeout=120).facts
+    assert facts["outcome"] == ("applied" if AFFECTED else "not-needed")
+
+
 # Every deadlock of import locks knows whether a thread of its circle is in code of ours. Our loader does not
 # count: below it is what stock executes too.
 WATCH = """

@@ -233,3 +233,86 @@ tell(off=off, alive=importing.is_alive(), home=home("set_model_state_dict"))
 """
     ).facts
     assert facts == {"off": "disabled", "alive": False, "home": "torch"}
+
+
+@pytest.mark.parametrize("switch", ["auto", "strict"])
+@pytest.mark.parametrize("name", ["torch.distributed.fsdp", "torch.distributed._state_dict_utils"])
+def test_a_hook_of_another_tool_that_fails_once_costs_nothing(fresh: Fresh, name: str, switch: str) -> None:
+    facts: Any = fresh(
+        f"""
+        import importlib, wrapt
+        calls = []
+        def hook(module):
+            calls.append(module.__name__)
+            if len(calls) == 1:
+                raise OSError("once")
+        wrapt.register_post_import_hook(hook, {name!r})
+        import torch_dcp_backport
+        try:
+            importlib.import_module({name!r})
+        except OSError:
+            pass
+        importlib.import_module({name!r})
+        tell(outcome=torch_dcp_backport.status().outcome)
+        """,
+        switch=switch,
+    ).facts
+    assert facts["outcome"] == "applied"
+
+
+def test_what_is_bound_between_the_search_and_the_write_is_found(fresh: Fresh) -> None:
+    facts: Any = fresh(
+        """
+        import threading, types, torch.distributed.checkpoint.state_dict as b
+        stock = [b.set_model_state_dict]
+        def module(name):
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].bound = stock[0]
+        module("early")
+        # The warning about the early name stands between the search and the write.
+        warnings.showwarning = lambda *_: module("between") if "between" not in sys.modules else None
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        import torch_dcp_backport
+        status = torch_dcp_backport.status()
+        left = [name for name in ("early", "between") if sys.modules[name].bound is stock[0]]
+        tell(left=left, late=status.late_bindings)
+        """
+    ).facts
+    assert facts["left"] == []
+    assert {"early.bound", "between.bound"} <= set(facts["late"])
+
+
+def test_no_module_of_torchs_keeps_what_was_replaced(fresh: Fresh) -> None:
+    facts: Any = fresh(
+        """
+        import torch.distributed.fsdp, torch.distributed.checkpoint.state_dict
+        before = {name: dict(vars(module)) for name, module in sys.modules.items() if module is not None}
+        import torch_dcp_backport
+        status = torch_dcp_backport.status()
+        names = [(module, name) for module, names in status.replaced for name in names if "." not in name]
+        stock = {id(before[m][n]) for m, n in names if not isinstance(before[m][n], type)}
+        tell(left=sorted(
+            f"{name}.{key}"
+            for name, module in list(sys.modules.items()) if name.partition(".")[0] == "torch"
+            for key, value in list(vars(module).items()) if id(value) in stock
+        ))
+        """
+    ).facts
+    assert facts["left"] == []
+
+
+def test_a_property_of_a_module_is_not_run(fresh: Fresh) -> None:
+    facts: Any = fresh(
+        """
+        import types, torch.distributed.checkpoint.state_dict
+        class Module(types.ModuleType):
+            @property
+            def __dict__(self):
+                ran.append(1)
+                raise OSError
+        ran, sys.modules["odd"] = [], Module("odd")
+        import torch_dcp_backport
+        tell(outcome=torch_dcp_backport.status().outcome, ran=len(ran))
+        """
+    ).facts
+    assert facts == {"outcome": "applied", "ran": 0}

@@ -15,6 +15,8 @@ WAYS = {
         "raise ModuleNotFoundError(\"No module named '{name}'\")\n",
         "it cannot be imported (No module",
     ),
+    "another of this name": ("", "it is not what is there (AttributeError"),
+    "an odd version": ("__version__ = 'newest'\n", "it is not what is there (InvalidVersion"),
 }
 
 

@@ -318,3 +318,18 @@ tell(before=before, after=after, home=there, off=torch_dcp_backport.deactivate()
         "home": "torch_dcp_backport", "off": "disabled"
     }  # fmt: skip
     assert ended.err == ""
+
+
+def test_a_lazy_torch_is_not_executed(fresh: Fresh) -> None:
+    facts = fresh(
+        """
+        import importlib.util
+        spec = importlib.util.find_spec("torch")
+        spec.loader = importlib.util.LazyLoader(spec.loader)
+        module = sys.modules["torch"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        import torch_dcp_backport
+        tell(kind=type(module).__name__, outcome=torch_dcp_backport.status().outcome)
+        """
+    ).facts
+    assert facts == {"kind": "_LazyModule", "outcome": "pending" if AFFECTED else "not-needed"}
