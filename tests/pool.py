@@ -243,22 +243,19 @@ def fixtures(api: str, **limits: float) -> tuple[Any, Any]:
     return pools, ranks
 
 
-def on_ranks(
-    *, world: Optional[int] = None, fixture: str = "ranks"
-) -> Callable[[Callable[..., object]], Any]:
+def on_ranks(*, fixture: str = "ranks", **how: Any) -> Callable[[Callable[..., object]], Any]:
     """Make a function that runs on ranks a test, whose first argument is the API's module there.
 
     Args:
-        world: the number of ranks; 0 is one without a process group. None leaves it to the fixture.
         fixture: brings it there: `ranks` of `fixtures`, or one that takes the same arguments.
+        how: the fixture's arguments, such as the number of ranks as `world`.
     """
 
     def decorate(body: Callable[..., object]) -> Any:
         names = list(inspect.signature(body).parameters)[1:]
 
         def test(**given: Any) -> None:
-            run = functools.partial(given.pop(fixture), body, *(given[name] for name in names))
-            run() if world is None else run(world=world)
+            given.pop(fixture)(body, *(given[name] for name in names), **how)
 
         functools.update_wrapper(test, body)
         keyword = inspect.Parameter.KEYWORD_ONLY

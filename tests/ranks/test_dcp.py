@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from packaging.version import Version
+from pool import on_ranks
 from storages import Storage, Writer
 from test_helpers import legacy
 from torch.distributed.checkpoint import format_utils
@@ -115,8 +116,11 @@ def test_an_asynchronous_save_fails_too(fixed, tmp_path):
     fixed(save_with_failing_thread, str(tmp_path / "saved"), "no space", {"thread_count": 2}, True, world=2)
 
 
-def save_with_failing_caller(api: Any, folder: str) -> None:
+@open_upstream
+@on_ranks(world=2, fixture="fixed")
+def test_the_callers_thread_waits_for_the_others(api: Any, tmp_path: Path) -> None:
     """The thread that called fails while another one is in the middle of its file."""
+    folder = str(tmp_path / "saved")
     begun, go_on = threading.Event(), threading.Event()
 
     def fails(storage: Storage, number: int) -> Optional[BaseException]:
@@ -135,11 +139,6 @@ def save_with_failing_caller(api: Any, folder: str) -> None:
     )
     # Of many files no more were begun.
     assert len([name for name in names_in(Path(folder)) if name.startswith(f"__{dist.get_rank()}_")]) <= 3
-
-
-@open_upstream
-def test_the_callers_thread_waits_for_the_others(fixed, tmp_path):
-    fixed(save_with_failing_caller, str(tmp_path / "saved"), world=2)
 
 
 def save_with_failing_writes(api: Any, folder: str, options: dict[str, Any]) -> int:
@@ -222,8 +221,10 @@ def test_another_shape_is_an_error(fixed, tmp_path, case):
     fixed(load_into_another_shape, str(tmp_path / "saved"), case, world=2, broken=TORCH in ((2, 4), (2, 5)))
 
 
-def load_what_changed_its_size(api: Any, folder: str) -> None:
+@on_ranks(world=2)
+def test_what_changed_its_size_loads_by_the_saved_size(api: Any, tmp_path: Path) -> None:
     """The ways out that patches/0011 names."""
+    folder = str(tmp_path / "saved")
     dcp.save({"rng": [{"cuda": torch.arange(8.0)}], "w": torch.ones(2)}, checkpoint_id=folder)
     stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata["rng.0.cuda"]
     wanted = {"rng": [{"cuda": torch.zeros(stored.size)}], "w": torch.zeros(2)}
@@ -234,12 +235,11 @@ def load_what_changed_its_size(api: Any, folder: str) -> None:
     assert torch.all(part["w"] == 1)
 
 
-def test_what_changed_its_size_loads_by_the_saved_size(ranks, tmp_path):
-    ranks(load_what_changed_its_size, str(tmp_path / "saved"), world=2)
-
-
-def load_what_may_differ(api: Any, folder: str) -> None:
+@pytest.mark.skipif(TORCH not in ((2, 4), (2, 5)), reason="torch has its own check")
+@on_ranks(world=2)
+def test_megatrons_padded_tensors_may_differ(api: Any, tmp_path: Path) -> None:
     """Tensors as Megatron-LM makes them."""
+    folder = str(tmp_path / "saved")
 
     class Made:
         allow_shape_mismatch = True
@@ -257,13 +257,10 @@ def load_what_may_differ(api: Any, folder: str) -> None:
         dcp.load({"w": strict}, checkpoint_id=folder)
 
 
-@pytest.mark.skipif(TORCH not in ((2, 4), (2, 5)), reason="torch has its own check")
-def test_megatrons_padded_tensors_may_differ(ranks, tmp_path):
-    ranks(load_what_may_differ, str(tmp_path / "saved"), world=2)
-
-
-def load_as_before(api: Any, folder: str) -> None:
+@on_ranks(world=2)
+def test_the_rest_of_a_load_is_as_before(api: Any, tmp_path: Path) -> None:
     """What is no tensor, what is not there, and a mesh without this rank."""
+    folder = str(tmp_path / "saved")
     rank = dist.get_rank()
     mesh = DeviceMesh("cpu", [1])
     part = DTensor.from_local(torch.full((2,), 5.0), mesh, [Shard(0)], run_check=False)
@@ -277,10 +274,6 @@ def load_as_before(api: Any, folder: str) -> None:
         dcp.load({**loaded, "more": 1}, checkpoint_id=folder)
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load({**loaded, "more": 1}, checkpoint_id=folder, planner=planner)
-
-
-def test_the_rest_of_a_load_is_as_before(ranks, tmp_path):
-    ranks(load_as_before, str(tmp_path / "saved"), world=2)
 
 
 # --- objects with a state
@@ -300,8 +293,11 @@ class Trainer:
         self.weight = state["weight"]
 
 
-def resume_and_save(api: Any, folder: str, group: bool) -> None:
+@pytest.mark.parametrize("group", [False, True])
+@on_ranks(world=2, broken=TORCH in ((2, 4), (2, 5)), fixture="fixed")
+def test_objects_with_a_state_stay_in_the_callers_dict(api: Any, tmp_path: Path, group: bool) -> None:
     """A job that keeps one dict for all of its saves and loads."""
+    folder = str(tmp_path)
     options = {"process_group": dist.new_group([0, 1])} if group else {}
 
     def job(step: int) -> dict[str, Any]:
@@ -322,13 +318,11 @@ def resume_and_save(api: Any, folder: str, group: bool) -> None:
     assert (resumed["trainer"].step, resumed["trainer"].weight.tolist(), resumed["n"]) == (9, [9] * 3, 3)
 
 
-@pytest.mark.parametrize("group", [False, True])
-def test_objects_with_a_state_stay_in_the_callers_dict(fixed, tmp_path, group):
-    fixed(resume_and_save, str(tmp_path), group, world=2, broken=TORCH in ((2, 4), (2, 5)))
-
-
-def load_objects_that_fail(api: Any, folder: str) -> None:
+@pytest.mark.skipif(TORCH >= (2, 7), reason="torch does not compare the keys")
+@on_ranks(world=2)
+def test_a_load_that_fails_leaves_the_callers_dict(api: Any, tmp_path: Path) -> None:
     """Nothing was loaded: the dict and its objects are as they were."""
+    folder = str(tmp_path)
     dcp.save({"trainer": Trainer(3), "n": 3}, checkpoint_id=folder)
     kept = {"trainer": Trainer(1), "n": 1, **({"missing": 5} if dist.get_rank() == 1 else {})}
     trainer = kept["trainer"]
@@ -343,16 +337,15 @@ def load_objects_that_fail(api: Any, folder: str) -> None:
     )
 
 
-@pytest.mark.skipif(TORCH >= (2, 7), reason="torch does not compare the keys")
-def test_a_load_that_fails_leaves_the_callers_dict(ranks, tmp_path):
-    ranks(load_objects_that_fail, str(tmp_path), world=2)
-
-
 # --- groups without global rank 0
 
 
-def replicas_by_group(api: Any, folder: str, later: bool) -> None:
+@pytest.mark.skipif(TORCH == (2, 7), reason="torch 2.7 is left as it is, and has the defect")
+@pytest.mark.parametrize("later", [False, True])
+@on_ranks(fixture="fixed")
+def test_replicas_save_and_load_by_themselves(api: Any, tmp_path: Path, later: bool) -> None:
     """Two replicas of two ranks, each with its own checkpoint."""
+    folder = str(tmp_path)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     group, place = mesh.get_group("shard"), f"{folder}/{dist.get_rank() // 2}"
     sharded = DTensor.from_local(torch.full((2, 2), float(dist.get_rank())), mesh["shard"], [Shard(0)])
@@ -378,12 +371,9 @@ def replicas_by_group(api: Any, folder: str, later: bool) -> None:
 
 
 @pytest.mark.skipif(TORCH == (2, 7), reason="torch 2.7 is left as it is, and has the defect")
-@pytest.mark.parametrize("later", [False, True])
-def test_replicas_save_and_load_by_themselves(fixed, tmp_path, later):
-    fixed(replicas_by_group, str(tmp_path), later)
-
-
-def one_rank_alone(api: Any, folder: str) -> None:
+@on_ranks(world=2, fixture="fixed")
+def test_each_rank_alone(api: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     rank = dist.get_rank()
     value = {"w": torch.full((4,), float(rank))}
@@ -393,13 +383,10 @@ def one_rank_alone(api: Any, folder: str) -> None:
     assert torch.equal(got["w"], value["w"])
 
 
-@pytest.mark.skipif(TORCH == (2, 7), reason="torch 2.7 is left as it is, and has the defect")
-def test_each_rank_alone(fixed, tmp_path):
-    fixed(one_rank_alone, str(tmp_path), world=2)
-
-
-def in_other_groups(api: Any, folder: str) -> None:
+@on_ranks(world=3, broken=TORCH == (2, 4), fixture="fixed")
+def test_groups_with_global_rank_0(api: Any, tmp_path: Path) -> None:
     """Groups in which nothing was wrong: all ranks, by any name, and those with global rank 0."""
+    folder = str(tmp_path)
     world = list(range(dist.get_world_size()))
     with_zero = dist.new_group(world[:2])
     groups = {"none": None, "world": dist.group.WORLD, "copy": dist.new_group(world)}
@@ -412,10 +399,6 @@ def in_other_groups(api: Any, folder: str) -> None:
         same(loaded, state())
 
 
-def test_groups_with_global_rank_0(fixed, tmp_path):
-    fixed(in_other_groups, str(tmp_path), world=3, broken=TORCH == (2, 4))
-
-
 # --- keys
 
 
@@ -426,7 +409,10 @@ def by_key(folder: str, keys: Any) -> dict[str, Any]:
     return found
 
 
-def load_unflattened_by_key(api: Any, folder: str) -> None:
+@pytest.mark.skipif(TORCH == (2, 7), reason="torch 2.7 is left as it is, and has the defect")
+@on_ranks(world=1, fixture="fixed")
+def test_a_checkpoint_without_paths_loads_by_key(api: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
     saved = {"a.b": torch.ones(2), "c": torch.zeros(3), "n": 5}
     dcp.save(saved, checkpoint_id=folder, planner=DefaultSavePlanner(flatten_state_dict=False))
     same(by_key(folder, {*saved}), saved)
@@ -435,21 +421,14 @@ def load_unflattened_by_key(api: Any, folder: str) -> None:
     same(torch.load(f"{folder}/whole.pt", weights_only=False), saved)
 
 
-@pytest.mark.skipif(TORCH == (2, 7), reason="torch 2.7 is left as it is, and has the defect")
-def test_a_checkpoint_without_paths_loads_by_key(fixed, tmp_path):
-    fixed(load_unflattened_by_key, str(tmp_path / "saved"), world=1)
-
-
-def load_some_unflattened(api: Any, folder: str) -> None:
+@open_upstream
+@on_ranks(world=1, fixture="fixed")
+def test_some_keys_of_a_checkpoint_without_paths(api: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
     saved = {"a.b": torch.ones(2), "c": torch.zeros(3), "n": 5}
     dcp.save(saved, checkpoint_id=folder, planner=DefaultSavePlanner(flatten_state_dict=False))
     same(by_key(folder, {"a.b", "n"}), {"a.b": saved["a.b"], "n": 5})
     assert by_key(folder, {"a"}) == {}
-
-
-@open_upstream
-def test_some_keys_of_a_checkpoint_without_paths(fixed, tmp_path):
-    fixed(load_some_unflattened, str(tmp_path / "saved"), world=1)
 
 
 def load_nested_by_key(api: Any, folder: str) -> list[Any]:

@@ -10,6 +10,7 @@ import importlib.util
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,18 +63,6 @@ CALLS = {
 }
 
 
-def kept_after(api: Any, folder: str, call: str) -> None:
-    CALLS["save"](folder)
-    CALLS[call](folder)  # whatever is made once
-    gone(collect=True)
-    with no_collection():
-        assert tensors() == 0
-        for _ in range(3):
-            CALLS[call](folder)
-        gone()
-        assert tensors() == 0
-
-
 def gone(collect: bool = False) -> None:
     """Wait for the thread that has saved: it may still be on its way out."""
     end = time.monotonic() + 5
@@ -85,8 +74,18 @@ def gone(collect: bool = False) -> None:
 
 @open_upstream
 @pytest.mark.parametrize("call", CALLS)
-def test_nothing_is_kept(fixed, tmp_path, call):
-    fixed(kept_after, str(tmp_path), call, world=1, broken=AFFECTED)
+@on_ranks(world=1, broken=AFFECTED, fixture="fixed")
+def test_nothing_is_kept(api: Any, tmp_path: Path, call: str) -> None:
+    folder = str(tmp_path)
+    CALLS["save"](folder)
+    CALLS[call](folder)  # whatever is made once
+    gone(collect=True)
+    with no_collection():
+        assert tensors() == 0
+        for _ in range(3):
+            CALLS[call](folder)
+        gone()
+        assert tensors() == 0
 
 
 # --- the walk itself

@@ -88,19 +88,16 @@ def equal(loaded: Any, wanted: Any) -> None:
         assert torch.equal(loaded, wanted) if torch.is_tensor(wanted) else loaded == wanted
 
 
-def load_what_2_3_saved(api: Any, shards: bool, planner: Any) -> None:
+# With allow_partial_load stock torch 2.4 says nothing, and loads no group and no step.
+@pytest.mark.parametrize("planner", [None, Loose])
+@pytest.mark.parametrize("shards", [False, True])
+@on_ranks(world=2, broken=TORCH == (2, 4), fixture="fixed")
+def test_a_checkpoint_of_torch_2_3_loads(api: Any, shards: bool, planner: Any) -> None:
     state = as_2_3_saved(shards, saved=False)
     weight = state["model"]["w"]
     dcp.load(state, checkpoint_id=str(OF_2_3), planner=planner and planner())
     equal(state, as_2_3_saved(shards))
     assert state["model"]["w"] is weight
-
-
-# With allow_partial_load stock torch 2.4 says nothing, and loads no group and no step.
-@pytest.mark.parametrize("planner", [None, Loose])
-@pytest.mark.parametrize("shards", [False, True])
-def test_a_checkpoint_of_torch_2_3_loads(fixed, shards, planner):
-    fixed(load_what_2_3_saved, shards, planner, world=2, broken=TORCH == (2, 4))
 
 
 class As23(dcp.DefaultSavePlanner):
@@ -128,7 +125,10 @@ def other(tree: Any) -> Any:
     return torch.zeros_like(tree) if torch.is_tensor(tree) else "other"
 
 
-def load_by_2_3s_keys(api: Any, folder: str, case: str) -> None:
+@pytest.mark.parametrize("case", NESTED)
+@on_ranks(world=1, broken=TORCH == (2, 4), fixture="fixed")
+def test_2_3s_keys(api: Any, tmp_path: Path, case: str) -> None:
+    folder = str(tmp_path / "saved")
     dcp.save(copy.deepcopy(NESTED[case]), checkpoint_id=folder, planner=As23())
     state = other(NESTED[case])
     dcp.load(state, checkpoint_id=folder)
@@ -140,13 +140,10 @@ def load_by_2_3s_keys(api: Any, folder: str, case: str) -> None:
     equal(again, NESTED[case])
 
 
-@pytest.mark.parametrize("case", NESTED)
-def test_2_3s_keys(fixed, tmp_path, case):
-    fixed(load_by_2_3s_keys, str(tmp_path / "saved"), case, world=1, broken=TORCH == (2, 4))
-
-
-def load_what_is_not_of_2_3(api: Any, folder: str) -> None:
+@on_ranks(world=2)
+def test_todays_keys_are_as_before(api: Any, tmp_path: Path) -> None:
     """More or less than the checkpoint has, by today's keys: as without torch 2.3's."""
+    folder = str(tmp_path / "saved")
     dcp.save({"args": {"lr": 1, "n": 2}, "w": torch.ones(2)}, checkpoint_id=folder)
     part = {"args": {"lr": 0}}
     dcp.load(part, checkpoint_id=folder)
@@ -161,10 +158,6 @@ def load_what_is_not_of_2_3(api: Any, folder: str) -> None:
     flat = {"w": torch.zeros(2)}
     dcp.load(flat, checkpoint_id=f"{folder}/flat", planner=dcp.DefaultLoadPlanner(False))
     assert torch.all(flat["w"] == 1)
-
-
-def test_todays_keys_are_as_before(ranks, tmp_path):
-    ranks(load_what_is_not_of_2_3, str(tmp_path / "saved"), world=2)
 
 
 # --- partial values
@@ -191,7 +184,11 @@ PARTIALS = {
 }
 
 
-def save_partial_values(api: Any, folder: str, case: str) -> None:
+@not_on_2_7
+@pytest.mark.parametrize("case", PARTIALS)
+@on_ranks(world=2, broken=AFFECTED, fixture="fixed")
+def test_partial_values_are_not_saved(api: Any, tmp_path: Path, case: str) -> None:
+    folder = str(tmp_path / "saved")
     value = PARTIALS[case]()
     with pytest.raises(CheckpointException, match="partial") as caught:
         dcp.save({"w": torch.ones(2), "grads": {"sum": value}}, checkpoint_id=folder)
@@ -204,13 +201,10 @@ def save_partial_values(api: Any, folder: str, case: str) -> None:
 
 
 @not_on_2_7
-@pytest.mark.parametrize("case", PARTIALS)
-def test_partial_values_are_not_saved(fixed, tmp_path, case):
-    fixed(save_partial_values, str(tmp_path / "saved"), case, world=2, broken=AFFECTED)
-
-
-def load_into_partial_values(api: Any, folder: str) -> None:
+@on_ranks(world=2, broken=AFFECTED, fixture="fixed")
+def test_partial_values_are_not_loaded(api: Any, tmp_path: Path) -> None:
     """Every rank would have the whole value, and their sum be another."""
+    folder = str(tmp_path / "saved")
     dcp.save({"w": torch.full((2, 3), 3.0), "v": torch.zeros(2)}, checkpoint_id=folder)
     mesh = init_device_mesh("cpu", (2,))
     state = {"v": torch.ones(2), "w": partial(mesh)}
@@ -226,11 +220,6 @@ def load_into_partial_values(api: Any, folder: str) -> None:
     assert torch.all(whole.full_tensor() == 3)
 
 
-@not_on_2_7
-def test_partial_values_are_not_loaded(fixed, tmp_path):
-    fixed(load_into_partial_values, str(tmp_path / "saved"), world=2, broken=AFFECTED)
-
-
 # --- tensors on the meta device
 
 
@@ -239,7 +228,9 @@ class Pair(NamedTuple):
     second: Any
 
 
-def load_from_meta(api: Any, folder: str) -> None:
+@on_ranks(world=2, broken=TORCH == (2, 4), fixture="fixed")
+def test_tensors_on_the_meta_device_are_loaded(api: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
     mesh = init_device_mesh("cpu", (2,))
 
     def values(device: str) -> dict[str, Any]:
@@ -259,12 +250,10 @@ def load_from_meta(api: Any, folder: str) -> None:
     assert state["nested"] is inner
 
 
-def test_tensors_on_the_meta_device_are_loaded(fixed, tmp_path):
-    fixed(load_from_meta, str(tmp_path / "saved"), world=2, broken=TORCH == (2, 4))
-
-
-def load_a_model_from_meta(api: Any, folder: str) -> None:
+@on_ranks(world=2, broken=TORCH == (2, 4), fixture="fixed")
+def test_a_model_on_the_meta_device_is_loaded(api: Any, tmp_path: Path) -> None:
     """As torch documents it: no memory before the load."""
+    folder = str(tmp_path / "saved")
     mesh = init_device_mesh("cpu", (2,))
 
     def model() -> nn.Module:
@@ -281,10 +270,6 @@ def load_a_model_from_meta(api: Any, folder: str) -> None:
     loaded.load_state_dict(state, assign=True)
     equal(loaded.state_dict(), source.state_dict())
     assert not any(each.is_meta for each in (*loaded.parameters(), *loaded.buffers()))
-
-
-def test_a_model_on_the_meta_device_is_loaded(fixed, tmp_path):
-    fixed(load_a_model_from_meta, str(tmp_path / "saved"), world=2, broken=TORCH == (2, 4))
 
 
 @open_upstream
@@ -327,8 +312,11 @@ def objects(step: int) -> dict[str, Any]:
     }
 
 
-def load_less(api: Any, folder: str) -> None:
+@open_upstream
+@on_ranks(world=2, broken=TORCH in ((2, 5), (2, 6)), fixture="fixed")
+def test_objects_that_a_checkpoint_lacks_stay(api: Any, tmp_path: Path) -> None:
     """What is not in the checkpoint stays, also where the load fails."""
+    folder = str(tmp_path / "saved")
     dcp.save({"trainer": {"n": 3}}, checkpoint_id=folder)
     state = {"trainer": objects(1)}
     before = dict(state["trainer"])
@@ -340,12 +328,9 @@ def load_less(api: Any, folder: str) -> None:
     assert type(state["trainer"]["pair"]) is Pair
 
 
-@open_upstream
-def test_objects_that_a_checkpoint_lacks_stay(fixed, tmp_path):
-    fixed(load_less, str(tmp_path / "saved"), world=2, broken=TORCH in ((2, 5), (2, 6)))
-
-
-def load_all_objects(api: Any, folder: str) -> None:
+@on_ranks(world=2)
+def test_objects_that_a_checkpoint_has_are_loaded(api: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
     dcp.save({"trainer": objects(3)}, checkpoint_id=folder)
     state = {"trainer": objects(1)}
     dcp.load(state, checkpoint_id=folder)
@@ -353,16 +338,15 @@ def load_all_objects(api: Any, folder: str) -> None:
     assert (loaded["plain"].step, loaded["set"], loaded["pair"], loaded["n"]) == (3, {3}, Pair(3, "text"), 3)
 
 
-def test_objects_that_a_checkpoint_has_are_loaded(ranks, tmp_path):
-    ranks(load_all_objects, str(tmp_path / "saved"), world=2)
-
-
 class Unflattened(dcp.DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
 
 
-def load_unflattened(api: Any, folder: str) -> None:
+@open_upstream
+@on_ranks(world=2, broken=AFFECTED, fixture="fixed")
+def test_objects_are_loaded_unflattened_too(api: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
     saved = {"plain": Plain(3), "nested": {"n": 3}, "n": 3, "w": torch.ones(2)}
     dcp.save(saved, checkpoint_id=folder, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
     state = {"plain": Plain(1), "nested": {"n": 1}, "n": 1, "w": torch.zeros(2)}
@@ -377,18 +361,16 @@ def load_unflattened(api: Any, folder: str) -> None:
     assert mixed["n"] == 5
 
 
-@open_upstream
-def test_objects_are_loaded_unflattened_too(fixed, tmp_path):
-    fixed(load_unflattened, str(tmp_path / "saved"), world=2, broken=AFFECTED)
-
-
 # --- all keys
 
 
 SAVED = {"model": {"w": torch.ones(2), "b": torch.zeros(3)}, "step": 7}
 
 
-def load_from_keys(api: Any, folder: str) -> None:
+@not_on_2_7
+@on_ranks(world=2, broken=AFFECTED, fixture="fixed")
+def test_no_keys_are_all_keys(api: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
     load = state_dict_loader._load_state_dict_from_keys
     dcp.save(SAVED, checkpoint_id=folder)
     equal(load(checkpoint_id=folder), SAVED)
@@ -396,11 +378,6 @@ def load_from_keys(api: Any, folder: str) -> None:
     equal(load("model.w", checkpoint_id=folder), {"model": {"w": torch.ones(2)}})
     equal(load({"step", "model.b"}, checkpoint_id=folder), {"model": {"b": torch.zeros(3)}, "step": 7})
     assert load(set(), checkpoint_id=folder) == {}
-
-
-@not_on_2_7
-def test_no_keys_are_all_keys(fixed, tmp_path):
-    fixed(load_from_keys, str(tmp_path / "saved"), world=2, broken=AFFECTED)
 
 
 def test_no_keys_are_all_keys_without_a_group(tmp_path):

@@ -47,8 +47,10 @@ class Stopped(dcp.DefaultLoadPlanner):
         raise KeyboardInterrupt
 
 
-def read_and_fail(api: Any, url: str) -> None:
+@on_ranks(world=1, fixture="fixed")
+def test_a_read_that_fails_deletes_nothing(api: Any, tmp_path: Path) -> None:
     """A planner's interrupt, damaged metadata, and any error in a stream that was opened to read."""
+    url = f"memory://{tmp_path.name}"
     dcp.save(state(), storage_writer=FsspecWriter(url, sync_files=False))
     names = files(url)
     with pytest.raises(CheckpointException, match="KeyboardInterrupt"):
@@ -67,18 +69,16 @@ def read_and_fail(api: Any, url: str) -> None:
     assert files(url) == names
 
 
-def test_a_read_that_fails_deletes_nothing(fixed, tmp_path):
-    fixed(read_and_fail, f"memory://{tmp_path.name}", world=1)
-
-
 def write_some(storage: FileSystem, name: str, error: BaseException) -> None:
     with storage.create_stream(name, "wb") as stream:
         stream.write(b"1")
         raise error
 
 
-def write_and_fail(api: Any, url: str) -> None:
+@on_ranks(world=1)
+def test_a_write_that_fails_leaves_no_file(api: Any, tmp_path: Path) -> None:
     """What was written is gone, and what could not be opened is left alone."""
+    url = f"memory://{tmp_path.name}"
     storage = opened(url)
     fsspec.filesystem("memory").pipe(f"{url}/kept", b"12")
     with pytest.raises(OSError, match="full"):
@@ -88,10 +88,6 @@ def write_and_fail(api: Any, url: str) -> None:
     with storage.create_stream(f"{url}/kept", "rb") as stream:
         assert stream.read() == b"12"
     assert files(url) == {"kept"}
-
-
-def test_a_write_that_fails_leaves_no_file(ranks, tmp_path):
-    ranks(write_and_fail, f"memory://{tmp_path.name}", world=1)
 
 
 class Late(io.BytesIO):
@@ -136,7 +132,9 @@ def test_an_upload_at_the_end_of_a_file_is_deleted_too(api: Any) -> None:
 # --- threads
 
 
-def save_by_threads(api: Any, url: str) -> None:
+@on_ranks(world=1, broken=TORCH in ((2, 4), (2, 5)), fixture="fixed")
+def test_threads_that_write_do_not_share_a_transaction(api: Any, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/saved"
     for number in range(5):  # a matter of time
         dcp.save(state(number), storage_writer=FsspecWriter(url, **OPTIONS))
         loaded = state(9)
@@ -147,15 +145,14 @@ def save_by_threads(api: Any, url: str) -> None:
         assert loaded["step"] == wanted["step"]
 
 
-def test_threads_that_write_do_not_share_a_transaction(fixed, tmp_path):
-    fixed(save_by_threads, f"file://{tmp_path}/saved", world=1, broken=TORCH in ((2, 4), (2, 5)))
-
-
 # --- forced to the disk
 
 
-def save_by_default(api: Any, url: str, later: bool) -> None:
+@pytest.mark.parametrize("later", [False, True])
+@on_ranks(world=1, broken=AFFECTED, fixture="fixed")
+def test_a_save_to_a_storage_without_files(api: Any, tmp_path: Path, later: bool) -> None:
     """By the address alone, twice, and from a thread."""
+    url = f"memory://{tmp_path.name}"
     for number in range(2):
         if later:
             dcp.async_save(state(number), checkpoint_id=url).result()
@@ -166,11 +163,6 @@ def save_by_default(api: Any, url: str, later: bool) -> None:
         assert torch.equal(loaded["w3"], state(number)["w3"])
         assert loaded["step"] == 7 + number
     assert files(url) == {".metadata", "__0_0.distcp"}
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_a_save_to_a_storage_without_files(fixed, tmp_path, later):
-    fixed(save_by_default, f"memory://{tmp_path.name}", later, world=1, broken=AFFECTED)
 
 
 def count_syncs(api: Any, writer: Any) -> tuple[int, int]:
@@ -232,8 +224,11 @@ def test_what_a_save_forces_to_the_disk(ranks, tmp_path):
     ]
 
 
-def save_and_look(api: Any, folder: str) -> None:
+@pytest.mark.skipif(not AFFECTED, reason="torch >= 2.7 is left as it is, and syncs before it writes")
+@on_ranks(world=1, fixture="fixed")
+def test_what_is_forced_to_the_disk_was_written(api: Any, tmp_path: Path) -> None:
     """Each file has all its bytes when it is forced to the disk."""
+    folder = str(tmp_path / "saved")
     at_sync: dict[str, int] = {}
     stock = os.fsync
 
@@ -246,8 +241,3 @@ def save_and_look(api: Any, folder: str) -> None:
     sizes = {path.name: path.stat().st_size for path in Path(folder).iterdir()}
     sizes[".metadata.tmp"] = sizes.pop(".metadata")
     assert at_sync == sizes
-
-
-@pytest.mark.skipif(not AFFECTED, reason="torch >= 2.7 is left as it is, and syncs before it writes")
-def test_what_is_forced_to_the_disk_was_written(fixed, tmp_path):
-    fixed(save_and_look, str(tmp_path / "saved"), world=1)

@@ -41,18 +41,6 @@ def expected_of(model: nn.Module, state: dict[str, torch.Tensor], **how: Any) ->
     return reference.load_state_dict(copy.copy(state), **how), dict(reference.state_dict())
 
 
-def hook_sees_from_meta(api: Any, hook: str, how: str) -> None:
-    function = getattr(hooked, hook)
-    state = checkpoint(Tower())
-    _, want = expected_of(fill(Tower(function), 0.0), state)
-    with torch.device("meta"):
-        model = Tower(function)
-    model = wrapped(model, "fsdp2")
-    api.set_model_state_dict(model, given(dict(state), how), options=options(api, how))
-    for key, value in whole_state(model).items():
-        assert torch.equal(value, want[key]), key
-
-
 def versions(api: Any, wrapper: str, how: str, version: int, full: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Versioned())
     saved = OrderedDict(checkpoint(model))
@@ -81,37 +69,6 @@ def fails_in_the_middle(api: Any, wrapper: str, how: str) -> str:
     dist.all_gather_object(everyone, text)
     assert not any("_load_from_state_dict" in vars(module) for module in unwrapped(parallel).modules())
     return text
-
-
-def absent_name(api: Any, how: str, wrapper: str, hook: str) -> None:
-    """A name of a shared tensor that the checkpoint does not have is absent for loading code, too."""
-
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Linear(4, 4, bias=False)
-            self.head = nn.Linear(4, 4, bias=False)
-            self.head.weight = self.embed.weight
-
-    model = fill(Shared(), 10.0)
-    seen: list[bool] = []
-
-    def copy_all(state: dict[str, Any], prefix: str, *_: Any) -> None:
-        seen.append(prefix + "head.weight" in state)
-        for key, value in list(state.items()):
-            if torch.is_tensor(value):
-                state[key] = value.clone()
-        if hook == "makes it":
-            state.setdefault(prefix + "head.weight", state[prefix + "embed.weight"])
-
-    model._register_load_state_dict_pre_hook(copy_all)
-    state = {"embed.weight": torch.ones(4, 4)}
-    parallel = wrapped(model, wrapper)
-    result = api.set_model_state_dict(parallel, given(state, how), options=options(api, how))
-    assert seen == [False]
-    assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    assert (whole_state(parallel)["head.weight"] == 1).all()
-    assert unwrapped(parallel).head.weight is unwrapped(parallel).embed.weight
 
 
 def extra_state_fails(api: Any, how: str) -> str:
@@ -188,8 +145,18 @@ def test_a_hook_sees_the_checkpoint_and_the_model_as_it_was(
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_hook_sees_the_checkpoint_from_meta(ranks, how):
-    ranks(hook_sees_from_meta, "swap", how, world=2)
+@on_ranks(world=2)
+def test_a_hook_sees_the_checkpoint_from_meta(api: Any, how: str) -> None:
+    hook = "swap"
+    function = getattr(hooked, hook)
+    state = checkpoint(Tower())
+    _, want = expected_of(fill(Tower(function), 0.0), state)
+    with torch.device("meta"):
+        model = Tower(function)
+    model = wrapped(model, "fsdp2")
+    api.set_model_state_dict(model, given(dict(state), how), options=options(api, how))
+    for key, value in whole_state(model).items():
+        assert torch.equal(value, want[key]), key
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -430,8 +397,38 @@ def test_tensors_without_slices(api: Any, how: str) -> None:
 @pytest.mark.parametrize("hook", ["copies", "makes it"])
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_loading_code_does_not_find_what_the_checkpoint_lacks(ranks, wrapper, how, hook):
-    ranks(absent_name, how, wrapper, hook, world=2)
+@on_ranks(world=2)
+def test_loading_code_does_not_find_what_the_checkpoint_lacks(
+    api: Any, wrapper: str, how: str, hook: str
+) -> None:
+    """A name of a shared tensor that the checkpoint does not have is absent for loading code, too."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(4, 4, bias=False)
+            self.head = nn.Linear(4, 4, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = fill(Shared(), 10.0)
+    seen: list[bool] = []
+
+    def copy_all(state: dict[str, Any], prefix: str, *_: Any) -> None:
+        seen.append(prefix + "head.weight" in state)
+        for key, value in list(state.items()):
+            if torch.is_tensor(value):
+                state[key] = value.clone()
+        if hook == "makes it":
+            state.setdefault(prefix + "head.weight", state[prefix + "embed.weight"])
+
+    model._register_load_state_dict_pre_hook(copy_all)
+    state = {"embed.weight": torch.ones(4, 4)}
+    parallel = wrapped(model, wrapper)
+    result = api.set_model_state_dict(parallel, given(state, how), options=options(api, how))
+    assert seen == [False]
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert (whole_state(parallel)["head.weight"] == 1).all()
+    assert unwrapped(parallel).head.weight is unwrapped(parallel).embed.weight
 
 
 @pytest.mark.parametrize("how", HOWS)

@@ -62,17 +62,6 @@ def load_tied(api: Any, device: str) -> None:
     check_values(model, state)
 
 
-def load_ddp(api: Any, how: str, device: str, compiled: bool) -> None:
-    torch.manual_seed(0)
-    inner = torch.compile(Model()) if compiled else Model()
-    model = DistributedDataParallel(inner)
-    state = full_state()
-    before = local_of(next(iter(model.parameters()))).untyped_storage().data_ptr()
-    api.set_model_state_dict(model, given(dict(state), how), options=options(api, how))
-    check_values(inner._orig_mod if compiled else inner, state)
-    assert local_of(next(iter(model.parameters()))).untyped_storage().data_ptr() == before
-
-
 class Formats(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -166,8 +155,16 @@ def test_the_callers_dict_is_left_as_it_is(api: Any, how: str) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("how", ["rank0", "all"])
-def test_ddp(ranks, how, compiled):
-    ranks(load_ddp, how, "cpu", compiled, world=2)
+@on_ranks(world=2)
+def test_ddp(api: Any, how: str, compiled: bool) -> None:
+    torch.manual_seed(0)
+    inner = torch.compile(Model()) if compiled else Model()
+    model = DistributedDataParallel(inner)
+    state = full_state()
+    before = local_of(next(iter(model.parameters()))).untyped_storage().data_ptr()
+    api.set_model_state_dict(model, given(dict(state), how), options=options(api, how))
+    check_values(inner._orig_mod if compiled else inner, state)
+    assert local_of(next(iter(model.parameters()))).untyped_storage().data_ptr() == before
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

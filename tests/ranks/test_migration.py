@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from pool import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
@@ -61,7 +62,13 @@ def older(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "optim": optim}
 
 
-def load_older(api: Any, folder: str, kind: str, flat: bool) -> None:
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@on_ranks(world=1)
+def test_an_optimizer_of_an_older_torch_loads_with_the_pages_planner(
+    api: Any, tmp_path: Path, kind: str, flat: bool
+) -> None:
+    folder = str(tmp_path / "saved")
     model, optimizer = trained(kind)
     dcp.save(older(states(api, model, optimizer, flat)), checkpoint_id=folder)
     step(model, optimizer)
@@ -87,13 +94,10 @@ def load_older(api: Any, folder: str, kind: str, flat: bool) -> None:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-def test_an_optimizer_of_an_older_torch_loads_with_the_pages_planner(ranks, tmp_path, kind, flat):
-    ranks(load_older, str(tmp_path / "saved"), kind, flat, world=1)
-
-
-def load_newer(api: Any, folder: str, flat: bool) -> None:
+@on_ranks(world=1)
+def test_the_key_is_ignored_where_none_asks_for_it(api: Any, tmp_path: Path, flat: bool) -> None:
     """A checkpoint that has the key loads where none asks for it, as torch < 2.7 does not."""
+    folder = str(tmp_path / "saved")
     model, optimizer = trained("AdamW")
     dcp.save(states(api, model, optimizer, flat), checkpoint_id=folder)
     assert any(key.endswith(KEY) for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
@@ -104,12 +108,8 @@ def load_newer(api: Any, folder: str, flat: bool) -> None:
     assert torch.equal(state["model"]["weight"], again["model"]["weight"])
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_the_key_is_ignored_where_none_asks_for_it(ranks, tmp_path, flat):
-    ranks(load_newer, str(tmp_path / "saved"), flat, world=1)
-
-
-def load_from_a_file(api: Any, folder: str) -> None:
+@on_ranks(world=1)
+def test_a_flat_optimizer_from_a_file_loads(api: Any, tmp_path: Path) -> None:
     options = api.StateDictOptions(flatten_optimizer_state_dict=True)
     model, optimizer = trained("AdamW")
     saved = copy.deepcopy(older(states(api, model, optimizer, True))["optim"])
@@ -121,7 +121,3 @@ def load_from_a_file(api: Any, folder: str) -> None:
     api.set_optimizer_state_dict(loaded, into, state, options=options)
     step(loaded, into)
     assert torch.equal(loaded.weight, model.weight)
-
-
-def test_a_flat_optimizer_from_a_file_loads(ranks, tmp_path):
-    ranks(load_from_a_file, str(tmp_path), world=1)

@@ -111,18 +111,6 @@ def resume(api: Any, wrapper: str, kind: str, way: str) -> None:
     assert weights(other) == weights(model)
 
 
-def go_back(api: Any, wrapper: str, kind: str, way: str) -> None:
-    """The optimizer itself has trained on with all parameters, and is set back."""
-    model, optim = part_used(wrapper, kind)
-    state, want = saved(api, model, optim, way), held(optim)
-    step(model, optim, "on")
-    load(api, model, optim, state, way)
-    got = held(optim)
-    assert got["groups"] == want["groups"]
-    for mine, its in zip(got["state"], want["state"]):
-        assert mine == its or (kind in NEUTRAL and its is None and mine["step"] == frozen(torch.tensor(0.0)))
-
-
 def frozen_since(api: Any, wrapper: str, way: str, ignore: bool) -> None:
     model = wrapped(wrapper)
     optim = torch.optim.Adam(model.parameters())
@@ -185,8 +173,17 @@ def test_parameters_that_were_never_used(ranks, kind, wrapper, way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
 @pytest.mark.parametrize("kind", ["Adam", "SGD", "ASGD"])
-def test_going_back_to_where_parameters_were_not_used(ranks, kind, wrapper, way):
-    ranks(go_back, wrapper, kind, way, world=2)
+@on_ranks(world=2)
+def test_going_back_to_where_parameters_were_not_used(api: Any, kind: str, wrapper: str, way: str) -> None:
+    """The optimizer itself has trained on with all parameters, and is set back."""
+    model, optim = part_used(wrapper, kind)
+    state, want = saved(api, model, optim, way), held(optim)
+    step(model, optim, "on")
+    load(api, model, optim, state, way)
+    got = held(optim)
+    assert got["groups"] == want["groups"]
+    for mine, its in zip(got["state"], want["state"]):
+        assert mine == its or (kind in NEUTRAL and its is None and mine["step"] == frozen(torch.tensor(0.0)))
 
 
 @pytest.mark.parametrize("trained", [False, True])

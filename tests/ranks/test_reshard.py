@@ -79,7 +79,10 @@ def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(got.to_local(), expected.to_local())
 
 
-def every_pair(api: Any, first: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks()
+def test_every_layout_to_every_other(api: Any, kind: Any) -> None:
+    first = kind
     full = values()
     old = mesh_of(first)
     source = {key: cut(value, *old) for key, value in full.items()}
@@ -94,11 +97,6 @@ def every_pair(api: Any, first: str) -> None:
         report = transfer.last_report()
         assert report.operation == "reshard"
         assert report.staging_bytes <= 5 * 256
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_layout_to_every_other(ranks, kind):
-    ranks(every_pair, kind)
 
 
 def received(api: Any, first: str, second: str) -> tuple[int, int]:

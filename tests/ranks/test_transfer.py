@@ -223,8 +223,10 @@ def test_a_dict_on_every_rank_moves_nothing(ranks):
         assert report.rounds == report.bytes_sent == report.bytes_received == report.staging_bytes == 0
 
 
-def bad_budget(api: Any, text: str) -> None:
+@on_ranks(world=2)
+def test_a_budget_that_is_none_is_refused_on_every_rank(api: Any) -> None:
     """On one rank only."""
+    text = "64MB"
     os.environ["TORCH_DCP_BACKPORT_STAGING_MIB"] = text if dist.get_rank() == 1 else ""
     model = build()
     try:
@@ -238,10 +240,6 @@ def bad_budget(api: Any, text: str) -> None:
         del os.environ["TORCH_DCP_BACKPORT_STAGING_MIB"]
     with pytest.raises(ValueError, match="staging_bytes=15"):
         transfer.Call("test", "scatter").agree({}, staging_bytes=15)
-
-
-def test_a_budget_that_is_none_is_refused_on_every_rank(ranks):
-    ranks(bad_budget, "64MB", world=2)
 
 
 def replicated(api: Any, mesh_shape: tuple[int, ...], kinds: str, dtype: torch.dtype) -> Any:
