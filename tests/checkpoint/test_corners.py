@@ -21,7 +21,13 @@ from test_async_saves import ASYNC, slow
 from trainer import Trainer, same
 
 from torch_dcp_backport import dist_checkpointing
-from torch_dcp_backport.checkpoint import FSDPCheckpointManager, retention, saves, store
+from torch_dcp_backport.checkpoint import (
+    BaseCheckpointManager,
+    FSDPCheckpointManager,
+    retention,
+    saves,
+    store,
+)
 from torch_dcp_backport.checkpoint.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.core import SHARDED
@@ -420,3 +426,23 @@ def test_a_parameter_that_is_frozen_when_it_is_resumed(tmp_path: Path, caplog) -
     again.model[0].weight.requires_grad_(False)
     assert again.handler.load_checkpoint() == 2
     assert Trainer(tmp_path).handler.load_checkpoint() == 1  # the trained one has no states in step 2
+
+
+class NamedByRank(BaseCheckpointManager):
+    """Each rank writes a file whose name says its rank, as torch's savers and verl's own manager do."""
+
+    def write(self, folder: Path, step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"rank": dist.get_rank()}, folder / f"data_{dist.get_rank()}.pt")
+
+    def read(self, folder: Path) -> None:
+        self.read_back = torch.load(folder / f"data_{dist.get_rank()}.pt")["rank"]
+
+
+@on_ranks(world=2)
+def test_files_that_no_rank_noted_are_published(api: Any, tmp_path: Path) -> None:
+    manager = NamedByRank(None, None)
+    manager.save_checkpoint(str(tmp_path / "global_step_1" / "actor"), global_step=1)
+    assert sorted(os.listdir(tmp_path / "global_step_1")) == ["actor"]
+    manager.load_checkpoint(str(tmp_path / "global_step_1" / "actor"))
+    assert manager.read_back == dist.get_rank()

@@ -209,3 +209,39 @@ def test_what_cannot_be_removed_is_named_and_the_rest_goes(
     monkeypatch.undo()
     assert disk.remove_whole(tmp_path / "folder") == []
     assert disk.remove_whole(tmp_path / "folder") == []
+
+
+def test_a_folder_that_cannot_go_back_is_kept_and_put_back_by_the_next(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the rename of the draft nor its undoing works: what was replaced is there alone."""
+    draft, aside = begun(in_room, target)
+    rename, calls = os.rename, []
+
+    def once(*paths: Path) -> None:
+        calls.append(paths)
+        if len(calls) > 1:
+            raise OSError("no more")
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", once)
+    with pytest.raises(OSError, match="no more"), discarding(draft):
+        draft.take_place(aside)
+    monkeypatch.undo()
+    assert not target.exists()
+    assert (aside / "file").read_bytes() == b"old"
+    again, _ = in_room(target)
+    assert (target / "file").read_bytes() == b"old"
+    again.discard()
+    assert os.listdir(target.parent) == ["target"]
+
+
+def test_what_a_killed_process_had_replaced_goes(target: Path) -> None:
+    draft, aside = begun(in_room, target)
+    draft.take_place(aside)
+    # Killed here: its lock is gone.
+    draft.room._unlock()
+    again, _ = in_room(target)
+    again.discard()
+    assert (target / "below" / "file").read_bytes() == b"new"
+    assert os.listdir(target.parent) == ["target"]

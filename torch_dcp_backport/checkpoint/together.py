@@ -220,6 +220,9 @@ def finish_folder(
             for name in work.names:
                 own[name] = manifest.entry_of(folder / name)
                 disk.sync_file(folder / name)
+        with at_first(call, Topic("publishing what was read", so_far, unheard), own) as meeting:
+            if meeting.decides:
+                publish(begun, shelf_of(final), then, meeting.heard)
 
 
 def unknown_in(

@@ -20,7 +20,7 @@ from torch_dcp_backport.hf.source import CONFIG, INDEX, SINGLE
 from torch_dcp_backport.hf.writing import Files
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.publish.drafts import Move, rename_all
-from torch_dcp_backport.publish.room import OLD, InRoom, Room, busy
+from torch_dcp_backport.publish.room import InRoom, Room, busy
 from torch_dcp_backport.transfer import TensorInfo
 
 logger = logging.getLogger("torch_dcp_backport.hf")
@@ -113,7 +113,7 @@ class Draft(InRoom):
         self.stale: list[str] = []
         self.files = Files({}, 0)
         # A killed export may have left the target's config.json there, which has no other place.
-        super().__init__(beside if self.is_new else target / ".partial", target, self._look, kept=(OLD,))
+        super().__init__(beside if self.is_new else target / ".partial", target, self._look)
         #: Names of the weight files: readers find the others by the last.
         self._weights: list[str] = []
         #: Names of the small files.
@@ -121,6 +121,9 @@ class Draft(InRoom):
         #: Small files of an older model, and entries of the target that are no model's, once they are known.
         self._old: list[str] = []
         self._others: list[str] = []
+
+    def restore(self) -> None:
+        """Leave what stands aside: single files, which `_look` puts back."""
 
     def _look(self) -> None:
         """Look at the target again, now that no other export changes it."""

@@ -37,7 +37,9 @@ def sharing(
         RuntimeError: some rank has problems; on every rank.
         TransferError: a rank is gone, or the group's timeout is over.
     """
-    mine = {SEAT: draft.files.seat(draft.folder)} if draft is not None else None
+    mine: Optional[dict[tuple[str, ...], object]] = None
+    with call.guard():
+        mine = {SEAT: draft.files.seat(draft.folder)} if draft is not None else None
     seat: Optional[Seat] = call.publish(mine)[SEAT]
     files = draft.files if draft is not None else None
     joined: Optional[Files] = None

@@ -128,31 +128,45 @@ def busy(target: Path, room: Path) -> BlockingIOError:
 class InRoom(Draft):
     """A draft in a room; beside it the room has a place for what it replaces."""
 
-    def __init__(
-        self, path: Path, target: Path, check: Callable[[], None], kept: Collection[str] = ()
-    ) -> None:
+    def __init__(self, path: Path, target: Path, check: Callable[[], None]) -> None:
         """Make the room and the folder in it.
 
         Args:
             check: called once the room is locked: before that, another process may have changed the target.
-            kept: as of `Room`.
 
         Raises:
             BlockingIOError, FileExistsError, OSError: as `Room`; nothing is left of it.
         """
-        self.room = Room(path, target, kept)
+        self.room = Room(path, target, (OLD,))
         super().__init__(path / NEW, target)
         self.aside = path / OLD
+        self._is_in_place = False
         try:
+            self.restore()
             check()
             self.folder.mkdir()
         except BaseException:
             self.leave()
             raise
 
+    def restore(self) -> None:
+        """Put back what a dead process took out of the target; where that is there again, remove it.
+
+        Raises:
+            OSError: it cannot be put back, or removed.
+        """
+        if not os.path.lexists(self.target) and os.path.lexists(self.aside):
+            os.rename(self.aside, self.target)
+        for failure in disk.remove_whole(self.aside) if os.path.lexists(self.aside) else ():
+            raise failure
+
+    def take_place(self, aside: Optional[Path] = None) -> None:
+        super().take_place(aside)
+        self._is_in_place = True
+
     def is_old_needed(self) -> bool:
         """Return whether what was taken out of the target is there alone, for a later draft to put back."""
-        return False
+        return not self._is_in_place and os.path.lexists(self.aside)
 
     def leave(self) -> None:
         """Remove the room, as far as possible; the next draft clears away the rest."""
