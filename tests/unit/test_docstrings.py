@@ -9,18 +9,19 @@ import importlib
 import inspect
 import os
 import re
-import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pool
 import pytest
-import torch.distributed as dist
 
 import torch_dcp_backport
 
 ROOMS = ("state_dict", "transfer", "dist_checkpointing", "checkpoint", "engine", "hf", "megatron")
+
+pools, ranks = pool.fixtures(pool.OURS)
 
 PACKAGE = torch_dcp_backport.__name__
 ROOT = Path(torch_dcp_backport.__file__).parent
@@ -118,43 +119,36 @@ def test_a_public_name_has_its_parameters_and_an_example(room: str, name: str) -
 
 
 @pytest.mark.parametrize("name", modules_with_examples())
-def test_the_examples_of_a_module_run(name: str, tmp_path: Path) -> None:
+def test_the_examples_of_a_module_run(
+    ranks: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reports = []
     for number, example in enumerate(examples_in(importlib.import_module(name))):
         folder = tmp_path / str(number)
         folder.mkdir()
-        reports.append(apart(example, folder))
+        if NEEDS_GROUP in (example.docstring or "").lower():
+            reports += ranks(report_of_rank, name, number, str(folder), world=1)
+        else:
+            monkeypatch.chdir(folder)
+            reports.append(report_of(example))
     assert not any(reports), "".join(reports)
 
 
-def apart(example: doctest.DocTest, folder: Path) -> str:
-    """Run an example in a process of its own, and return what is wrong with it.
+def report_of(example: doctest.DocTest) -> str:
+    """Run an example, and return what is wrong with it."""
+    lines: list[str] = []
+    with warnings.catch_warnings():
+        # torch's own differ between its releases.
+        warnings.simplefilter("ignore")
+        runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)
+        runner.run(example, out=lines.append)
+    return "".join(lines)
 
-    A process group is not destroyed there: torch 2.6 can keep the GIL while it joins gloo's threads, and a
-    thread that still frees a message waits for the GIL.
-    """
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        reports: list[str] = []
-        try:
-            os.chdir(folder)
-            if NEEDS_GROUP in (example.docstring or "").lower():
-                store = f"file://{folder}.store"
-                dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-            # torch's own differ between its releases.
-            warnings.simplefilter("ignore")
-            runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)
-            runner.run(example, out=reports.append)
-        except BaseException:
-            reports.append(traceback.format_exc())
-        os.write(writer, "".join(reports)[-20_000:].encode())
-        os._exit(0)
-    os.close(writer)
-    with open(reader) as answer:
-        text = answer.read()
-    _, status = os.waitpid(child, 0)
-    return text if status == 0 else f"{example.name}: the process ended with {status}\n{text}"
+
+def report_of_rank(api: Any, name: str, number: int, folder: str) -> str:
+    """Run an example of a module on a rank, which has a process group."""
+    os.chdir(folder)
+    return report_of(examples_in(importlib.import_module(name))[number])
 
 
 def examples_in(module: Any) -> list[doctest.DocTest]:
