@@ -4,7 +4,7 @@
     shared_lines.py FOLDER FILE.py...
 
 Counts a run of at least five lines in the same order, whatever their spaces, comments and blank lines.
-Lines of imports, decorators and lone brackets do not count. Exits 1 if there is such a run.
+Docstrings, lines of imports, decorators and lone brackets do not count. Exits 1 if there is such a run.
 Needs Python >= 3.9, nothing else.
 """
 
@@ -23,7 +23,8 @@ def lines_of(path: Path) -> list[tuple[int, str]]:
     text = path.read_text(encoding="utf-8")
     skipped: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text or isinstance(node, (ast.Import, ast.ImportFrom)):
             skipped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         for decorator in getattr(node, "decorator_list", ()):
             skipped.update(range(decorator.lineno, decorator.end_lineno + 1))

@@ -44,19 +44,11 @@ def tied() -> nn.Module:
     return model
 
 
-def overlapping() -> nn.Module:
+def in_one_memory(shared: int) -> nn.Module:
+    """Two tensors that have some elements in common, or none."""
     memory = torch.zeros(6)
     model = nn.Module()
-    model.register_buffer("a", memory[:4])
-    model.register_buffer("b", memory[2:])
-    return model
-
-
-def halves() -> nn.Module:
-    """Two tensors in one memory, beside each other."""
-    memory = torch.zeros(6)
-    model = nn.Module()
-    model.register_buffer("a", memory[:3])
+    model.register_buffer("a", memory[: 3 + shared])
     model.register_buffer("b", memory[3:])
     return model
 
@@ -98,8 +90,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "hook": hooked,
     "torch's hook": hooked_by_torch,
     "tied": tied,
-    "overlapping": overlapping,
-    "halves": halves,
+    "overlapping": lambda: in_one_memory(1),
+    "halves": lambda: in_one_memory(0),
     "expanded": expanded,
     "other dtype": lambda: Net().to(torch.bfloat16),
     "frozen": lambda: Net().requires_grad_(False),

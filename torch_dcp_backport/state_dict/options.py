@@ -52,20 +52,13 @@ class StateDictOptions:
         ['weight']
     """
 
-    full_state_dict: bool = False
-    """Whole tensors instead of shards."""
-    cpu_offload: bool = False
-    """Tensors on the CPU."""
-    ignore_frozen_params: bool = False
-    """A get leaves frozen parameters out."""
-    keep_submodule_prefixes: bool = True
-    """Deprecated."""
-    strict: bool = True
-    """Every key has to fit."""
-    broadcast_from_rank0: bool = False
-    """Global rank 0 holds what is set."""
-    flatten_optimizer_state_dict: bool = False
-    """Flat keys of optimizer states."""
+    full_state_dict: bool = field(default=False)
+    cpu_offload: bool = field(default=False)
+    ignore_frozen_params: bool = field(default=False)
+    keep_submodule_prefixes: bool = field(default=True)
+    strict: bool = field(default=True)
+    broadcast_from_rank0: bool = field(default=False)
+    flatten_optimizer_state_dict: bool = field(default=False)
     dsd_fqn_modifiers: str = FQN_MODIFIERS
 
 
