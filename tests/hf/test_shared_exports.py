@@ -131,6 +131,22 @@ def test_a_rank_that_cannot_write_is_one_error_and_no_export(ranks, tmp_path, br
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["m", "m/notes"] * is_there
 
 
+def cannot_say_where(api: Any, folder: Path) -> str:
+    """The error of a save whose first rank has no memory to say where its files are."""
+    with mock.patch.object(Files, "seat", side_effect=MemoryError("no room")):
+        try:
+            api.save_state_dict(state_of("rows"), folder, like=CONFIG)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_first_rank_that_cannot_say_where_its_files_are_is_one_error(ranks, tmp_path: Path) -> None:
+    (text,) = set(ranks(cannot_say_where, tmp_path / "m"))
+    assert "rank 0: MemoryError: no room" in text
+    assert not os.listdir(tmp_path)
+
+
 def unseen(api: Any, folder: Path) -> bool:
     """Whether this rank takes another machine's folder of the same name for the first rank's."""
     infos = {"x": TensorInfo((2,), torch.float32)}

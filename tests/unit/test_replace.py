@@ -116,3 +116,12 @@ def test_all_is_written_or_nothing(monkeypatch: pytest.MonkeyPatch, broken: bool
         assert (module.name, "new" in vars(cls)) == (third, False)
         return
     assert (module.name, "new" in vars(cls)) == (stock, False)
+
+
+def test_a_wrapper_of_itself_is_another_tools() -> None:
+    """The walk ends: a mock has a `__wrapped__` for ever."""
+
+    def endless() -> None: ...
+
+    endless.__wrapped__ = endless  # type: ignore[attr-defined]
+    assert foreign_layer(endless) == __name__
