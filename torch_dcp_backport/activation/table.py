@@ -50,7 +50,6 @@ PARTIAL = "0021-one-part-of-a-sum-is-saved"
 META = "0022-a-load-leaves-meta-tensors"
 LOST_OBJECTS = "0023-a-partial-load-loses-objects"
 NO_KEYS = "0024-a-load-of-all-keys-is-empty"
-UNFLATTENED = "0025-an-unflattened-load-leaves-objects"
 
 # The subject of each record, and the pull requests or issues that it names.
 _PULL, _ISSUE = "https://github.com/pytorch/pytorch/pull/", "https://github.com/pytorch/pytorch/issues/"
@@ -85,7 +84,6 @@ RECORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     META: ("dcp.load leaves tensors on the meta device", (_PULL + "133256",)),
     LOST_OBJECTS: ("dcp.load puts None in the place of objects that a checkpoint lacks", ()),
     NO_KEYS: ("a load of all keys returns nothing", (_PULL + "150058",)),
-    UNFLATTENED: ("dcp.load without flattening leaves objects as they were", ()),
 }
 
 
@@ -174,7 +172,7 @@ _HELPERS: tuple[tuple[str, tuple[int, int], tuple[str, ...]], ...] = (
 _DCP: tuple[tuple[str, str, tuple[str, ...], tuple[int, int]], ...] = (
     (PLANNER, "create_default_local_save_plan", (PARTIAL,), FIXED_IN),
     (PLANNER, "create_default_local_load_plan", (OTHER_SHAPE, PARTIAL), FIXED_IN),
-    (PLANNER, "DefaultLoadPlanner.set_up_planner", (META, LOST_OBJECTS, UNFLATTENED), FIXED_IN),
+    (PLANNER, "DefaultLoadPlanner.set_up_planner", (META, LOST_OBJECTS), FIXED_IN),
     (PLANNER, "DefaultLoadPlanner.create_local_plan", (OLD_NAMES,), (2, 5)),
     (PLANNER, "_EmptyStateDictLoadPlanner._should_include_key", (BY_KEY,), FIXED_IN),
     (PLANNER, "_EmptyStateDictLoadPlanner.set_up_planner", (BY_KEY,), FIXED_IN),

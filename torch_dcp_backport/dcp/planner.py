@@ -5,12 +5,12 @@ Must never change the metadata: the storage reader has it too.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any, Optional
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -112,10 +112,7 @@ class DefaultLoadPlanner:
         """Note what is to be loaded, by keys, and make room for it."""
         init_state_dict(state_dict)
         self.original_state_dict = state_dict
-        # Unflattened, loaded objects are put into the state dict that is kept here: it must be the caller's,
-        # and not one that was built anew.
-        rebuild = self.flatten_state_dict or any(map(is_nested, state_dict.values()))
-        if self.flatten_sharded_tensors and rebuild:
+        if self.flatten_sharded_tensors:
             state_dict = planners._flatten_sharded_tensors(state_dict)
         if self.flatten_state_dict:
             state_dict, self.mappings = planners.flatten_state_dict(state_dict)
@@ -128,21 +125,19 @@ class DefaultLoadPlanner:
         """
         if self.metadata is None:
             raise AssertionError("no metadata: set_up_planner comes first")
-        if self.flatten_state_dict:
-            others = self.metadata.state_dict_metadata.keys() - self.state_dict.keys()
-            values, paths = flattened_as_2_3(self.original_state_dict) if others else ({}, {})
-            if others & values.keys():
-                self.state_dict, self.mappings = values, paths
+        stored = self.metadata.state_dict_metadata.keys()
+        present = self.state_dict.keys() & stored
+        if self.flatten_state_dict and len(present) < len(self.state_dict):
+            # torch 2.3 saved no dict in which two values have one key.
+            with contextlib.suppress(ValueError):
+                values, paths = flattened_as_2_3(self.original_state_dict)
+                # A key that is missing may be missing in a checkpoint of today's names, too.
+                if len(values.keys() & stored) > len(present):
+                    self.state_dict, self.mappings = values, paths
         plan: LoadPlan = planners.create_default_local_load_plan(
             self.state_dict, self.metadata, not self.allow_partial_load
         )
         return plan
-
-
-def is_nested(value: object) -> bool:
-    """Return whether it is a ShardedTensor of ShardedTensors, as FSDP1 over tensor parallelism made them."""
-    shards = value.local_shards() if isinstance(value, ShardedTensor) else ()
-    return any(isinstance(shard.tensor, ShardedTensor) for shard in shards)
 
 
 def flattened_as_2_3(state_dict: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
