@@ -13,7 +13,7 @@ FIVE = [f"value_{number} = compute(value, {number})" for number in range(5)]
 CASES = {
     "as it stands": ("\n".join(FIVE), 1),
     "with other spaces, comments and blank lines": ("\n\n".join(f"{line}  # mine" for line in FIVE), 1),
-    "with texts between": ("\n".join(f"{line}\n\"\"\"Another text.\"\"\"" for line in FIVE), 1),
+    "with texts between": ("\n".join(f'{line}\n"""Another text."""' for line in FIVE), 1),
     "four of five": ("\n".join(FIVE[:4]), 0),
     "in another order": ("\n".join(reversed(FIVE)), 0),
     "imports": ("\n".join(f"from somewhere import value_{number}" for number in range(6)), 0),
