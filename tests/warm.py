@@ -38,6 +38,9 @@ SHARED = ("torch", "torch_dcp_backport")
 SWITCH = "TORCH_DCP_BACKPORT"
 # Interpreters that wait at a time, some 200 MiB each.
 WAITING = 8
+# Seconds in which an interpreter that waits has forked, or executed what it was asked to; the longest, an
+# import of torch on a busy machine, takes 20.
+ANSWERS = 120.0
 # What torch stands on: a quarter of an import's time.
 OTHERS = ("numpy", "sympy", "networkx")
 
@@ -137,6 +140,10 @@ class Interpreters:
         self.folder = tempfile.TemporaryDirectory()
         self.lock = threading.Lock()
         self.numbers = iter(range(10**9))
+        self.start()
+
+    def start(self) -> None:
+        """Start the first interpreter, of which all others are forks."""
         self.waiting: OrderedDict[Begun, str] = OrderedDict()
         self.failing: set[Begun] = set()
         # Read by all of them: its end says that the tests are gone.
@@ -147,6 +154,7 @@ class Interpreters:
             cwd=self.folder.name,
             pass_fds=[ours],
             stdout=subprocess.PIPE,
+            start_new_session=True,  # so that `stop` reaches forks of forks
         )
         os.close(ours)
         assert self.process.stdout is not None
@@ -168,26 +176,36 @@ class Interpreters:
         `later`: variables of its environment that no import looks at, such as a rank's.
 
         Raises:
-            TimeoutExpired: it did not end, and was killed.
+            TimeoutExpired: it did not end, and was killed; or an interpreter did not answer, and all were
+                replaced.
         """
         with self.lock:
-            address, done = self.begun(code, env, folder)
             out, err = (folder / f"{next(self.numbers)}.{name}" for name in ("out", "err"))
-            answer = self.ask(
-                address,
-                code=code,
-                done=done,
-                argv=argv,
-                env={**env, **later},
-                cwd=str(folder),
-                out=str(out),
-                err=str(err),
-            )
+            try:
+                address, done = self.begun(code, env, folder)
+                answer = self.ask(
+                    address,
+                    code=code,
+                    done=done,
+                    argv=argv,
+                    env={**env, **later},
+                    cwd=str(folder),
+                    out=str(out),
+                    err=str(err),
+                )
+                answer.settimeout(ANSWERS)
+                said = answer.makefile()
+                said.readline()
+            except socket.timeout:  # not the builtin one before Python 3.10
+                # Each later test would wait for it as long: this one fails, others have new interpreters.
+                self.stop()
+                self.start()
+                raise subprocess.TimeoutExpired("an interpreter that waits", ANSWERS) from None
         with answer:
             answer.settimeout(timeout)
             try:
-                ended = answer.makefile().readline()
-            except socket.timeout:  # not the builtin one before Python 3.10
+                ended = said.readline()
+            except socket.timeout:
                 raise subprocess.TimeoutExpired("code in a fork", timeout) from None
         found = int(ended), out.read_text(), err.read_text()
         out.unlink()
@@ -243,6 +261,7 @@ class Interpreters:
             env=self.environment(key.switch),
             place=new,
         ) as answer:
+            answer.settimeout(ANSWERS)
             if answer.makefile().readline() != "begun\n":
                 self.failing.add(key)
                 return None
@@ -258,11 +277,20 @@ class Interpreters:
         connection.sendall(json.dumps(request).encode() + b"\n")
         return connection
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Kill all interpreters, and what runs in forks of them."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.end()
+
+    def end(self) -> None:
         os.close(self.life)
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+    def close(self) -> None:
+        self.end()
         self.folder.cleanup()
 
 
@@ -333,6 +361,7 @@ class Waiting:
         if "place" in request:
             connection.close()
         else:
+            connection.sendall(b"forked\n")
             self.lives[pid] = connection
         return False
 

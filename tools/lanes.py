@@ -21,6 +21,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -213,6 +214,12 @@ SHARES = {
 APART = {"2.6": ("tests/imports", "tests/unit", "tests/conformance")}
 # Says to the tests that nothing is left out.
 WHOLE = "TESTS_WHOLE"
+# Seconds that one run of pytest may take. At nine tenths of it pytest ends by itself and shows its results; a
+# run that cannot do even that says where it hangs, and is killed with all that it started.
+LIMIT = "LANES_LIMIT"
+LIMIT_SECONDS = 3000.0
+# Between the signal that asks for the stacks and the one that ends everything.
+LAST_WORDS_SECONDS = 10.0
 
 
 class NoPython(Exception):
@@ -303,8 +310,44 @@ def make(name: str) -> Path:
     return bin_of(env, "python")
 
 
-def run(name: str, command: list[str], output: IO[bytes] | None = None) -> int:
-    """Run a command in a lane; its output goes to `output`, or to where ours goes."""
+def descendants(process: int) -> list[int]:
+    """The living processes that a process started, and those that these started, itself first."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    all_of_them = [process]
+    for parent in all_of_them:
+        all_of_them += children.get(parent, [])
+    return all_of_them
+
+
+def end_all(process: subprocess.Popen[bytes]) -> None:
+    """Have a process say where it stands, and kill it with all that it started."""
+    started = descendants(process.pid)
+    process.send_signal(signal.SIGABRT)  # pytest's faulthandler writes the stacks of all threads
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(LAST_WORDS_SECONDS)
+    # What was started meanwhile, too; a process whose parent has ended is on the first list alone.
+    for other in {*started, *descendants(process.pid)}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(other, signal.SIGKILL)
+    process.wait()
+
+
+def run(name: str, command: list[str], output: IO[bytes] | None = None, limit: Optional[float] = None) -> int:
+    """Run a command in a lane; its output goes to `output`, or to where ours goes.
+
+    Args:
+        name: The lane.
+        command: The program and its arguments.
+        output: A file for stdout and stderr.
+        limit: Seconds after which it is killed, with all that it started.
+
+    Returns:
+        The exit code.
+    """
     python = make(name)
     env = dict(os.environ)
     env["PATH"] = f"{python.parent}{os.pathsep}{env.get('PATH', '')}"
@@ -312,7 +355,18 @@ def run(name: str, command: list[str], output: IO[bytes] | None = None) -> int:
     env["VIRTUAL_ENV"] = str(python.parent.parent)
     # What mypy knows of torch takes a minute to find out, and is the same for every clone.
     env.setdefault("MYPY_CACHE_DIR", str(python.parent.parent / "mypy"))
-    return subprocess.run(command, env=env, stdout=output, stderr=output and subprocess.STDOUT).returncode
+    with subprocess.Popen(command, env=env, stdout=output, stderr=output and subprocess.STDOUT) as process:
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            end_all(process)
+            print(f"=== lane {name} was killed: not done after {limit:.0f} s", file=sys.stderr, flush=True)
+            return 124
+        except BaseException:  # an interrupt, which the process has heard of, too
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LAST_WORDS_SECONDS)
+            process.kill()
+            raise
 
 
 def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
@@ -355,8 +409,10 @@ def test(names: list[str], extra: list[str], jobs: int, whole: bool) -> int:
     def test_in(name: str, arguments: list[str], output: Optional[IO[bytes]]) -> int:
         began = time.monotonic()
         print(f"=== lane {name} begins", file=sys.stderr, flush=True)
-        command = ["python", "-m", "pytest", "-p", "tools.seconds", "-p", "tools.shares", *arguments]
-        code = run(name, command, output)
+        limit = float(os.environ.get(LIMIT, LIMIT_SECONDS))
+        command = ["python", "-m", "pytest", "-p", "tools.seconds", "-p", "tools.shares"]
+        command += [f"--session-timeout={0.9 * limit:.0f}", *arguments]
+        code = run(name, command, output, limit)
         print(f"=== lane {name} ends after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         return code
 

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,35 @@ def test_a_lane_without_its_python_is_skipped_aloud(tmp_path: Path) -> None:
     done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("no Python 3.9 here: put python3.9 on PATH, or its path into LANES_PYTHON")
+
+
+HANGS = """
+import signal, subprocess, sys
+import pathlib
+
+def test_hangs(tmp_path):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM, signal.SIGTERM])  # what could end it in order
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    pathlib.Path(__file__).with_name("child").write_text(str(child.pid))
+    child.wait()
+"""
+
+
+def test_a_run_that_hangs_says_where_and_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    lanes = loaded(LANES)
+    (tmp_path / "test_hangs.py").write_text(HANGS)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path / "test_hangs.py")]
+    lanes.make = lambda name: Path(sys.executable)
+    with open(tmp_path / "said", "w+b") as said:
+        assert lanes.run("2.6", command, said, 5.0) == 124
+        said.seek(0)
+        assert b"in test_hangs" in said.read()
+    stat = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    end = time.monotonic() + 60
+    # A kill takes effect when the process runs next; dead, it stays until the machine's first process looks.
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def loaded(path: Path) -> Any:
