@@ -11,7 +11,7 @@ def has_slices(value: torch.Tensor) -> bool:
     return not is_wrapper and value.layout is torch.strided and not value.is_quantized
 
 
-def is_dense(value: torch.Tensor) -> bool:
+def has_values(value: torch.Tensor) -> bool:
     """Whether a tensor that is known to be no wrapper has slices, and values."""
     return (
         value.layout is torch.strided and not value.is_meta and not value.is_quantized and not value.is_nested

@@ -17,7 +17,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.model.outline import Outline
 from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.errors import spell_key
-from torch_dcp_backport.transfer.memory import is_dense, is_freed, is_same_view, why_not_writable
+from torch_dcp_backport.transfer.memory import has_values, is_freed, is_same_view, why_not_writable
 from torch_dcp_backport.transfer.staging import copy_to
 
 
@@ -49,7 +49,7 @@ def copies_of(outline: Outline, state: Mapping[Any, Any]) -> Optional[list[Copy]
         value: Any = state.get(entry.fqn)
         if type(live) not in compat.PLAIN_TENSORS or type(value) not in compat.PLAIN_TENSORS:
             return None
-        if not is_dense(live) or not is_dense(value) or live.shape != value.shape:
+        if not has_values(live) or not has_values(value) or live.shape != value.shape:
             return None
         # Nothing is written where a tensor is loaded from itself.
         if is_freed(value) or (why_not_writable(live) and not is_same_view(value, live)):
