@@ -107,6 +107,14 @@ def heard_before(call: Call, rank: int) -> Any:
         one_fails(call, rank)
 
 
+def narrower(call: Call, rank: int) -> Any:
+    """An error that a narrower group has is a problem of its ranks: the others wait."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    with call.guard(), Call("cannot pair", "count", (pairs[rank // 2],), kind=Wrong) as pair:
+        meet.meet(pair, COUNTING, pair.attempt(failing if rank == 1 else abs, rank))
+    meet.meet(call, COUNTING)
+
+
 def the_first_fails(call: Call, rank: int) -> Any:
     with at_first(call, COUNTING, rank) as meeting:
         if meeting.decides:
@@ -174,6 +182,11 @@ CASES = [
     Case(many_fail, f"{HEAD.format(1)}\n  ranks 1-3: OSError: the disk is full"),
     Case(no_second_word, f"{HEAD.format(1)}\n  rank 1: the text stands alone"),
     Case(heard_before, f"{HEAD.format(1)}\n  rank 2: ValueError: no count on 2: w"),
+    Case(
+        narrower,
+        f"{HEAD.format(1)}\n  ranks 0-1: cannot pair: 1 problem(s), files are as they were.\n"
+        "  rank 1: ValueError: no count on 1",
+    ),
     Case(the_first_fails, f"{HEAD.format(1)}\n  rank 0: ValueError: no count on 0"),
     Case(refused, f"{HEAD.format(2)}\n  rank 2: too few: w (2)\n  rank 3: too few: w (3)"),
     Case(no_pickle, f"{HEAD.format(1)}\n  rank 3: TypeError: a lock stays where it is"),

@@ -173,12 +173,14 @@ class Call:
             key: the key of the tensor that the code in the context is about.
 
         Raises:
-            CollectiveError: every rank has it already.
+            CollectiveError: every rank of this call has it already. One that a narrower group agreed on is a
+                problem of its ranks: the others wait in the agreement.
         """
         try:
             yield
         except Exception as error:
-            if isinstance(error, self.kind) and getattr(error, "is_agreed", False):
+            heard_by = getattr(error, "heard_by", ())
+            if heard_by and isinstance(error, self.kind) and set(self.ranks) <= set(heard_by):
                 raise
             self.record(self.problem_of(error, key), error)
 

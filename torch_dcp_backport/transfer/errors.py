@@ -185,8 +185,13 @@ def raise_together(
 class CollectiveError(Exception):
     """An error whose text stands alone, the same on every rank; the base of errors of rooms above."""
 
-    #: Whether all ranks that are there have heard of it; not where the first rank itself is gone.
-    is_agreed = False
+    #: The global ranks that have heard of it; none where the first rank itself is gone.
+    heard_by: tuple[int, ...] = ()
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all ranks of the call that raised it have heard of it."""
+        return bool(self.heard_by)
 
 
 class TransferError(RuntimeError):

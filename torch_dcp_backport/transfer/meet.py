@@ -194,7 +194,7 @@ def fail(call: Call, findings: Sequence[Finding], so_far: str = UNCHANGED) -> No
     """Raise the findings, which every rank has, as the call's kind of error."""
     error = call.kind(compose(call.title, findings, so_far))
     if isinstance(error, CollectiveError):
-        error.is_agreed = True
+        error.heard_by = call.ranks
     raise error from call.cause
 
 
