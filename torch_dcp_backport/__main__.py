@@ -94,8 +94,8 @@ torch that needs the fix shows as `pending`.
 """
 
 REPORT_HELP = """\
-Print one block of text for a bug report: the status with torch's module imported, the versions of torch and of
-packages that call it, the devices, and the environment variables of this package. Nothing is sent anywhere.
+Print one block of text for a bug report: the status with torch's module imported, the versions of torch and
+of packages that call it, the devices, and this package's environment variables. Nothing is sent anywhere.
 """
 
 REPORT_CODES = "exit codes: 0 printed; 2 wrong usage"

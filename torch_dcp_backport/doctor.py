@@ -128,7 +128,7 @@ def nothing_to_change(seen: dict[str, Any]) -> str:
     if seen["libraries"]:
         return "nothing; the program uses libraries of this package: keep it installed"
     return (
-        "nothing; no use of this package's libraries was found: unless functions in imported modules use one, "
+        "nothing; no use of this package's libraries was found: unless a function in another module does, "
         "you can remove `import torch_dcp_backport` and uninstall the package"
     )
 
