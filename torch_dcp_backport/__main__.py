@@ -17,29 +17,55 @@ from torch_dcp_backport.activation import gate
 
 PROG = "python -m torch_dcp_backport"
 
+# What `checkpoint` does, by its actions with what each takes.
+CHECKPOINT = {
+    "list ROOT": "the steps of a run, and which of them are good",
+    "prune ROOT": "remove old steps",
+    "inspect DIR": "what a sharded checkpoint holds",
+    "verify DIR": "read all of it, and compare checksums",
+    "export DIR OUT": "write its model for from_pretrained",
+}
+ACTIONS_HELP = "".join(f"  checkpoint {action:<15} {does}\n" for action, does in CHECKPOINT.items())
+
+# The same in README, CONTRIBUTING and docs: tests/unit/test_words.py.
+ABOUT = """\
+torch_dcp_backport corrects torch.distributed.checkpoint inside a running
+program on torch 2.4, 2.5 and 2.6: full state dicts of FSDP2 models load and
+save without running out of memory, hanging or losing values. On torch 2.7 or
+newer it patches nothing, and it ends when no project pins an older torch.
+Beside it are libraries that a program imports by name, on torch 2.4 to the
+newest: sharded checkpoints, checkpoint managers, Hugging Face and Megatron
+weights, and an FSDP2 training engine; they stay useful after the backport.
+"""
+
 HELP = f"""\
 usage: {PROG} COMMAND ...
 
-The fix of torch.distributed.checkpoint.state_dict for torch >= 2.4, < 2.7.
+{ABOUT}
+Is it on?
+  status [--load]            what is decided for this environment, and why
+  doctor PROGRAM             which imports of PROGRAM come too early
+  verify                     a load with stock torch and with the fix, compared
+  report                     a text for a bug report
 
-  status [--json] [--load]   say what is decided for this environment, and why
-  doctor PROGRAM             say what binds torch's functions too early in PROGRAM, and what to change
-  verify ...                 load a model with stock torch and with the fix, and compare memory and values
-  report                     print what a bug report needs, to be pasted
-  checkpoint inspect DIR     say what a sharded checkpoint holds; `checkpoint verify DIR` reads all of it
-  checkpoint list ROOT       say which steps of a run are good; `checkpoint prune ROOT` removes old ones
-  checkpoint export DIR OUT  write the model of a checkpoint as files for from_pretrained
-  convert SOURCE TARGET      Hugging Face files to a sharded checkpoint of Megatron's GPTModel, or back
-  run SCRIPT ARGS...         run a script with the fix active, as `python SCRIPT ARGS...` would
-  run -m MODULE ARGS...      run a module with the fix active, as `python -m MODULE ARGS...` would
-  help [COMMAND]             this, or more about a command
+Start a program with the fix on, as `python` would start it:
+  run SCRIPT ARGS...
+  run -m MODULE ARGS...
 
-TORCH_DCP_BACKPORT=auto      (default) fix where needed, warn where that is not possible
-TORCH_DCP_BACKPORT=strict    raise where that is not possible, or where torch's functions were bound too early
-TORCH_DCP_BACKPORT=off       leave torch alone
+Checkpoints and weights:
+{ACTIONS_HELP}  convert SOURCE TARGET      Hugging Face files to a checkpoint for Megatron's
+                             GPTModel, or back
 
-exit codes: 0 fine; 2 wrong usage, or another value of TORCH_DCP_BACKPORT; 141 if the output was closed early;
-else as the command's help says
+  help [COMMAND]             this text, or more about a command
+
+TORCH_DCP_BACKPORT=auto    (default) patch where needed, warn where that is not
+                           possible
+TORCH_DCP_BACKPORT=strict  raise where that is not possible, or where torch's
+                           functions were bound too early
+TORCH_DCP_BACKPORT=off     leave torch alone
+
+exit codes: 0 fine; 2 wrong usage, or another value of TORCH_DCP_BACKPORT;
+141 if the output was closed early; others: see the command's help
 """
 
 RUN_HELP = f"""\
@@ -48,24 +74,28 @@ usage: {PROG} run SCRIPT ARGS...
        {PROG} run -c CODE ARGS...
        {PROG} run - ARGS...
 
-Activates torch_dcp_backport, then becomes what `python` with these arguments would run, as __main__.
-Below torchrun: torchrun --nproc-per-node 8 -m torch_dcp_backport run train.py ARGS...
+Switch the fix on, then run what `python` with these arguments would run.
 
-Covers this process, and what it forks. A process that the program starts anew, as torch.multiprocessing.spawn
-and Ray do, is covered only if its own modules, or a sitecustomize.py on PYTHONPATH, have
-`import torch_dcp_backport`.
+With torchrun:
+  torchrun --nproc-per-node 8 -m torch_dcp_backport run train.py ARGS...
 
-exit code: the program's; 2 where there is nothing to run, or where TORCH_DCP_BACKPORT says not to go on
+This reaches the process itself and the processes that it forks. It does not
+reach processes that the program starts anew, as torch.multiprocessing.spawn
+and Ray do. Put `import torch_dcp_backport` into their modules for these, or
+into a sitecustomize.py on PYTHONPATH.
+
+exit code: the program's; 2 if there is nothing to run, or if
+TORCH_DCP_BACKPORT has a value that is not known, or asks for an error
 """
 
 STATUS_HELP = """\
-Say what torch_dcp_backport decided for this environment and why. Torch is not imported for this unless --load
-is given, so that a torch that needs the fix shows as `pending`.
+Say what torch_dcp_backport decided for this environment, and why. Without --load torch is not imported, and a
+torch that needs the fix shows as `pending`.
 """
 
 REPORT_HELP = """\
-Print one block of text for a bug report: the status with torch's module imported, versions of torch and of
-the packages that call it, devices, and our environment variables. Nothing is sent anywhere.
+Print one block of text for a bug report: the status with torch's module imported, the versions of torch and
+of packages that call it, the devices, and this package's environment variables. Nothing is sent anywhere.
 """
 
 REPORT_CODES = "exit codes: 0 printed; 2 wrong usage"
@@ -89,7 +119,8 @@ def console() -> int:
 def main(argv: list[str]) -> int:
     command, rest = (argv[0], argv[1:]) if argv else ("", [])
     if command == "help" and rest:
-        command, rest = rest[0], ["--help"]
+        action = rest[1:2] if rest[0] == "checkpoint" else []
+        command, rest = rest[0], [*action, "--help"]
         argv = [command, *rest]
     if command == "run" and rest[:1] not in (["-h"], ["--help"]):
         return run(rest)  # its output and errors are the program's
@@ -122,6 +153,7 @@ def status(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"{PROG} status", description=STATUS_HELP, epilog=STATUS_CODES)
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.add_argument("--load", action="store_true", help="import torch's module first, as training does")
+    parser.add_argument("--verbose", action="store_true", help="every replaced name and every defect")
     args = parser.parse_args(argv)
     code = 0
     if args.load and torch_dcp_backport.status().outcome == "pending":
@@ -131,7 +163,8 @@ def status(argv: list[str]) -> int:
             print(f"{PROG} status: {type(error).__name__}: {error}", file=sys.stderr)
             code = 1
     seen = current()
-    print(json.dumps(seen.to_dict(), indent=2) if args.json else seen)
+    text = seen.explain() if args.verbose else str(seen)
+    print(json.dumps(seen.to_dict(), indent=2) if args.json else text)
     if isinstance(torch_dcp_backport._failure, ValueError):
         return 2
     return 1 if seen.outcome in ("unsupported", "conflict") else code
@@ -144,7 +177,7 @@ def current() -> Status:
         return Status("unsupported", str(failure), os.environ.get(gate.VARIABLE) or "auto", None)
     if not isinstance(failure, ValueError):
         return torch_dcp_backport.status()
-    reason = f"{failure}. Until then `import torch_dcp_backport` raises this ValueError"
+    reason = f"{failure}. `import torch_dcp_backport` raises this ValueError"
     return Status("disabled", reason, os.environ[gate.VARIABLE], None)
 
 
@@ -173,8 +206,14 @@ def report(argv: list[str]) -> int:
 def checkpoint(argv: list[str]) -> int:
     from torch_dcp_backport.checkpoint.commands import ACTIONS
 
-    parser = argparse.ArgumentParser(prog=f"{PROG} checkpoint", epilog="`ACTION --help` says more")
-    parser.add_argument("action", choices=ACTIONS)
+    parser = argparse.ArgumentParser(
+        prog=f"{PROG} checkpoint",
+        usage=f"{PROG} checkpoint ACTION ...",
+        description=ACTIONS_HELP,
+        epilog=f"more: {PROG} help checkpoint ACTION",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help="one of these")
     action = parser.parse_args(argv[:1]).action
     return ACTIONS[action](argv[1:], f"{PROG} checkpoint {action}")
 

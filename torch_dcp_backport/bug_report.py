@@ -41,7 +41,7 @@ def compose(status: Callable[[], Status]) -> str:
     switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PREFIX)]
     lines = [
         "```",
-        str(status()),
+        status().explain(),
         "",
         f"python       {platform.python_version()} ({sys.implementation.name}), {platform.platform()}",
         f"packages     {', '.join(versions())}",

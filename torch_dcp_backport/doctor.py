@@ -21,29 +21,38 @@ from typing import Any, NamedTuple
 
 PACKAGE = "torch_dcp_backport"
 TRIGGER = "torch.distributed.checkpoint.state_dict"
+#: The most places that bind early in a text that is not --verbose.
+SHOWN = 10
 #: Set-up that imports depend on; it is executed where it stands alone on a line.
 SET_UP = ("sys.path.", "sys.path[", "os.environ")
 DESCRIPTION = """\
-Say what would be replaced in PROGRAM, which of its imports bind torch's functions too early, and what to
-change. Executes the import statements at the top of PROGRAM (with what they import, but no other line of
-it) in a process of its own. Imports inside functions come later than these and are not looked at.
+Say which imports of PROGRAM bind torch's functions before the fix is there, and what to change. For this it
+runs the imports at the top level of PROGRAM, and with them the imported modules, in a process of its own.
+It also runs lines there that change sys.path or os.environ, and evaluates the conditions of `if`. Nothing
+else of PROGRAM runs. Imports inside functions run later in the program, and are not looked at.
 """
 EPILOG = (
     "exit codes: 0 nothing to change; 1 something to change; 2 wrong usage, or PROGRAM could not be looked at"
 )
+WHICH = "name the program to look at, as in `doctor train.py` or `doctor -m package.module`"
 
 
 def main(argv: list[str], prog: str) -> int:
     parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.add_argument(
+        "--verbose", action="store_true", help="every place that binds early, not the first ten"
+    )
+    parser.add_argument(
         "-m", dest="module", action="store_true", help="PROGRAM is a module, as for python -m"
     )
-    parser.add_argument("program", metavar="PROGRAM", help="a script")
+    parser.add_argument("program", metavar="PROGRAM", nargs="?", help="a script")
     parser.add_argument(
         "args", metavar="ARGS", nargs=argparse.REMAINDER, help="what the program finds in sys.argv"
     )
     options = parser.parse_args(argv)
+    if options.program is None:
+        parser.error(WHICH)
     with TemporaryDirectory() as folder:
         result = os.path.join(folder, "result.json")
         kind = "-m" if options.module else ""
@@ -59,7 +68,7 @@ def main(argv: list[str], prog: str) -> int:
         with open(result) as file:
             seen = json.load(file)
     seen["change"] = changes(seen, f"{'-m ' if options.module else ''}{options.program}")
-    print(json.dumps(seen, indent=2) if options.json else text(seen, options.program))
+    print(json.dumps(seen, indent=2) if options.json else text(seen, options.program, options.verbose))
     return 1 if seen["change"] else 0
 
 
@@ -86,22 +95,42 @@ def changes(seen: dict[str, Any], program: str) -> list[str]:
     return advice
 
 
-def text(seen: dict[str, Any], program: str) -> str:
+def text(seen: dict[str, Any], program: str, verbose: bool) -> str:
+    from torch_dcp_backport.activation.status import row
+
     status = seen["status"]
     names = sum(map(len, status["replaced"].values()))
-    place = seen["activated"]
     lines = [
-        f"{program}: {seen['imports']} imports at its top were executed, and nothing else of it",
-        f"  the fix      {_where(place)}",
-        f"  then         {status['outcome']}: {f'{names} names replaced' if names else status['reason']}",
+        f"{program}: ran {seen['imports']} of its top-level lines (imports, sys.path, os.environ)",
+        *row("the fix", _where(seen["activated"])),
+        *row("then", f"{status['outcome']}: {f'{names} names replaced' if names else status['reason']}"),
     ]
-    for place in seen["early"]:
-        lines.append(f"  bound early  {place['name']}, by {_where(place)}")
+    shown = seen["early"] if verbose else seen["early"][:SHOWN]
+    for place in shown:
+        lines += row("bound early", f"{place['name']}, by {_where(place)}")
+    if len(shown) < len(seen["early"]):
+        lines += row("", f"and {len(seen['early']) - len(shown)} more (--verbose)")
     for place in seen["failed"]:
-        lines.append(f"  failed       {_where(place)}: {place['error']}")
+        lines += row("failed", f"{_where(place)}: {place['error']}")
     for place in seen["processes"]:
-        lines.append(f"  processes    {_where(place)}")
-    return "\n".join(lines + [f"  change       {advice}" for advice in seen["change"] or ["nothing"]])
+        lines += row("processes", _where(place))
+    if seen["libraries"]:
+        lines += row("libraries", ", ".join(f"{PACKAGE}.{name}" for name in seen["libraries"]))
+    for advice in seen["change"] or [nothing_to_change(seen)]:
+        lines += row("change", advice)
+    return "\n".join(lines)
+
+
+def nothing_to_change(seen: dict[str, Any]) -> str:
+    """Return what the program can do without a change, or what becomes possible."""
+    if seen["status"]["outcome"] != "not-needed":
+        return "nothing"
+    if seen["libraries"]:
+        return "nothing; the program uses libraries of this package: keep it installed"
+    return (
+        "nothing; no use of this package's libraries was found: unless a function in another module does, "
+        "you can remove `import torch_dcp_backport` and uninstall the package"
+    )
 
 
 def _where(place: dict[str, Any] | None) -> str:
@@ -186,6 +215,18 @@ class Visit:
     def import_of(self, module: str) -> dict[str, Any] | None:
         return next((step.place() for step in self.steps if module in step.modules), None)
 
+    def libraries(self) -> Iterator[str]:
+        """Yield the names of this package's own modules that any line of the program imports or uses."""
+        for node in ast.walk(self.tree):
+            names = [alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)]
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{name}" for name in names]
+            if isinstance(node, ast.Attribute):
+                names = [ast.unparse(node)]
+            for name in names:
+                if name.startswith(f"{PACKAGE}."):
+                    yield name.split(".")[1]
+
     def processes(self) -> Iterator[dict[str, Any]]:
         """Yield the lines that start processes without the modules of this one."""
         for node in ast.walk(self.tree):
@@ -211,6 +252,12 @@ def look(path: str) -> dict[str, Any]:
         if package.status().outcome == "pending":
             importlib.import_module(TRIGGER)
         status = package.status()
+    # What activation itself needs is no library that the program uses.
+    loaded = [
+        name.split(".")[1] for step in visit.steps for name in step.modules if name.startswith(f"{PACKAGE}.")
+    ]
+    own = ("state_dict", "transfer") if status.outcome != "not-needed" else ()
+    used = {*visit.libraries(), *(name for name in loaded if name not in own)}
     early = [*status.late_bindings, *status.out_of_reach]
     return {
         "imports": len(visit.steps),
@@ -218,6 +265,7 @@ def look(path: str) -> dict[str, Any]:
         "early": [{"name": name, **visit.origin_of(name)} for name in early if not name.startswith("torch.")],
         "failed": [{**step.place(), "error": step.error} for step in visit.steps if step.error],
         "processes": list(visit.processes()),
+        "libraries": [name for name in package._ROOMS if name in used],
         "status": status.to_dict(),
     }
 

@@ -19,10 +19,10 @@ from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFil
 
 # They are imported when a process of that kind is started for the first time, and not before.
 SPAWNING = ("multiprocessing.popen_spawn_posix", "multiprocessing.popen_forkserver")
-NOT_REACHED = (
-    "torch_dcp_backport: run does not reach the processes that this program starts by spawn or forkserver: "
-    "they need `import torch_dcp_backport` in their function's module, or in a sitecustomize.py on PYTHONPATH"
-)
+NOT_REACHED = """\
+torch_dcp_backport: run does not reach the processes that this program starts
+by spawn or forkserver: put `import torch_dcp_backport` into the module of the
+function that they run, or into a sitecustomize.py on PYTHONPATH"""
 
 
 class Nothing(Exception):
@@ -45,12 +45,12 @@ def run(argv: Sequence[str]) -> None:
         run_text(sys.stdin.read(), "-", rest)
     elif what.startswith("-"):
         raise Nothing(
-            f"{what}: Python's own options go before -m, as in `python OPTIONS -m torch_dcp_backport run ...`"
+            f"{what}: an option of Python's goes before: python OPTIONS -m torch_dcp_backport run ..."
         )
     elif what:
         run_path(what, rest)
     else:
-        raise Nothing("nothing to run")
+        raise Nothing("nothing to run: give a SCRIPT, or -m MODULE")
 
 
 def run_module(name: str, args: list[str]) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from interpreters import AFFECTED, ROOT, TORCH, Fresh
 
+from torch_dcp_backport.__main__ import CHECKPOINT, COMMANDS, HELP
+
 M = ("-m", "torch_dcp_backport")
 
 # What a program sees of the world; the last line of its output is JSON.
@@ -99,6 +101,11 @@ def test_status_fails_where_the_fix_cannot_be_had(fresh: Fresh, tmp_path: Path) 
         (["help", "status"], 0, "exit codes: 0 applied"),
         (["help", "run"], 0, "torchrun"),
         (["help", "doctor"], 0, "exit codes: 0 nothing to change"),
+        (["help", "doctor", "train.py"], 0, "exit codes: 0 nothing to change"),
+        (["help", "checkpoint"], 0, "checkpoint list ROOT"),
+        (["help", "checkpoint", "list"], 0, "usage: python -m torch_dcp_backport checkpoint list"),
+        (["help", "checkpoint", "parrot"], 2, "invalid choice: 'parrot'"),
+        (["doctor"], 2, "name the program to look at, as in `doctor train.py`"),
         (["help", "parrot"], 2, "no command 'parrot'"),
         (["status", "--help"], 0, "exit codes: 0 applied"),
         (["status", "--parrot"], 2, "unrecognized arguments"),
@@ -118,6 +125,34 @@ def test_usage(fresh: Fresh, argv: list[str], code: int, says: str) -> None:
     assert ended.code == code
     assert says in (ended.err if code else ended.out)
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["help"],
+        *(["help", command] for command in COMMANDS),
+        *(["help", "checkpoint", action.split()[0]] for action in CHECKPOINT),
+        ["status", "--load"],
+        ["status", "--load", "--verbose"],
+    ],
+    ids=" ".join,
+)
+def test_a_line_fits_into_80_columns(fresh: Fresh, monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    ended = fresh("", *M, *argv)
+    assert ended.code == 0
+    links = ("https://", "torch.distributed.")  # names that cannot be broken
+    assert [
+        line for line in ended.out.splitlines() if len(line) > 80 and not line.strip().startswith(links)
+    ] == []
+
+
+def test_every_action_of_checkpoint_is_in_the_help(fresh: Fresh) -> None:
+    from torch_dcp_backport.checkpoint.commands import ACTIONS
+
+    assert [action.split()[0] for action in CHECKPOINT] == list(ACTIONS)
+    assert all(f"checkpoint {action} " in HELP for action in CHECKPOINT)
 
 
 def test_run_is_python_with_the_fix(fresh: Fresh, tmp_path: Path) -> None:
@@ -185,7 +220,15 @@ def test_run_below_torchrun(fresh: Fresh, tmp_path: Path) -> None:
         assert facts["outcome"] == ("pending" if AFFECTED else "not-needed")
 
 
-BAD = "TORCH_DCP_BACKPORT='1': expected one of off, auto, strict, or unset for auto"
+BAD = (
+    "TORCH_DCP_BACKPORT='1' is not one of off, auto, strict: auto (or unset) patches where torch needs it, "
+    "strict raises where that is not possible"
+)
+
+
+def flat(text: str) -> str:
+    """A text without its breaks of lines."""
+    return " ".join(text.split())
 
 
 @pytest.mark.parametrize(
@@ -207,10 +250,11 @@ def test_a_bad_switch_is_told_and_not_died_of(
     (tmp_path / "train.py").write_text("raise AssertionError\n")
     ended = fresh("", *M, *argv, switch="1")
     assert (ended.code, "Traceback" in ended.err) == (code, False), ended.err
-    if argv[0] in ("status", "report"):
-        assert BAD in ended.out
+    if argv[0] in ("status", "report") and "--json" not in argv:
+        assert BAD in flat(ended.out)
     if "--json" in argv:
         assert json.loads(ended.out)["outcome"] == "disabled"
+        assert BAD in json.loads(ended.out)["reason"]
     if argv[0] == "run":
         assert ended.err.splitlines() == [f"python -m torch_dcp_backport run: {BAD}"]
 
@@ -229,7 +273,7 @@ def test_the_installed_command_tells_a_bad_switch_too(fresh: Fresh, tmp_path: Pa
     )
     ended = fresh("", "torch-dcp-backport", "status", switch="1")
     assert (ended.code, ended.err) == (2, "")
-    assert BAD in ended.out
+    assert BAD in flat(ended.out)
 
 
 def test_strict_without_a_torch_to_fix_is_told(fresh: Fresh) -> None:

@@ -13,7 +13,7 @@ B_NAME = "torch.distributed.checkpoint.state_dict"
 def test_unknown_value_names_the_valid_ones(fresh: Fresh) -> None:
     ended = fresh("import torch_dcp_backport", switch="no")
     assert ended.code == 1
-    assert "ValueError: TORCH_DCP_BACKPORT='no': expected one of off, auto, strict" in ended.err
+    assert "ValueError: TORCH_DCP_BACKPORT='no' is not one of off, auto, strict: auto" in ended.err
 
 
 def test_off_leaves_torch_alone_and_ours_usable(fresh: Fresh) -> None:
@@ -281,7 +281,7 @@ def test_a_torch_that_cannot_be_fixed_is_told_once(fresh: Fresh, tmp_path: Path,
     ((category, text, filename),) = facts["found"]
     assert category == "BackportWarning"
     assert facts["reason"] in text
-    assert facts["reason"] in facts["text"]
+    assert facts["reason"] in " ".join(facts["text"].split())
     assert filename == "<string>"  # the line that imported us, not one of ours
     ended = fresh("import torch_dcp_backport", path=path, switch="strict")
     assert ended.code == 1

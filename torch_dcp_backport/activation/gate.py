@@ -43,8 +43,10 @@ class Decision(NamedTuple):
 def read_switch(environ: Mapping[str, str]) -> str:
     value = environ.get(VARIABLE, "").strip().lower() or "auto"
     if value not in SWITCHES:
-        valid = ", ".join(SWITCHES)
-        raise ValueError(f"{VARIABLE}={environ[VARIABLE]!r}: expected one of {valid}, or unset for auto")
+        raise ValueError(
+            f"{VARIABLE}={environ[VARIABLE]!r} is not one of {', '.join(SWITCHES)}: auto (or unset) patches "
+            "where torch needs it, strict raises where that is not possible"
+        )
     return value
 
 
@@ -89,7 +91,7 @@ def decide(facts: Facts) -> Decision:
     if release < FIRST:
         return decision("unsupported", f"torch {text} is older than {_dotted(FIRST)}; {unsupported}")
     if release > FIXED_IN or (release == FIXED_IN and not preview):
-        return decision("not-needed", f"torch {text} has the fix: this package can be uninstalled")
+        return decision("not-needed", f"torch {text} has the fix")
     needed = f"torch {text} lacks what torch {fixed_in} fixed in {STATE_DICT}"
     if not preview:
         return decision("pending", needed)

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch_dcp_backport._version import __version__
 from torch_dcp_backport.activation.gate import VARIABLE
 from torch_dcp_backport.activation.table import FIXED_IN, RECORDS
 
+WIDTH = 80  # of a terminal
+INDENT = 15  # of the second column
 # Each outcome in plain words.
 MEANING = {
-    "applied": "torch's functions are replaced in this process",
-    "pending": "nothing is replaced yet; it will be once FSDP or torch.distributed.checkpoint is imported",
-    "not-needed": "this torch has the fix, nothing was touched",
-    "disabled": "switched off, nothing is replaced",
-    "unsupported": "this torch cannot be fixed here, nothing was touched",
-    "conflict": "somebody else got to these functions first, nothing was touched",
+    "applied": "this process has the replacements",
+    "pending": "replaced once torch's modules are imported",
+    "not-needed": "torch has the fix, nothing is patched",
+    "disabled": "not active, nothing is replaced",
+    "unsupported": "this torch cannot be fixed: left alone",
+    "conflict": "other code replaced them first: left alone",
 }
 
 
@@ -33,7 +36,7 @@ class LateImportWarning(BackportWarning):
 
 
 class Status(NamedTuple):
-    """The state of this process, immutable; `print(status())` explains it."""
+    """The state of this process, immutable; `print(status())` explains it, `status().explain()` in full."""
 
     outcome: str  # one of MEANING
     reason: str
@@ -65,56 +68,98 @@ class Status(NamedTuple):
         return data
 
     def __str__(self) -> str:
+        return self._text(verbose=False)
+
+    def explain(self) -> str:
+        """Return the state as text, with every replaced name and every defect.
+
+        Example:
+            >>> import torch_dcp_backport
+            >>> text = torch_dcp_backport.status().explain()
+            >>> text.startswith("torch_dcp_backport ")
+            True
+        """
+        return self._text(verbose=True)
+
+    def _text(self, *, verbose: bool) -> str:
         torch = self.torch_version or ("not looked at" if self.switch == "off" else "unknown")
-        lines = [
-            f"torch_dcp_backport {self.version}: {self.outcome} ({MEANING[self.outcome]})",
-            f"  torch        {torch}",
-            f"  why          {self.reason}",
-        ]
-        for module, names in self.replaced:
-            lines += [f"  replaced     {len(names)} names in {module}:", *_wrapped(names)]
-        if self.records:
-            lines += ["  because of   these defects of torch:", *map(_record, self.records)]
+        head = f"torch_dcp_backport {self.version}: {self.outcome} ({MEANING[self.outcome]})"
+        lines = [*_wrapped(head, ""), *row("torch", torch), *row("why", self.reason)]
+        lines += self._replaced() if verbose else self._counts()
         torchs = tuple(name for name in self.late_bindings if name.startswith("torch."))
-        if torchs:
-            lines += ["  also in      torch's own modules that had them:", *_wrapped(torchs)]
+        if torchs and verbose:
+            lines += row("also in", "torch's own modules that had them:", torchs)
         others = tuple(name for name in self.late_bindings if name not in torchs)
         if others:
-            lines += ["  bound early  and given the replacement afterwards:", *_wrapped(others)]
+            lines += row("bound early", "and given the replacement afterwards:", others)
         if self.out_of_reach:
-            lines += ["  not reached  bound early, and still torch's own:", *_wrapped(self.out_of_reach)]
+            lines += row("not reached", "bound early, and still torch's own:", self.out_of_reach)
         if self.overridden:
-            lines += ["  lost         replaced again since by somebody else:", *_wrapped(self.overridden)]
-        hint = (
-            "unset it to switch on" if self.switch == "off" else "start the process with =off to switch off"
-        )
+            lines += row("lost", "replaced again since by other code:", self.overridden)
+        hint = "unset it to switch on" if self.switch == "off" else "=off switches off in a new process"
         final = "not final: pending" if self.outcome == "pending" else "compare between ranks"
-        lines += [
-            f"  switch       {VARIABLE}={self.switch}; {hint}",
-            f"  delete it    with torch >= {FIXED_IN[0]}.{FIXED_IN[1]}: remove the import and uninstall",
-            f"  fingerprint  {self.fingerprint} ({final})",
-        ]
-        return "\n".join(lines)
+        return "\n".join(
+            [
+                *lines,
+                *row("switch", f"{VARIABLE}={self.switch}; {hint}"),
+                *row("uninstall", UNINSTALL),
+                *row("fingerprint", f"{self.fingerprint} ({final})"),
+            ]
+        )
+
+    def _counts(self) -> list[str]:
+        names = sum(len(names) for _, names in self.replaced)
+        if not names:
+            return []
+        what = f"{names} names in {len(self.replaced)} modules, for {len(self.records)} defects of torch"
+        return row("replaced", f"{what} (`status --verbose` lists them)")
+
+    def _replaced(self) -> list[str]:
+        lines = []
+        for module, names in self.replaced:
+            lines += row("replaced", f"{len(names)} names in {module}:", names)
+        if self.records:
+            lines += row("because of", "these defects of torch:")
+            for record in self.records:
+                about, links = _upstream(record)
+                lines += _wrapped(f"{record[:4]} {about}", " " * INDENT, " " * 5)
+                lines += [f"{'':{INDENT + 5}}{link}" for link in links]
+        return lines
+
+
+UNINSTALL = (
+    f"with torch >= {FIXED_IN[0]}.{FIXED_IN[1]}, unless your program imports a library of this package"
+)
+
+
+def row(label: str, text: str, names: Iterable[str] = ()) -> list[str]:
+    """Return the lines of a label and its text, within WIDTH where words allow it.
+
+    Args:
+        label: at most 12 characters.
+        text: a sentence or a value.
+        names: what stands below the text, separated by commas.
+    """
+    lines = _wrapped(f"  {label:<{INDENT - 2}}{text}", "", " " * INDENT)
+    return lines + (_wrapped(", ".join(names), " " * INDENT) if names else [])
+
+
+def _wrapped(text: str, indent: str, more: str = "") -> list[str]:
+    import textwrap  # no import of the package needs it
+
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + more,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _upstream(record: str) -> tuple[str, tuple[str, ...]]:
     """Return the subject of a record, and its links."""
     return RECORDS.get(record, (record, ()))
-
-
-def _record(record: str) -> str:
-    about, links = _upstream(record)
-    return f"{'':15}{record[:4]} {about}" + "".join(f"\n{'':20}{link}" for link in links)
-
-
-def _wrapped(names: tuple[str, ...], width: int = 96) -> list[str]:
-    """Return names in lines, indented to the text column."""
-    lines = [""]
-    for name in names:
-        if lines[-1] and len(lines[-1]) + len(name) + 3 > width:
-            lines.append("")
-        lines[-1] += f"{name}, "
-    return [" " * 15 + line.rstrip() for line in lines[:-1]] + [" " * 15 + lines[-1].rstrip(", ")]
 
 
 def warn(message: str, category: type[BackportWarning]) -> None:
