@@ -140,7 +140,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "two stages": (None, {"spoil": "shared_layer"}, r"in two stages: layers \[1\]"),
     "no stage": (None, {"spoil": "other_numbers"}, r"held by no rank: model.layers.2.\* \(12 tensors\)"),
     "meta": (None, {"spoil": "on_meta"}, "on the meta device, .*: decoder.layers.0.mlp.linear_fc2.weight"),
-    "adapter": (None, {"spoil": "adapter"}, "that no Hugging Face model of this kind has: decoder.lora_a"),
+    "adapter": (None, {"spoil": "adapter"}, "in its Hugging Face files: decoder.lora_a"),
     "no numbers": (None, {"style": "verl", "layers": [None] * 4}, "pass layers="),
     "wrong layers": (
         None,

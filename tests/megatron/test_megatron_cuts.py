@@ -11,8 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torch_dcp_backport.megatron.cuts import Holding, Place, holding_of
+from torch_dcp_backport.megatron.families import family_of
 from torch_dcp_backport.megatron.model import Parallel, roles_of
-from torch_dcp_backport.megatron.names import EMBED, STYLES, hf_keys, hf_order
+from torch_dcp_backport.megatron.names import EMBED, STYLES, hf_keys
 from torch_dcp_backport.megatron.shape import misfits, shape_of
 from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.spread import overlaps
@@ -74,7 +75,9 @@ def holdings(
         spot = Spot(style, rank, tp, [[0]], True, True, rows, False, te, ep_rank, ep, etp_rank, etp)
         where = Parallel(rank, tp, ep_rank, ep, etp_rank, etp)
         params = expected(decoder, spot, hf)[0]
-        roles = roles_of(inner(module_of(params, spot, [0])), STYLES[style], where)
+        roles = roles_of(
+            inner(module_of(params, spot, [0])), STYLES[style], family_of(decoder.model_type), where
+        )
         for name, value in params.items():
             known = roles[name]
             assert known is not None, name
@@ -136,8 +139,9 @@ def test_parameters_are_what_cat_and_chunk_make(case):
 
 def test_keys_are_in_transformers_order():
     keys = list(Decoder("llama").shapes())
+    order = shape_of(Decoder("llama").config).order
     outside = [EMBED, "model.norm.weight", "lm_head.weight"]
-    ordered = sorted(set(keys), key=hf_order)
+    ordered = sorted(set(keys), key=order)
     assert [key for key in ordered if key in outside] == outside
     assert [key.split(".")[2] for key in ordered if "layers" in key] == [
         key.split(".")[2] for key in keys if "layers" in key
@@ -146,7 +150,7 @@ def test_keys_are_in_transformers_order():
 
 def test_experts_are_exported_one_after_the_other():
     decoder = Decoder("qwen3_moe", layers=1, experts=11, expert_rows=2)
-    keys = sorted(decoder.shapes(), key=hf_order)
+    keys = sorted(decoder.shapes(), key=shape_of(decoder.config).order)
     experts = [key.split(".")[5:7] for key in keys if ".experts." in key]
     assert experts == [[f"{n}", f"{name}_proj"] for n in range(11) for name in ("gate", "up", "down")]
 

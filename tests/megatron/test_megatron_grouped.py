@@ -86,5 +86,5 @@ def test_grouped_experts_of_another_number_are_an_error_that_names_one(tmp_path)
     ):
         load_hf(model, tmp_path)
     del inner(model).decoder.layers[0].mlp.experts.num_local_experts  # type: ignore[union-attr, index]
-    with pytest.raises(RuntimeError, match=r"no Hugging Face model of this kind has: .*experts.weight1"):
+    with pytest.raises(RuntimeError, match=r"in its Hugging Face files: .*experts.weight1"):
         load_hf(model, tmp_path)

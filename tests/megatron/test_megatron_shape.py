@@ -13,9 +13,9 @@ CONFIG = Decoder().config
 
 def test_a_head_dim_of_its_own_counts():
     assert shape_of({**CONFIG, "head_dim": 24}).hf_shape("model.layers.0.self_attn.q_proj.weight") == (96, 16)
-    assert shape_of({**CONFIG, "head_dim": None}).head_dim == 4
+    assert shape_of({**CONFIG, "head_dim": None}).number("head_dim") == 4
     qwen3 = {key: value for key, value in CONFIG.items() if key != "head_dim"}
-    assert shape_of({**qwen3, "model_type": "qwen3"}).head_dim == 128
+    assert shape_of({**qwen3, "model_type": "qwen3"}).number("head_dim") == 128
 
 
 @pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe"])

@@ -6,19 +6,26 @@ Never imports megatron.
 from torch_dcp_backport.hf import Export
 from torch_dcp_backport.hf.export import Saved
 from torch_dcp_backport.megatron.bridge import Loaded, gather_hf, load_hf, save_hf
+from torch_dcp_backport.megatron.families import add_family, family_of
+from torch_dcp_backport.megatron.families.table import Family, Row, row
 from torch_dcp_backport.megatron.model import Parallel
 from torch_dcp_backport.megatron.stages import stages
 from torch_dcp_backport.megatron.verl import load_state_dict_to_megatron_qwen2, merge_megatron_ckpt_qwen2
 
 __all__ = [
     "Export",
+    "Family",
     "Loaded",
     "Parallel",
+    "Row",
     "Saved",
+    "add_family",
+    "family_of",
     "gather_hf",
     "load_hf",
     "load_state_dict_to_megatron_qwen2",
     "merge_megatron_ckpt_qwen2",
+    "row",
     "save_hf",
     "stages",
 ]

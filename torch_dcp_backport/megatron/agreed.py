@@ -133,15 +133,18 @@ def _describe_to_all(
         config, options: mappings, or the attempts to make them.
     """
     shape = call.attempt(shape_of, config, key=CONFIG)
-    local = call.attempt(lambda own: describe(call, own.models, own.parallel, own.layers), given)
+    local = call.attempt(
+        lambda own, numbers: describe(call, own.models, numbers.family, own.parallel, own.layers),
+        given,
+        shape,
+    )
     agreement = call.agree(terms=call.attempt(_terms_of, local, shape, options))
     return local.value, shape.value, agreement
 
 
 def _terms_of(local: Local, shape: Shape, options: Mapping[str, object]) -> Terms:
     common = {name: repr(value) for name, value in options.items()}
-    numbers = dataclasses.asdict(shape)
-    common.update((f"{name} of {CONFIG}", repr(value)) for name, value in numbers.items())
+    common.update((f"{name} of {CONFIG}", repr(value)) for name, value in shape.described.items())
     return Terms(local.device, f"{local.stand}", note=local.stand, common=common)
 
 

@@ -46,7 +46,6 @@ from torch_dcp_backport.megatron.stored import (
     misfits_of,
     model_in,
     naming_of,
-    second_name,
     states_of,
 )
 from torch_dcp_backport.publish import disk
@@ -178,13 +177,6 @@ def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bo
     call.settle()
     cuts = list(model.cuts(spreading))
     tensors = _stored_infos(call, model, cuts, files.tensors)
-    # Models with TransformerEngine and without it look for different names: both are written.
-    cuts += [
-        (slot._replace(key=second_name(slot.key)), cut)
-        for slot, cut in cuts
-        if second_name(slot.key) != slot.key
-    ]
-    tensors.update({second_name(key): info for key, info in tensors.items()})
     with call.guard(str(out)):
         _check_target(out, how)
     call.settle()
@@ -224,7 +216,7 @@ def _stored_infos(
     call: Call, model: Whole, cuts: list[tuple[Slot, Cut]], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
     """Return key -> shape and dtype in the checkpoint; parts in two dtypes in the files are a problem."""
-    sizes = {model.slots[param.name].key: param.shape for param in model.stand.params}
+    sizes = {slot.key: param.shape for param in model.stand.params for slot in model.slots[param.name]}
     infos: dict[str, TensorInfo] = {}
     first: dict[str, str] = {}
     for slot, cut in cuts:
@@ -305,7 +297,7 @@ def _to_files(
     call.settle()
     naming = naming_of(checkpoint.holds.tensors)
     everything = checkpoint.holds.tensors
-    stored = {key: everything[key] for key in model_in(everything, naming)}
+    stored = {key: everything[key] for key in model_in(everything, naming, shape)}
     left = dict.fromkeys(sorted(set(everything) - set(stored)), "not the model's, or a second name")
     infos = {key: TensorInfo(entry.shape, entry.dtype) for key, entry in stored.items()}
     sources, held = _sources(call, shape, naming, infos)

@@ -56,7 +56,8 @@ def holding_of(
 
     Args:
         keys: the HF keys of the role, in its order.
-        local: the parameter's own shape; the padding of a vocabulary follows from it alone.
+        local: the parameter's own shape; the padding of a vocabulary follows from it alone, and whether a
+            parameter is cut that releases of Megatron cut or not.
 
     Raises:
         ValueError: the rows of all TP ranks are fewer than the vocabulary has.
@@ -72,9 +73,18 @@ def holding_of(
         return Holding(size, (Cut(keys[0], Box((0, place.tp_rank * width), size), whole(size)),))
     if role.cut == "qkv":
         return _stacked(_qkv(keys, shape, place), full[1:])
-    if role.cut == "rows":
+    if role.cut == "gate_up":
+        # Two tensors, or two halves of one.
+        height = full[0] * len(keys) // 2
+        count = height // place.tp_size
+        first = place.tp_rank * count
+        starts = (first, first) if len(keys) == 2 else (first, height + first)
+        return _stacked(
+            (Rows(key, start, count) for key, start in zip((keys[0], keys[-1]), starts)), full[1:]
+        )
+    if role.cut == "rows" or (role.cut == "rows or whole" and local != full):
         count = full[0] // place.tp_size
-        return _stacked((Rows(key, place.tp_rank * count, count) for key in keys), full[1:])
+        return _stacked([Rows(keys[0], place.tp_rank * count, count)], full[1:])
     return Holding(full, (Cut(keys[0], whole(full), whole(full)),))
 
 
@@ -98,8 +108,14 @@ def _vocab(key: str, full: tuple[int, ...], place: Place, local: tuple[int, ...]
 
 def _qkv(keys: Sequence[str], shape: Shape, place: Place) -> list[Rows]:
     """The rows of a rank's fused projection, from top to bottom."""
-    dim, heads, groups = shape.head_dim, shape.heads, shape.kv_heads
-    q, k, v = keys
+    dim, heads, groups = (shape.number(name) for name in ("head_dim", "heads", "kv_heads"))
+    if len(keys) == 3:
+        q, k, v = keys
+        at_k = at_v = 0
+    else:
+        # One tensor has them all, each from a row of its own on.
+        q = k = v = keys[0]
+        at_k, at_v = heads * dim, (heads + groups) * dim
     rank, size = place.tp_rank, place.tp_size
     if place.style == "verl":
         # Fewer KV heads than ranks: neighbours hold the same head.
@@ -107,8 +123,8 @@ def _qkv(keys: Sequence[str], shape: Shape, place: Place) -> list[Rows]:
         own = heads // size * dim
         return [
             Rows(q, rank * own, own),
-            Rows(k, first * dim, count * dim),
-            Rows(v, first * dim, count * dim),
+            Rows(k, at_k + first * dim, count * dim),
+            Rows(v, at_v + first * dim, count * dim),
         ]
     # megatron-core: all groups in a row, each with its query heads, its key and its value, and of
     # these rows an equal share for each rank, wherever in a group that ends.
@@ -117,8 +133,8 @@ def _qkv(keys: Sequence[str], shape: Shape, place: Place) -> list[Rows]:
     for group in range(groups):
         every += [
             Rows(q, group * per_group, per_group),
-            Rows(k, group * dim, dim),
-            Rows(v, group * dim, dim),
+            Rows(k, at_k + group * dim, dim),
+            Rows(v, at_v + group * dim, dim),
         ]
     share = (heads + 2 * groups) * dim // size
     return list(_window(every, rank * share, share))

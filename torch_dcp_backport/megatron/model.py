@@ -14,6 +14,7 @@ from torch import nn
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.megatron.cuts import Place
+from torch_dcp_backport.megatron.families.table import Family
 from torch_dcp_backport.megatron.names import STYLES, Role, Style, role_of
 from torch_dcp_backport.transfer import Call, Problem
 from torch_dcp_backport.transfer.memory import has_slices, why_not_writable
@@ -23,6 +24,8 @@ Models = Union[nn.Module, Sequence[nn.Module]]
 Layers = Sequence[Sequence[int]]
 #: Parameter of a GroupedMLP -> its dimensions, once it is viewed.
 GROUPED_SHAPES = {"weight1": ("experts", "hidden", "own"), "weight2": ("experts", "own", "hidden")}
+#: A buffer that is trained: the router's bias of each expert.
+ROUTER_BUFFER = ".mlp.router.expert_bias"
 PARALLEL_STATE = "megatron.core.parallel_state"
 
 
@@ -122,10 +125,13 @@ class Local(NamedTuple):
         return kinds.pop() if len(kinds) == 1 else ""
 
 
-def describe(call: Call, models: Models, parallel: Optional[Parallel], layers: Optional[Layers]) -> Local:
+def describe(
+    call: Call, models: Models, family: Family, parallel: Optional[Parallel], layers: Optional[Layers]
+) -> Local:
     """Describe what this rank's chunks hold; a parameter that does not fit becomes a problem of the call.
 
     Args:
+        family: the table of the model in config.json.
         layers: for each chunk the numbers of its layers, from 0; None takes the modules' own numbers.
 
     Raises:
@@ -146,12 +152,12 @@ def describe(call: Call, models: Models, parallel: Optional[Parallel], layers: O
     for number, (module, _) in enumerate(chunks):
         prefix = f"[{number}]." if len(chunks) > 1 else ""
         numbers = numbers_of(module, style, None if layers is None else layers[number])
-        roles = roles_of(module, style, where)
+        roles = roles_of(module, style, family, where)
         for name, param in parameters_of(module):
             known = roles[name]
             problem = unfit(param)
             if known is None:
-                problem = "a parameter that no Hugging Face model of this kind has"
+                problem = f"a parameter that no {family.kinds[0]} model has in its Hugging Face files"
             if known is None or problem:
                 call.problems.append(Problem(problem, prefix + name, got=f"{tuple(param.shape)}"))
                 continue
@@ -165,7 +171,11 @@ def describe(call: Call, models: Models, parallel: Optional[Parallel], layers: O
 
 
 def parameters_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, parameter); of a GroupedMLP's two parameters each expert's part, as `weight1[0]`."""
+    """Yield (name, parameter); of a GroupedMLP's two parameters each expert's part, as `weight1[0]`.
+
+    Buffers of routers that files have are among them.
+    """
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(ROUTER_BUFFER))
     for name, param in module.named_parameters():
         path, _, last = name.rpartition(".")
         if last in GROUPED_SHAPES and path.endswith(".mlp.experts") and param.dim() == 2:
@@ -181,10 +191,10 @@ def parameters_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def roles_of(
-    module: nn.Module, style: Style, where: Parallel
+    module: nn.Module, style: Style, family: Family, where: Parallel
 ) -> dict[str, Optional[tuple[Role, Optional[int]]]]:
     """Return parameter -> (role, layer within the chunk); an expert has its number in the full model."""
-    roles = {name: role_of(style, name) for name, _ in parameters_of(module)}
+    roles = {name: role_of(style, family, name) for name, _ in parameters_of(module)}
     #: Layer -> its experts here.
     counts: dict[Optional[int], int] = {}
     for known in roles.values():

@@ -20,7 +20,6 @@ from torch_dcp_backport.megatron.names import (
     SCORE_BIAS,
     VALUE_HEADS,
     hf_keys,
-    hf_order,
 )
 from torch_dcp_backport.megatron.shape import Shape, misfits
 from torch_dcp_backport.transfer import Box, Problem, TensorInfo
@@ -63,7 +62,7 @@ class Spreading:
                 for param in stand.params:
                     self._add(ranks, stand, param)
         if not self.problems:
-            for key in sorted(self.blocks, key=hf_order):
+            for key in sorted(self.blocks, key=self.shape.order):
                 self.spreads[key] = spread_of(self.size_of(key), self.blocks[key])
                 gap = gaps(key, self.spreads[key])
                 self.problems += [problem._replace(key=self.named(key)) for problem in gap]
@@ -131,7 +130,7 @@ class Spreading:
                 needed.update(f"model.layers.{layer}.{name.format(number)}" for number in numbers)
         if not self.shape.tied or self.head.key:
             needed.add(self.head.key or HEAD)
-        missing = [key for key in sorted(needed, key=hf_order) if key not in self.spreads]
+        missing = [key for key in sorted(needed, key=self.shape.order) if key not in self.spreads]
         beyond = [key for key in self.spreads if key not in needed]
         return [
             *(Problem("held by no rank", name) for name in summed(by_layer(missing, self.spreads))),
@@ -210,7 +209,7 @@ def is_other_head(key: str, head: Head) -> bool:
 
 def check_files(tensors: Mapping[str, TensorInfo], plan: Spreading) -> None:
     """Add problems for tensors that the files lack, or have in another shape or dtype than needed."""
-    needed = sorted(plan.blocks, key=hf_order)
+    needed = sorted(plan.blocks, key=plan.shape.order)
     missing = [key for key in needed if key not in tensors]
     for name, keys in by_layer(missing, tensors).items():
         why = "config.json says tie_word_embeddings=false" if name == HEAD else ""

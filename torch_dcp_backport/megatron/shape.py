@@ -1,49 +1,83 @@
-"""The numbers of a model, as its config.json has them. Knows nothing of ranks or tensors."""
+"""The numbers of a model, as config.json and the table of its family have them. Knows nothing of ranks."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
-from torch_dcp_backport.megatron.names import ORDER
+from torch_dcp_backport.megatron.families import family_of
+from torch_dcp_backport.megatron.families.table import (
+    OF_EXPERTS,
+    Family,
+    Row,
+    Tensor,
+    dense_layers,
+    holds,
+    number_of,
+    size_of,
+    units_of,
+)
+from torch_dcp_backport.megatron.names import EMBED, HEAD, LAYER, NORM
 from torch_dcp_backport.transfer import Problem
 
-KINDS = ("qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe")
+#: The number of an expert in a key.
+EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+#: An expert's tensor comes after all others of its layer.
+LAST = 1_000_000
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of one of `KINDS`."""
+    """A decoder of one of the known families."""
 
     kind: str
-    layers: int
-    hidden: int
-    heads: int
-    #: Key and value heads; each serves `heads / kv_heads` query heads.
-    kv_heads: int
-    #: Of each head; not always `hidden / heads`.
-    head_dim: int
-    intermediate: int
-    vocab: int
+    #: (name in the family's formulas, value), sorted.
+    numbers: tuple[tuple[str, int], ...]
+    #: (key of config.json, value), sorted.
+    flags: tuple[tuple[str, bool], ...]
     #: Whether the files hold no lm_head, since it is the embedding.
     tied: bool
-    #: Whether all four projections of the attention have biases.
-    attention_bias: bool
-    #: Whether the projections of the MLP have them.
-    mlp_bias: bool
-    #: Whether the projections to q, k and v alone have them.
-    qkv_bias: bool = False
-
-    #: Of every sparse layer; 0 in a dense model.
-    experts: int = 0
-    #: Of each expert.
-    expert_intermediate: int = 0
-    #: Of the expert that all words go through; 0 where there is none.
-    shared_intermediate: int = 0
     #: The layers of a sparse model that are dense.
     dense: tuple[int, ...] = ()
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.kind)
+
+    def number(self, name: str) -> int:
+        """Return a number by its name in formulas; 0 where the family does not have it."""
+        return _numbers(self).get(name, 0)
+
+    @property
+    def layers(self) -> int:
+        return self.number("layers")
+
+    @property
+    def hidden(self) -> int:
+        return self.number("hidden")
+
+    @property
+    def vocab(self) -> int:
+        return self.number("vocab")
+
+    @property
+    def experts(self) -> int:
+        """Of every sparse layer; 0 in a dense model."""
+        return self.number("experts")
+
+    @property
+    def described(self) -> dict[str, object]:
+        """Every number, by what it is called in messages."""
+        return {
+            "model_type": self.kind,
+            "tied": self.tied,
+            "dense": self.dense,
+            **dict(self.numbers),
+            **dict(self.flags),
+        }
 
     def is_sparse(self, layer: int) -> bool:
         return bool(self.experts) and layer not in self.dense
@@ -53,60 +87,80 @@ class Shape:
         """Return whether some layers are dense and some sparse."""
         return len({self.is_sparse(layer) for layer in range(self.layers)}) > 1
 
+    def rows_in(self, layer: int) -> tuple[Row, ...]:
+        """Return the parameters of a layer, beside those of experts."""
+        return _rows(self, self.is_sparse(layer))
+
+    def experts_in(self, layer: int) -> tuple[Row, ...]:
+        """Return the parameters of each expert of a layer."""
+        return self.family.experts if self.is_sparse(layer) else ()
+
+    def every_row(self) -> Iterator[tuple[Row, bool]]:
+        """Yield (row, whether it is of an expert) of all that some layer has."""
+        for is_sparse in sorted({self.is_sparse(layer) for layer in range(self.layers)}):
+            yield from ((row, False) for row in _rows(self, is_sparse))
+            yield from ((row, True) for row in self.family.experts if is_sparse)
+
     def names_in(self, layer: int) -> frozenset[str]:
         """Return HF names of a layer's tensors, without its prefix; of experts with {} for the number."""
         return _names(self, self.is_sparse(layer))
 
     def hf_shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a tensor in the files, by its HF key."""
-        name, _, kind = key.rpartition(".")
-        path, _, module = name.rpartition(".")
-        width = self.intermediate
-        if ".mlp.experts." in path:
-            width = self.expert_intermediate
-        elif path.endswith(".shared_expert"):
-            width = self.shared_intermediate
-        sizes = self._sizes(module, width)
-        return sizes if kind == "weight" else sizes[:1]
+        if key in (EMBED, HEAD):
+            return self.vocab, self.hidden
+        if key == NORM:
+            return (self.hidden,)
+        tensor = _tensors(self.family)[EXPERT_NUMBER.sub("{}", LAYER.sub("", key))]
+        return tuple(size_of(size, _numbers(self)) for size in tensor.sizes)
 
-    def _sizes(self, module: str, width: int) -> tuple[int, ...]:
-        heads, groups = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "embed_tokens": (self.vocab, self.hidden),
-            "lm_head": (self.vocab, self.hidden),
-            "q_proj": (heads, self.hidden),
-            "k_proj": (groups, self.hidden),
-            "v_proj": (groups, self.hidden),
-            "o_proj": (self.hidden, heads),
-            "gate_proj": (width, self.hidden),
-            "up_proj": (width, self.hidden),
-            "down_proj": (self.hidden, width),
-            "gate": (self.experts, self.hidden),
-            "shared_expert_gate": (1, self.hidden),
-            "q_norm": (self.head_dim,),
-            "k_norm": (self.head_dim,),
-        }.get(module, (self.hidden,))
+    def order(self, key: str) -> tuple[int, int, int, str]:
+        """Return a key's place in an export, for sorting: embedding, layers, norm, heads."""
+        layer = LAYER.match(key)
+        if layer is None:
+            return (-1, 0, -1, key) if key == EMBED else (2**62, int(key != NORM), -1, key)
+        rest = key[layer.end() :]
+        expert = EXPERT_NUMBER.search(rest)
+        place = _places(self.family).get(EXPERT_NUMBER.sub("{}", rest), LAST)
+        if expert is None:
+            return int(layer[1]), place, -1, key
+        # All of an expert, then the next expert.
+        return int(layer[1]), LAST + int(expert[0]), place, key
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
+def _numbers(shape: Shape) -> dict[str, int]:
+    return dict(shape.numbers)
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(shape: Shape, is_sparse: bool) -> tuple[Row, ...]:
+    facts = {**_numbers(shape), **dict(shape.flags), "sparse": is_sparse, "dense": not is_sparse}
+    return tuple(row for row in shape.family.rows if holds(row.when, facts))
+
+
+@functools.lru_cache(maxsize=64)
 def _names(shape: Shape, is_sparse: bool) -> frozenset[str]:
-    return frozenset(name for name in ORDER if _has(shape, is_sparse, name))
+    rows = (*_rows(shape, is_sparse), *(shape.family.experts if is_sparse else ()))
+    return frozenset(key for row in rows for key in row.keys)
 
 
-def _has(shape: Shape, is_sparse: bool, name: str) -> bool:
-    path, _, part = name.rpartition(".")
-    path, _, module = path.rpartition(".")
-    if module in ("q_norm", "k_norm"):
-        return shape.kind.startswith("qwen3")
-    if path == "mlp.shared_expert" or module == "shared_expert_gate":
-        return is_sparse and shape.shared_intermediate > 0
-    if path == "mlp.experts.{}" or module == "gate":
-        return is_sparse
-    if path == "mlp":
-        return not is_sparse and (part == "weight" or shape.mlp_bias)
-    if part == "weight":
-        return True
-    return shape.attention_bias or (shape.qkv_bias and module != "o_proj")
+def _tensors(family: Family) -> Mapping[str, Tensor]:
+    return _tables(family.kinds)
+
+
+@functools.lru_cache(maxsize=64)
+def _tables(kinds: tuple[str, ...]) -> dict[str, Tensor]:
+    return family_of(kinds[0]).tensors()
+
+
+def _places(family: Family) -> Mapping[str, int]:
+    return _order(family.kinds)
+
+
+@functools.lru_cache(maxsize=64)
+def _order(kinds: tuple[str, ...]) -> dict[str, int]:
+    return {key: place for place, key in enumerate(_tables(kinds))}
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
@@ -115,86 +169,60 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     Raises:
         ValueError: another kind of model, quantised weights, or numbers that are missing or do not fit.
     """
-    kind = config.get("model_type")
-    if kind not in KINDS:
-        raise ValueError(f"config.json has the model_type {kind!r}; these are known: {', '.join(KINDS)}")
+    family = family_of(config.get("model_type"))
     if config.get("quantization_config"):
         raise ValueError("config.json has a quantization_config: quantised weights are not loaded")
-
-    def number(name: str, default: Optional[int] = None) -> int:
-        value: object = config.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"config.json has {name}={value!r}, where a positive number is needed")
-        return value
-
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
-    kv_heads = number("num_key_value_heads", heads)
+    formulas = family.formulas
+    # Without experts transformers makes every layer a dense one, whatever the other numbers are.
+    is_dense = "experts" in formulas and config.get(formulas["experts"]) == 0
+    numbers = {
+        name: 0 if is_dense and name in OF_EXPERTS else number_of(formula, config)
+        for name, formula in formulas.items()
+    }
+    heads, kv_heads = numbers["heads"], numbers["kv_heads"]
     if heads % kv_heads:
         raise ValueError(f"config.json has {heads} heads, which {kv_heads} KV heads cannot share")
-    if config.get("head_dim") is None and kind == "qwen3":
-        # Its class has a default of its own, whatever the other numbers are.
-        head_dim = 128
-    else:
-        head_dim = number("head_dim", hidden // heads)
-    layers = number("num_hidden_layers")
+    tied = config.get("tie_word_embeddings")
     return Shape(
-        kind=kind,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate=number("intermediate_size"),
-        vocab=number("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        # The classes of the others do not read it.
-        attention_bias=not kind.startswith("qwen2") and bool(config.get("attention_bias", False)),
-        mlp_bias=kind == "llama" and bool(config.get("mlp_bias", False)),
-        qkv_bias=kind == "qwen2" or (kind == "qwen2_moe" and bool(config.get("qkv_bias", True))),
-        **(_experts(config, number, layers) if kind.endswith("_moe") else {}),
+        kind=config["model_type"],
+        numbers=tuple(sorted(numbers.items())),
+        flags=tuple(sorted((key, bool(config.get(key, default))) for key, default in family.flags.items())),
+        tied=family.is_tied if tied is None else bool(tied),
+        dense=() if is_dense else dense_layers(family, config, numbers["layers"]),
     )
-
-
-def _experts(config: Mapping[str, Any], number: Callable[..., int], layers: int) -> dict[str, Any]:
-    """Return the numbers that only sparse models have."""
-    if config.get("num_experts") == 0:
-        # transformers then makes every layer a dense one, whatever the other numbers are.
-        return {}
-    step, dense = number("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-    return {
-        "experts": number("num_experts"),
-        "expert_intermediate": number("moe_intermediate_size"),
-        "shared_intermediate": (
-            number("shared_expert_intermediate_size") if config["model_type"] == "qwen2_moe" else 0
-        ),
-        "dense": tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
-    }
 
 
 def misfits(shape: Shape, tp_size: int, style: str, etp_size: int = 1) -> list[Problem]:
     """Return problems for numbers that TP, or the experts' TP, does not divide; style: "verl", "mcore"."""
-    sizes = [("num_attention_heads", shape.heads, tp_size)]
-    if not shape.experts or shape.dense:
-        sizes.append(("intermediate_size", shape.intermediate, tp_size))
-    sizes.append(("shared_expert_intermediate_size", shape.shared_intermediate, tp_size))
-    problems = [
-        Problem(f"{name} cannot be cut", "", f"{value}", f"a multiple of TP {size}")
-        for name, value, size in sizes
-        if value % size
-    ]
-    if shape.expert_intermediate % etp_size:
-        expected = f"a multiple of the experts' TP {etp_size}"
-        problems.append(
-            Problem("moe_intermediate_size cannot be cut", "", f"{shape.expert_intermediate}", expected)
-        )
-    if shape.kv_heads % tp_size and tp_size % shape.kv_heads:
+    #: (number, whether it is cut among the experts' ranks)
+    units: dict[tuple[str, bool], None] = {}
+    for row, is_expert in shape.every_row():
+        if row.cut in ("rows", "gate_up", "columns", "qkv"):
+            # Query heads are cut as units; a fused tensor has them first.
+            formula = row.tensors[0].sizes[1 if row.cut == "columns" else 0]
+            names = {"heads"} if row.cut == "qkv" else units_of(formula)
+            units.update(dict.fromkeys((name, is_expert) for name in sorted(names)))
+    problems = []
+    for name, is_expert in units:
+        size, value = etp_size if is_expert else tp_size, shape.number(name)
+        if value % size:
+            group = "the experts' TP" if is_expert else "TP"
+            expected = f"a multiple of {group} {size}"
+            key = shape.family.formulas[name].partition(" or ")[0]
+            problems.append(Problem(f"{key} cannot be cut", "", f"{value}", expected))
+    if any(row.cut == "qkv" for row, _ in shape.every_row()):
+        problems += _groups_that_do_not_fit(shape, tp_size, style)
+    return problems
+
+
+def _groups_that_do_not_fit(shape: Shape, tp_size: int, style: str) -> list[Problem]:
+    problems, groups = [], shape.number("kv_heads")
+    if groups % tp_size and tp_size % groups:
         expected = f"a multiple or a divisor of TP {tp_size}"
-        problems.append(Problem("num_key_value_heads cannot be cut", "", f"{shape.kv_heads}", expected))
-    rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        problems.append(Problem("num_key_value_heads cannot be cut", "", f"{groups}", expected))
+    rows = (shape.number("heads") + 2 * groups) * shape.number("head_dim")
     if style == "mcore" and rows % tp_size:
         # It deals out the rows of all groups, not the groups.
-        problems.append(
-            Problem("linear_qkv cannot be cut", "", f"{rows} rows", f"a multiple of TP {tp_size}")
-        )
+        expected = f"a multiple of TP {tp_size}"
+        problems.append(Problem("linear_qkv cannot be cut", "", f"{rows} rows", expected))
     return problems

@@ -13,8 +13,9 @@ from typing import NamedTuple, Optional
 import torch
 
 from torch_dcp_backport.megatron.cuts import Cut, Place, holding_of
+from torch_dcp_backport.megatron.families.table import Row
 from torch_dcp_backport.megatron.model import Param, Stand
-from torch_dcp_backport.megatron.names import EXPERT, LAYERS, MCORE, MCORE_MOE, STYLES, Role, hf_keys
+from torch_dcp_backport.megatron.names import LAYERS, STYLES, Role, hf_keys
 from torch_dcp_backport.megatron.plan import Head, Spreading
 from torch_dcp_backport.megatron.shape import Shape
 from torch_dcp_backport.transfer import Box, Problem, TensorInfo
@@ -26,13 +27,9 @@ OPTIMIZER = re.compile(r"(^|\.)(optimizer|chained_\d+)\.")
 MODEL = ("embedding.", "decoder.", "output_layer.")
 #: The full model is on a single TP rank.
 ALONE = Place("mcore", 0, 1)
-#: Norms of a model without TransformerEngine; its checkpoint has the fused names all the same.
-INPUT_NORM, MLP_NORM = "input_layernorm.weight", "pre_mlp_layernorm.weight"
-#: A sparse layer's norm is called so by models without TransformerEngine, and by MLP_NORM with it.
-FUSED_NORM = "mlp.linear_fc1.layer_norm_weight"
-#: Modules that save a state of their own with TransformerEngine: nothing, unless they compute in 8 bits.
-STATEFUL = ("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv")
-FEED_FORWARD = ("linear_fc1", "linear_fc2")
+#: Cuts of modules with a state of their own in TransformerEngine: empty, unless they compute in 8 bits.
+WITH_STATE = ("rows", "rows or whole", "columns", "gate_up", "qkv")
+CORE_ATTENTION = "self_attention.core_attention"
 
 
 class Slot(NamedTuple):
@@ -55,8 +52,8 @@ class Naming(NamedTuple):
     prefix: str = ""
     #: Whether each layer has keys of its own.
     is_flat: bool = False
-    #: The norm in front of the MLP of a sparse layer.
-    norm: str = MLP_NORM
+    #: The keys of a checkpoint that is read; None of a checkpoint that is written.
+    keys: Optional[frozenset[str]] = None
 
     def slot(self, rest: str, shape: Shape, layer: int, expert: Optional[int] = None) -> Slot:
         """Return the slot of a layer's tensor; `rest` is its name in the layer."""
@@ -65,6 +62,25 @@ class Naming(NamedTuple):
             return Slot(f"{self.prefix}{LAYERS}{layer}.{rest}", lead, extents)
         return Slot(f"{self.prefix}{LAYERS}{rest}", (layer, *lead), (shape.layers, *extents))
 
+    def slots(self, row: Row, shape: Shape, layer: int) -> tuple[Slot, ...]:
+        """Return where a parameter is written, under each name; of a checkpoint that is read, where it is."""
+        every = tuple(self.slot(name, shape, layer) for name in row.names)
+        if self.keys is None:
+            return every if row.is_under_each else every[:1]
+        there = [slot for slot in every if slot.key in self.keys]
+        return tuple(there[:1]) or every[:1]
+
+    def doubles(self, shape: Shape) -> set[str]:
+        """Return keys of second names of what is read under another name."""
+        return {
+            slot.key
+            for layer in range(shape.layers)
+            for row in shape.rows_in(layer)
+            if row.is_under_each
+            for slot in (self.slot(name, shape, layer) for name in row.names)
+            if slot not in self.slots(row, shape, layer)
+        }
+
 
 class Whole:
     """A full model on a single rank, as of megatron-core at TP 1, and its places in a checkpoint."""
@@ -72,10 +88,10 @@ class Whole:
     def __init__(self, shape: Shape, rows: Mapping[str, int], naming: Naming) -> None:
         """`rows`: of the embedding and of the head, padding included; a missing head has no entry."""
         self.shape = shape
-        #: Parameter name -> its slot.
-        self.slots: dict[str, Slot] = {}
+        #: Parameter name -> its slots, one for each of its names in the checkpoint.
+        self.slots: dict[str, tuple[Slot, ...]] = {}
         params: list[Param] = []
-        for name, role, layer, slot in params_of(shape, naming):
+        for name, role, layer, slots in params_of(shape, naming):
             if role.cut in ("vocab", "head"):
                 if name not in rows:
                     continue
@@ -83,7 +99,7 @@ class Whole:
             else:
                 size = holding_of(role, hf_keys(role, layer), shape, ALONE, ()).shape
             params.append(Param(name, role, layer, size, torch.bfloat16))
-            self.slots[name] = slot
+            self.slots[name] = slots
         self.stand = Stand(ALONE, tuple(params))
 
     def spreading(self, head: Head) -> Spreading:
@@ -95,42 +111,40 @@ class Whole:
         for param in self.stand.params:
             holding = spreading.holding(self.stand, param)
             for cut in holding.cuts if holding is not None else ():
-                yield self.slots[param.name], cut
+                yield from ((slot, cut) for slot in self.slots[param.name])
 
 
-def params_of(shape: Shape, naming: Naming) -> Iterator[tuple[str, Role, Optional[int], Slot]]:
-    """Yield (name, role, layer, slot) of every parameter that a model with these numbers may have."""
+def params_of(shape: Shape, naming: Naming) -> Iterator[tuple[str, Role, Optional[int], tuple[Slot, ...]]]:
+    """Yield (name, role, layer, slots) of every parameter that a model with these numbers may have."""
     for name, role in STYLES["mcore"].outside.items():
-        yield name, role, None, Slot(naming.prefix + name)
+        yield name, role, None, (Slot(naming.prefix + name),)
     for layer in range(shape.layers):
-        has, is_sparse = shape.names_in(layer), shape.is_sparse(layer)
-        norm = naming.norm if is_sparse else FUSED_NORM
-        for rest, role in {**MCORE, **MCORE_MOE}.items():
-            is_other = rest == INPUT_NORM or (rest in (MLP_NORM, FUSED_NORM) and rest != norm)
-            if not is_other and set(role.keys) <= has:
-                yield f"{LAYERS}{layer}.{rest}", role, layer, naming.slot(rest, shape, layer)
-        for rest, role in EXPERT.items():
-            for expert in range(shape.experts if is_sparse else 0):
-                slot = naming.slot(f"mlp.experts.experts.{rest}", shape, layer, expert)
-                name = f"{LAYERS}{layer}.mlp.experts.{expert}.{rest}"
-                yield name, role._replace(expert=expert), layer, slot
+        for row in shape.rows_in(layer):
+            slots = naming.slots(row, shape, layer)
+            yield f"{LAYERS}{layer}.{row.names[0]}", Role.of(row), layer, slots
+        for row in shape.experts_in(layer):
+            for expert in range(shape.experts):
+                slot = naming.slot(f"mlp.experts.experts.{row.names[0]}", shape, layer, expert)
+                name = f"{LAYERS}{layer}.mlp.experts.{expert}.{row.names[0]}"
+                yield name, Role.of(row, expert), layer, (slot,)
 
 
 def states_of(shape: Shape, naming: Naming) -> Iterator[Slot]:
     """Yield slots of empty objects that a load into modules of TransformerEngine asks for."""
     for layer in range(shape.layers):
-        modules = [*STATEFUL]
-        if not shape.is_sparse(layer):
-            modules += [f"mlp.{name}" for name in FEED_FORWARD]
-        elif shape.shared_intermediate:
-            modules += [f"mlp.shared_experts.{name}" for name in FEED_FORWARD]
-        for module in modules:
+        for module in (CORE_ATTENTION, *modules_of(shape.rows_in(layer))):
             slot = naming.slot(f"{module}._extra_state", shape, layer)
             # An object needs a place among those of its key, even where it is alone.
             yield slot if slot.lead else slot._replace(lead=(0,), extents=(1,))
-        for expert in range(shape.experts if shape.is_sparse(layer) else 0):
-            for name in FEED_FORWARD:
-                yield naming.slot(f"mlp.experts.experts.{name}._extra_state", shape, layer, expert)
+        for module in modules_of(shape.experts_in(layer)):
+            for expert in range(shape.experts):
+                yield naming.slot(f"mlp.experts.experts.{module}._extra_state", shape, layer, expert)
+
+
+def modules_of(rows: Iterable[Row]) -> dict[str, None]:
+    """Return the modules of TransformerEngine that hold these parameters."""
+    weights = [row.names[0] for row in rows if row.cut in WITH_STATE]
+    return dict.fromkeys(name.rpartition(".")[0] for name in weights if name.endswith(".weight"))
 
 
 def naming_of(keys: Iterable[str]) -> Naming:
@@ -139,18 +153,12 @@ def naming_of(keys: Iterable[str]) -> Naming:
     ends = sorted((key for key in known if key.endswith(EMBEDDING)), key=len)
     prefix = ends[0][: -len(EMBEDDING)] if ends else ""
     numbered = re.compile(re.escape(prefix + LAYERS) + r"\d+\.")
-    norm = MLP_NORM if any(key.endswith(MLP_NORM) for key in known) else FUSED_NORM
-    return Naming(prefix, any(map(numbered.match, known)), norm)
+    return Naming(prefix, any(map(numbered.match, known)), frozenset(known))
 
 
-def second_name(key: str) -> str:
-    """Return the other name of a sparse layer's norm; any other key as it is."""
-    return key[: -len(MLP_NORM)] + FUSED_NORM if key.endswith(MLP_NORM) else key
-
-
-def model_in(keys: Collection[str], naming: Naming) -> list[str]:
-    """Return the keys of a checkpoint's tensors that are the model's."""
-    doubles = {second_name(key) for key in keys if key.endswith(MLP_NORM)}
+def model_in(keys: Collection[str], naming: Naming, shape: Shape) -> list[str]:
+    """Return the keys of a checkpoint's tensors that are the model's, each once."""
+    doubles = naming.doubles(shape)
     starts = tuple(naming.prefix + name for name in MODEL)
     return [key for key in keys if key.startswith(starts) and key not in doubles]
 
@@ -160,7 +168,7 @@ def misfits_of(model: Whole, stored: Mapping[str, TensorInfo]) -> list[Problem]:
     problems: list[Problem] = []
     used: set[str] = set()
     for param in model.stand.params:
-        slot = model.slots[param.name]
+        slot = model.slots[param.name][0]
         if slot.key in used:
             continue
         used.add(slot.key)
