@@ -5,10 +5,11 @@ Must never draw a random number: that would change the states that it reads.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +51,16 @@ def set_rng_state(state: Mapping[str, Any], kind: str = "cpu") -> None:
     module = device_rng(kind)
     if module is not None and "device" in state:
         module.set_rng_state(state["device"])
+
+
+@contextlib.contextmanager
+def kept(kind: str = "cpu") -> Iterator[None]:
+    """Have the generators afterwards as they are now."""
+    state = rng_state(kind)
+    try:
+        yield
+    finally:
+        set_rng_state(state, kind)
 
 
 def device_rng(kind: str) -> Any:

@@ -16,9 +16,19 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-import torch.distributed as dist
+from torch import nn
 
-from torch_dcp_backport.checkpoint import manifest, remote, retention, store, together, uploads, verl
+from torch_dcp_backport.checkpoint import (
+    extra,
+    manifest,
+    remote,
+    retention,
+    store,
+    together,
+    uploads,
+    user_state,
+    verl,
+)
 from torch_dcp_backport.checkpoint.loaders import data_state, has_state, resume
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint.retention import Retention
@@ -96,6 +106,7 @@ class CheckpointHandler:
         verify: bool = True,
         trust: bool = False,
         on_upload: str = "raise",
+        state: Optional[Mapping[str, Any]] = None,
         process_group: Group = None,
     ) -> None:
         """Remember what to save, and where. Not collective.
@@ -126,6 +137,9 @@ class CheckpointHandler:
                 the save refuses them. For the rest see the manager's.
             on_upload: the outcome of a failed upload at the next save or `finish`: "raise", an error on every
                 rank, or "warn".
+            state: further objects by name, such as an average of weights or a gradient scaler, each with
+                `state_dict()` and `load_state_dict()`: saved in every step, and loaded from it. A step
+                without one of them is an error; what only the step has is named in the log.
             process_group: the ranks that save and load together; None is the default group.
 
         Raises:
@@ -148,6 +162,7 @@ class CheckpointHandler:
             )
         if max_ckpt_to_keep is not None and max_ckpt_to_keep < 1:
             raise ValueError(f"max_ckpt_to_keep={max_ckpt_to_keep}: keep at least 1, or None for all")
+        self.state = user_state.check_names(state)
         self.engine = engine
         self.train_dataloader = train_dataloader
         # Absolute: the working directory may be another when a step is saved.
@@ -257,7 +272,7 @@ class CheckpointHandler:
             CheckpointingException: the data loader's state would not load again without `trust`.
         """
         self.engine.save_checkpoint(local_path=str(draft), global_step=step, max_ckpt_to_keep=None)
-        rank = dist.get_rank(self.process_group) if dist.is_initialized() else 0
+        rank, _ = together.place_in(self.process_group)
         if self.lora_train_meta is not None and rank == 0:
             text = json.dumps(self.lora_train_meta, ensure_ascii=False, indent=4)
             writing_in(draft).write(draft / LORA, text.encode())
@@ -267,6 +282,7 @@ class CheckpointHandler:
             if reason:
                 raise CheckpointingException(f"the data loader's state would not load again: {reason}")
             writing_in(draft).write(draft / f"data_{self.data_rank}.pt", state)
+        user_state.save(self.state, draft, self.trust, self.process_group)
 
     def load_checkpoint(self) -> int:
         """Load the step that `resume_mode` selects, and return its number; 0 where there is none. Collective.
@@ -289,6 +305,9 @@ class CheckpointHandler:
             for step, path in left:
                 try:
                     self.load_step(Path(path), steps.is_ours)
+                except user_state.UsersError:
+                    # Older steps may fit; but what the program asked for, it gets or hears of.
+                    raise
                 except CheckpointingException as error:
                     if self.resume_mode == "resume_path":
                         raise
@@ -406,7 +425,13 @@ class CheckpointHandler:
         if has_state(self.train_dataloader):
             # Before anything is loaded: an error here must not leave a loaded model.
             states = data_state(folder, self.data_rank, self.data_world, self.on_data, self.trust)
+        objects = user_state.opened(self.state, folder, self.process_group)
         self.engine.load_checkpoint(str(folder))
+        if objects.objects:
+            # The engine has set the random generators: the code of objects may draw from them.
+            model = getattr(self.engine, "model", None)
+            with extra.kept(extra.device_type_of(model) if isinstance(model, nn.Module) else "cpu"):
+                user_state.load(objects, self.trust, self.process_group)
         if states is not None:
             resume(self.train_dataloader, states, self.at_epoch_end)
 
@@ -427,14 +452,14 @@ class CheckpointHandler:
         asked = getattr(self.engine, "get_data_parallel_rank", None)
         if asked is not None:
             return int(asked())
-        return dist.get_rank(self.process_group) if dist.is_initialized() else 0
+        return together.place_in(self.process_group)[0]
 
     @property
     def data_world(self) -> int:
         asked = getattr(self.engine, "get_data_parallel_size", None)
         if asked is not None:
             return int(asked())
-        return dist.get_world_size(self.process_group) if dist.is_initialized() else 1
+        return together.place_in(self.process_group)[1]
 
 
 def log_skipped(failures: Sequence[str], step: int, tracked: Optional[int]) -> None:

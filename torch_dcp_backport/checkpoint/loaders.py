@@ -69,16 +69,12 @@ def resume(loader: Any, state: Mapping[str, Any], at_epoch_end: str) -> None:
     if at_epoch_end != "next" or not is_over(loader, state):
         return
     # What the run draws from here on are the numbers that it would have drawn.
-    random_state = extra.rng_state()
-    try:
-        # Of torchdata's iterators some raise StopIteration when they are made so: the loop will hear of it.
-        with contextlib.suppress(StopIteration):
-            iterator, none = iter(loader), object()
-            if next(iterator, none) is none:
-                logger.info("the data loader's epoch was over at the save: the next epoch begins")
-                return
-    finally:
-        extra.set_rng_state(random_state)
+    # Of torchdata's iterators some raise StopIteration when they are made so: the loop will hear of it.
+    with extra.kept(), contextlib.suppress(StopIteration):
+        iterator, none = iter(loader), object()
+        if next(iterator, none) is none:
+            logger.info("the data loader's epoch was over at the save: the next epoch begins")
+            return
     loader.load_state_dict(state)
 
 

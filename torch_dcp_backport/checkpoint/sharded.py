@@ -7,14 +7,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
-import torch.distributed as dist
-
 from torch_dcp_backport.checkpoint.layout import SAVED, SCHEDULER, SCHEDULERS, SCHEDULERS_WORLD
 from torch_dcp_backport.checkpoint.manager import CONTENTS, BaseCheckpointManager
 from torch_dcp_backport.checkpoint.store import checked_step
 from torch_dcp_backport.checkpoint.together import (
     CANNOT_LOAD,
     CANNOT_SAVE,
+    place_in,
 )
 from torch_dcp_backport.checkpoint.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import (
@@ -250,6 +249,4 @@ class ShardedManager(BaseCheckpointManager):
 
     def place(self) -> tuple[int, int]:
         """Return this rank in the manager's process group, and the number of ranks."""
-        if not dist.is_initialized():
-            return 0, 1
-        return dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        return place_in(self.process_group)

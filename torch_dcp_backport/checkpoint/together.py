@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Optional, TypeVar
 
+import torch.distributed as dist
+
 from torch_dcp_backport.checkpoint import manifest, store
 from torch_dcp_backport.checkpoint.manifest import Entry, Manifest
 from torch_dcp_backport.checkpoint.store import Shelf
@@ -45,6 +47,11 @@ OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|data_(\d+)\.pt|\w+_rank_(\d+)\.pt")
 
 
 T = TypeVar("T")
+
+
+def place_in(group: Group) -> tuple[int, int]:
+    """Return this rank in a process group, and the number of ranks."""
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
 def waited_for(call: Call, topic: Topic, make: Callable[[], T], common: Common = NOTHING) -> T:

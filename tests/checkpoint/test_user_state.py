@@ -1,0 +1,213 @@
+"""`CheckpointHandler(state={"ema": ema})`: the program's own objects come back exactly, or are an error."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_ranks import sharded
+from trainer import Trainer
+
+from torch_dcp_backport.checkpoint import store
+from torch_dcp_backport.dist_checkpointing import CheckpointingException
+
+
+class Holder:
+    """An object whose state is whatever it is given."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        random.random()
+        torch.rand(1)
+        self.value = state
+
+
+class Average:
+    """An average of a model's parameters, kept by their names."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.shadow = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": 0.9, "shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in self.shadow.items():
+            value.copy_(state["shadow"][name])
+
+
+def odd_values() -> dict[str, Any]:
+    return {
+        "int and text": {0: torch.tensor(1.0), "0": torch.tensor(2.0)},
+        "a.b": torch.tensor([3]),
+        "a": {"b": torch.tensor([4])},
+        "list": [torch.zeros(0, 2), None, (torch.ones(2), "text")],
+        "order": OrderedDict(z=1, a=2),
+        "half": torch.ones(3, dtype=torch.bfloat16).t(),
+        "empty": {},
+    }
+
+
+def test_every_kind_of_value_comes_back(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, state={"odd": Holder(odd_values()), "none": Holder(None)})
+    trainer.handler.save_checkpoint(1)
+    other = Trainer(tmp_path, state={"odd": Holder({}), "none": Holder(7)})
+    assert other.handler.load_checkpoint() == 1
+    assert repr(other.handler.state["odd"].value) == repr(odd_values())
+    assert other.handler.state["none"].value is None
+
+
+def test_a_resume_draws_the_numbers_of_the_run(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, state={"own": Holder({"n": 1})})
+    trainer.train()
+    trainer.handler.save_checkpoint(1)
+    expected = trainer.state()["draws"]
+    other = Trainer(tmp_path, state={"own": Holder()})
+    other.handler.load_checkpoint()
+    assert other.state()["draws"] == expected
+
+
+def test_an_object_that_no_step_has_is_an_error_and_no_fault_of_steps(tmp_path: Path, caplog) -> None:
+    Trainer(tmp_path, state={"ema": Holder({"n": 1})}).handler.save_checkpoint(1)
+    Trainer(tmp_path, state={"scaler": Holder({"n": 2})}).handler.save_checkpoint(2)
+    other = Trainer(tmp_path, state={"ema": Holder(), "sampler": Holder()})
+    before = other.state()
+    with pytest.raises(
+        CheckpointingException, match=r"global_step_2 has no state of it \(it has scaler\).*'ema'"
+    ):
+        other.handler.load_checkpoint()
+    assert all(map(torch.equal, other.state()["parameters"], before["parameters"]))
+    assert not list(tmp_path.glob(f"*/{store.NOT_LOADED}"))
+    with caplog.at_level(logging.WARNING):
+        assert Trainer(tmp_path).handler.load_checkpoint() == 2
+    assert "not loaded, as state= does not have it: scaler" in caplog.text
+
+
+def test_an_error_of_the_objects_own_code_is_no_fault_of_the_step(tmp_path: Path) -> None:
+    for step in (1, 2):
+        Trainer(tmp_path, state={"own": Holder({"n": step})}).handler.save_checkpoint(step)
+
+    class Refuses(Holder):
+        def load_state_dict(self, state: Any) -> None:
+            raise KeyError("shape")
+
+    with pytest.raises(CheckpointingException, match="KeyError: 'shape'"):
+        Trainer(tmp_path, state={"own": Refuses()}).handler.load_checkpoint()
+    assert not list(tmp_path.glob(f"*/{store.NOT_LOADED}"))
+
+
+def test_a_damaged_state_is_the_steps_fault(tmp_path: Path) -> None:
+    for step in (1, 2):
+        Trainer(tmp_path, state={"own": Holder({"n": torch.ones(9) * step})}).handler.save_checkpoint(step)
+    (tmp_path / "global_step_2" / "user_state" / "common.pt").write_bytes(b"")
+    other = Trainer(tmp_path, state={"own": Holder()})
+    assert other.handler.load_checkpoint() == 1
+    assert other.handler.state["own"].value["n"][0] == 1
+
+
+def test_what_would_not_load_again_is_refused_by_the_save(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, state={"own": Holder({"odd": Trainer})})
+    with pytest.raises(CheckpointingException, match=r"state\['own'\] would not load again"):
+        trainer.handler.save_checkpoint(1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("state", [[1], {"": Holder()}, {1: Holder()}, {"ema": object()}])
+def test_what_is_no_state_is_refused_at_once(tmp_path: Path, state: Any) -> None:
+    with pytest.raises(ValueError, match="state"):
+        Trainer(tmp_path, state=state)
+
+
+def save_on_ranks(api: Any, root: Path, config: Any) -> list[torch.Tensor]:
+    trainer = Trainer(root, sharded(), config=config)
+    ema, rank = Average(trainer.model), dist.get_rank()
+    trainer.handler.state = {
+        "ema": ema,
+        "rank": Holder({"r": rank, "t": torch.tensor(rank)}),
+        "n": Holder([1]),
+    }
+    trainer.train(rank, rank + 1)
+    trainer.handler.save_checkpoint(3)
+    trainer.handler.finish()
+    return [value.full_tensor() for value in ema.shadow.values()]
+
+
+def load_on_ranks(api: Any, root: Path, expected: list[torch.Tensor], names: str) -> str:
+    trainer = Trainer(root, sharded(1))
+    objects = {"ema": Average(trainer.model), "rank": Holder(), "n": Holder()}
+    trainer.handler.state = {name: objects[name] for name in names.split()}
+    try:
+        trainer.handler.load_checkpoint()
+    except CheckpointingException as error:
+        return str(error)
+    assert all(map(torch.equal, (value.full_tensor() for value in objects["ema"].shadow.values()), expected))
+    if "rank" in names:
+        assert objects["rank"].value == {"r": dist.get_rank(), "t": torch.tensor(dist.get_rank())}
+    assert objects["n"].value == [1]
+    return ""
+
+
+@pytest.mark.parametrize("config", [None, {"async_save": True}])
+def test_shards_load_on_any_ranks_and_each_ranks_own_on_as_many(ranks, tmp_path: Path, config: Any) -> None:
+    expected = ranks(save_on_ranks, tmp_path, config, world=2)[0]
+    assert ranks(load_on_ranks, tmp_path, expected, "ema rank n", world=2) == [""] * 2
+    assert ranks(load_on_ranks, tmp_path, expected, "ema n", world=3) == [""] * 3
+    (text,) = set(ranks(load_on_ranks, tmp_path, expected, "ema rank n", world=3))
+    assert all(part in text for part in ("differ between ranks", "3 ranks", "2 ranks"))
+
+
+def faulty(api: Any, root: Path, what: str) -> str:
+    odd = dist.get_rank() == 1
+
+    class Fails(Holder):
+        def state_dict(self) -> Any:
+            if odd:
+                raise OSError("no state today")
+            return {}
+
+    states = {"names": {"b" if odd else "a": Holder(1)}, "code": {"own": Fails()}}
+    trainer = Trainer(root, state=states[what])
+    with pytest.raises(CheckpointingException) as caught:
+        trainer.handler.save_checkpoint(1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"), [("names", "not the same on every rank: state"), ("code", "rank 1: OSError: no state")]
+)
+def test_a_rank_that_fails_is_heard_of_on_every_rank(ranks, tmp_path: Path, what: str, says: str) -> None:
+    (text,) = set(ranks(faulty, tmp_path, what, world=2))
+    assert says in text
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(("global", "."))]
+
+
+def save_moments(api: Any, root: Path) -> None:
+    trainer = Trainer(root, sharded())
+    trainer.train()
+    trainer.handler.state = {"other": trainer.optimizer}
+    trainer.handler.save_checkpoint(1)
+
+
+def load_moments(api: Any, root: Path) -> str:
+    trainer = Trainer(root, sharded())
+    trainer.handler.state = {"other": torch.optim.AdamW(trainer.model.parameters())}
+    with pytest.raises(CheckpointingException) as caught:
+        trainer.handler.load_checkpoint()
+    return str(caught.value)
+
+
+def test_shards_are_never_given_whole_to_an_object_without_state(ranks, tmp_path: Path) -> None:
+    ranks(save_moments, tmp_path, world=2)
+    (text,) = set(ranks(load_moments, tmp_path, world=2))
+    assert all(part in text for part in ("make its state before the load", "exp_avg"))
