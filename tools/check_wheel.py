@@ -8,6 +8,7 @@ Runs in the lint lane (it has `build`, hatchling and mypy). What is sound is lef
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -30,6 +31,7 @@ def main() -> int:
         (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
         run(sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist))
         check_contents(wheel, sdist)
+        check_requirements(wheel, Path(folder))
         check_without_torch(wheel, Path(folder))
         check_with_torch(wheel, Path(folder), sys.argv[1])
         shutil.copytree(out, ROOT / "dist", dirs_exist_ok=True)
@@ -81,6 +83,42 @@ def installed(wheel: Path, env: Path) -> str:
     python = str(env / "bin" / "python")
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel))
     return python
+
+
+def check_requirements(wheel: Path, folder: Path) -> None:
+    """docs/install.md: `pip wheel` makes the same wheel, and a line with its hash installs it, extras too."""
+    env = folder / "requirements"
+    venv.create(env, with_pip=True)
+    pip = (str(env / "bin" / "python"), "-m", "pip")
+    site = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own, other = (Path(run(python, "-c", site).strip()) for python in (pip[0], sys.executable))
+    (own / "build.pth").write_text(f"{other}\n")  # hatchling
+    run(
+        *pip,
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder / "pip"),
+        str(ROOT),
+    )
+    (made,) = (folder / "pip").iterdir()
+    names = [set(zipfile.ZipFile(each).namelist()) for each in (made, wheel)]
+    if made.name != wheel.name or names[0] != names[1]:
+        raise SystemExit(f"pip makes another wheel: {made.name}, {sorted(names[0] ^ names[1])}")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    for source in (str(wheel), f"torch-dcp-backport=={wheel.name.split('-')[1]}"):
+        (folder / "requirements.txt").write_text(f"{source} --hash=sha256:{digest}\n")
+        places = ("--no-index", "--find-links", str(wheel.parent), "--no-deps", "--force-reinstall")
+        run(*pip, "install", "--quiet", *places, "-r", str(folder / "requirements.txt"))
+    extras = (
+        "import importlib.metadata as m; print(*m.metadata('torch-dcp-backport').get_all('Provides-Extra'))"
+    )
+    page = (ROOT / "docs" / "install.md").read_text()
+    told = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    if sorted(told) != sorted(run(pip[0], "-c", extras, cwd=folder).split()):
+        raise SystemExit(f"docs/install.md and the wheel have other extras: {told}")
 
 
 def check_with_torch(wheel: Path, folder: Path, lane: str) -> None:

@@ -19,6 +19,8 @@ ELSEWHERE = {
     "make demo": "with --size tiny, tools/check_wheel.py",
     "make test": ".ci/run",
     "make wheel": ".ci/run",
+    "pip install .": "tools/check_wheel.py",
+    "pip wheel --no-deps .": "tools/check_wheel.py",
     "pip install dist/torch_dcp_backport-*.whl": "tools/check_wheel.py",
     "pytest --pyargs torch_dcp_backport.regression": "make test",
     "python -m torch_dcp_backport verify --size tiny": "without a picture, tools/check_wheel.py",
@@ -70,29 +72,14 @@ def test_a_program_runs(interpreters: Interpreters, page: str, program: str, tmp
     output_of_code(interpreters, program, tmp_path)
 
 
-def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
-            if "://" in link:
-                continue
-            there = page.parent / link if link else page
-            assert there.exists(), f"{page.name}: {link}"
-            assert not anchor or anchor in anchors(there), f"{page.name}: {link}#{anchor}"
-
-
-def anchors(page: Path) -> set[str]:
-    """What its headings are called in links, as GitHub and GitLab call them."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 def test_the_readme_is_short_and_begins_with_the_symptom() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 150
+    assert len(lines) <= 100
     assert "OutOfMemoryError" in lines[2]
     headings = [line for line in lines if line.startswith("## ")]
-    first = ["Install", "Use", "See that it took", "What it does not do", "Measured"]
-    assert headings[:5] == [f"## {name}" for name in first]
+    assert headings == [
+        f"## {name}" for name in ("Install", "Proof", "Limits", "Libraries beside the backport")
+    ]
 
 
 def test_files_and_functions_that_internals_name_are_there() -> None:

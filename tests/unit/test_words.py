@@ -1,0 +1,84 @@
+"""What the documents say in the same words everywhere, and that every link in them leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from torch_dcp_backport.__main__ import ABOUT, HELP
+from torch_dcp_backport.activation.status import UNINSTALL
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("patches/*.md"),
+        *ROOT.glob("benchmarks/**/*.md"),
+    ]
+)
+#: An inline link or picture; the text may hold a picture of its own.
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def flat(text: str) -> str:
+    """A text without its breaks of lines."""
+    return " ".join(text.split())
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code and code in lines, which have no links."""
+    return re.sub(r"^ *```.*?^ *```$|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What its headings are called in links, as GitHub and GitLab call them; the second of a name has -1."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()).replace(
+            " ", "-"
+        )
+        found.add(name if name not in found else f"{name}-1")
+    return found
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/README.md"])
+def test_a_page_says_what_this_is_in_the_same_three_sentences(page: str) -> None:
+    assert flat(ABOUT) in flat((ROOT / page).read_text())
+    assert ABOUT in HELP
+    assert len(re.findall(r"\.(?: |$)", flat(ABOUT))) == 3
+
+
+def test_the_wheel_describes_itself_in_the_first_words_of_these() -> None:
+    (line,) = re.findall(r'^description = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert flat(ABOUT).partition(":")[0].split(" ", 1)[1].capitalize() == line.partition(". ")[0]
+
+
+def test_no_page_advises_to_uninstall_without_a_look_at_the_libraries() -> None:
+    assert "library of this package" in UNINSTALL
+    unsaid = [
+        f"{page.name}: {paragraph}"
+        for page in PAGES
+        for paragraph in re.split(r"\n\s*\n", page.read_text())
+        if re.search(r"\buninstall\b", paragraph) and "librar" not in paragraph
+    ]
+    assert unsaid == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    dead = []
+    for link, anchor in LINK.findall(prose(page)):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        there = page.parent / link if link else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            dead.append(f"{link}#{anchor}")
+    assert dead == []
+
+
+def test_no_address_of_the_project_is_invented() -> None:
+    texts = [*PAGES, ROOT / "pyproject.toml"]
+    assert [page.name for page in texts if "github.com/torch-dcp-backport" in page.read_text()] == []
