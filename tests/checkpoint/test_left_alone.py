@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from trainer import Trainer, same
 
 from torch_dcp_backport.__main__ import main
-from torch_dcp_backport.checkpoint import find_latest_ckpt_path, retention, store
+from torch_dcp_backport.checkpoint import PreservationPolicy, find_latest_ckpt_path, retention, store
 from torch_dcp_backport.checkpoint.store import Listed
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 
@@ -257,7 +257,9 @@ def test_verdicts(listed: list[Listed], keep: int, data: Any) -> None:
     """The newest good ones stay, in the order of their publication; what is foreign is never touched."""
     listed = sorted(listed, key=lambda entry: (entry.order, entry.step), reverse=True)
     bad = {entry.path for entry in listed if data.draw(st.booleans())}
-    decided = list(retention.verdicts(listed, keep, lambda entry: "bad" if entry.path in bad else ""))
+    decided = list(
+        retention.verdicts(listed, PreservationPolicy(keep), lambda entry: "bad" if entry.path in bad else "")
+    )
     assert [verdict.entry for verdict in decided] == listed
     gone = {verdict.entry.path for verdict in decided if verdict.action == retention.REMOVE}
     good = [entry.path for entry in listed if not entry.foreign and entry.path not in bad]
@@ -588,7 +590,7 @@ def test_a_step_that_another_process_saves_again_is_not_removed(tmp_path: Path, 
         if verdict.entry.step == 1:
             other("before")
 
-    assert retention.prune(tmp_path, 1, report) == []
+    assert retention.prune(tmp_path, PreservationPolicy(1), report) == []
     assert {path.name for path in tmp_path.iterdir()} == {"global_step_1", "global_step_3", store.TRACKER}
     assert find_latest_ckpt_path(tmp_path) == str(tmp_path / "global_step_1")
 

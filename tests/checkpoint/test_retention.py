@@ -23,6 +23,7 @@ from trainer import Trainer
 
 from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager, retention, store
 from torch_dcp_backport.checkpoint.background import Background
+from torch_dcp_backport.checkpoint.policies import PreservationPolicy
 from torch_dcp_backport.publish import disk
 
 
@@ -135,9 +136,9 @@ def test_a_removal_that_failed_is_gone_on_with(tmp_path: Path, monkeypatch, what
     elif then == "a start":
         assert Trainer(tmp_path).handler.load_checkpoint() == 3
     else:
-        assert retention.prune(tmp_path, 2, lambda verdict: None, is_dry=True) == []
+        assert retention.prune(tmp_path, PreservationPolicy(2), lambda verdict: None, is_dry=True) == []
         assert hidden.exists()
-        assert retention.prune(tmp_path, 2, lambda verdict: None) == []
+        assert retention.prune(tmp_path, PreservationPolicy(2), lambda verdict: None) == []
     names = {path.name for path in tmp_path.iterdir()} - {store.TRACKER}
     steps = {"a save": (3, 4), "the same step again": (1, 2)}.get(then, (2, 3))
     assert names == {store.name_of(step) for step in steps}
@@ -154,7 +155,7 @@ def test_what_stays_is_named_by_prune_and_at_a_start(tmp_path: Path, monkeypatch
             raise OSError(16, "Device or resource busy", name)
 
     monkeypatch.setattr(disk, "on_step", refuse)
-    (failure,) = retention.prune(tmp_path, 1, lambda verdict: None)
+    (failure,) = retention.prune(tmp_path, PreservationPolicy(1), lambda verdict: None)
     assert failure.startswith(f"{hidden}: [Errno 16]")
     caplog.clear()
     assert Trainer(tmp_path).handler.load_checkpoint() == 2
@@ -257,7 +258,7 @@ def test_one_that_stays_is_no_reason_to_keep_the_others(tmp_path: Path, monkeypa
     trainer.handler.finish()
     assert [step.step for step in store.steps_in(tmp_path)] == [4, 2]
     assert "still takes its room on the disk" in caplog.text
-    assert retention.prune(tmp_path, 1, lambda step: None) == [
+    assert retention.prune(tmp_path, PreservationPolicy(1), lambda step: None) == [
         f"{tmp_path / 'global_step_2'}: [Errno 13] Permission denied: '{tmp_path / 'global_step_2'}'"
     ]
 
@@ -271,7 +272,7 @@ def test_two_processes_that_prune(tmp_path: Path) -> None:
         if verdict.entry.step == 3:
             shutil.rmtree(verdict.entry.path)
 
-    assert retention.prune(tmp_path, 1, told) == []
+    assert retention.prune(tmp_path, PreservationPolicy(1), told) == []
     assert [step.step for step in store.steps_in(tmp_path)] == [4]
 
 
@@ -283,7 +284,7 @@ def test_prune_reads_what_is_to_stay_beside_one_that_could_not_be_loaded(tmp_pat
     (tmp_path / "global_step_2" / "data_0.pt").write_bytes(
         bytes((tmp_path / "global_step_2" / "data_0.pt").stat().st_size)
     )
-    retention.prune(tmp_path, 1, lambda step: None)
+    retention.prune(tmp_path, PreservationPolicy(1), lambda step: None)
     assert Trainer(tmp_path).handler.load_checkpoint() == 3
     # 3 could not be loaded before, and 2 is damaged.
     assert (tmp_path / "global_step_1").exists()

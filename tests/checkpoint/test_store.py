@@ -20,6 +20,7 @@ from damaging import flip
 from torch_dcp_backport.__main__ import main
 from torch_dcp_backport.checkpoint import commands, manifest, store
 from torch_dcp_backport.checkpoint.manifest import Damaged, Manifest
+from torch_dcp_backport.checkpoint.policies import keeping
 from torch_dcp_backport.checkpoint.retention import Retention
 from torch_dcp_backport.publish import disk, owners
 
@@ -38,7 +39,7 @@ def published(root: Path, step: int, content: bytes = b"values") -> Path:
 
 def retire(root: Path, keep: Optional[int], distrusted: Collection[Path] = ()) -> None:
     retention = Retention()
-    retention.retire(store.Shelf(root), keep, distrusted)
+    retention.retire(store.Shelf(root), keeping(keep), distrusted)
     assert retention.finish(30)
 
 

@@ -15,6 +15,7 @@ from torch_dcp_backport.checkpoint.handler import (
 from torch_dcp_backport.checkpoint.latest import find_latest_ckpt_path
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint.megatron import MegatronCheckpointManager
+from torch_dcp_backport.checkpoint.policies import PreservationPolicy
 
 __all__ = [
     "BaseCheckpointManager",
@@ -22,6 +23,7 @@ __all__ = [
     "FSDPCheckpointManager",
     "MegatronCheckpointManager",
     "OrchestrationMode",
+    "PreservationPolicy",
     "SaveSignals",
     "export_checkpoint",
     "extract_step",

@@ -1,4 +1,4 @@
-"""The commands `checkpoint list | prune ROOT`, `inspect | verify DIR` and `export DIR OUT`."""
+"""The commands `checkpoint list | prune ROOT`, `pin | unpin | inspect | verify DIR` and `export DIR OUT`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from torch_dcp_backport.checkpoint import exporting, manifest, retention, store
 from torch_dcp_backport.checkpoint.exporting import export_checkpoint
 from torch_dcp_backport.checkpoint.manifest import Manifest
+from torch_dcp_backport.checkpoint.policies import MODES, PreservationPolicy
 from torch_dcp_backport.checkpoint.retention import Verdict
 from torch_dcp_backport.checkpoint.store import Step
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, inspection
@@ -65,10 +66,22 @@ def prune(argv: list[str], prog: str) -> int:
     parser = argparse.ArgumentParser(prog=prog, description=PRUNES, epilog=CODES)
     parser.add_argument("root", metavar="ROOT", type=Path)
     parser.add_argument("--keep", type=int, required=True, metavar="N", help="how many good steps stay")
+    parser.add_argument("--every", type=int, metavar="N", help="steps divisible by N stay, too")
+    parser.add_argument("--best", type=int, default=0, metavar="N", help="the N best by metric stay, too")
+    parser.add_argument("--mode", choices=MODES, default="min", help="the better metric; by default min")
+    parser.add_argument("--trash", type=Path, metavar="DIR", help="move steps there, and remove none")
     parser.add_argument("--dry-run", action="store_true", help="only say what would become of each")
     args = parser.parse_args(argv)
     if args.keep < 1:
         print(f"{prog}: --keep {args.keep}: keep at least 1", file=sys.stderr)
+        return 2
+    try:
+        policy = PreservationPolicy(args.keep, args.every, args.best, args.mode)
+        trash = None if args.trash is None else args.trash.absolute()
+        if trash is not None and store.is_step_or_root(trash, args.root.absolute()):
+            raise ValueError(f"--trash {args.trash}: it is the root of the steps, or in a step")
+    except ValueError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
         return 2
     verbs = {retention.REMOVE: "would remove"} if args.dry_run else {}
 
@@ -76,10 +89,35 @@ def prune(argv: list[str], prog: str) -> int:
         step, verb = verdict.entry.step, verbs.get(verdict.action, verdict.action)
         print(inspection.printable(f"{verb:<12}  {step:>10}  {verdict.reason}"))
 
-    failures = retention.prune(args.root, args.keep, report, args.dry_run)
+    failures = retention.prune(args.root, policy, report, args.dry_run, trash)
     for failure in failures:
         print(inspection.printable(f"{prog}: {failure}"), file=sys.stderr)
     return 0 if not failures and any(not step.fault for step in store.steps_in(args.root)) else 1
+
+
+def pin(argv: list[str], prog: str) -> int:
+    """Run `checkpoint pin`."""
+    return mark(argv, prog, "Keep steps, whatever the policy of the run or of `checkpoint prune`.", store.pin)
+
+
+def unpin(argv: list[str], prog: str) -> int:
+    """Run `checkpoint unpin`."""
+    return mark(argv, prog, "Leave pinned steps to the policies again.", store.unpin)
+
+
+def mark(argv: list[str], prog: str, what: str, change: Callable[[Path], None]) -> int:
+    """Change the pins of steps; return the exit code."""
+    codes = "exit codes: 0 done; 1 no step, or the mark cannot be written; 2 wrong usage"
+    parser = argparse.ArgumentParser(prog=prog, description=what, epilog=codes)
+    parser.add_argument("steps", metavar="STEP", type=Path, nargs="+", help="the folder of a step")
+    code = 0
+    for folder in parser.parse_args(argv).steps:
+        try:
+            change(folder)
+        except (ValueError, OSError) as error:
+            print(inspection.printable(f"{prog}: {error}"), file=sys.stderr)
+            code = 1
+    return code
 
 
 def inspect(argv: list[str], prog: str) -> int:
@@ -201,4 +239,12 @@ def line_of(step: Step, is_verified: bool) -> str:
     )
 
 
-ACTIONS = {"list": list_steps, "prune": prune, "inspect": inspect, "verify": verify, "export": export}
+ACTIONS = {
+    "list": list_steps,
+    "prune": prune,
+    "pin": pin,
+    "unpin": unpin,
+    "inspect": inspect,
+    "verify": verify,
+    "export": export,
+}

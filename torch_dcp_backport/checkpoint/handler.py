@@ -5,6 +5,7 @@ Names and arguments are those of verl's `CheckpointHandler`. Collective.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -31,6 +32,12 @@ from torch_dcp_backport.checkpoint import (
 )
 from torch_dcp_backport.checkpoint.loaders import data_state, has_state, resume
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
+from torch_dcp_backport.checkpoint.policies import (
+    PreservationPolicy,
+    keeping,
+    metric_of,
+    spelled_metric,
+)
 from torch_dcp_backport.checkpoint.retention import Retention
 from torch_dcp_backport.checkpoint.saves import Saves
 from torch_dcp_backport.checkpoint.store import Shelf
@@ -96,6 +103,8 @@ class CheckpointHandler:
         *,
         default_local_dir: Folder,
         max_ckpt_to_keep: Optional[int] = None,
+        preserve: Optional[PreservationPolicy] = None,
+        trash_dir: Optional[Folder] = None,
         default_hdfs_dir: Optional[str] = None,
         resume_mode: str = "auto",
         resume_from_path: Optional[Folder] = None,
@@ -118,6 +127,9 @@ class CheckpointHandler:
             train_dataloader: with `state_dict()` and `load_state_dict()`, as torchdata's StatefulDataLoader.
             default_local_dir: the root of all steps; every rank sees it.
             max_ckpt_to_keep: how many good steps to keep, by what is on disk; None keeps all.
+            preserve: other steps that stay, in the place of max_ckpt_to_keep.
+            trash_dir: a folder on the same disk that steps are moved into which are not kept; None removes
+                them. Nothing is ever removed from it.
             default_hdfs_dir: a URL of fsspec, such as s3://bucket/run, or a path: the first rank uploads each
                 step to it in the background, and brings its newest step where `default_local_dir` has no
                 good step.
@@ -162,12 +174,20 @@ class CheckpointHandler:
             )
         if max_ckpt_to_keep is not None and max_ckpt_to_keep < 1:
             raise ValueError(f"max_ckpt_to_keep={max_ckpt_to_keep}: keep at least 1, or None for all")
+        if max_ckpt_to_keep is not None and preserve is not None:
+            raise ValueError(f"max_ckpt_to_keep={max_ckpt_to_keep} and preserve={preserve}: give one of them")
+        if preserve is not None and not isinstance(preserve, PreservationPolicy):
+            raise ValueError(f"preserve={preserve!r}: expected a PreservationPolicy")
         self.state = user_state.check_names(state)
         self.engine = engine
         self.train_dataloader = train_dataloader
         # Absolute: the working directory may be another when a step is saved.
         self.default_local_dir = Path(default_local_dir).absolute()
         self.max_ckpt_to_keep = max_ckpt_to_keep
+        self.preserve = preserve
+        self.trash_dir = None if trash_dir is None else Path(trash_dir).absolute()
+        if self.trash_dir is not None and store.is_step_or_root(self.trash_dir, self.default_local_dir):
+            raise ValueError(f"trash_dir={trash_dir}: it is the root of the steps, or in a step")
         self.resume_mode = resume_mode
         self.resume_from_path = None if resume_from_path is None else Path(resume_from_path).absolute()
         self.on_data = on_data
@@ -187,11 +207,18 @@ class CheckpointHandler:
         #: Steps that could not be loaded.
         self._distrusted: set[Path] = set()
 
-    def save_checkpoint(self, step: int) -> Path:
+    @property
+    def preservation(self) -> Optional[PreservationPolicy]:
+        """The policy of today; None keeps all steps."""
+        return keeping(self.max_ckpt_to_keep) if self.preserve is None else self.preserve
+
+    def save_checkpoint(self, step: int, *, metric: Optional[float] = None) -> Path:
         """Save a step; with a manager's `async_save`, begin to. Collective.
 
         Args:
             step: the number of the step, from which the folder's name is made; the same on every rank.
+            metric: a number by which `PreservationPolicy(best=...)` compares steps, the same on every rank;
+                NaN and infinity are not compared.
 
         Returns:
             The step's folder, which is complete. With `async_save` it is complete only after `finish`, with
@@ -202,22 +229,36 @@ class CheckpointHandler:
                 `async_save` also the failure of the save before; this save was not begun then.
         """
         root = self.default_local_dir
+        rating: Optional[float] = None
+        # What is no number is an error of every rank, below.
+        with contextlib.suppress(ValueError):
+            rating = metric_of(metric)
 
         def locate() -> Path:
             self._uploads.raise_failed()
+            metric_of(metric)
             return root / store.name_of(store.checked_step(step))
 
         def shelf_of(final: Path) -> Shelf:
             return self.shelf
 
         def track(final: Path) -> None:
+            if metric is not None and rating is None:
+                logger.warning("%s: metric=%s is compared with no other step's", final, metric)
             store.write_tracker(final.parent, step)
 
         def retire(final: Path) -> None:
             self._distrusted.discard(final)
-            self._retention.retire(self.shelf, self.max_ckpt_to_keep, self._distrusted)
+            # The policy of today: the program may have another one than when a save in the background began.
+            self._retention.retire(self.shelf, self.preservation, self._distrusted, self.trash_dir)
 
-        wanted = Wanted(locate, step, {"default_hdfs_dir": str(self.default_hdfs_dir)})
+        common = {
+            "default_hdfs_dir": str(self.default_hdfs_dir),
+            "metric": spelled_metric(metric),
+            "preserve": str(self.preservation),
+            "trash_dir": str(self.trash_dir),
+        }
+        wanted = Wanted(locate, step, common, rating)
         following = track, self.upload, retire
         self._saves.save(wanted, lambda draft: self.write(draft, step), shelf_of, following)
         return root / store.name_of(step)

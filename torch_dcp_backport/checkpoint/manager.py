@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 from torch_dcp_backport.checkpoint import extra, remote, store, together, uploads
+from torch_dcp_backport.checkpoint.policies import keeping
 from torch_dcp_backport.checkpoint.retention import Retention
 from torch_dcp_backport.checkpoint.saves import Saves
 from torch_dcp_backport.checkpoint.store import Shelf
@@ -236,7 +237,7 @@ class BaseCheckpointManager:
         """
         shelf = self._shelf_of(path)
         if shelf is not None:
-            self._retention.retire(shelf, keep)
+            self._retention.retire(shelf, keeping(keep))
 
     def _shelf_of(self, path: Path) -> Optional[Shelf]:
         """Return the shelf of a path, which remembers what it has listed."""

@@ -42,6 +42,8 @@ class Manifest:
     order: int
     #: Path below the folder, with "/" -> size and checksum of the file when it was saved.
     files: Mapping[str, Entry]
+    #: The number that the program gave the step; None without.
+    metric: Optional[float] = None
 
     @property
     def nbytes(self) -> int:
@@ -117,6 +119,7 @@ def write(folder: Path, manifest: Manifest) -> None:
         "world": manifest.world,
         "made_at": manifest.made_at,
         "order": manifest.order,
+        **({} if manifest.metric is None else {"metric": manifest.metric}),
         "files": {name: list(manifest.files[name]) for name in sorted(manifest.files)},
     }
     text = json.dumps(content, indent=1)
@@ -164,10 +167,18 @@ def parsed(data: Optional[bytes]) -> Manifest:
             raise Newer(f"{NAME} is of format {content['format']!r}; this release reads {FORMAT}")
         entries = {checked_name(name): Entry(*map(int, entry)) for name, entry in content["files"].items()}
         made_at, order = float(content["made_at"]), int(content["order"])
+        metric = content.get("metric")
         largest = max([order, *(entry.nbytes for entry in entries.values())])
         if largest >= LARGEST:
             raise ValueError("a number that no step has")
-        return Manifest(int(content["step"]), int(content["world"]), made_at, order, entries)
+        return Manifest(
+            int(content["step"]),
+            int(content["world"]),
+            made_at,
+            order,
+            entries,
+            None if metric is None else float(metric),
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise Damaged(f"{NAME} cannot be read: {error!r}") from error
 

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple, Optional
 
 from torch_dcp_backport.checkpoint import manifest, store, together
 from torch_dcp_backport.checkpoint.background import Background
+from torch_dcp_backport.checkpoint.policies import PreservationPolicy
 from torch_dcp_backport.checkpoint.store import NOT_LOADED, Listed, Shelf
 from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.meet import Topic, at_first
+from torch_dcp_backport.transfer.once import warn_once
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -38,33 +41,79 @@ class Verdict(NamedTuple):
     reason: str
 
 
+#: The reason of steps that stay since no good step would be left.
+ONLY_GOOD = "it would go, but no step that stays is good"
+
+
 def verdicts(
-    listed: Sequence[Listed], keep: Optional[int], fault_of: Callable[[Listed], str]
-) -> Iterator[Verdict]:
-    """Yield what becomes of each step: all that is older than the newest `keep` good steps is removed.
+    listed: Sequence[Listed], policy: Optional[PreservationPolicy], fault_of: Callable[[Listed], str]
+) -> list[Verdict]:
+    """Return what becomes of each step by a policy.
 
     Damaged steps among the older are removed, too. Left alone, and never counted, is what this package did
-    not publish, or cannot read.
+    not publish, or cannot read. Where no step that stays is good, nothing is removed.
 
     Args:
         listed: newest first.
-        keep: None keeps all.
+        policy: None keeps all.
         fault_of: returns why a step does not count as good, or ""; called until enough good steps are found.
     """
+    fault_of = functools.lru_cache(maxsize=None)(fault_of)
+    best = [] if policy is None else best_of(listed, policy, fault_of)
+    decided: list[Verdict] = []
     good = 0
     for entry in listed:
+        action, reason = KEEP, "all are kept"
         if entry.foreign:
-            text = entry.reason if entry.reason == entry.foreign else f"{entry.foreign}: {entry.reason}"
-            yield Verdict(entry, LEAVE, text)
-        elif not keep or good < keep:
+            action = LEAVE
+            reason = entry.reason if entry.reason == entry.foreign else f"{entry.foreign}: {entry.reason}"
+        elif policy is None:
+            fault = fault_of(entry)
+            reason = f"not counted: {fault}" if fault else reason
+        elif store.is_pinned(entry.path):
+            reason = "pinned"
+        elif good < policy.last:
             fault = fault_of(entry)
             good += not fault
-            counted = "all are kept" if not keep else f"{good} of {keep}"
-            yield Verdict(entry, KEEP, f"not counted: {fault}" if fault else counted)
+            reason = f"not counted: {fault}" if fault else f"{good} of {policy.last}"
+        elif policy.every is not None and entry.step % policy.every == 0:
+            reason = f"divisible by {policy.every}"
+        elif entry.path in best:
+            place = f"{best.index(entry.path) + 1} of the best {policy.best}"
+            reason = f"{place}, with metric {entry.metric:g}"
         elif store.is_uploading(entry.path):
-            yield Verdict(entry, KEEP, "being uploaded")
+            reason = "being uploaded"
         else:
-            yield Verdict(entry, REMOVE, f"older than the newest {keep} that are good")
+            action, reason = REMOVE, removal_of(policy)
+        decided.append(Verdict(entry, action, reason))
+    kept = (verdict.entry for verdict in decided if verdict.action == KEEP)
+    if policy is None or all(verdict.action != REMOVE for verdict in decided):
+        return decided
+    if any(not fault_of(entry) for entry in kept):
+        return decided
+    return [
+        verdict._replace(action=KEEP, reason=ONLY_GOOD) if verdict.action == REMOVE else verdict
+        for verdict in decided
+    ]
+
+
+def best_of(
+    listed: Sequence[Listed], policy: PreservationPolicy, fault_of: Callable[[Listed], str]
+) -> list[Path]:
+    """Return the paths of the good steps with the best metrics, the best first."""
+    rated = [(entry.metric, entry) for entry in listed if entry.metric is not None and not entry.foreign]
+    # Sorting leaves the newest of equal ones first.
+    rated.sort(key=lambda pair: pair[0] if policy.mode == "min" else -pair[0])
+    good = (entry.path for _, entry in rated if not fault_of(entry))
+    return list(itertools.islice(good, policy.best))
+
+
+def removal_of(policy: PreservationPolicy) -> str:
+    """Return why a step is removed."""
+    reasons = [f"older than the newest {policy.last} that are good"] if policy.last else []
+    reasons += [f"not divisible by {policy.every}"] if policy.every is not None else []
+    reasons += [f"not of the best {policy.best}"] if policy.best else []
+    return ", ".join(reasons)
 
 
 class Retention:
@@ -77,12 +126,25 @@ class Retention:
         #: Hidden folders that could not be removed, and the paths that they had.
         self._left: list[tuple[Path, Path]] = []
 
-    def retire(self, shelf: Shelf, keep: Optional[int], distrusted: Collection[Path] = ()) -> None:
-        """Hide the steps that are not kept, once those hidden before are removed; then remove them."""
+    def retire(
+        self,
+        shelf: Shelf,
+        policy: Optional[PreservationPolicy],
+        distrusted: Collection[Path] = (),
+        trash: Optional[Path] = None,
+    ) -> None:
+        """Hide the steps that are not kept, once those hidden before are removed; then remove them.
+
+        Args:
+            shelf: the steps of the run.
+            policy: the steps that stay; None keeps all.
+            distrusted: paths of steps that do not count as good.
+            trash: the folder that they are moved into instead.
+        """
         if not self.finish(PATIENCE):
             # The other ranks wait for this rank, and for no longer than their group's timeout.
             logger.warning("steps that are not kept are removed more slowly than others are saved")
-        if not keep:
+        if policy is None:
             return
 
         def fault_of(entry: Listed) -> str:
@@ -93,16 +155,21 @@ class Retention:
         left, self._left = self._left, []
         for hidden, final in left:
             self._background.add(functools.partial(self._remove, hidden, final, shelf.root, is_told=True))
-        decided = list(verdicts(shelf.listed(), keep, fault_of))
+        decided = verdicts(shelf.listed(), policy, fault_of)
         self._tell(shelf, [verdict for verdict in decided if verdict.action == LEAVE])
+        if any(verdict.reason == ONLY_GOOD for verdict in decided):
+            text = f"{shelf.root}: nothing is removed, as {policy} would leave no good step"
+            warn_once(logger, text, (shelf.root, policy))
         for entry in [verdict.entry for verdict in decided if verdict.action == REMOVE]:
             try:
-                taken = hide(entry)
+                taken = hide(entry, trash)
             except OSError as error:
                 # A step that cannot be hidden is no reason to keep the others.
                 logger.error("%s", still_there(entry.path, error))
                 continue
-            if taken is not None:
+            if taken is not None and trash is not None:
+                logger.info("%s is in the trash, as %s", entry.path, taken)
+            elif taken is not None:
                 self._background.add(functools.partial(self._remove, taken, entry.path, shelf.root))
 
     def _remove(self, hidden: Path, final: Path, root: Path, is_told: bool = False) -> str:
@@ -172,25 +239,29 @@ def believe(folder: Path) -> None:
         (folder / NOT_LOADED).unlink()
 
 
-def hide(entry: Listed) -> Optional[Path]:
-    """Hide a step, and return its hidden name; None where it is gone, or stays.
+def hide(entry: Listed, trash: Optional[Path] = None) -> Optional[Path]:
+    """Hide a step, and return its new name; None where it is gone, or stays.
 
-    It stays while it is being uploaded, and if it is no longer what was listed: another process saved the
-    step again, which makes it the newest; or its manifest was damaged.
+    It stays while it is being uploaded, and if it is no longer what was listed: another process pinned it, or
+    saved the step again, which makes it the newest; or its manifest was damaged.
+
+    Args:
+        entry: the step.
+        trash: the folder that it is moved into; None hides it where it is.
     """
     folder = entry.path
-    if not is_as_listed(entry, folder):
+    if not is_as_listed(entry, folder) or store.is_pinned(folder):
         return None
     disk.step(f"rename {folder.name} away")
     try:
-        hidden = store.taken(folder)
+        hidden = store.taken(folder, trash)
     except FileNotFoundError:
         # Another process removes, too.
         return None
     if hidden is None:
         logger.warning("%s stays until it is uploaded", folder)
-    elif not is_as_listed(entry, hidden) and not os.path.lexists(folder):
-        # Saved again between the look and the rename.
+    elif (not is_as_listed(entry, hidden) or store.is_pinned(hidden)) and not os.path.lexists(folder):
+        # Saved again, or pinned, between the look and the rename.
         os.rename(hidden, folder)
         return None
     return hidden
@@ -212,17 +283,23 @@ def still_there(folder: Path, reason: object) -> str:
     return f"a step that is not kept still takes its room on the disk: {folder}: {reason}"
 
 
-def remove(entry: Listed) -> str:
-    """Hide a step, and remove it; return why it could not be removed, or ""."""
+def remove(entry: Listed, trash: Optional[Path] = None) -> str:
+    """Hide a step, and remove it, unless it goes to the trash; return why it could not be removed, or ""."""
     try:
-        hidden = hide(entry)
+        hidden = hide(entry, trash)
     except OSError as error:
         return f"{entry.path}: {error}"
-    failure = "" if hidden is None else removed(hidden, entry.path)
+    failure = "" if hidden is None or trash is not None else removed(hidden, entry.path)
     return failure and f"{hidden}: {failure}"
 
 
-def prune(root: Path, keep: int, report: Callable[[Verdict], None], is_dry: bool = False) -> list[str]:
+def prune(
+    root: Path,
+    policy: PreservationPolicy,
+    report: Callable[[Verdict], None],
+    is_dry: bool = False,
+    trash: Optional[Path] = None,
+) -> list[str]:
     """Remove the steps that retention would, and report every step; return why some could not be removed.
 
     A step counts as good once all its bytes were read. What killed processes and failed removals left in the
@@ -237,8 +314,8 @@ def prune(root: Path, keep: int, report: Callable[[Verdict], None], is_dry: bool
 
     shelf = Shelf(root)
     failures = [] if is_dry else shelf.clean()
-    for verdict in verdicts(shelf.listed(), keep, fault_of):
+    for verdict in verdicts(shelf.listed(), policy, fault_of):
         report(verdict)
         if verdict.action == REMOVE and not is_dry:
-            failures.append(remove(verdict.entry))
+            failures.append(remove(verdict.entry, trash))
     return [failure for failure in failures if failure]

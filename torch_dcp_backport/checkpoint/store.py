@@ -45,10 +45,12 @@ STEP = re.compile(r"global_step_(\d+)")
 UPLOADED, UPLOADING = "uploaded.txt", "uploading.json"
 #: File in a step that could not be loaded where an older step could: retention does not count it.
 NOT_LOADED = "could-not-be-loaded.txt"
+#: File in a step that stays, whatever the policy of retention.
+PINNED = "pinned.txt"
 #: Seconds: file systems with coarse times may give two files of such a time the same.
 COARSE = 3.0
 #: Files beside those that the manifest lists.
-MARKS = (UPLOADED, UPLOADING, NOT_LOADED, OWNER)
+MARKS = (UPLOADED, UPLOADING, NOT_LOADED, PINNED, OWNER)
 #: Held while a step is hidden, and while a step is marked as being uploaded.
 _taking = threading.Lock()
 
@@ -95,6 +97,7 @@ class Listed(NamedTuple):
     foreign: str
     reason: str
     identity: Optional[Identity]
+    metric: Optional[float] = None
 
 
 class Stamp(NamedTuple):
@@ -198,6 +201,12 @@ def step_named(name: str) -> Optional[int]:
     return int(match[1]) if match is not None and name == name_of(int(match[1])) else None
 
 
+def is_step_or_root(path: Path, root: Path) -> bool:
+    """Return whether a folder is the root of steps, or in a step."""
+    parts = path.relative_to(root).parts if root in path.parents else ()
+    return path == root or any(STEP.fullmatch(part) for part in parts)
+
+
 def steps_in(root: Path) -> list[Step]:
     """Return every step folder of a root, newest first."""
     return Shelf(root).steps()
@@ -227,7 +236,7 @@ def listed_of(path: Path, step: int) -> Listed:
         return Listed(step, path, 0, error.kind, str(error), None)
     foreign = foreign_of(path, step, content)
     order = content.order if content.step == step else 0
-    return Listed(step, path, order, foreign, foreign, identity_of(path, content))
+    return Listed(step, path, order, foreign, foreign, identity_of(path, content), content.metric)
 
 
 def foreign_of(path: Path, step: int, content: Manifest) -> str:
@@ -341,7 +350,7 @@ def publish(draft: Draft, synced: Collection[str] = ()) -> None:
         logger.exception("%s is published; a loss of power may take it back", final)
     if replaced is not None:
         disk.step("remove the folder that was replaced")
-        for reason in removed(given_up(replaced), final)[:1]:
+        for reason in replaced_away(replaced, final)[:1]:
             logger.error("%s was replaced, and still takes its room on the disk: %s", final, reason)
 
 
@@ -394,9 +403,54 @@ def uploaded_to(folder: Path) -> str:
     return ""
 
 
-def taken(folder: Path) -> Optional[Path]:
-    """Hide a folder, and return its hidden name; None where it is being uploaded and stays."""
+def is_pinned(folder: Path) -> bool:
+    return os.path.lexists(folder / PINNED)
+
+
+def pin(folder: Path) -> None:
+    """Pin a step: no policy removes it, and a save in its place keeps it beside the new one.
+
+    Raises:
+        ValueError: it is no step that this package published.
+        OSError: the mark cannot be written.
+    """
+    content = published(folder)
+    if isinstance(content, str):
+        raise ValueError(f"{folder}: {content}")
+    disk.publish(folder / PINNED, b"no policy removes this step: `checkpoint unpin` takes this back\n")
+
+
+def unpin(folder: Path) -> None:
+    """Take a pin back.
+
+    Raises:
+        ValueError: the folder is not pinned.
+        OSError: the mark cannot be removed.
+    """
+    try:
+        (folder / PINNED).unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{folder} is not pinned") from None
+
+
+def replaced_away(hidden: Path, final: Path) -> list[str]:
+    """Remove a folder that another one has replaced, unless it is pinned; return why it is still there."""
+    if is_pinned(hidden):
+        return set_aside(hidden, final, "it is pinned, and the step was saved again")
+    return removed(given_up(hidden), final)
+
+
+def taken(folder: Path, trash: Optional[Path] = None) -> Optional[Path]:
+    """Hide a folder, and return its new name; None where it is being uploaded and stays.
+
+    Args:
+        trash: the folder that it is moved into, on the same disk; None hides it where it is.
+    """
     hidden = hidden_name(folder, "old")
+    if trash is not None:
+        trash.mkdir(parents=True, exist_ok=True)
+        # By no name that a step has, or that is cleaned up: the trash may be in the root of another run.
+        hidden = trash / f"{folder.parent.name}.{folder.name}.{secrets.token_hex(4)}"
     with _taking:
         if is_uploading(folder):
             return None
@@ -594,8 +648,12 @@ def _put_back(hidden: Path, final: Path) -> None:
 
 def _cleaned(path: Path, kind: str, final: Path) -> list[str]:
     """Remove a hidden folder that no process writes, if it is ours; return why it is still there."""
+    if kind in ("was", "old") and is_pinned(path) and not os.path.lexists(final):
+        # A process was killed that had seen the pin too late.
+        _put_back(path, final)
+        return []
     if kind == "was":
-        return removed(given_up(path), final)
+        return replaced_away(path, final)
     if kind == "old":
         return removed(path, final)
     if os.path.islink(path):

@@ -88,6 +88,8 @@ class Wanted(NamedTuple):
     step: int
     #: Other values that must be the same on every rank.
     common: Common = NOTHING
+    #: The number that the program gives the step.
+    metric: Optional[float] = None
 
     def place(self) -> tuple[Path, int]:
         """Return the folder's final path, and the step.
@@ -114,6 +116,7 @@ class Begun:
     draft: Optional[store.Draft]
     #: The requests are empty on every rank, or on none.
     writing: Writing
+    metric: Optional[float] = None
 
     @property
     def requests(self) -> Sequence[AsyncRequest]:
@@ -159,7 +162,7 @@ def begin_folder(
             with call.guard(), writing.is_open():
                 write(writing.draft)
             meet(call, Topic("writing"), common={"saves in the background": str(len(writing.requests))})
-    return Begun(final, step, draft, writing)
+    return Begun(final, step, draft, writing, wanted.metric)
 
 
 def outlook_of(final: Path, step: int, shelf: Optional[Shelf]) -> str:
@@ -257,7 +260,7 @@ def publish(
     assert begun.draft is not None, "runs on the first rank"
     order = 1 if shelf is None else shelf.next_order()
     listed = {name: Entry(*entry) for own in own_by_rank.values() for name, entry in own.items()}
-    content = Manifest(begun.step, len(own_by_rank), time.time(), order, {**listed, **more})
+    content = Manifest(begun.step, len(own_by_rank), time.time(), order, {**listed, **more}, begun.metric)
     manifest.write(begun.draft.folder, content)
     store.publish(begun.draft, set(listed))
     for follow in then:

@@ -1,0 +1,94 @@
+"""Policies of a run: which steps stay. Data alone; must never look at a disk or at other ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Optional
+
+MODES = ("min", "max")
+
+
+def checked_count(name: str, value: Any, least: int) -> None:
+    """Refuse what is no whole number from `least` on.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: expected a whole number from {least} on")
+
+
+@dataclass(frozen=True)
+class PreservationPolicy:
+    """The steps that stay: the newest, every Nth, the best by a metric. Pinned steps stay in any case.
+
+    Args:
+        last: the number of newest good steps that stay; pinned ones are not counted.
+        every: steps whose number is divisible by it stay; None for none.
+        best: the number of good steps with the best metrics that stay; of equal ones the newer.
+        mode: "min" where the lower metric is the better one, else "max".
+
+    Raises:
+        ValueError: a number or a mode that is not known; nothing would stay.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.checkpoint import (
+        ...     CheckpointHandler, FSDPCheckpointManager, PreservationPolicy
+        ... )
+        >>> policy = PreservationPolicy(last=1, every=4, best=1)
+        >>> contents = {"save_contents": ["model"]}
+        >>> manager = FSDPCheckpointManager(torch.nn.Linear(2, 3), checkpoint_config=contents)
+        >>> handler = CheckpointHandler(manager, default_local_dir="run", preserve=policy)
+        >>> for step, loss in enumerate([0.9, 0.2, 0.8, 0.7, 0.6, 0.5], start=1):
+        ...     _ = handler.save_checkpoint(step, metric=loss)
+        >>> handler.finish()
+        True
+        >>> import os
+        >>> sorted(name for name in os.listdir("run") if name.startswith("global"))
+        ['global_step_2', 'global_step_4', 'global_step_6']
+    """
+
+    last: int = 1
+    every: Optional[int] = None
+    best: int = 0
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        checked_count("last", self.last, 0)
+        checked_count("best", self.best, 0)
+        if self.every is not None:
+            checked_count("every", self.every, 1)
+        if self.mode not in MODES:
+            raise ValueError(f"mode={self.mode!r}: expected {' or '.join(MODES)}")
+        if not (self.last or self.every or self.best):
+            raise ValueError("last=0 without every and best: no step would stay")
+
+
+def keeping(count: Optional[int]) -> Optional[PreservationPolicy]:
+    """Return the policy that keeps so many newest steps; None, which keeps all, where there is no number."""
+    return PreservationPolicy(last=count) if count is not None and count > 0 else None
+
+
+def metric_of(value: Any) -> Optional[float]:
+    """Return a step's metric; None where there is none, or no number to compare steps by.
+
+    Raises:
+        ValueError: no number.
+    """
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"metric={value!r:.60}: expected a number") from error
+    return number if math.isfinite(number) else None
+
+
+def spelled_metric(value: Any) -> str:
+    """Return a metric as ranks compare it. Never raises."""
+    try:
+        return repr(metric_of(value))
+    except Exception as error:
+        return f"{type(error).__name__} for a {type(value).__name__}"
