@@ -333,7 +333,7 @@ class FSDPEngine(BaseEngine):
         Args:
             local_path: the folder, the same on every rank.
             hdfs_path: the URL that the folder is brought from, if it is absent or incomplete.
-            del_local_after_load: refused: the folder may be the only good checkpoint.
+            del_local_after_load: whether a folder that this load has brought is removed once it is loaded.
             unknown: options of other releases of verl, which are named in a warning and have no effect.
         """
         verl.say_unknown("load_checkpoint", unknown)
