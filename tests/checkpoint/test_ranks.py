@@ -141,7 +141,10 @@ def asks_alone(api: Any, root: Path, what: str) -> str:
             "rank 1: not the same on every rank: hdfs_path (expected None as on rank 0, got memory://there)",
         ),
         ("load nothing", "rank 1: not the same on every rank: folder (expected "),
-        ("load and delete", "rank 1: del_local_after_load is not supported"),
+        (
+            "load and delete",
+            "rank 1: not the same on every rank: del_local_after_load (expected False as on rank 0, ",
+        ),
     ],
 )
 def test_what_one_rank_asks_for_alone_is_told_on_all(ranks, tmp_path: Path, what: str, says: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from test_fsdp1 import trainer_of as fsdp1
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from trainer import Trainer, same
 
 from torch_dcp_backport import hf
 from torch_dcp_backport.__main__ import main
-from torch_dcp_backport.checkpoint import verl
+from torch_dcp_backport.checkpoint import FSDPCheckpointManager, verl
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 
 try:
@@ -165,3 +167,145 @@ def test_a_handler_goes_on_from_one_that_is_named(tmp_path: Path) -> None:
     resumed.handler.save_checkpoint(8)
     fresh = trainer_of(tmp_path)
     assert fresh.handler.load_checkpoint() == 8
+
+
+#: Of a checkpoint that has both kinds of files, and of one that has verl's alone.
+BOTH, ALONE = ["model", "optimizer", "extra", "verl"], ["verl"]
+
+
+def manager_of(trainer: Trainer, contents: list[str], **options: Any) -> FSDPCheckpointManager:
+    settings = {"save_contents": contents, "load_contents": contents}
+    return FSDPCheckpointManager(
+        trainer.model, trainer.optimizer, trainer.schedule, checkpoint_config=settings, trust=True, **options
+    )
+
+
+def sharded(root: Path, seed: int, how: str) -> Trainer:
+    return fsdp1(root, seed, False) if how == "FSDP1 without a mesh" else trainer_of(root, seed)
+
+
+def written(api: Any, root: Path, how: str, contents: list[str]) -> None:
+    trainer = sharded(root, 0, how)
+    trainer.train(3 + dist.get_rank(), 2)
+    manager_of(trainer, contents).save_checkpoint(root / "actor", global_step=1)
+    before = trainer.state()
+    fresh = sharded(root, 9, how)
+    fresh.loader.position = trainer.loader.position
+    manager_of(fresh, contents).load_checkpoint(root / "actor")
+    assert same(fresh.state(), before)
+    states = []
+    for each in (trainer, fresh):
+        each.train(5, 3)
+        states.append(each.state())
+    assert same(*states)
+
+
+@pytest.mark.parametrize("how", ["FSDP2", "FSDP1 without a mesh"])
+@pytest.mark.parametrize("contents", [BOTH, ALONE], ids="-".join)
+def test_verl_in_save_contents_writes_its_files(ranks, tmp_path: Path, how: str, contents: list[str]) -> None:
+    ranks(written, tmp_path, how, contents, world=2)
+    names = {path.name for path in (tmp_path / "actor").iterdir()}
+    pickles = {verl.name_of(part, 2, rank) for part in ("model", "optim", "extra_state") for rank in (0, 1)}
+    own = {"dist_ckpt"} if contents == BOTH else set()
+    assert names == {*pickles, *own, "manifest.json", "fsdp_config.json", "huggingface"} - (
+        set() if (tmp_path / "actor" / "huggingface").exists() else {"huggingface"}
+    )
+    # The versions of modules, which their own loading code asks for.
+    state = verl.loaded(tmp_path / "actor", "model", 2, 0)
+    assert state._metadata[""] == {"version": 1}
+
+
+def test_files_that_nothing_could_load_again_are_not_written(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    with pytest.raises(ValueError, match="verl alone could not be loaded again"):
+        FSDPCheckpointManager(trainer.model, trainer.optimizer, checkpoint_config={"save_contents": ["verl"]})
+
+
+def refused(api: Any, root: Path, optimizer: str) -> str:
+    trainer = trainer_of(root, 7)
+    if optimizer != "AdamW":
+        trainer.optimizer = getattr(torch.optim, optimizer)(trainer.model.parameters(), lr=0.1)
+        trainer.schedule = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1)
+    before = [part.clone() for part in trainer.state()["parameters"]]
+    state = trainer.optimizer.state_dict()["state"]
+    with pytest.raises(CheckpointingException) as caught:
+        manager_of(trainer, ALONE).load_checkpoint(root / "actor")
+    assert all(map(torch.equal, before, trainer.state()["parameters"]))
+    assert trainer.optimizer.state_dict()["state"] == state
+    return str(caught.value)
+
+
+def spoil(folder: Path, what: str) -> str:
+    """Make a rank's files those of another training; return the optimizer that they are loaded into."""
+    part = "optim" if "optim" in what or "exp" in what or "class" in what else "extra_state"
+    path = folder / f"{part}_world_size_2_rank_1.pt"
+    state = torch.load(path, weights_only=False)
+    if what == "no exp_avg_sq":
+        del state["state"][0]["exp_avg_sq"]
+    elif what == "no optim.state":
+        del state["state"]
+    elif what == "no schedule":
+        state["lr_scheduler"] = None
+    elif what == "no lr_scheduler":
+        del state["lr_scheduler"]
+    elif what == "half of rng":
+        del state["rng"]["random"]
+    torch.save(state, path)
+    return "SGD" if what == "another class" else "AdamW"
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        (
+            "another class",
+            "the state of another optimizer: optimizer.param_groups.0 (a SGD) (expected dampening",
+        ),
+        ("no exp_avg_sq", "optimizer.state.0 (expected exp_avg, exp_avg_sq, step, got exp_avg, step)"),
+        ("no optim.state", "missing in the file: optimizer.state"),
+        ("no schedule", "saved without a scheduler; this manager has one"),
+        ("no lr_scheduler", "missing in the file: extra_state.lr_scheduler"),
+        ("half of rng", "missing in the file: extra_state.rng.random"),
+    ],
+)
+def test_what_is_no_state_of_this_training_is_refused_before_a_write(
+    ranks, tmp_path: Path, what: str, says: str
+) -> None:
+    ranks(as_verl, tmp_path, world=2)
+    optimizer = spoil(tmp_path / "actor", what)
+    (text,) = set(ranks(refused, tmp_path, optimizer, world=2))
+    assert ("ranks 0-1: " if what == "another class" else "rank 1: ") in text
+    assert says in text
+
+
+def as_verl(api: Any, root: Path) -> None:
+    trainer = trainer_of(root)
+    trainer.train(3, 2)
+    write_as_verl(trainer, root / "actor", 2, dist.get_rank())
+
+
+def test_a_file_of_verl_that_was_changed_is_not_loaded_in_the_place_of_ours(tmp_path: Path, caplog) -> None:
+    trainer, folder = trainer_of(tmp_path), tmp_path / "actor"
+    trainer.train(1)
+    manager = manager_of(trainer, BOTH)
+    manager.save_checkpoint(folder, global_step=1)
+    state = trainer.state()
+    shutil.rmtree(folder / "dist_ckpt")
+    fresh = trainer_of(tmp_path, 5)
+    fresh.loader.position = trainer.loader.position
+    manager_of(fresh, BOTH).load_checkpoint(folder)
+    assert same(fresh.state(), state)
+    path = folder / "model_world_size_1_rank_0.pt"
+    changed = torch.load(path, weights_only=False)
+    changed["0.bias"] += 1
+    torch.save(changed, path)
+    before = fresh.state()["parameters"]
+    with pytest.raises(CheckpointingException, match=r"model_world_size_1_rank_0\.pt has "):
+        manager_of(fresh, BOTH).load_checkpoint(folder)
+    assert all(map(torch.equal, before, fresh.state()["parameters"]))
+    # Files that were put there later are none of the save's.
+    (folder / "manifest.json").unlink()
+    FSDPCheckpointManager(trainer.model).save_checkpoint(tmp_path / "other", global_step=1)
+    shutil.copy(tmp_path / "other" / "manifest.json", folder)
+    with pytest.raises(CheckpointingException, match="not in the manifest of the save"):
+        manager_of(fresh, BOTH).load_checkpoint(folder)

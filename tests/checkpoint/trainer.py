@@ -54,7 +54,7 @@ class Trainer:
         moments = [
             _local(value).clone()
             for state in self.optimizer.state.values()
-            for value in state.values()
+            for _, value in sorted(state.items())
             if isinstance(value, torch.Tensor)
         ]
         return {

@@ -310,6 +310,53 @@ def test_a_tensor_dict_says_itself_what_is_of_the_rows() -> None:
     assert first.data["in"]["score"].tolist() == [0, 1]
 
 
+def flagged(api: Any, folder: Path) -> dict[str, list[str]]:
+    """What an engine gives of a flag that stands in tensordict's wrappers."""
+    import tensordict
+
+    rank = dist.get_rank()
+    built = worker_of(folder, "ppo").engine
+    rows = ROWS // WORLD if rank else 1
+    said = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "temperature": 1.0}
+
+    def outputs_of(flag: Any) -> list[str]:
+        data = {name: value[:rows] for name, value in own(drawn(0), rank).items()}
+        ids = torch.cat([data["prompts"], data["responses"]], 1)
+        made = {"input_ids": ids, "attention_mask": data["attention_mask"], "calculate_entropy": flag(rows)}
+        settings = {name: plain(value, rows) for name, value in said.items()}
+        batch = tensordict.TensorDict({**made, **settings}, batch_size=[rows])
+        with built.eval_mode(), torch.no_grad():
+            try:
+                found = built.forward_backward_batch(batch, None, forward_only=True)
+            except RuntimeError as error:
+                return [str(error)]
+        return sorted(found["model_output"])
+
+    def plain(value: Any, rows: int) -> Any:
+        return tensordict.NonTensorData(value, batch_size=[rows])
+
+    each = tensordict.NonTensorStack
+    return {
+        "on": outputs_of(lambda rows: plain(True, rows)),
+        "off": outputs_of(lambda rows: plain(False, rows)),
+        "each on": outputs_of(lambda rows: each(*[True] * rows)),
+        "each off": outputs_of(lambda rows: each(*[False] * rows)),
+        "text": outputs_of(lambda rows: plain("False", rows)),
+        "some": outputs_of(lambda rows: each(*[False] * (rows - 1), rank == 1)),
+    }
+
+
+def test_flags_in_wrappers_are_read_as_their_value(workers: Any, tmp_path: Path) -> None:
+    """One rank has a row, and another four: it takes part in three micro-batches without any."""
+    test_qwen.write(tmp_path / "m")
+    for found in workers(flagged, tmp_path / "m"):
+        assert found["on"] == found["each on"] == ["entropy", "log_probs"]
+        assert found["off"] == found["each off"] == ["log_probs"]
+        assert "calculate_entropy='False': expected True or False" in found["text"][0]
+        assert "rank 1: " in found["some"][0]
+        assert "calculate_entropy is False for some rows and True for others" in found["some"][0]
+
+
 def keys_of(kind: Any) -> set[str]:
     return {entry.name for entry in dataclasses.fields(kind) if not entry.name.startswith("_")}
 

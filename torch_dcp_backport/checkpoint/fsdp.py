@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint import beside, extra, flat, verl
 from torch_dcp_backport.checkpoint.layout import ADAPTER, SAVED, SCHEDULERS_WORLD, TIED, WORLD
+from torch_dcp_backport.checkpoint.manager import CONTENTS, VERL
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
 from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, CANNOT_SAVE
 from torch_dcp_backport.checkpoint.writing import writing_in
@@ -70,13 +71,11 @@ class Adapter(NamedTuple):
     is_among_others: bool
 
 
-class VerlParts(NamedTuple):
-    """What is loaded of a checkpoint of verl's own manager; empty where it is not asked for."""
+class VerlFiles(NamedTuple):
+    """What is loaded of the files of verl's own manager; empty where it is not asked for."""
 
     model: dict[str, verl.Shards]
-    #: This rank's state dict, and the views of its tensors that are filled.
-    halves: dict[str, Any]
-    views: dict[str, Any]
+    #: This rank's state dict.
     optimizer: Any = None
     #: The schedule and the random states.
     others: Any = None
@@ -86,7 +85,9 @@ class FSDPCheckpointManager(ShardedManager):
     """A manager with verl's arguments and methods; its checkpoints load on any number of ranks and any mesh.
 
     Model and optimizer form a sharded checkpoint of `dist_checkpointing`. Scheduler and step are those of
-    the first rank; each rank has its own random states.
+    the first rank; each rank has its own random states. With "verl" in `save_contents` each rank also writes
+    the files of verl's own manager, for verl's merger and manager; "verl" alone writes nothing else of the
+    training, and is loaded with `trust`.
 
     Example:
         >>> import torch
@@ -101,6 +102,8 @@ class FSDPCheckpointManager(ShardedManager):
         >>> torch.equal(model.weight, saved)
         True
     """
+
+    offered = (*ShardedManager.offered, VERL)
 
     def __init__(
         self,
@@ -127,7 +130,8 @@ class FSDPCheckpointManager(ShardedManager):
                 not have go into every checkpoint. None is the folder that the model was loaded from.
 
         Raises:
-            ValueError: an unknown content; "hf_model" of a model without a configuration.
+            ValueError: an unknown content; "hf_model" of a model without a configuration; "verl" alone
+                without `trust`.
         """
         processing_class = tokenizer if processing_class is None else processing_class
         super().__init__(
@@ -143,6 +147,26 @@ class FSDPCheckpointManager(ShardedManager):
         if self.should_save_hf_model and not hasattr(self.unwrapped, "config"):
             kind = type(self.unwrapped).__name__
             raise ValueError(f"save_contents: no hf_model of a {kind}: it has no config")
+        if self.should_save_verl and not self.should_save_ours and not trust:
+            raise ValueError(
+                "save_contents: verl alone could not be loaded again: its files run what they say; take "
+                "trust=True, or name model, optimizer, extra beside it"
+            )
+
+    should_save_verl = property(lambda self: VERL in self.checkpoint_save_contents)
+    #: Whether a save has a sharded checkpoint: of "verl" alone there is none.
+    should_save_ours = property(
+        lambda self: not self.should_save_verl or bool(set(CONTENTS) & set(self.checkpoint_save_contents))
+    )
+
+    @property
+    def has_model(self) -> bool:
+        return super().has_model or (self.should_save_verl and "model" in self.contents_of_verl)
+
+    @property
+    def contents_of_verl(self) -> tuple[str, ...]:
+        """The contents of verl's files: those that are saved beside it, or all."""
+        return tuple(name for name in CONTENTS if name in self.checkpoint_save_contents) or CONTENTS
 
     def write(self, folder: Path, step: int) -> None:
         def prepare() -> dict[str, Any]:
@@ -165,7 +189,10 @@ class FSDPCheckpointManager(ShardedManager):
                 state.update({WORLD: world, extra.RNG: extra.own_object(self.get_rng_state(), rank, world)})
             return state
 
-        self.save_state(make, folder / SHARDED, step, self.agree_on_schedule())
+        if self.should_save_ours:
+            self.save_state(make, folder / SHARDED, step, self.agree_on_schedule())
+        if self.should_save_verl:
+            self.write_verl(folder)
         if self.should_save_hf_model:
 
             def write() -> None:
@@ -325,6 +352,33 @@ class FSDPCheckpointManager(ShardedManager):
             # Last: the loads before may draw random numbers.
             self.load_rng_state(loaded[extra.RNG][0])
 
+    def write_verl(self, folder: Path) -> None:
+        """Write this rank's files of verl's own manager. Collective.
+
+        Args:
+            folder: the folder of the checkpoint.
+
+        Raises:
+            CheckpointingException: FSDP does not shard the model, ...; the same on every rank.
+        """
+        (rank, world), contents = self.place(), self.contents_of_verl
+        with begin(CANNOT_SAVE, "save", self.process_group) as call:
+            with call.guard():
+                if world > 1 and not fsdp_version(self.model):
+                    kind = type(self.model).__name__
+                    raise CheckpointingException(
+                        f"verl: its files are shards of FSDP, which a {kind} has not"
+                    )
+                states = verl.states_to_save(self.model, self.optimizer, contents)
+                if "extra" in contents:
+                    rng = verl.rng_state_to_save(self.get_rng_state(), extra.device_type_of(self.model))
+                    schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+                    states[verl.EXTRA] = {"lr_scheduler": schedule, "rng": rng}
+                writing_in(folder).make_folder(folder)
+                for part, state in states.items():
+                    torch.save(state, folder / verl.name_of(part, world, rank))
+            meet(call, Topic("writing the files of verl's manager"))
+
     def verl_world(self, folder: Path) -> int:
         """Return the number of ranks of verl's own manager that saved a folder; 0 where ours did. Collective.
 
@@ -337,8 +391,8 @@ class FSDPCheckpointManager(ShardedManager):
                     meeting.answer(0 if (folder / SHARDED).exists() else verl.saved_world(folder))
             return int(meeting.result)
 
-    def verl_parts(self, call: Call, folder: Path, saved_world: int) -> VerlParts:
-        """Return the parts of a checkpoint of verl's own manager; a part that does not fit is a problem.
+    def verl_files(self, call: Call, folder: Path, saved_world: int) -> VerlFiles:
+        """Return what is loaded of verl's files; a file that cannot be loaded is a problem. Not collective.
 
         Args:
             call: the call that gets the problems.
@@ -357,20 +411,17 @@ class FSDPCheckpointManager(ShardedManager):
                 f"saved by {saved_world} ranks of verl's own manager, and loaded by {world}: on "
                 f"another number load_contents=['model'] alone can be, not {', '.join(contents)}"
             )
-        parts = VerlParts({}, {}, {})
-        if self.should_load_model:
-            model = verl.model_of(folder, saved_world)
-            halves = self.halves(True, False)
-            views = self.viewed(halves)
-            call.problems += verl.problems_of(model, tensors_of(views[MODEL]))
-            parts = VerlParts(model, halves, views)
-        if self.should_load_optimizer and self.optimizer is not None:
-            optimizer = verl.loaded(folder, verl.OPTIMIZER, world, rank)
-            call.problems += verl.problems_of_optimizer(optimizer, self.optimizer)
-            parts = parts._replace(optimizer=optimizer)
+        files = VerlFiles(verl.model_of(folder, saved_world) if self.should_load_model else {})
+        if self.should_load_optimizer:
+            if not isinstance(self.optimizer, torch.optim.Optimizer):
+                kind = type(self.optimizer).__name__
+                raise CheckpointingException(f"verl's files have one optimizer, and this manager a {kind}")
+            files = files._replace(optimizer=verl.loaded(folder, verl.OPTIMIZER, world, rank))
+            call.problems += verl.problems_of_optimizer(files.optimizer, self.optimizer)
         if self.should_load_extra:
-            parts = parts._replace(others=verl.loaded(folder, verl.EXTRA, world, rank))
-        return parts
+            files = files._replace(others=verl.loaded(folder, verl.EXTRA, world, rank))
+            call.problems += verl.problems_of_extra(files.others, self.lr_scheduler is not None)
+        return files
 
     def read_verl(self, folder: Path, saved_world: int) -> None:
         """Load a checkpoint of verl's own manager. Collective.
@@ -380,24 +431,38 @@ class FSDPCheckpointManager(ShardedManager):
             saved_world: the number of ranks that saved it.
 
         Raises:
-            CheckpointingException: without `trust`; files that do not fit the model; another number of
-                ranks, if more than the model is loaded.
+            CheckpointingException: without `trust`; files that do not fit the model, or are not those in the
+                manifest that is beside them; another number of ranks, if more than the model is loaded.
         """
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
-            made = call.attempt(self.verl_parts, call, folder, saved_world, key=str(folder))
+            # Before a pickle is opened, which may do anything.
+            with call.guard(str(folder)):
+                call.problems += verl.problems_of_files(folder, *self.place())
+            meet(call, Topic("comparing the files of verl's manager with the manifest"))
+        with begin(CANNOT_LOAD, "load", self.process_group) as call:
+            opened = call.attempt(self.verl_files, call, folder, saved_world, key=str(folder))
             common = {"load_contents": ", ".join(self.checkpoint_load_contents)}
             meet(call, Topic("reading the files of verl's manager"), common=common)
-        model, halves, views, optimizer, others = made.value
+        model, optimizer, others = opened.value
         if model:
-            verl.fill(model, tensors_of(views[MODEL]), dist.get_rank() if dist.is_initialized() else 0)
+            # Apart: under FSDP1 the model's state dict is collective.
+            with begin(CANNOT_LOAD, "load", self.process_group) as call:
+                with call.guard():
+                    halves = self.halves(True, False)
+                    targets = tensors_of(self.viewed(halves)[MODEL])
+                    call.problems += verl.problems_of(model, targets)
+                meet(call, Topic("comparing them with the model"))
+            verl.fill(model, targets, dist.get_rank() if dist.is_initialized() else 0)
             self.restore(halves)
         if optimizer is not None:
             verl.load_optimizer(optimizer, self.optimizer)
         if others is not None:
-            if self.lr_scheduler is not None and others["lr_scheduler"] is not None:
+            if self.lr_scheduler is not None:
                 self.lr_scheduler.load_state_dict(others["lr_scheduler"])
             if "rng" in others:
                 self.load_rng_state(verl.rng_state_of(others["rng"]))
+            elif self.is_first:
+                logger.warning("%s has no random states, which go on as they are", folder)
 
     def halves(self, has_model: bool, has_optimizer: bool) -> dict[str, Any]:
         """Return the state dicts of the model and of its optimizers, with DTensors.

@@ -59,7 +59,7 @@ LORA = "lora_train_meta.json"
 
 
 class OrchestrationMode(Enum):
-    """The process model of a training, as verl names it; only SPMD is supported."""
+    """The process model of a training, as verl names it; only SPMD is offered."""
 
     SPMD = 0
     RAY = 1
@@ -136,7 +136,7 @@ class CheckpointHandler:
             resume_mode: "disable" starts at step 0; "auto" takes the newest good step, or where there is none
                 yet `resume_from_path`; "resume_path" takes `resume_from_path` and no other.
             resume_from_path: the folder of a step, with global_step_N in its path.
-            mode: only `OrchestrationMode.SPMD` is supported.
+            mode: only `OrchestrationMode.SPMD`: a handler on each rank.
             lora_train_meta: written to lora_train_meta.json, for verl's tools.
             on_data: what to do where the states of data loaders do not fit the ranks of today: "error", or
                 "restart" the data.
@@ -166,7 +166,11 @@ class CheckpointHandler:
         if at_epoch_end not in ("next", "rest"):
             raise ValueError(f"at_epoch_end={at_epoch_end!r}: expected next or rest")
         if mode is not OrchestrationMode.SPMD and getattr(mode, "name", mode) != "SPMD":
-            raise ValueError(f"mode={mode}: only SPMD is supported yet")
+            raise ValueError(
+                f"mode={mode}: only SPMD is offered, a handler on each rank. Under Ray keep verl's own "
+                "handler in the driver, and put FSDPCheckpointManager in the place of the workers' own "
+                "manager: each of its folders is whole, or not there"
+            )
         if train_dataloader is not None and not has_state(train_dataloader) and on_data != "restart":
             raise ValueError(
                 "the data loader has no state_dict() and load_state_dict(): its data would start from the "

@@ -10,9 +10,11 @@ import difflib
 import functools
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Optional, Union
+
+import torch.distributed as dist
 
 from torch_dcp_backport.checkpoint import extra, remote, store, together, uploads
 from torch_dcp_backport.checkpoint.policies import keeping
@@ -25,6 +27,7 @@ from torch_dcp_backport.checkpoint.writing import writing_at
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.dist_checkpointing.engine.calls import begin
+from torch_dcp_backport.dist_checkpointing.resolved import resolved
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.meet import Topic
 from torch_dcp_backport.transfer.once import warn_once
@@ -34,6 +37,8 @@ logger = logging.getLogger("torch_dcp_backport.checkpoint")
 CONTENTS = ("model", "optimizer", "extra")
 #: Safetensors files beside the checkpoint, for other programs; never loaded here.
 HF_MODEL = "hf_model"
+#: Files of verl's own manager beside ours, or alone: of the contents named with it, or of all three.
+VERL = "verl"
 #: The settings of a checkpoint_config; and verl's that change nothing here, with the reason.
 SETTINGS = ("save_contents", "load_contents", "async_save")
 UNUSED = {"mbridge_config": "weights are converted by this package's own tables, not by mbridge"}
@@ -44,6 +49,9 @@ class BaseCheckpointManager:
 
     Subclasses define `write` and `read`.
     """
+
+    #: The contents that a save may be asked for.
+    offered: tuple[str, ...] = (*CONTENTS, HF_MODEL)
 
     def __init__(
         self,
@@ -73,25 +81,28 @@ class BaseCheckpointManager:
             process_group: the ranks that save and load together; None is the default group.
 
         Raises:
-            ValueError: an unknown content or setting.
+            ValueError: an unknown content or setting, or a setting without a value (OmegaConf's "???").
         """
-        check_settings(checkpoint_config)
+        settings = resolved(checkpoint_config, "checkpoint_config")
+        check_settings(settings)
         self.model = model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.processing_class = processing_class
         self.checkpoint_config = checkpoint_config
         self.process_group = process_group
-        self.checkpoint_save_contents = contents_of(checkpoint_config, "save_contents", (*CONTENTS, HF_MODEL))
-        asked = contents_of(checkpoint_config, "load_contents", (*CONTENTS, HF_MODEL))
-        # verl's configurations name hf_model in both lists.
-        self.checkpoint_load_contents = tuple(content for content in asked if content != HF_MODEL)
+        self.checkpoint_save_contents = contents_of(settings, "save_contents", self.offered)
+        asked = contents_of(settings, "load_contents", self.offered)
+        # verl's trainers load what they save: both lists name what is only saved.
+        self.checkpoint_load_contents = tuple(content for content in asked if content in CONTENTS)
+        if VERL in asked and not self.checkpoint_load_contents:
+            self.checkpoint_load_contents = CONTENTS
         if asked and not self.checkpoint_load_contents:
             raise ValueError(
                 f"load_contents={list(asked)}: {HF_MODEL!r} is not offered; there are {', '.join(CONTENTS)}"
             )
         self.trust = trust
-        self.is_async = bool(setting(checkpoint_config, "async_save"))
+        self.is_async = checked_flag("async_save", setting(settings, "async_save") or False)
         self.previous_global_step: Optional[int] = None
         self._saves = Saves(process_group)
         self._uploads = Uploads()
@@ -188,7 +199,8 @@ class BaseCheckpointManager:
         Args:
             local_path: the same on every rank; None loads nothing.
             hdfs_path: the URL that it is brought from, if it is absent or incomplete.
-            del_local_after_load: not offered: the folder may be the only good checkpoint.
+            del_local_after_load: remove the folder that this load has brought from `hdfs_path`, once it is
+                loaded. A folder that was here before the load stays, and so do files that were put into it.
 
         Raises:
             CheckpointingException: the same on every rank.
@@ -196,18 +208,22 @@ class BaseCheckpointManager:
         self._saves.finish()
 
         def locate() -> Optional[Path]:
-            if del_local_after_load:
-                raise CheckpointingException("del_local_after_load is not supported")
+            checked_flag("del_local_after_load", del_local_after_load)
+            if isinstance(local_path, str) and "://" in local_path:
+                raise ValueError(f"local_path={local_path}: a folder is loaded; give a URL as hdfs_path")
             return None if local_path is None else Path(local_path)
 
-        common = {"hdfs_path": str(hdfs_path)}
+        common = {"hdfs_path": str(hdfs_path), "del_local_after_load": str(bool(del_local_after_load))}
         path = together.put_back(locate, common, self.process_group)
+        brought: Optional[store.Identity] = None
         if path is not None and hdfs_path is not None:
             bring = functools.partial(uploads.bring_if_needed, hdfs_path, path)
             with begin(together.CANNOT_LOAD, "load", self.process_group) as call:
-                together.waited_for(call, Topic("bringing it from the store"), bring)
+                brought = together.waited_for(call, Topic("bringing it from the store"), bring)
         if path is not None:
             together.read_folder(path, self.read, is_verified=False, group=self.process_group)
+            if del_local_after_load and brought is not None and self.is_first:
+                uploads.remove_brought(path, brought)
 
     def write(self, folder: Path, step: int) -> None:
         """Write the parts into a folder that may not be there yet. Collective.
@@ -227,6 +243,11 @@ class BaseCheckpointManager:
             folder: the folder; the same on every rank.
         """
         raise NotImplementedError
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of the manager's ranks."""
+        return not dist.is_initialized() or dist.get_rank(self.process_group) == 0
 
     def ensure_checkpoint_capacity(self, path: Path, keep: Optional[int]) -> None:
         """Remove the older checkpoints that retention does not keep. Runs on the first rank.
@@ -304,9 +325,11 @@ def contents_of(config: Any, name: str, known: tuple[str, ...]) -> tuple[str, ..
     Raises:
         ValueError: a content that no checkpoint has.
     """
-    listed: Optional[Union[str, Iterable[str]]] = setting(config, name)
+    listed: Optional[Union[str, Iterable[str]]] = resolved(setting(config, name), name)
     if listed is None:
         return CONTENTS
+    if isinstance(listed, Mapping) or not isinstance(listed, Iterable):
+        raise ValueError(f"{name}={listed!r}: expected a list of {', '.join(known)}")
     contents = (listed,) if isinstance(listed, str) else tuple(listed)
     unknown = [content for content in contents if content not in known]
     if unknown:
@@ -314,6 +337,17 @@ def contents_of(config: Any, name: str, known: tuple[str, ...]) -> tuple[str, ..
             f"{name}={list(contents)}: {unknown[0]!r} is not offered; there are {', '.join(known)}"
         )
     return contents
+
+
+def checked_flag(name: str, value: Any) -> bool:
+    """Return an option that is on or off; of verl's also 1 and 0.
+
+    Raises:
+        ValueError: any other value: the text "False" would be true.
+    """
+    if isinstance(value, (bool, int)) and value in (True, False):
+        return bool(value)
+    raise ValueError(f"{name}={value!r}: expected True or False")
 
 
 def setting(config: Any, name: str) -> Any:

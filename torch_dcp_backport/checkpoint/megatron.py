@@ -33,6 +33,7 @@ from torch_dcp_backport.dist_checkpointing.optimizer import (
     optim_state_to_sharding_state,
 )
 from torch_dcp_backport.dist_checkpointing.options import LoadOptions
+from torch_dcp_backport.dist_checkpointing.resolved import resolved
 from torch_dcp_backport.dist_checkpointing.serialization import load_made
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import structure_of
 from torch_dcp_backport.dist_checkpointing.training_state import groups_together
@@ -376,7 +377,7 @@ def sharded_optimizer(optimizer: Any, model: Mapping[str, Any], is_loading: bool
     state["state"] = tensors
     parts = get_param_id_to_sharded_param_map(structure_of(dict(model)), parameters)
     optim_state_to_sharding_state(state, parts)
-    groups = optimizer.state_dict()["param_groups"]
+    groups = resolved(optimizer.state_dict()["param_groups"], "param_groups")
     del state["param_groups"]
     state[NAMED] = [
         {**group, "params": [name_of(parts[number]) for number in group["params"] if number in parts]}

@@ -299,13 +299,19 @@ def download(place: Place, final: Path) -> Manifest:
     """Download a folder, and compare it with its manifest; it gets its name once it is complete.
 
     Raises:
-        Failed: the folder is absent or incomplete in the store, or the store does not give it.
+        Failed: the folder is absent or incomplete in the store, or the store does not give it; or the folder
+            that is here is another step, which would be replaced.
     """
     mark = persistently(place.url, place.manifest_bytes)
     try:
         content = manifest.parsed(mark)
     except Damaged as error:
         raise Failed(f"{place.url}: {error}") from error
+    here = store.published(final)
+    if isinstance(here, Manifest) and here.step != content.step:
+        raise Failed(
+            f"{final} is of step {here.step}, and {place.url} of step {content.step}: move the folder away"
+        )
     draft = store.Draft(final)
     with discarding(draft):
         meter = meter_of("download", content)

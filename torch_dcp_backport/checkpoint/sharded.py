@@ -25,6 +25,7 @@ from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE
 from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.options import SaveOptions
+from torch_dcp_backport.dist_checkpointing.resolved import resolved
 from torch_dcp_backport.dist_checkpointing.serialization import begin_made, save_made
 from torch_dcp_backport.dist_checkpointing.training_state import are_alike
 from torch_dcp_backport.transfer import TransferError
@@ -46,6 +47,11 @@ class ShardedManager(BaseCheckpointManager):
 
     #: The content that the schedule belongs to.
     schedule_in = "extra"
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a save has the model, apart from "hf_model"."""
+        return bool(self.should_save_model)
 
     def write_configuration(self, folder: Path) -> None:
         """Write the files that `from_pretrained` needs beside weights. Runs on the first rank.
@@ -112,7 +118,7 @@ class ShardedManager(BaseCheckpointManager):
         text = meeting.result
         if not text:
             return
-        if not self.should_save_model:
+        if not self.has_model:
             raise CheckpointingException(f"{CANNOT_SAVE}: no hf_model: {text}") from failure
         if self.place()[0] == 0:
             logger.error(
@@ -130,7 +136,7 @@ class ShardedManager(BaseCheckpointManager):
         if self.lr_scheduler is None or self.schedule_in not in self.checkpoint_save_contents:
             return {}
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
-            state = call.attempt(self.lr_scheduler.state_dict)
+            state = call.attempt(lambda: resolved(self.lr_scheduler.state_dict(), SCHEDULER))
             if are_alike(call, state, Topic("comparing the schedules")):
                 return {SCHEDULER: state.value}
         rank, world = self.place()

@@ -15,6 +15,7 @@ from torch_dcp_backport.checkpoint import manifest, remote, store, together
 from torch_dcp_backport.checkpoint.background import Background
 from torch_dcp_backport.checkpoint.manifest import Damaged
 from torch_dcp_backport.checkpoint.remote import Failed, Place
+from torch_dcp_backport.checkpoint.store import Identity
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.meet import Topic, at_first
@@ -104,18 +105,51 @@ def bring_newest(root: Place, local: Path, tried: set[int]) -> Brought:
     return Brought(None, faults)
 
 
-def bring_if_needed(url: str, folder: Path) -> None:
+def bring_if_needed(url: str, folder: Path) -> Optional[Identity]:
     """Bring a folder from a store if it is absent here, or incomplete by its sizes. Runs on the first rank.
 
+    Returns:
+        What was brought; None where the folder was good.
+
     Raises:
-        Failed: the store does not have the folder, or does not give it.
+        Failed: the store does not have the folder, or does not give it; or the folder here is another step.
     """
     try:
         if not any(manifest.faults(folder, manifest.read(folder))):
-            return
+            return None
     except Damaged as error:
         logger.warning("%s: %s; it is brought from %s", folder, error, url)
     remote.download(remote.place_of(url), folder)
+    return store.identity_of(folder)
+
+
+def remove_brought(folder: Path, brought: Identity) -> None:
+    """Remove a folder that a load has brought; another that took its place stays. Runs on the first rank.
+
+    Files that this package did not write stay, too. A folder that cannot be removed is an error in the log:
+    the load is done.
+    """
+    if is_other(folder, brought):
+        logger.warning("%s is not what the load has brought any more, and is not removed", folder)
+        return
+    try:
+        hidden = store.taken(folder)
+        if hidden is None:
+            logger.warning("%s is being uploaded, and is not removed", folder)
+        elif is_other(hidden, brought):
+            # It was saved again in between: that is not for us to remove.
+            store.set_aside(hidden, folder, "it was saved while it was to be removed")
+        else:
+            for reason in store.removed(hidden, folder)[:1]:
+                logger.error("%s was brought, and still takes its room on the disk: %s", hidden, reason)
+    except OSError as error:
+        logger.error("%s was brought, and cannot be removed: %s", folder, error)
+
+
+def is_other(folder: Path, brought: Identity) -> bool:
+    """Return whether a name has another folder than the one that was brought, or none that is known."""
+    now = store.identity_of(folder)
+    return now is None or now.made is None or store.is_replaced(brought, now)
 
 
 def settle(call: Call, uploads: Uploads, is_blocking: bool) -> bool:

@@ -19,6 +19,7 @@ from torch_dcp_backport.dist_checkpointing.engine.common import digest_of, value
 from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from torch_dcp_backport.dist_checkpointing.options import LoadOptions, SaveOptions
+from torch_dcp_backport.dist_checkpointing.resolved import resolved
 from torch_dcp_backport.dist_checkpointing.serialization import (
     CANNOT_LOAD,
     full_tensor_of,
@@ -155,6 +156,9 @@ def state_of(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     if not all_optimizers:
         return {MODEL: get_model_state_dict(model)}
     model_state, optimizer_state = get_state_dict(model, all_optimizers)
+    if GROUPS in optimizer_state:
+        # verl's trainers hand on lists of their configuration: betas.
+        optimizer_state[GROUPS] = resolved(optimizer_state[GROUPS], GROUPS)
     return {MODEL: model_state, OPTIMIZER: optimizer_state}
 
 

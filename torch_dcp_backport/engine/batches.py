@@ -15,13 +15,15 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from torch_dcp_backport.engine.checks import whole
+from torch_dcp_backport.engine.checks import flag, whole
 from torch_dcp_backport.transfer import Call, Problem, raise_together
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.meet import meet_numbers
 
 TITLE = "cannot run this batch"
 IDS, MASK, LOSS_MASK, RESPONSES = "input_ids", "attention_mask", "loss_mask", "response_mask"
+#: Whether a language model also returns the entropies of its tokens.
+ENTROPY = "calculate_entropy"
 
 #: First column of a row that is no padding, and the column behind the last.
 Span = tuple[int, int]
@@ -187,6 +189,37 @@ def check_offered(data: Any, keys: set[Any]) -> None:
     if "force_group_size" in keys and data["force_group_size"] not in (None, 1):
         got = data["force_group_size"]
         raise ValueError(f"force_group_size={got}: rows that stay together in a micro-batch are not offered")
+    asked = value_in(data, ENTROPY)
+    flag(ENTROPY, False if asked is None else asked)
+
+
+def unwrapped(value: Any) -> Any:
+    """Return what a wrapper of tensordict holds: a value for the batch, or a list of a value for each row."""
+    while type(value).__name__ == "NonTensorData":
+        value = value.data
+    return value.tolist() if type(value).__name__ == "NonTensorStack" else value
+
+
+def value_in(data: Any, name: str, default: Any = None) -> Any:
+    """Return a setting of a batch: one value, also where joined batches have it for each row.
+
+    Raises:
+        ValueError: rows have other values than others.
+    """
+    if name not in set(data.keys()):  # a TensorDict iterates over rows
+        return default
+    value = unwrapped(data[name])
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        return value
+    values = [unwrapped(part) for part in value]
+    others = [part for part in values if part != values[0]]
+    if others:
+        raise ValueError(
+            f"{name} is {values[0]!r} for some rows and {others[0]!r} for others: one is for all"
+        )
+    return values[0] if values else default
 
 
 def digest_of(data: Any) -> int:
@@ -330,7 +363,8 @@ def micro_batches(data: Any, plan: Plan) -> Iterator[Micro]:
         for key in list(data.keys()):  # a TensorDict iterates over rows
             # Otherwise a list that happens to be as long as the batch would be cut.
             is_common = type(data.get(key)).__name__ == "NonTensorData"
-            micro[key] = data[key] if is_common else _selected(key, data[key], rows, columns, plan)
+            value = unwrapped(data[key])
+            micro[key] = value if is_common else _selected(key, value, rows, columns, plan)
         yield Micro(micro, rows, columns)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Optional, TypeVar, Union
 import torch
 
 from torch_dcp_backport.engine import verl
-from torch_dcp_backport.engine.batches import Limit
+from torch_dcp_backport.engine.batches import Limit, value_in
 from torch_dcp_backport.engine.build import Sharding
 from torch_dcp_backport.engine.checks import check_fields, clip, flag, number, optional, setting, whole
 from torch_dcp_backport.engine.step import check_schedule
@@ -194,7 +194,7 @@ class EngineConfig:
 
         def setting_of(name: str) -> Any:
             if name in set(data.keys()):  # a TensorDict iterates over rows
-                return data[name]
+                return value_in(data, name)
             own = getattr(self, f"infer_{name}", None) if is_inference else None
             return getattr(self, name) if own is None else own
 

@@ -202,6 +202,9 @@ class FSDPEngine(BaseEngine):
         limit, copies = functools.partial(self.engine_config.limit, data, forward_only), self.grid.sizes.tp
         plan = batches.plan(data, limit, needs_tokens=loss_function is not None, copies=copies)
         common = {"batch_num_tokens": plan.tokens, "dp_size": self.grid.dp_size}
+        if batches.ENTROPY in set(data.keys()):
+            # One answer for all micro-batches: a rank without rows here has no row to ask.
+            common[batches.ENTROPY] = bool(batches.value_in(data, batches.ENTROPY))
         outputs, losses, metrics = [], [], {}  # type: ignore[var-annotated]
         for number, micro in enumerate(batches.micro_batches(data, plan), 1):
             if not forward_only and self.engine_config.gradient_sync == "last":
@@ -333,7 +336,7 @@ class FSDPEngine(BaseEngine):
         Args:
             local_path: the folder, the same on every rank.
             hdfs_path: the URL that the folder is brought from, if it is absent or incomplete.
-            del_local_after_load: refused: the folder may be the only good checkpoint.
+            del_local_after_load: whether a folder that this load has brought is removed once it is loaded.
             unknown: options of other releases of verl, which are named in a warning and have no effect.
         """
         verl.say_unknown("load_checkpoint", unknown)
@@ -449,7 +452,7 @@ class FSDPEngineWithLMHead(FSDPEngine):
         elif temperature != 1.0:
             logits = logits / max(temperature, 1e-8)
         outputs = {"log_probs": heads.next_log_probs(logits, inputs[batches.IDS], inputs[batches.MASK])}
-        if data.get("calculate_entropy", False):
+        if data.get(batches.ENTROPY, False):
             outputs["entropy"] = heads.entropy(logits)
         return outputs
 
