@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -23,6 +23,7 @@ from torch import nn
 from torch_dcp_backport.checkpoint import (
     extra,
     manifest,
+    partial,
     remote,
     retention,
     store,
@@ -113,6 +114,8 @@ class CheckpointHandler:
         default_hdfs_dir: Optional[str] = None,
         resume_mode: str = "auto",
         resume_from_path: Optional[Folder] = None,
+        exclude: Collection[str] = (),
+        rename: Optional[Mapping[str, str]] = None,
         mode: OrchestrationMode = OrchestrationMode.SPMD,
         lora_train_meta: Optional[Mapping[str, Any]] = None,
         on_data: str = "error",
@@ -142,6 +145,9 @@ class CheckpointHandler:
             resume_mode: "disable" starts at step 0; "auto" takes the newest good step, or where there is none
                 yet `resume_from_path`; "resume_path" takes `resume_from_path` and no other.
             resume_from_path: the folder of a step, with global_step_N in its path.
+            exclude, rename: of a load from `resume_from_path`, as of the manager's `load_checkpoint`: a base
+                model into a model with adapters. The run's own steps are loaded whole. "state.NAME" in
+                exclude stands for an object of `state`.
             mode: only `OrchestrationMode.SPMD` is supported.
             lora_train_meta: written to lora_train_meta.json, for verl's tools.
             on_data: what to do where the states of data loaders do not fit the ranks of today: "error", or
@@ -186,6 +192,16 @@ class CheckpointHandler:
             raise ValueError(f"preserve={preserve!r}: expected a PreservationPolicy")
         if save_policy is not None and not isinstance(save_policy, SavePolicy):
             raise ValueError(f"save_policy={save_policy!r}: expected a SavePolicy")
+        wanted = partial.checked(exclude, rename)
+        if not wanted.is_whole and resume_from_path is None:
+            raise ValueError("exclude and rename are of a load from resume_from_path, which is None")
+        if not wanted.is_whole and not getattr(engine, "offers_partial_loads", False):
+            raise ValueError(f"exclude and rename are not offered by {type(engine).__name__}")
+        objects = [pattern for pattern in wanted.exclude if pattern.startswith("state.")]
+        for pattern in objects:
+            if not any(partial.fits(f"state.{name}", [pattern]) for name in state or {}):
+                raise ValueError(f"exclude has {pattern!r}, and state has none of that name")
+        self.partial = wanted
         self.state = user_state.check_names(state)
         self.engine = engine
         self.train_dataloader = train_dataloader
@@ -573,8 +589,14 @@ class CheckpointHandler:
         if has_state(self.train_dataloader):
             # Before anything is loaded: an error here must not leave a loaded model.
             states = data_state(folder, self.data_rank, self.data_world, self.on_data, self.trust)
-        objects = user_state.opened(self.state, folder, self.process_group)
-        self.engine.load_checkpoint(str(folder))
+        wanted = self.partial if self.resume_mode == "resume_path" else partial.WHOLE
+        names = [name for name in self.state if partial.fits(f"state.{name}", wanted.exclude)]
+        objects = user_state.opened(self.state, folder, self.process_group, names)
+        if wanted.is_whole:
+            self.engine.load_checkpoint(str(folder))
+        else:
+            others = [pattern for pattern in wanted.exclude if not pattern.startswith("state.")]
+            self.engine.load_checkpoint(str(folder), exclude=others, rename=wanted.rename)
         if objects.objects:
             # The engine has set the random generators: the code of objects may draw from them.
             with extra.kept(self.device_kind):

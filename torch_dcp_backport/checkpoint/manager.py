@@ -10,11 +10,12 @@ import difflib
 import functools
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from torch_dcp_backport.checkpoint import extra, remote, store, together, uploads
+from torch_dcp_backport.checkpoint import extra, partial, remote, store, together, uploads
+from torch_dcp_backport.checkpoint.partial import WHOLE, Partial
 from torch_dcp_backport.checkpoint.policies import keeping
 from torch_dcp_backport.checkpoint.retention import Retention
 from torch_dcp_backport.checkpoint.saves import Saves
@@ -44,6 +45,9 @@ class BaseCheckpointManager:
 
     Subclasses define `write` and `read`.
     """
+
+    #: Whether `read` knows `partial`.
+    offers_partial_loads = False
 
     def __init__(
         self,
@@ -97,6 +101,9 @@ class BaseCheckpointManager:
         self._uploads = Uploads()
         self._retention = Retention()
         self._shelves: dict[tuple[Path, Path], Shelf] = {}
+        #: The wishes of the load under way; and every key that the last load has left out.
+        self.partial = WHOLE
+        self.left_out: tuple[str, ...] = ()
         #: Whether anything was ever uploaded; the same on every rank.
         self._is_uploading = False
 
@@ -182,6 +189,9 @@ class BaseCheckpointManager:
         local_path: Optional[Folder],
         hdfs_path: Optional[str] = None,
         del_local_after_load: bool = False,
+        *,
+        exclude: Collection[str] = (),
+        rename: Optional[Mapping[str, str]] = None,
     ) -> None:
         """Load a checkpoint of `save_checkpoint`, on any number of ranks. Collective.
 
@@ -189,6 +199,12 @@ class BaseCheckpointManager:
             local_path: the same on every rank; None loads nothing.
             hdfs_path: the URL that it is brought from, if it is absent or incomplete.
             del_local_after_load: not offered: the folder may be the only good checkpoint.
+            exclude: patterns, as of `fnmatch`, of names of parameters and buffers that keep today's values,
+                and so do their states in the optimizer; or of whole keys: "optimizer.state.head.*".
+            rename: name in the checkpoint -> name of today; "*" in both stands for the same characters. The
+                first that fits a name counts.
+
+        `left_out` has every key that was not loaded afterwards, and the log of every rank names them.
 
         Raises:
             CheckpointingException: the same on every rank.
@@ -198,9 +214,11 @@ class BaseCheckpointManager:
         def locate() -> Optional[Path]:
             if del_local_after_load:
                 raise CheckpointingException("del_local_after_load is not supported")
+            self.partial = self.checked_partial(local_path, exclude, rename)
             return None if local_path is None else Path(local_path)
 
-        common = {"hdfs_path": str(hdfs_path)}
+        self.partial, self.left_out = WHOLE, ()
+        common = {"hdfs_path": str(hdfs_path), **partial.spelled(exclude, rename)}
         path = together.put_back(locate, common, self.process_group)
         if path is not None and hdfs_path is not None:
             bring = functools.partial(uploads.bring_if_needed, hdfs_path, path)
@@ -208,6 +226,28 @@ class BaseCheckpointManager:
                 together.waited_for(call, Topic("bringing it from the store"), bring)
         if path is not None:
             together.read_folder(path, self.read, is_verified=False, group=self.process_group)
+
+    def checked_partial(self, path: Optional[Folder], exclude: Any, rename: Any) -> Partial:
+        """Return the wishes of a load.
+
+        Args:
+            path: the folder that is loaded.
+            exclude, rename: as of `load_checkpoint`.
+
+        Raises:
+            ValueError: they are no patterns.
+            CheckpointingException: they are not offered here; there is nothing to load.
+        """
+        wanted = partial.checked(exclude, rename)
+        if wanted.is_whole:
+            return wanted
+        if path is None:
+            raise CheckpointingException(
+                "exclude and rename are of a load, and there is no path to load from"
+            )
+        if not self.offers_partial_loads:
+            raise CheckpointingException(f"exclude and rename are not offered by {type(self).__name__}")
+        return wanted
 
     def write(self, folder: Path, step: int) -> None:
         """Write the parts into a folder that may not be there yet. Collective.
