@@ -15,7 +15,7 @@ from torch_dcp_backport.checkpoint.handler import (
 from torch_dcp_backport.checkpoint.latest import find_latest_ckpt_path
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint.megatron import MegatronCheckpointManager
-from torch_dcp_backport.checkpoint.policies import PreservationPolicy
+from torch_dcp_backport.checkpoint.policies import PreservationPolicy, SavePolicy
 
 __all__ = [
     "BaseCheckpointManager",
@@ -24,6 +24,7 @@ __all__ = [
     "MegatronCheckpointManager",
     "OrchestrationMode",
     "PreservationPolicy",
+    "SavePolicy",
     "SaveSignals",
     "export_checkpoint",
     "extract_step",

@@ -70,20 +70,27 @@ class SaveSignals:
 
     def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, process_group: Group = None) -> None:
         self.process_group = process_group
-        self.signals = tuple(signals)
+        # Named twice, a signal would have this handler as its own former one.
+        self.signals = tuple(dict.fromkeys(signals))
         self._received = False
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> SaveSignals:
         if self._former:
             raise RuntimeError("these signals are watched already")
-        for number in self.signals:
-            self._former[number] = signal.signal(number, self._note)
+        try:
+            for number in self.signals:
+                self._former[number] = signal.signal(number, self._note)
+        except (OSError, ValueError):
+            # Not in the main thread, or a signal that no program gets: none is left half watched.
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, former in self._former.items():
-            signal.signal(number, former)
+            # None stands for a handler that is not of Python's.
+            signal.signal(number, signal.SIG_DFL if former is None else former)
         self._former = {}
 
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
@@ -91,6 +98,11 @@ class SaveSignals:
         former = self._former.get(signal.Signals(number))
         if callable(former):
             former(number, frame)
+
+    def take(self) -> bool:
+        """Return whether this rank got a signal since the last call. Not collective."""
+        received, self._received = self._received, False
+        return received
 
     def should_save(self, expires: bool = False) -> bool:
         """Return whether any rank got a signal since the last call, or passes `expires`. Collective.
@@ -101,7 +113,7 @@ class SaveSignals:
             expires: whether this rank has another reason to save, such as `should_save_ckpt_esi`.
         """
         with begin("cannot agree on a save", "save", self.process_group) as call:
-            received, self._received = self._received, False
+            received = self.take()
             with at_first(call, Topic("asking for signals"), received or expires) as meeting:
                 if meeting.decides:
                     meeting.answer(any(meeting.heard.values()))

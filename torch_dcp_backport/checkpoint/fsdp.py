@@ -19,6 +19,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint import beside, extra, flat, verl
 from torch_dcp_backport.checkpoint.layout import ADAPTER, SAVED, SCHEDULERS_WORLD, TIED, WORLD
 from torch_dcp_backport.checkpoint.manager import CONTENTS, VERL
+from torch_dcp_backport.checkpoint.partial import View
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
 from torch_dcp_backport.checkpoint.together import CANNOT_LOAD, CANNOT_SAVE
 from torch_dcp_backport.checkpoint.writing import writing_in
@@ -30,6 +31,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.options import LoadOptions
 from torch_dcp_backport.dist_checkpointing.serialization import load_made
 from torch_dcp_backport.dist_checkpointing.training_state import (
+    GROUPS,
     MODEL,
     OPTIMIZER,
     asked_of,
@@ -104,6 +106,7 @@ class FSDPCheckpointManager(ShardedManager):
     """
 
     offered = (*ShardedManager.offered, VERL)
+    offers_partial_loads = True
 
     def __init__(
         self,
@@ -313,6 +316,10 @@ class FSDPCheckpointManager(ShardedManager):
     def read(self, folder: Path) -> None:
         path = folder / SHARDED
         if verl_world := self.verl_world(folder):
+            if not self.partial.is_whole:
+                raise CheckpointingException(
+                    f"{folder}: exclude and rename are not offered of verl's own files"
+                )
             self.read_verl(folder, verl_world)
             return
 
@@ -328,21 +335,38 @@ class FSDPCheckpointManager(ShardedManager):
         saved_world = common.get(WORLD, world)
         is_full = set(self.checkpoint_load_contents) >= set(common[SAVED])
         frozen |= others.frozen
+        made: list[View] = []
 
         def make(checkpoint: Opened) -> ShardedStateDict:
             asked = asked_of(views, checkpoint, self.process_group, self.trust)
+            view = View(self.partial, checkpoint.holds.tensors, {*keys_of(asked), *others.tensors})
+            made.append(view)
             asked.update(self.schedule_wanted(common))
-            if not is_full or frozen:
-                check_keys(asked, checkpoint.holds.tensors, is_full, others.tensors, frozen)
+            if view.changes:
+                asked = view.selected(asked)
+            if not is_full or frozen or view.changes:
+                elsewhere = others.tensors - view.excluded
+                check_keys(asked, view.held, is_full, elsewhere, frozen)
+            if OPTIMIZER in state and view.changes:
+                saved = checkpoint.common_state(self.trust).get(OPTIMIZER, {})
+                view.check_groups(saved.get(GROUPS, []), state[OPTIMIZER][GROUPS])
+            asked = dict(view.as_saved(asked))
             if self.should_load_extra:
                 asked[extra.RNG] = extra.wanted_objects(rank, world, saved_world)
             return asked
 
-        strict = "raise_all" if is_full and not frozen else "raise_unexpected"
+        strict = "raise_all" if is_full and not frozen and self.partial.is_whole else "raise_unexpected"
         loaded = load_made(
             make, path, LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
         )
-        self.restore(restored_from(state, loaded, others.plain))
+        (view,) = made
+        if view.changes:
+            loaded = view.plain(loaded, state)
+        restored = restored_from(state, loaded, others.plain)
+        self.restore(view.completed(restored, state) if view.changes else restored)
+        self.left_out = tuple(view.left_out())
+        if self.left_out:
+            logger.warning("%s: left out, and as they were: %s", folder, ", ".join(self.left_out))
         if self.should_load_extra:
             schedule = self.schedule_in_load(loaded)
             if self.lr_scheduler is not None and schedule is not None:

@@ -12,7 +12,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -22,6 +23,7 @@ from torch import nn
 from torch_dcp_backport.checkpoint import (
     extra,
     manifest,
+    partial,
     remote,
     retention,
     store,
@@ -29,11 +31,13 @@ from torch_dcp_backport.checkpoint import (
     uploads,
     user_state,
     verl,
+    watching,
 )
 from torch_dcp_backport.checkpoint.loaders import data_state, has_state, resume
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint.policies import (
     PreservationPolicy,
+    SavePolicy,
     keeping,
     metric_of,
     spelled_metric,
@@ -43,6 +47,7 @@ from torch_dcp_backport.checkpoint.saves import Saves
 from torch_dcp_backport.checkpoint.store import Shelf
 from torch_dcp_backport.checkpoint.together import Wanted
 from torch_dcp_backport.checkpoint.uploads import Brought, Uploads
+from torch_dcp_backport.checkpoint.watching import Mark, Watch
 from torch_dcp_backport.checkpoint.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
@@ -105,9 +110,12 @@ class CheckpointHandler:
         max_ckpt_to_keep: Optional[int] = None,
         preserve: Optional[PreservationPolicy] = None,
         trash_dir: Optional[Folder] = None,
+        save_policy: Optional[SavePolicy] = None,
         default_hdfs_dir: Optional[str] = None,
         resume_mode: str = "auto",
         resume_from_path: Optional[Folder] = None,
+        exclude: Collection[str] = (),
+        rename: Optional[Mapping[str, str]] = None,
         mode: OrchestrationMode = OrchestrationMode.SPMD,
         lora_train_meta: Optional[Mapping[str, Any]] = None,
         on_data: str = "error",
@@ -130,12 +138,16 @@ class CheckpointHandler:
             preserve: other steps that stay, in the place of max_ckpt_to_keep.
             trash_dir: a folder on the same disk that steps are moved into which are not kept; None removes
                 them. Nothing is ever removed from it.
+            save_policy: when `save_if_due` saves; the same on every rank.
             default_hdfs_dir: a URL of fsspec, such as s3://bucket/run, or a path: the first rank uploads each
                 step to it in the background, and brings its newest step where `default_local_dir` has no
                 good step.
             resume_mode: "disable" starts at step 0; "auto" takes the newest good step, or where there is none
                 yet `resume_from_path`; "resume_path" takes `resume_from_path` and no other.
             resume_from_path: the folder of a step, with global_step_N in its path.
+            exclude, rename: of a load from `resume_from_path`, as of the manager's `load_checkpoint`: a base
+                model into a model with adapters. The run's own steps are loaded whole. "state.NAME" in
+                exclude stands for an object of `state`.
             mode: only `OrchestrationMode.SPMD`: a handler on each rank.
             lora_train_meta: written to lora_train_meta.json, for verl's tools.
             on_data: what to do where the states of data loaders do not fit the ranks of today: "error", or
@@ -182,6 +194,18 @@ class CheckpointHandler:
             raise ValueError(f"max_ckpt_to_keep={max_ckpt_to_keep} and preserve={preserve}: give one of them")
         if preserve is not None and not isinstance(preserve, PreservationPolicy):
             raise ValueError(f"preserve={preserve!r}: expected a PreservationPolicy")
+        if save_policy is not None and not isinstance(save_policy, SavePolicy):
+            raise ValueError(f"save_policy={save_policy!r}: expected a SavePolicy")
+        wanted = partial.checked(exclude, rename)
+        if not wanted.is_whole and resume_from_path is None:
+            raise ValueError("exclude and rename are of a load from resume_from_path, which is None")
+        if not wanted.is_whole and not getattr(engine, "offers_partial_loads", False):
+            raise ValueError(f"exclude and rename are not offered by {type(engine).__name__}")
+        objects = [pattern for pattern in wanted.exclude if pattern.startswith("state.")]
+        for pattern in objects:
+            if not any(partial.fits(f"state.{name}", [pattern]) for name in state or {}):
+                raise ValueError(f"exclude has {pattern!r}, and state has none of that name")
+        self.partial = wanted
         self.state = user_state.check_names(state)
         self.engine = engine
         self.train_dataloader = train_dataloader
@@ -208,6 +232,15 @@ class CheckpointHandler:
         self._retention = Retention()
         self._saves = Saves(process_group)
         self._listed = Shelf(self.default_local_dir)
+        self.save_policy = save_policy
+        #: Whether a rank got a signal before the last `save_if_due`; the same on every rank.
+        self.is_stopping = False
+        #: The step that was saved last, of the state since the last load; None where there is none.
+        self.last_saved: Optional[int] = None
+        self._watch: Optional[Watch] = None
+        self._saved_at = time.monotonic()
+        #: The packed state of the data loader in a save after an exception; None takes the loader's own.
+        self._loader_state: Optional[bytes] = None
         #: Steps that could not be loaded.
         self._distrusted: set[Path] = set()
 
@@ -232,6 +265,87 @@ class CheckpointHandler:
             CheckpointingException: the same on every rank; the steps saved before are as they were. With
                 `async_save` also the failure of the save before; this save was not begun then.
         """
+        path = self._save(step, metric)
+        self._saved_at = time.monotonic()
+        return path
+
+    def save_if_due(self, step: int, *, metric: Optional[float] = None) -> Optional[Path]:
+        """Save a complete step, if `save_policy` says so on any rank. Collective: call it after every step.
+
+        Args:
+            step, metric: as of `save_checkpoint`.
+
+        Returns:
+            The step's folder, as of `save_checkpoint`; None where the step is not saved.
+
+        Raises:
+            CheckpointingException: no policy, another policy or step on some rank, or the save failed; the
+                same on every rank.
+        """
+        watch = self._watch
+        due = watching.ask(self, watch, step, (time.monotonic() - self._saved_at) / 60)
+        if watch is not None:
+            watch.completed(step, metric)
+        self.is_stopping = due.is_stopping
+        return self.save_checkpoint(step, metric=metric) if due.is_due else None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the loop of a training, as `save_policy` says: signals, and exceptions. Collective.
+
+        Former handlers of the signals are called as well, and are back afterwards. After an exception, the
+        last step that `save_if_due` was called for is saved, if all ranks leave the loop and the state is
+        still that of the step: an exception within an optimizer's step, for example, saves nothing, which the
+        log says. The exception goes on in any case.
+
+        Raises:
+            CheckpointingException: no policy, or another one on some rank; the same on every rank.
+
+        Example:
+            >>> import torch
+            >>> from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager, SavePolicy
+            >>> model = torch.nn.Linear(2, 3)
+            >>> manager = FSDPCheckpointManager(model, torch.optim.AdamW(model.parameters()))
+            >>> policy = SavePolicy(steps=100, on_exception=True)
+            >>> handler = CheckpointHandler(manager, default_local_dir="run", save_policy=policy)
+            >>> try:
+            ...     with handler.watching():
+            ...         for step in range(1, 200):
+            ...             if step == 8:
+            ...                 raise RuntimeError("no more data")
+            ...             saved = handler.save_if_due(step)
+            ... except RuntimeError:
+            ...     print(handler.load_checkpoint())
+            7
+        """
+        if self._watch is not None:
+            raise RuntimeError("the handler is watching already")
+        with watching.Watch(self) as watch:
+            self._watch, self.is_stopping = watch, False
+            try:
+                yield
+            finally:
+                self._watch = None
+
+    def save_last(self, mark: Mark) -> None:
+        """Save the complete step of a mark, unless it is saved, and wait for it. Collective.
+
+        Args:
+            mark: the step's, which has the states that the exception came too late for.
+        """
+        if mark.step != self.last_saved:
+            with extra.kept(self.device_kind):
+                self.engine.load_rng_state(mark.random_state)
+                self._loader_state = mark.loader
+                try:
+                    self._save(mark.step, mark.metric, is_last=True)
+                finally:
+                    self._loader_state = None
+        self._saves.finish()
+        self.finish()
+
+    def _save(self, step: int, metric: Any, *, is_last: bool = False) -> Path:
+        """Save a step; with `is_last`, whatever became of uploads before."""
         root = self.default_local_dir
         rating: Optional[float] = None
         # What is no number is an error of every rank, below.
@@ -239,7 +353,12 @@ class CheckpointHandler:
             rating = metric_of(metric)
 
         def locate() -> Path:
-            self._uploads.raise_failed()
+            try:
+                self._uploads.raise_failed()
+            except CheckpointingException as error:
+                if not is_last:
+                    raise
+                logger.error("%s", error)
             metric_of(metric)
             return root / store.name_of(store.checked_step(step))
 
@@ -265,6 +384,7 @@ class CheckpointHandler:
         wanted = Wanted(locate, step, common, rating)
         following = track, self.upload, retire
         self._saves.save(wanted, lambda draft: self.write(draft, step), shelf_of, following)
+        self.last_saved = step
         return root / store.name_of(step)
 
     def finish(self, blocking: bool = True) -> bool:
@@ -322,7 +442,9 @@ class CheckpointHandler:
             text = json.dumps(self.lora_train_meta, ensure_ascii=False, indent=4)
             writing_in(draft).write(draft / LORA, text.encode())
         if self.is_data_source and has_state(self.train_dataloader):
-            state = values.dumps(self.train_dataloader.state_dict())
+            state = self._loader_state
+            if state is None:
+                state = values.dumps(self.train_dataloader.state_dict())
             reason = "" if self.trust else values.why_not_loadable(state)
             if reason:
                 raise CheckpointingException(f"the data loader's state would not load again: {reason}")
@@ -339,6 +461,7 @@ class CheckpointHandler:
                 could not; the same on every rank.
         """
         self._saves.finish()
+        self.last_saved = None
         if isinstance(self.engine, BaseCheckpointManager):
             # A failed save of the engine itself is no fault of any step.
             self.engine.finish()
@@ -470,12 +593,17 @@ class CheckpointHandler:
         if has_state(self.train_dataloader):
             # Before anything is loaded: an error here must not leave a loaded model.
             states = data_state(folder, self.data_rank, self.data_world, self.on_data, self.trust)
-        objects = user_state.opened(self.state, folder, self.process_group)
-        self.engine.load_checkpoint(str(folder))
+        wanted = self.partial if self.resume_mode == "resume_path" else partial.WHOLE
+        names = [name for name in self.state if partial.fits(f"state.{name}", wanted.exclude)]
+        objects = user_state.opened(self.state, folder, self.process_group, names)
+        if wanted.is_whole:
+            self.engine.load_checkpoint(str(folder))
+        else:
+            others = [pattern for pattern in wanted.exclude if not pattern.startswith("state.")]
+            self.engine.load_checkpoint(str(folder), exclude=others, rename=wanted.rename)
         if objects.objects:
             # The engine has set the random generators: the code of objects may draw from them.
-            model = getattr(self.engine, "model", None)
-            with extra.kept(extra.device_type_of(model) if isinstance(model, nn.Module) else "cpu"):
+            with extra.kept(self.device_kind):
                 user_state.load(objects, self.trust, self.process_group)
         if states is not None:
             resume(self.train_dataloader, states, self.at_epoch_end)
@@ -486,6 +614,12 @@ class CheckpointHandler:
         if self._listed.root != self.default_local_dir:
             self._listed = Shelf(self.default_local_dir)
         return self._listed
+
+    @property
+    def device_kind(self) -> str:
+        """The type of device that the engine draws random numbers on, as far as that is known."""
+        model = getattr(self.engine, "model", None)
+        return extra.device_type_of(model) if isinstance(model, nn.Module) else "cpu"
 
     @property
     def is_data_source(self) -> bool:

@@ -10,13 +10,14 @@ import difflib
 import functools
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Optional, Union
 
 import torch.distributed as dist
 
-from torch_dcp_backport.checkpoint import extra, remote, store, together, uploads
+from torch_dcp_backport.checkpoint import extra, partial, remote, store, together, uploads
+from torch_dcp_backport.checkpoint.partial import WHOLE, Partial
 from torch_dcp_backport.checkpoint.policies import keeping
 from torch_dcp_backport.checkpoint.retention import Retention
 from torch_dcp_backport.checkpoint.saves import Saves
@@ -52,6 +53,8 @@ class BaseCheckpointManager:
 
     #: The contents that a save may be asked for.
     offered: tuple[str, ...] = (*CONTENTS, HF_MODEL)
+    #: Whether `read` knows `partial`.
+    offers_partial_loads = False
 
     def __init__(
         self,
@@ -108,6 +111,9 @@ class BaseCheckpointManager:
         self._uploads = Uploads()
         self._retention = Retention()
         self._shelves: dict[tuple[Path, Path], Shelf] = {}
+        #: The wishes of the load under way; and every key that the last load has left out.
+        self.partial = WHOLE
+        self.left_out: tuple[str, ...] = ()
         #: Whether anything was ever uploaded; the same on every rank.
         self._is_uploading = False
 
@@ -193,6 +199,9 @@ class BaseCheckpointManager:
         local_path: Optional[Folder],
         hdfs_path: Optional[str] = None,
         del_local_after_load: bool = False,
+        *,
+        exclude: Collection[str] = (),
+        rename: Optional[Mapping[str, str]] = None,
     ) -> None:
         """Load a checkpoint of `save_checkpoint`, on any number of ranks. Collective.
 
@@ -201,6 +210,12 @@ class BaseCheckpointManager:
             hdfs_path: the URL that it is brought from, if it is absent or incomplete.
             del_local_after_load: remove the folder that this load has brought from `hdfs_path`, once it is
                 loaded. A folder that was here before the load stays, and so do files that were put into it.
+            exclude: patterns, as of `fnmatch`, of names of parameters and buffers that keep today's values,
+                and so do their states in the optimizer; or of whole keys: "optimizer.state.head.*".
+            rename: name in the checkpoint -> name of today; "*" in both stands for the same characters. The
+                first that fits a name counts.
+
+        `left_out` has every key that was not loaded afterwards, and the log of every rank names them.
 
         Raises:
             CheckpointingException: the same on every rank.
@@ -211,9 +226,15 @@ class BaseCheckpointManager:
             checked_flag("del_local_after_load", del_local_after_load)
             if isinstance(local_path, str) and "://" in local_path:
                 raise ValueError(f"local_path={local_path}: a folder is loaded; give a URL as hdfs_path")
+            self.partial = self.checked_partial(local_path, exclude, rename)
             return None if local_path is None else Path(local_path)
 
-        common = {"hdfs_path": str(hdfs_path), "del_local_after_load": str(bool(del_local_after_load))}
+        self.partial, self.left_out = WHOLE, ()
+        common = {
+            "hdfs_path": str(hdfs_path),
+            "del_local_after_load": str(bool(del_local_after_load)),
+            **partial.spelled(exclude, rename),
+        }
         path = together.put_back(locate, common, self.process_group)
         brought: Optional[store.Identity] = None
         if path is not None and hdfs_path is not None:
@@ -224,6 +245,28 @@ class BaseCheckpointManager:
             together.read_folder(path, self.read, is_verified=False, group=self.process_group)
             if del_local_after_load and brought is not None and self.is_first:
                 uploads.remove_brought(path, brought)
+
+    def checked_partial(self, path: Optional[Folder], exclude: Any, rename: Any) -> Partial:
+        """Return the wishes of a load.
+
+        Args:
+            path: the folder that is loaded.
+            exclude, rename: as of `load_checkpoint`.
+
+        Raises:
+            ValueError: they are no patterns.
+            CheckpointingException: they are not offered here; there is nothing to load.
+        """
+        wanted = partial.checked(exclude, rename)
+        if wanted.is_whole:
+            return wanted
+        if path is None:
+            raise CheckpointingException(
+                "exclude and rename are of a load, and there is no path to load from"
+            )
+        if not self.offers_partial_loads:
+            raise CheckpointingException(f"exclude and rename are not offered by {type(self).__name__}")
+        return wanted
 
     def write(self, folder: Path, step: int) -> None:
         """Write the parts into a folder that may not be there yet. Collective.

@@ -1,8 +1,13 @@
-"""Policies of a run: which steps stay. Data alone; must never look at a disk or at other ranks."""
+"""Policies of a run: which steps stay, and when to save. Data alone.
+
+Must never look at a disk or at other ranks.
+"""
 
 from __future__ import annotations
 
 import math
+import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -64,6 +69,56 @@ class PreservationPolicy:
             raise ValueError(f"mode={self.mode!r}: expected {' or '.join(MODES)}")
         if not (self.last or self.every or self.best):
             raise ValueError("last=0 without every and best: no step would stay")
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """The moments at which `CheckpointHandler.save_if_due` saves.
+
+    Args:
+        steps: steps divisible by it are saved; None for none.
+        minutes: a step is saved once so many minutes have passed since the last save, by the clock of the
+            first rank.
+        signals: a signal on any rank has all ranks save their next step; a signal that is named twice counts
+            once.
+        on_exception: save the last complete step when an exception leaves `watching()`.
+        patience: seconds that a rank waits for the other ranks after an exception.
+
+    Raises:
+        ValueError: a number that is not known; no moment at all.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager, SavePolicy
+        >>> contents = {"save_contents": ["model"]}
+        >>> manager = FSDPCheckpointManager(torch.nn.Linear(2, 3), checkpoint_config=contents)
+        >>> handler = CheckpointHandler(manager, default_local_dir="run", save_policy=SavePolicy(steps=2))
+        >>> [handler.save_if_due(step) is not None for step in (1, 2, 3, 4)]
+        [False, True, False, True]
+    """
+
+    steps: Optional[int] = None
+    minutes: Optional[float] = None
+    signals: Sequence[signal.Signals] = ()
+    on_exception: bool = False
+    patience: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.steps is not None:
+            checked_count("steps", self.steps, 1)
+        for name in ("minutes", "patience"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise ValueError(f"{name}={value!r}: expected a number above 0")
+        if not isinstance(self.on_exception, bool):
+            raise ValueError(f"on_exception={self.on_exception!r}: expected True or False")
+        try:
+            known = tuple(dict.fromkeys(map(signal.Signals, self.signals)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"signals={self.signals!r}: expected a list of signals") from error
+        object.__setattr__(self, "signals", known)
+        if not (self.steps or self.minutes or self.signals or self.on_exception):
+            raise ValueError("no steps, minutes, signals or on_exception: nothing would ever be saved")
 
 
 def keeping(count: Optional[int]) -> Optional[PreservationPolicy]:

@@ -269,7 +269,9 @@ def opened(objects: Mapping[str, Any], step: Path, group: Group, left_out: Seque
         meet(call, Topic("comparing the user's state"), common={"state": ", ".join(sorted(wanted))})
     surplus = sorted(set(worlds) - set(wanted))
     if surplus:
-        logger.warning("%s: not loaded, as state= does not have it: %s", step, ", ".join(surplus))
+        logger.warning(
+            "%s: not loaded, as state= does not have it, or exclude has it: %s", step, ", ".join(surplus)
+        )
     return Saved(folder, worlds, wanted, states.value)
 
 
