@@ -31,11 +31,19 @@ from torch_dcp_backport.hf.format import nbytes_of
 from torch_dcp_backport.hf.source import CONFIG, Source
 from torch_dcp_backport.hf.source import Folder as Files
 from torch_dcp_backport.hf.writing import planned
-from torch_dcp_backport.megatron.agreed import other_head
-from torch_dcp_backport.megatron.bridge import with_head
+from torch_dcp_backport.megatron.agreed import of_a_tower, other_copies
+from torch_dcp_backport.megatron.bridge import as_text
 from torch_dcp_backport.megatron.cuts import Cut
 from torch_dcp_backport.megatron.names import HEAD, VALUE_HEADS
-from torch_dcp_backport.megatron.plan import Head, Spreading, check_files, head_of, left_alone
+from torch_dcp_backport.megatron.plan import (
+    Head,
+    Spreading,
+    behind,
+    check_files,
+    head_of,
+    layer_number,
+    left_alone,
+)
 from torch_dcp_backport.megatron.shape import Shape, shape_of
 from torch_dcp_backport.megatron.stored import (
     EMBEDDING,
@@ -152,7 +160,7 @@ def of_files_alone(like: Any, how: Export) -> list[Problem]:
 
 
 def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bool) -> Converted:
-    files = with_head(Files(folder))
+    files = as_text(Files(folder))
     call.problems += files.problems
     if files.absent:
         call.problems.append(Problem("no model here", got=files.absent))
@@ -164,15 +172,15 @@ def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bo
     rows = {EMBEDDING: shape.vocab}
     if head.is_value or not shape.tied:
         rows[OUTPUT] = 1 if head.is_value else shape.vocab
-    naming = Naming("", shape.is_mixed)
+    has_predicted = any(layer_number(key) in behind(shape) for key in files.tensors)
+    naming = Naming("", shape.is_mixed, has_predicted=has_predicted)
     model = Whole(shape, rows, naming)
     spreading = model.spreading(head)
     left: dict[str, str] = {}
     if not spreading.problems:
         check_files(files.tensors, spreading)
         left = left_alone(files.tensors, spreading)
-        if HEAD in left and shape.tied:
-            call.problems += other_head(files)
+        call.problems += other_copies(files, shape, left, head)
     call.problems += spreading.problems
     call.settle()
     cuts = list(model.cuts(spreading))
@@ -294,6 +302,9 @@ def _to_files(
     call.settle()
     with call.guard(CONFIG):
         shape = shape_of(as_config(json.loads(target.companions[CONFIG])))
+    call.settle()
+    if shape.towers:
+        call.problems.append(of_a_tower(shape))
     call.settle()
     naming = naming_of(checkpoint.holds.tensors)
     everything = checkpoint.holds.tensors
