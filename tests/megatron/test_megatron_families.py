@@ -316,10 +316,11 @@ def predicts(api: Any, folder: str, tensors: dict[str, torch.Tensor]) -> list[st
     if number // 2:
         # A layer more, by its name.
         fifth = stage_of("deepseek_v3", tensors, rank, [4], False)
-        found = {key: value for key, value in fifth.items() if key.startswith("decoder.layers.0.")}
         path = "mtp.layers.0."
         wanted.update(
-            (key.replace("decoder.layers.0.", f"{path}transformer_layer."), inner[key]) for key in inner
+            (key.replace("decoder.layers.0.", f"{path}transformer_layer."), value)
+            for key, value in fifth.items()
+            if key.startswith("decoder.layers.0.")
         )
         at = "model.layers.4."
         wanted.update((f"{path}{BESIDE[name]}.weight", tensors[f"{at}{name}.weight"]) for name in BESIDE)
