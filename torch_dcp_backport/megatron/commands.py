@@ -168,12 +168,15 @@ def counted(count: int, name: str) -> str:
 def plan_of(plan: Converted, source: Path, target: Path, is_detailed: bool) -> list[str]:
     """Return the lines on what was found and what will be done; a dry run has every tensor and file."""
     found = plan.source
+    memory = "mapped files alone"
+    if plan.memory:
+        memory = f"{in_bytes(plan.memory)} in one process, beside mapped files"
     lines = [
         f"found  {source}: {FORMS[found.form]} of a {found.kind} model,",
         f"       {amount(found.tensors, found.nbytes, found.files)}",
         f"does   {target}: {FORMS[plan.to]},",
         f"       {amount(len(plan.tensors), plan.nbytes, len(plan.files))}",
-        f"memory {in_bytes(plan.memory)} at most in one process, beside mapped files",
+        f"memory {memory}",
     ]
     if is_detailed:
         lines += details_of(plan)

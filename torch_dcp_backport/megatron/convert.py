@@ -66,8 +66,6 @@ from torch_dcp_backport.transfer.spread import intersection
 CANNOT_CONVERT = "cannot convert"
 #: Of Megatron-LM: below 2.0 it takes the rows of linear_qkv for those of another order.
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
-#: Bytes: what a save copies at once of mapped files.
-BUFFERS_OF_A_CHECKPOINT = 64 * 2**20
 #: What stands at the top of a sharded checkpoint; hidden files of a file system are nobody's.
 OF_A_CHECKPOINT = re.compile(rf"\..*|metadata\.json|integrity\.json|common\.pt|.*\.distcp|{HUGGING_FACE}")
 
@@ -97,7 +95,7 @@ class Converted:
     #: Tensor of the source that is not converted -> why.
     left: Mapping[str, str]
     source: Found
-    #: Bytes that the process holds at most beside mapped files: buffers, and weights that are dequantised.
+    #: Bytes that the process holds beside mapped files: buffers, and weights that are dequantised or copied.
     memory: int
 
     @property
@@ -226,9 +224,10 @@ def _to_checkpoint(
     call.settle()
     infos = original.tensors.values()
     found = Found("huggingface", shape.towers or shape.kind, len(infos), _bytes(infos), original.files)
-    # What is dequantised is no view of a mapped file.
-    held = _bytes(files.tensors[key] for key, info in original.tensors.items() if not is_plain(info.dtype))
-    result = Converted("checkpoint", tensors, {}, left, found, held + BUFFERS_OF_A_CHECKPOINT)
+    # What is dequantised, or not aligned, is no view of a mapped file.
+    copied = original.copied | {key for key, info in original.tensors.items() if not is_plain(info.dtype)}
+    held = _bytes(info for key, info in files.tensors.items() if key in copied)
+    result = Converted("checkpoint", tensors, {}, left, found, held)
     tell(result)
     if dry_run:
         return result
