@@ -334,6 +334,7 @@ def differences(models: list[nn.Module], wanted: list[dict[str, torch.Tensor]]) 
 def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """A safetensors file, written by what its documentation says."""
     codes = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.int8: "I8"}
+    codes[torch.float8_e4m3fn] = "F8_E4M3"
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for key, value in tensors.items():

@@ -121,6 +121,15 @@ def mixtral(config: dict[str, Any], hf: Tensors, rank: Rank) -> Tensors:
     }
 
 
+def qwen3_moe(config: dict[str, Any], hf: Tensors, rank: Rank) -> Tensors:
+    return {
+        **attention(config, hf, rank),
+        "pre_mlp_layernorm.weight": hf["post_attention_layernorm.weight"],
+        "mlp.router.weight": hf["mlp.gate.weight"],
+        **experts(hf, rank, "mlp.experts", ("gate_proj", "up_proj", "down_proj"), config["num_experts"]),
+    }
+
+
 def gemma(config: dict[str, Any], hf: Tensors, rank: Rank) -> Tensors:
     return {
         **attention(config, hf, rank),
@@ -194,8 +203,19 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layer]] = {
 }
 
 
+#: Of which not everything is tried.
+OTHERS: dict[str, tuple[dict[str, Any], Layer]] = {
+    "qwen2": (SIZES, plain),
+    "qwen2_5_vl": (SIZES, plain),
+    "qwen3_moe": ({**SMALL_HEADS, "num_experts": 4, "moe_intermediate_size": 8}, qwen3_moe),
+}
+EVERY = {**FAMILIES, **OTHERS}
+#: Name -> the model of transformers that has the same tensors.
+TEXT = {"qwen2_5_vl": "qwen2"}
+
+
 def config_of(name: str, **changed: Any) -> dict[str, Any]:
-    return {"model_type": name.partition(" ")[0], "torch_dtype": "bfloat16", **FAMILIES[name][0], **changed}
+    return {"model_type": name.partition(" ")[0], "torch_dtype": "bfloat16", **EVERY[name][0], **changed}
 
 
 def built(name: str, dtype: torch.dtype, **changed: Any) -> Any:
@@ -211,7 +231,7 @@ def built(name: str, dtype: torch.dtype, **changed: Any) -> Any:
 
 
 def tensors_of(name: str) -> Tensors:
-    model = built(name, torch.bfloat16)
+    model = built(TEXT.get(name, name), torch.bfloat16)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
@@ -227,7 +247,7 @@ def write(name: str, folder: Path, tensors: Tensors, **changed: Any) -> None:
 
 def stage_of(name: str, hf: Tensors, rank: Rank, layers: list[int], is_tied: bool) -> Tensors:
     """The parameters of a stage; the vocabulary is padded to 48."""
-    config, layer_of = FAMILIES[name]
+    config, layer_of = EVERY[name]
     found: Tensors = {}
     for here, layer in enumerate(layers):
         at = f"model.layers.{layer}."

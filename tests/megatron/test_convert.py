@@ -347,21 +347,82 @@ def test_it_is_not_collective(ranks, tmp_path, model):
 # --- the command ---
 
 
-def test_the_command(tmp_path, model, capsys):
-    assert main(["convert", str(model), str(tmp_path / "ckpt"), "--dry-run"]) == 0
+def test_the_command_says_what_it_found_does_and_wrote(tmp_path, model, capsys):
+    arguments = ["convert", str(model), str(tmp_path / "ckpt")]
+    assert main([*arguments, "--dry-run"]) == 0
     plan = capsys.readouterr()
-    assert re.search(r"decoder.layers.mlp.linear_fc1.weight +4x48x16 +bfloat16", plan.out)
+    assert re.search(r"decoder.layers.mlp.linear_fc1.weight +4x48x16 bfloat16", plan.out)
+    assert "memory mapped files alone\n" in plan.out
+    assert plan.out.endswith("nothing was written\n")
     assert not (tmp_path / "ckpt").exists()
-    assert main(["convert", str(model), str(tmp_path / "ckpt")]) == 0
-    assert "100 % of" in capsys.readouterr().err
+    assert main(arguments) == 0
+    said = capsys.readouterr()
+    assert (
+        f"found  {model}: Hugging Face files of a qwen2 model,\n       51 tensors, 17.5 KiB in 3 files"
+        in said.out
+    )
+    assert f"does   {tmp_path}/ckpt: sharded checkpoint,\n       10 tensors, 17.5 KiB\n" in said.out
+    assert f"wrote  {tmp_path}/ckpt: 10 tensors, 17.5 KiB, took " in said.out
+    assert said.err.splitlines()[-1].startswith(f"[{'#' * 30}] 100 % of 17.5 KiB")
     assert main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "back"), "--file-size", "4KB"]) == 0
-    assert "100 % of" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "memory 64.0 MiB in one process, beside mapped files\n" in said.out
+    assert re.search(
+        r"does   \S+back: Hugging Face files,\n       51 tensors, 17.5 KiB in \d+ files", said.out
+    )
+    assert "100 % of 17.5 KiB" in said.err
     assert differences(tmp_path / "back", TENSORS) == []
-    assert main(["convert", str(model), str(tmp_path / "ckpt")]) == 1
+    assert main(arguments) == 1
     again = capsys.readouterr()
     assert again.out == ""
     assert "--overwrite replaces it" in again.err
-    assert main(["convert", str(model), str(tmp_path / "x"), "--dtype", "green"]) == 2
+
+
+def test_what_the_command_says_fits_a_terminal(tmp_path, capsys, monkeypatch):
+    name = "sparse and dense layers"
+    decoder = MODELS[name]._replace(layers=12)
+    write_folder(tmp_path / "hf", decoder, decoder.tensors())
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", "hf", "ckpt", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("12 of " in line for line in lines)
+    with pytest.raises(SystemExit):
+        main(["convert", "--help"])
+    said = capsys.readouterr().out
+    assert "mixtral" in said
+    assert "qwen2_5_vl" in said
+
+
+def test_a_terminal_sees_a_bar_that_ends_at_the_whole(tmp_path, model, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert main(["convert", str(model), str(tmp_path / "ckpt")]) == 0
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert last.startswith(f"[{'#' * 30}] 100 % of 17.5 KiB")
+    assert last.endswith("\n")
+    assert len(last.rstrip("\n")) < 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--dtype", "green"), "--dtype green: torch has no such dtype"),
+        (("--dtype", "int8"), "--dtype int8: weights are floating-point numbers"),
+        (("--file-size", "0"), "--file-size 0: no size such as 2GB"),
+        (("--file-size", "two"), "--file-size two: no size such as 2GB"),
+    ],
+    ids=str,
+)
+def test_wrong_values_of_options_are_refused(tmp_path, model, capsys, arguments, says):
+    convert(model, tmp_path / "ckpt")
+    assert main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "x"), *arguments]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_source_that_is_not_there_is_named(tmp_path, capsys):
+    assert main(["convert", str(tmp_path / "nothing"), str(tmp_path / "x")]) == 1
+    assert f"{tmp_path}/nothing is no folder" in capsys.readouterr().err
 
 
 def test_progress_of_a_cast_ends_with_the_bytes_that_are_written(tmp_path, model):
@@ -384,17 +445,21 @@ def test_progress_of_a_cast_ends_with_the_bytes_that_are_written(tmp_path, model
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--like", "hf"), "keeps what is beside the files that it is made of: like"),
-        (("--file-size", "1GB"), "the files of a checkpoint have the sizes of its tensors: file_bytes"),
-        (("--dtype", "bfloat16"), "a checkpoint keeps the dtypes of the files: dtype"),
+        (("--like", "hf"), "a checkpoint keeps what is beside the files that it is made of"),
+        (("--file-size", "1GB"), "the files of a checkpoint have the sizes of its tensors"),
+        (("--file-size", "5GB"), "the files of a checkpoint have the sizes of its tensors"),
+        (("--dtype", "bfloat16"), "a checkpoint keeps the dtypes of the files"),
     ],
     ids=str,
 )
 def test_what_means_nothing_to_a_checkpoint_is_refused(tmp_path, model, capsys, arguments, says):
     for more in ((), ("--dry-run",)):
-        assert main(["convert", str(model), str(tmp_path / "ckpt"), *arguments, *more]) == 1
+        assert main(["convert", str(model), str(tmp_path / "ckpt"), *arguments, *more]) == 2
         assert says in capsys.readouterr().err
     assert not (tmp_path / "ckpt").exists()
+    options = hf.Export(torch.bfloat16, 10**9)
+    with pytest.raises(CheckpointingException, match=r"the sizes of its tensors: file_bytes"):
+        convert(model, tmp_path / "ckpt", like="hf", how=options)
 
 
 def limited(source: Path, target: Path, room: int) -> None:

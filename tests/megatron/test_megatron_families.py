@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from decoders import read_folder
-from family_models import FAMILIES, Rank, config_of, held, stage_module, stage_of, tensors_of, write
+from decoders import inner, read_folder
+from family_models import FAMILIES, SIZES, Rank, config_of, held, stage_module, stage_of, tensors_of, write
 
 from torch_dcp_backport import megatron
-from torch_dcp_backport.dist_checkpointing import CheckpointingException, verify
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, load_tensors_metadata, verify
 from torch_dcp_backport.megatron.convert import convert
 from torch_dcp_backport.megatron.shape import misfits, shape_of
+from torch_dcp_backport.transfer import once
 
 pytest.importorskip("transformers")
 #: Name -> (TP, PP, EP).
@@ -72,6 +75,62 @@ def test_files_are_converted_and_back_bit_for_bit(tmp_path: Path, name: str) -> 
     back = read_folder(tmp_path / "back")
     assert set(back) == set(tensors)
     assert all(torch.equal(back[key], value) for key, value in tensors.items())
+
+
+# --- verl's functions ---
+
+MERGES = {
+    "mistral": "",
+    "mixtral": "_mixtral",
+    "deepseek_v3": "_dpskv3",
+    "qwen3_moe": "_qwen_moe",
+    "qwen2_5_vl": "_qwen2_5_vl",
+}
+
+
+class Config:
+    """As a configuration of transformers gives itself."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.values
+
+
+def filled_and_merged(
+    api: Any, name: str, tensors: dict[str, torch.Tensor], config: dict[str, Any]
+) -> list[str]:
+    """What is wrong with a model that is filled and merged by verl's functions, on two stages of TP 2."""
+    number = dist.get_rank()
+    layers = [[0, 1], [2, 3]][number // 2]
+    wanted = stage_of(name, tensors, Rank(number % 2, 2), layers, False)
+    module = stage_module(wanted, layers)
+    if name == "qwen2_5_vl":
+        module = torch.nn.ModuleDict({"language_model": inner(module), "vision_model": torch.nn.Linear(2, 2)})
+    answers = {"model_parallel_is_initialized": True}
+    answers.update(get_tensor_model_parallel_rank=number % 2, get_tensor_model_parallel_world_size=2)
+    state = types.SimpleNamespace(**{key: lambda value=value: value for key, value in answers.items()})
+    sys.modules["megatron.core.parallel_state"] = state  # type: ignore[assignment]
+    try:
+        given = tensors if number == 0 else {}
+        api.load_state_dict_to_megatron_gptmodel(given, [module], Config(config), torch.bfloat16)
+        got = held(module["language_model"] if name == "qwen2_5_vl" else module)
+        wrong = [key for key, value in wanted.items() if not torch.equal(got[key], value)]
+        merge = getattr(api, f"merge_megatron_ckpt_gptmodel{MERGES[name]}")
+        merged = merge([module], Config(config), torch.float32)
+        assert set(merged) == (set(tensors) if number == 0 else set())
+        other = Config({**config, "model_type": "gemma2"} if number == 0 else config)
+        with pytest.raises(RuntimeError, match=r"rank.* the configuration has the model_type 'gemma2'"):
+            api.merge_megatron_ckpt_gptmodel_mixtral([module], other, torch.float32)
+        return wrong + [key for key, value in merged.items() if not torch.equal(value, tensors[key].float())]
+    finally:
+        del sys.modules["megatron.core.parallel_state"]
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_verls_functions_fill_and_merge(ranks, name: str) -> None:
+    assert ranks(filled_and_merged, name, tensors_of(name), config_of(name)) == [[]] * 4
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -130,6 +189,187 @@ def test_a_family_that_has_no_table_is_refused_by_name() -> None:
 )
 def test_numbers_that_tp_does_not_divide_are_named(name: str, tp: int, etp: int, says: str) -> None:
     assert says in map(str, misfits(shape_of(config_of(name)), tp, "mcore", etp))
+
+
+# --- towers, scales, predictions ---
+
+VISION = {"visual.merger.weight": torch.ones(2, 2), "model.visual.norm.weight": torch.ones(3)}
+
+
+def tower_of(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    renamed = {
+        key.replace("model.", prefix, 1): value for key, value in tensors.items() if key != "lm_head.weight"
+    }
+    return {**renamed, "lm_head.weight": tensors["lm_head.weight"], **VISION}
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_the_text_tower_of_a_model_of_several_is_loaded(tmp_path: Path, prefix: str, is_nested: bool) -> None:
+    tensors, config = tensors_of("qwen2_5_vl"), config_of("qwen2_5_vl")
+    write("qwen2_5_vl", tmp_path / "hf", tower_of(prefix, tensors))
+    if is_nested:
+        text = {"model_type": "qwen2_5_vl_text", **SIZES}
+        nested = {"model_type": "qwen2_5_vl", "text_config": text, "tie_word_embeddings": False}
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(nested))
+    wanted = stage_of("qwen2_5_vl", tensors, Rank(0, 1), [0, 1, 2, 3], False)
+    module = stage_module(wanted, [0, 1, 2, 3])
+    report = megatron.load_hf(module, tmp_path / "hf", parallel=megatron.Parallel(0, 1))
+    assert report.left == dict.fromkeys(VISION, "of another tower than the text's")
+    got = held(module)
+    assert all(torch.equal(got[key], value) for key, value in wanted.items())
+    assert set(megatron.gather_hf(module, config=config, parallel=megatron.Parallel(0, 1))) == set(tensors)
+    with pytest.raises(
+        RuntimeError, match=r"a text tower alone is no model .*gather_hf.*model_type qwen2_5_vl"
+    ):
+        megatron.save_hf(module, tmp_path / "saved", like=config, parallel=megatron.Parallel(0, 1))
+    assert not (tmp_path / "saved").exists()
+    convert(tmp_path / "hf", tmp_path / "ckpt")
+    with pytest.raises(CheckpointingException, match="a text tower alone is no model"):
+        convert(tmp_path / "ckpt", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def in_fp8(value: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(fp8, scales, what they stand for) of a matrix in blocks."""
+    scales = torch.rand(-(-value.shape[0] // rows), -(-value.shape[1] // columns)) + 0.5
+    each = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: value.shape[0], : value.shape[1]]
+    small = (value.float() / each).to(torch.float8_e4m3fn)
+    return small, scales, (small.float() * each).bfloat16()
+
+
+def quantised(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(files, what they stand for) with each projection in fp8."""
+    files, stand = {}, {}
+    for key, value in tensors.items():
+        files[key] = stand[key] = value
+        if "_proj" in key:
+            files[key], files[key + "_scale_inv"], stand[key] = in_fp8(value, 5, 3)
+    return files, stand
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [5, 3]}
+
+
+def fills(api: Any, folder: str, tensors: dict[str, torch.Tensor]) -> list[str]:
+    rank = Rank(dist.get_rank() % 2, 2, dist.get_rank() // 2, 2)
+    wanted = stage_of("deepseek_v3", tensors, rank, [0, 1, 2, 3], False)
+    wrong = []
+    for files in ("shared", "rank0"):
+        module = stage_module(wanted, [0, 1, 2, 3])
+        api.load_hf(module, folder, parallel=api.Parallel(*rank), files=files)
+        got = held(module)
+        wrong += [f"{files}: {key}" for key, value in wanted.items() if not torch.equal(got[key], value)]
+    return wrong
+
+
+def test_blocks_in_fp8_are_dequantised_as_they_are_read(ranks, tmp_path: Path) -> None:
+    files, stand = quantised(tensors_of("deepseek_v3"))
+    write("deepseek_v3", tmp_path / "hf", files, quantization_config=FP8)
+    assert ranks(fills, str(tmp_path / "hf"), stand) == [[]] * 4
+    convert(tmp_path / "hf", tmp_path / "ckpt")
+    convert(tmp_path / "ckpt", tmp_path / "back")
+    back = read_folder(tmp_path / "back")
+    assert set(back) == set(stand)
+    assert all(torch.equal(back[key], value) for key, value in stand.items())
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+def test_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    files, _ = quantised(tensors_of("deepseek_v3"))
+    key = "model.layers.1.self_attn.o_proj.weight"
+    write("deepseek_v3", tmp_path / "hf", files, quantization_config={**FP8, "weight_block_size": [4, 4]})
+    with pytest.raises(
+        CheckpointingException, match=rf"wrong shape for a weight of .*{re.escape(key)}_scale_inv"
+    ):
+        convert(tmp_path / "hf", tmp_path / "ckpt")
+    del files[key + "_scale_inv"]
+    write("deepseek_v3", tmp_path / "hf", files, quantization_config=FP8)
+    with pytest.raises(CheckpointingException, match=rf"quantised in the files: {re.escape(key)}"):
+        convert(tmp_path / "hf", tmp_path / "ckpt")
+    write("deepseek_v3", tmp_path / "hf", files, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(CheckpointingException, match=r"quantization_config \(gptq\)"):
+        convert(tmp_path / "hf", tmp_path / "ckpt")
+
+
+PREDICTED = {"num_nextn_predict_layers": 1}
+BESIDE = {"enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "final_layernorm"}
+
+
+def with_prediction(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Files with a fifth layer that predicts a word more: a sparse layer, and what is beside it."""
+    at = "model.layers.4."
+    layer = {
+        key.replace("model.layers.3.", at): value + 1 for key, value in tensors.items() if ".layers.3." in key
+    }
+    beside = {f"{at}{name}.weight": torch.randn(16).bfloat16() for name in BESIDE}
+    beside[f"{at}eh_proj.weight"] = torch.randn(16, 32).bfloat16()
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    return {**tensors, **layer, **beside, **{at + name: tensors[of] for name, of in copies.items()}}
+
+
+def predicts(api: Any, folder: str, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """What is wrong of two stages, the last of which predicts and so has the embedding, too."""
+    number = dist.get_rank()
+    rank, layers = Rank(number % 2, 2), [[0, 1], [2, 3]][number // 2]
+    wanted = stage_of("deepseek_v3", tensors, rank, layers, False)
+    if number // 2:
+        # A layer more, by its name.
+        fifth = stage_of("deepseek_v3", tensors, rank, [4], False)
+        path = "mtp.layers.0."
+        wanted.update(
+            (key.replace("decoder.layers.0.", f"{path}transformer_layer."), value)
+            for key, value in fifth.items()
+            if key.startswith("decoder.layers.0.")
+        )
+        at = "model.layers.4."
+        wanted.update((f"{path}{BESIDE[name]}.weight", tensors[f"{at}{name}.weight"]) for name in BESIDE)
+        wanted[f"{path}eh_proj.weight"] = rank.rows(tensors[f"{at}eh_proj.weight"])
+        first = stage_of("deepseek_v3", tensors, rank, [0], False)
+        wanted["embedding.word_embeddings.weight"] = first["embedding.word_embeddings.weight"]
+    module = stage_module(wanted, layers)
+    parallel = api.Parallel(number % 2, 2)
+    report = api.load_hf(module, folder, parallel=parallel)
+    assert set(report.left.values()) == {"equal to the model's own"}
+    got = held(module)
+    api.save_hf(module, f"{folder}-saved", like=folder, parallel=parallel)
+    return [key for key, value in wanted.items() if not torch.equal(got[key], value)]
+
+
+def test_layers_of_multi_token_prediction_are_loaded_and_saved_where_they_are_held(
+    ranks, tmp_path: Path
+) -> None:
+    tensors = with_prediction(tensors_of("deepseek_v3"))
+    copies = [key for key in tensors if key.endswith(("4.embed_tokens.weight", "shared_head.head.weight"))]
+    write("deepseek_v3", tmp_path / "hf", tensors, **PREDICTED)
+    assert ranks(predicts, str(tmp_path / "hf"), tensors) == [[]] * 4
+    convert(tmp_path / "hf", tmp_path / "ckpt")
+    assert "mtp.layers.0.transformer_layer.mlp.router.weight" in load_tensors_metadata(tmp_path / "ckpt")
+    convert(tmp_path / "ckpt", tmp_path / "back")
+    for folder in ("hf-saved", "back"):
+        back = read_folder(tmp_path / folder)
+        assert set(back) == set(tensors) - set(copies)
+        assert all(torch.equal(value, tensors[key]) for key, value in back.items())
+    for key in copies:
+        write("deepseek_v3", tmp_path / "other", {**tensors, key: tensors[key] + 1}, **PREDICTED)
+        with pytest.raises(
+            CheckpointingException, match=rf"other values than its original: {re.escape(key)}"
+        ):
+            convert(tmp_path / "other", tmp_path / "never")
+
+
+def test_layers_of_multi_token_prediction_are_left_where_no_rank_holds_them(tmp_path: Path, caplog) -> None:
+    tensors = with_prediction(tensors_of("deepseek_v3"))
+    write("deepseek_v3", tmp_path / "hf", tensors, **PREDICTED)
+    wanted = stage_of("deepseek_v3", tensors, Rank(0, 1), [0, 1, 2, 3], False)
+    module = stage_module(wanted, [0, 1, 2, 3])
+    report = megatron.load_hf(module, tmp_path / "hf", parallel=megatron.Parallel(0, 1))
+    fifth = {key for key in tensors if key.startswith("model.layers.4.")}
+    assert report.left == dict.fromkeys(fifth, "of multi-token prediction, which no rank holds")
+    once.forget()
+    megatron.save_hf(module, tmp_path / "saved", like=tmp_path / "hf", parallel=megatron.Parallel(0, 1))
+    assert "1 layer(s) of multi-token prediction, and no rank holds them" in caplog.text
+    assert set(read_folder(tmp_path / "saved")) == set(tensors) - fifth
 
 
 # --- a family of one's own ---

@@ -80,6 +80,15 @@ def with_prefix(source: Source, prefix: str, sign: str) -> Source:
     return Mapped(source, {prefix + key: Route(((key,),)) for key in source.tensors})
 
 
+def renamed(source: Source, names: Mapping[str, str]) -> Source:
+    """Return a source in which some tensors have another name.
+
+    Args:
+        names: key of the files -> its new name; others keep theirs.
+    """
+    return Mapped(source, {names.get(key, key): Route(((key,),)) for key in source.tensors})
+
+
 class Mapped:
     """A source whose tensors have other names, and may be made of several."""
 

@@ -122,6 +122,16 @@ class Folder:
             data = data.clone()
         return part_of(data.view(dtype).view(holds.size), holds, box)
 
+    @property
+    def files(self) -> int:
+        """The number of files with tensors."""
+        return len(self._files)
+
+    @property
+    def copied(self) -> set[str]:
+        """Keys of tensors that are read as copies: they do not begin at a multiple of their element's size."""
+        return {key for key, (_, entry) in self._entries.items() if entry.start % entry.info.dtype.itemsize}
+
     def digest(self) -> str:
         """Return a digest of headers, config and bytes of each file: another revision has the same shapes."""
         rows = [f"{key} {info} {self._entries[key][0]}" for key, info in self.tensors.items()]

@@ -10,7 +10,16 @@ from torch_dcp_backport.megatron.families import add_family, family_of
 from torch_dcp_backport.megatron.families.table import Family, Row, row
 from torch_dcp_backport.megatron.model import Parallel
 from torch_dcp_backport.megatron.stages import stages
-from torch_dcp_backport.megatron.verl import load_state_dict_to_megatron_qwen2, merge_megatron_ckpt_qwen2
+from torch_dcp_backport.megatron.verl import (
+    load_state_dict_to_megatron_gptmodel,
+    load_state_dict_to_megatron_qwen2,
+    merge_megatron_ckpt_gptmodel,
+    merge_megatron_ckpt_gptmodel_dpskv3,
+    merge_megatron_ckpt_gptmodel_mixtral,
+    merge_megatron_ckpt_gptmodel_qwen2_5_vl,
+    merge_megatron_ckpt_gptmodel_qwen_moe,
+    merge_megatron_ckpt_qwen2,
+)
 
 __all__ = [
     "Export",
@@ -23,7 +32,13 @@ __all__ = [
     "family_of",
     "gather_hf",
     "load_hf",
+    "load_state_dict_to_megatron_gptmodel",
     "load_state_dict_to_megatron_qwen2",
+    "merge_megatron_ckpt_gptmodel",
+    "merge_megatron_ckpt_gptmodel_dpskv3",
+    "merge_megatron_ckpt_gptmodel_mixtral",
+    "merge_megatron_ckpt_gptmodel_qwen2_5_vl",
+    "merge_megatron_ckpt_gptmodel_qwen_moe",
     "merge_megatron_ckpt_qwen2",
     "row",
     "save_hf",

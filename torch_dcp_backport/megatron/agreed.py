@@ -6,6 +6,7 @@ Reads values only where two tensors have to be equal.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import NamedTuple, Optional
 
@@ -16,15 +17,26 @@ from torch_dcp_backport.hf.source import CONFIG
 from torch_dcp_backport.megatron.cuts import Holding
 from torch_dcp_backport.megatron.model import Layers, Local, Models, Parallel, Stand, describe
 from torch_dcp_backport.megatron.names import EMBED, HEAD, VALUE_HEADS
-from torch_dcp_backport.megatron.plan import Head, Spreading, check_files, head_of, left_alone
+from torch_dcp_backport.megatron.plan import (
+    COPIED,
+    Head,
+    Spreading,
+    check_files,
+    copy_of,
+    head_of,
+    layer_number,
+    left_alone,
+)
 from torch_dcp_backport.megatron.shape import Shape, shape_of
 from torch_dcp_backport.transfer import Call, Problem, TensorInfo
 from torch_dcp_backport.transfer.call import Attempt
 from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.memory import span_of
+from torch_dcp_backport.transfer.once import warn_once
 from torch_dcp_backport.transfer.plan import Agreement, Terms
 from torch_dcp_backport.transfer.staging import part_of
 
+logger = logging.getLogger("torch_dcp_backport.megatron")
 HEAD_OF_ITS_OWN = Problem(
     "a head of its own",
     HEAD,
@@ -70,10 +82,9 @@ def agree_on_load(call: Call, given: Attempt[Given], sight: Sight, value_head: b
         call.problems += shared_memory(local, spreading)
         check_files(sight.tensors, spreading)
         left = left_alone(sight.tensors, spreading)
-        source = sight.source if call.is_first and HEAD in left and shape.tied else None
-        if source is not None and not spreading.head.is_value:
+        if sight.source is not None and call.is_first:
             with call.guard(HEAD):
-                call.problems += other_head(source)
+                call.problems += other_copies(sight.source, shape, left, spreading.head)
     call.problems += spreading.problems
     call.settle()
     tensors = {key: info for key, info in sight.tensors.items() if key in spreading.spreads}
@@ -107,9 +118,13 @@ def agree_on_save(
         spreading.problems += spreading.faults()
     call.problems += spreading.problems
     call.settle()
+    say_of_prediction(spreading)
     # A tied head is a copy of the embedding, which is what files have.
     written = {key: spreading.infos(key) for key in spreading.spreads if key != HEAD or not shape.tied}
     if target is not None:
+        if shape.towers:
+            call.problems.append(of_a_tower(shape))
+        call.settle()
         target, tensors, *_ = examined(call, target, written)
     else:
         with call.guard():
@@ -134,7 +149,7 @@ def _describe_to_all(
     """
     shape = call.attempt(shape_of, config, key=CONFIG)
     local = call.attempt(
-        lambda own, numbers: describe(call, own.models, numbers.family, own.parallel, own.layers),
+        lambda own, numbers: describe(call, own.models, numbers, own.parallel, own.layers),
         given,
         shape,
     )
@@ -188,6 +203,33 @@ def head_held(shape: Shape, stands: list[Stand]) -> Head:
     return Head(None if shape.tied and not rows else HEAD)
 
 
-def other_head(source: Source) -> list[Problem]:
-    """Return a problem where the files hold a head of their own, and config.json says that there is none."""
-    return [] if equal_in(source, HEAD, EMBED) else [HEAD_OF_ITS_OWN]
+def other_copies(source: Source, shape: Shape, left: Mapping[str, str], head: Head) -> list[Problem]:
+    """Return problems for what is left in the files as a copy of another tensor, and has other values."""
+    problems = []
+    if HEAD in left and shape.tied and not head.is_value and not equal_in(source, HEAD, EMBED):
+        problems.append(HEAD_OF_ITS_OWN)
+    for key, why in left.items():
+        original = copy_of(key, shape)
+        if why == COPIED and original in source.tensors and not equal_in(source, key, original):
+            problems.append(Problem("other values than its original", key, expected=f"those of {original}"))
+    return problems
+
+
+def of_a_tower(shape: Shape) -> Problem:
+    """Return the problem of an export of a text tower alone."""
+    what = (
+        "a text tower alone is no model that from_pretrained opens: gather_hf returns its tensors, to be put "
+        "beside those of the other towers"
+    )
+    return Problem(what, CONFIG, f"model_type {shape.towers}")
+
+
+def say_of_prediction(spreading: Spreading) -> None:
+    """Say once that an export goes without the layers of multi-token prediction that config.json has."""
+    shape = spreading.shape
+    if shape.predicted and not any(layer_number(key) >= shape.layers for key in spreading.spreads):
+        warn_once(
+            logger,
+            f"config.json has {shape.predicted} layer(s) of multi-token prediction, and no rank holds them: "
+            "the export goes without them",
+        )

@@ -16,12 +16,14 @@ import torch
 
 from torch_dcp_backport.hf import Export, Source, collect, export, fill_from_first, fill_here, look
 from torch_dcp_backport.hf.companions import as_config
+from torch_dcp_backport.hf.dequantised import dequantised
 from torch_dcp_backport.hf.export import Saved, checked, target_of
-from torch_dcp_backport.hf.opening import with_prefix
+from torch_dcp_backport.hf.opening import renamed, with_prefix
 from torch_dcp_backport.hf.source import CONFIG, source_of
 from torch_dcp_backport.megatron.agreed import Agreed, Given, agree_on_load, agree_on_save
+from torch_dcp_backport.megatron.families.towers import OLD_HEAD, TOWERS, text_of
 from torch_dcp_backport.megatron.model import Layers, Models, Parallel
-from torch_dcp_backport.megatron.names import EMBED
+from torch_dcp_backport.megatron.names import EMBED, HEAD
 from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.call import Attempt
 from torch_dcp_backport.transfer.groups import groups_of
@@ -128,7 +130,7 @@ def load(ask: Callable[[], tuple[Source, Given]], value_head: bool, files: str =
     """Load as `load_hf` does; `ask` makes this rank's arguments, and all ranks raise its failure."""
     with Call(LOAD, "fill", groups_of()) as call:
         asked = call.attempt(ask)
-        source = call.attempt(lambda pair: with_head(pair[0]), asked)
+        source = call.attempt(lambda pair: as_text(pair[0]), asked)
         sight = look(call, source, files)
         agreed = agree_on_load(call, call.attempt(lambda pair: pair[1], asked), sight, value_head)
         if sight.is_shared:
@@ -139,9 +141,22 @@ def load(ask: Callable[[], tuple[Source, Given]], value_head: bool, files: str =
         return finished(agreed, bytes_read)
 
 
-def with_head(source: Source) -> Source:
-    """Return a source under the names of a language model, which those of a model without a head lack."""
+def as_text(source: Source) -> Source:
+    """Return a source under the names of a language model, without quantisation.
+
+    Files of a model without its head lack `model.`, the text towers of others have other names, and weights
+    in fp8 have their scales beside them.
+    """
+    source = dequantised(source)
+    _, towers = text_of(source.config)
+    prefixes = TOWERS[towers].prefixes if towers else ()
     path, _, name = EMBED.partition(".")
+    prefix = next((prefix for prefix in prefixes if prefix + name in source.tensors), f"{path}.")
+    if prefix != f"{path}.":
+        names = {key: f"{path}.{key[len(prefix) :]}" for key in source.tensors if key.startswith(prefix)}
+        if OLD_HEAD in source.tensors:
+            names[OLD_HEAD] = HEAD
+        return renamed(source, names)
     return with_prefix(source, f"{path}.", name)
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
@@ -25,17 +25,25 @@ from torch_dcp_backport.dist_checkpointing.serialization import save_made
 from torch_dcp_backport.hf import Export
 from torch_dcp_backport.hf.blocks import Window, nbytes_of_window
 from torch_dcp_backport.hf.companions import as_config, companions_of
-from torch_dcp_backport.hf.export import examined, target_of, write_files
+from torch_dcp_backport.hf.export import BUFFER_BYTES, BUFFERS, examined, target_of, write_files
 from torch_dcp_backport.hf.files import replaced
-from torch_dcp_backport.hf.format import nbytes_of
+from torch_dcp_backport.hf.format import is_plain, nbytes_of
 from torch_dcp_backport.hf.source import CONFIG, Source
 from torch_dcp_backport.hf.source import Folder as Files
 from torch_dcp_backport.hf.writing import planned
-from torch_dcp_backport.megatron.agreed import other_head
-from torch_dcp_backport.megatron.bridge import with_head
+from torch_dcp_backport.megatron.agreed import of_a_tower, other_copies
+from torch_dcp_backport.megatron.bridge import as_text
 from torch_dcp_backport.megatron.cuts import Cut
 from torch_dcp_backport.megatron.names import HEAD, VALUE_HEADS
-from torch_dcp_backport.megatron.plan import Head, Spreading, check_files, head_of, left_alone
+from torch_dcp_backport.megatron.plan import (
+    Head,
+    Spreading,
+    behind,
+    check_files,
+    head_of,
+    layer_number,
+    left_alone,
+)
 from torch_dcp_backport.megatron.shape import Shape, shape_of
 from torch_dcp_backport.megatron.stored import (
     EMBEDDING,
@@ -62,6 +70,18 @@ COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 OF_A_CHECKPOINT = re.compile(rf"\..*|metadata\.json|integrity\.json|common\.pt|.*\.distcp|{HUGGING_FACE}")
 
 
+class Found(NamedTuple):
+    """A source, as it was found."""
+
+    #: "huggingface" or "checkpoint".
+    form: str
+    #: The model_type of config.json.
+    kind: str
+    tensors: int
+    nbytes: int
+    files: int
+
+
 @dataclass(frozen=True)
 class Converted:
     """The result of a conversion, or of a dry run."""
@@ -74,6 +94,9 @@ class Converted:
     files: Mapping[str, int]
     #: Tensor of the source that is not converted -> why.
     left: Mapping[str, str]
+    source: Found
+    #: Bytes that the process holds beside mapped files: buffers, and weights that are dequantised or copied.
+    memory: int
 
     @property
     def nbytes(self) -> int:
@@ -105,6 +128,22 @@ def convert(
         CheckpointingException: source and config.json do not fit, something is damaged, no room, ...; the
             target is as it was.
     """
+    return converted(source, target, like, how, dry_run)
+
+
+def converted(
+    source: Folder,
+    target: Folder,
+    like: Any = None,
+    how: Optional[Export] = None,
+    dry_run: bool = False,
+    tell: Callable[[Converted], object] = bool,
+) -> Converted:
+    """Convert as `convert` does.
+
+    Args:
+        tell: called with what will be done, when all is checked and before anything is written.
+    """
     # Renames would replace a link itself, so the target is the folder that it leads to.
     folder, out = Path(source), Path(os.path.realpath(target))
     try:
@@ -113,9 +152,9 @@ def convert(
         if to_checkpoint:
             with Call(CANNOT_CONVERT, "save", ()) as call:
                 call.problems += of_files_alone(like, how or Export())
-                return _to_checkpoint(call, folder, out, how or Export(), dry_run)
+                return _to_checkpoint(call, folder, out, how or Export(), dry_run, tell)
         with Call(CANNOT_CONVERT, "collect", ()) as call:
-            return _to_files(call, folder, out, like, how, dry_run)
+            return _to_files(call, folder, out, like, how, dry_run, tell)
     except (RuntimeError, OSError) as error:
         raise CheckpointingException(str(error)) from error
 
@@ -151,8 +190,11 @@ def of_files_alone(like: Any, how: Export) -> list[Problem]:
     return problems
 
 
-def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bool) -> Converted:
-    files = with_head(Files(folder))
+def _to_checkpoint(
+    call: Call, folder: Path, out: Path, how: Export, dry_run: bool, tell: Callable[[Converted], object]
+) -> Converted:
+    original = Files(folder)
+    files = as_text(original)
     call.problems += files.problems
     if files.absent:
         call.problems.append(Problem("no model here", got=files.absent))
@@ -164,15 +206,15 @@ def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bo
     rows = {EMBEDDING: shape.vocab}
     if head.is_value or not shape.tied:
         rows[OUTPUT] = 1 if head.is_value else shape.vocab
-    naming = Naming("", shape.is_mixed)
+    has_predicted = any(layer_number(key) in behind(shape) for key in files.tensors)
+    naming = Naming("", shape.is_mixed, has_predicted=has_predicted)
     model = Whole(shape, rows, naming)
     spreading = model.spreading(head)
     left: dict[str, str] = {}
     if not spreading.problems:
         check_files(files.tensors, spreading)
         left = left_alone(files.tensors, spreading)
-        if HEAD in left and shape.tied:
-            call.problems += other_head(files)
+        call.problems += other_copies(files, shape, left, head)
     call.problems += spreading.problems
     call.settle()
     cuts = list(model.cuts(spreading))
@@ -180,9 +222,15 @@ def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bo
     with call.guard(str(out)):
         _check_target(out, how)
     call.settle()
-    converted = Converted("checkpoint", tensors, {}, left)
+    infos = original.tensors.values()
+    found = Found("huggingface", shape.towers or shape.kind, len(infos), _bytes(infos), original.files)
+    # What is dequantised, or not aligned, is no view of a mapped file.
+    copied = original.copied | {key for key, info in original.tensors.items() if not is_plain(info.dtype)}
+    held = _bytes(info for key, info in files.tensors.items() if key in copied)
+    result = Converted("checkpoint", tensors, {}, left, found, held)
+    tell(result)
     if dry_run:
-        return converted
+        return result
     state = {"tensors": _parts(files, cuts, tensors), "objects": _objects(shape, naming), **COMMON}
     out.parent.mkdir(parents=True, exist_ok=True)
     _check_target(out, how)
@@ -204,7 +252,11 @@ def _to_checkpoint(call: Call, folder: Path, out: Path, how: Export, dry_run: bo
         draft.take_place(draft.aside if how.overwrite and out.exists() else None)
         disk.sync_folder(out.parent)
     draft.leave()
-    return converted
+    return result
+
+
+def _bytes(infos: Iterable[TensorInfo]) -> int:
+    return sum(map(nbytes_of, infos))
 
 
 def _has_value_head(tensors: Mapping[str, TensorInfo], shape: Shape) -> bool:
@@ -282,8 +334,16 @@ def room_of(out: Path) -> Path:
 
 
 def _to_files(
-    call: Call, folder: Path, out: Path, like: Any, how: Optional[Export], dry_run: bool
+    call: Call,
+    folder: Path,
+    out: Path,
+    like: Any,
+    how: Optional[Export],
+    dry_run: bool,
+    tell: Callable[[Converted], object],
 ) -> Converted:
+    if not folder.is_dir():
+        raise CheckpointingException(f"{CANNOT_CONVERT}: {folder} is no folder")
     folder = folder / SHARDED if (folder / SHARDED).is_dir() else folder
     checkpoint = opened_alone(folder)
     places = (folder / HUGGING_FACE, folder.parent / HUGGING_FACE)
@@ -294,6 +354,9 @@ def _to_files(
     call.settle()
     with call.guard(CONFIG):
         shape = shape_of(as_config(json.loads(target.companions[CONFIG])))
+    call.settle()
+    if shape.towers:
+        call.problems.append(of_a_tower(shape))
     call.settle()
     naming = naming_of(checkpoint.holds.tensors)
     everything = checkpoint.holds.tensors
@@ -312,11 +375,15 @@ def _to_files(
         name: sum(nbytes_of(tensors[key]) for key in keys)
         for name, keys in planned(tensors, target.how.file_bytes).items()
     }
-    converted = Converted("huggingface", tensors, files, left)
+    everything_in = [TensorInfo(entry.shape, entry.dtype) for entry in everything.values()]
+    number = sum(path.suffix == ".distcp" for path in folder.iterdir())
+    found = Found("checkpoint", shape.kind, len(everything_in), _bytes(everything_in), number)
+    result = Converted("huggingface", tensors, files, left, found, BUFFERS * BUFFER_BYTES)
+    tell(result)
     if not dry_run:
-        call.tally.meter.expect(lambda: converted.nbytes)
+        call.tally.meter.expect(lambda: result.nbytes)
         write_files(call, tensors, _reading(call, checkpoint, stored, sources, tensors), target)
-    return converted
+    return result
 
 
 def _sources(

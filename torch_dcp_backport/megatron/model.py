@@ -5,6 +5,7 @@ Must never talk to other ranks, and never write into a parameter.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Optional, Union
@@ -16,9 +17,12 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.megatron.cuts import Place
 from torch_dcp_backport.megatron.families.table import Family
 from torch_dcp_backport.megatron.names import STYLES, Role, Style, role_of
+from torch_dcp_backport.megatron.shape import Shape
 from torch_dcp_backport.transfer import Call, Problem
 from torch_dcp_backport.transfer.memory import has_slices, why_not_writable
+from torch_dcp_backport.transfer.once import warn_once
 
+logger = logging.getLogger("torch_dcp_backport.megatron")
 Models = Union[nn.Module, Sequence[nn.Module]]
 #: [chunk] -> numbers of its layers, from 0.
 Layers = Sequence[Sequence[int]]
@@ -126,12 +130,12 @@ class Local(NamedTuple):
 
 
 def describe(
-    call: Call, models: Models, family: Family, parallel: Optional[Parallel], layers: Optional[Layers]
+    call: Call, models: Models, shape: Shape, parallel: Optional[Parallel], layers: Optional[Layers]
 ) -> Local:
     """Describe what this rank's chunks hold; a parameter that does not fit becomes a problem of the call.
 
     Args:
-        family: the table of the model in config.json.
+        shape: the numbers of the model in config.json.
         layers: for each chunk the numbers of its layers, from 0; None takes the modules' own numbers.
 
     Raises:
@@ -152,17 +156,20 @@ def describe(
     for number, (module, _) in enumerate(chunks):
         prefix = f"[{number}]." if len(chunks) > 1 else ""
         numbers = numbers_of(module, style, None if layers is None else layers[number])
-        roles = roles_of(module, style, family, where)
+        roles = roles_of(module, style, shape.family, where)
         for name, param in parameters_of(module):
             known = roles[name]
             problem = unfit(param)
             if known is None:
-                problem = f"a parameter that no {family.kinds[0]} model has in its Hugging Face files"
+                problem = f"a parameter that no {shape.kind} model has in its Hugging Face files"
             if known is None or problem:
                 call.problems.append(Problem(problem, prefix + name, got=f"{tuple(param.shape)}"))
                 continue
             role, index = known
-            layer = None if index is None else numbers[index]
+            layer = index
+            if index is not None:
+                # Layers of multi-token prediction come behind all others.
+                layer = numbers[index] if index >= 0 else shape.layers - 1 - index
             params.append(Param(prefix + name, role, layer, tuple(param.shape), param.dtype))
             memory[prefix + name] = param.detach()
     return Local(
@@ -230,6 +237,14 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Style]:
     """Return a chunk without its wrappers (Float16Module, DistributedDataParallel), and its kind."""
     inner: Any = model
     while True:
+        if layer_list(getattr(inner, "language_model", None), STYLES["mcore"]) is not None:
+            others = [name for name, _ in inner.named_children() if name != "language_model"]
+            warn_once(
+                logger,
+                f"of a {type(inner).__name__} the language_model alone is loaded and saved, not "
+                f"{', '.join(others) or 'what is beside it'}",
+            )
+            inner = inner.language_model
         for style in STYLES.values():
             if layer_list(inner, style) is not None:
                 return inner, style

@@ -20,6 +20,8 @@ COMPUTED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 #: A layer's prefix in the files.
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 LAYERS = "decoder.layers."
+#: A parameter of multi-token prediction: its number, and its name in the layer of it, or beside that.
+PREDICTED = re.compile(r"mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer)\.(.+)|(.+))")
 #: An expert's part of a GroupedMLP's parameter, as `model.parameters_of` names it.
 GROUPED = re.compile(r"mlp\.experts\.weight([12])\[(\d+)\]")
 #: Modules of their own, or one module of TransformerEngine with a parameter for each.
@@ -91,7 +93,15 @@ STYLES = {
 
 
 def role_of(style: Style, family: Family, name: str) -> Optional[tuple[Role, Optional[int]]]:
-    """Return a parameter's (role, layer within the chunk or None); None for a name not in the tables."""
+    """Return a parameter's (role, layer within the chunk or None); None for a name not in the tables.
+
+    Layers of multi-token prediction count from -1 downwards.
+    """
+    predicted = PREDICTED.fullmatch(name) if style.name == "mcore" else None
+    if predicted is not None:
+        beside = next((Role.of(row) for row in family.prediction if predicted[3] in row.names), None)
+        found = role_in_layer(style, family, predicted[2]) if predicted[2] else beside
+        return (found, -1 - int(predicted[1])) if found is not None and family.prediction else None
     if not name.startswith(style.layers):
         role = style.outside.get(name)
         return (role, None) if role is not None else None

@@ -16,6 +16,7 @@ from torch_dcp_backport.megatron.names import (
     COMPUTED,
     EMBED,
     HEAD,
+    LAYER,
     NORM,
     SCORE_BIAS,
     VALUE_HEADS,
@@ -27,6 +28,9 @@ from torch_dcp_backport.transfer.errors import spell
 from torch_dcp_backport.transfer.plan import Table
 from torch_dcp_backport.transfer.spread import Boxes
 
+#: In a layer of multi-token prediction: a copy -> its original.
+COPIES = {"embed_tokens.weight": EMBED, "shared_head.head.weight": HEAD}
+COPIED = "equal to the model's own"
 #: (rank, parameter) of a tensor; messages name them beside its key.
 Holder = tuple[int, Param]
 
@@ -124,7 +128,8 @@ class Spreading:
     def faults(self) -> list[Problem]:
         """Return problems for what config.json asks for and no rank holds, and what is held beyond that."""
         needed = {EMBED, NORM}
-        for layer in range(self.shape.layers):
+        predicted = {layer_number(key) for key in self.spreads} & set(behind(self.shape))
+        for layer in (*range(self.shape.layers), *sorted(predicted)):
             for name in self.shape.names_in(layer):
                 numbers = range(self.shape.experts) if "{}" in name else (0,)
                 needed.update(f"model.layers.{layer}.{name.format(number)}" for number in numbers)
@@ -186,6 +191,7 @@ def head_of(shape: Shape, tensors: Mapping[str, TensorInfo], is_value: bool) -> 
 def left_alone(tensors: Mapping[str, TensorInfo], plan: Spreading) -> dict[str, str]:
     """Return tensor of the files -> why no parameter needs it; without such a reason it is a problem."""
     left: dict[str, str] = {}
+    held = set(map(layer_number, plan.blocks))
     for key in tensors:
         if key in plan.blocks:
             continue
@@ -195,11 +201,34 @@ def left_alone(tensors: Mapping[str, TensorInfo], plan: Spreading) -> dict[str, 
             left[key] = "no value head of one row"
         elif key == HEAD and plan.shape.tied:
             left[key] = "equal to the embedding"
+        elif plan.shape.towers and LAYER.match(key) is None:
+            left[key] = "of another tower than the text's"
+        elif layer_number(key) in behind(plan.shape):
+            if layer_number(key) not in held:
+                left[key] = "of multi-token prediction, which no rank holds"
+            elif copy_of(key, plan.shape) is not None:
+                left[key] = COPIED
     unheld = [key for key in tensors if key not in plan.blocks and key not in left]
     for name, keys in by_layer(unheld, plan.blocks).items():
         got = f"{tensors[name].shape}" if name in tensors else f"{len(keys)} tensors"
         plan.problems.append(Problem("in the files, and held by no rank", name, got))
     return left
+
+
+def layer_number(key: str) -> int:
+    """Return the number of a key's layer; -1 outside of layers."""
+    layer = LAYER.match(key)
+    return int(layer[1]) if layer is not None else -1
+
+
+def behind(shape: Shape) -> range:
+    """Return the layers of multi-token prediction."""
+    return range(shape.layers, shape.layers + shape.predicted)
+
+
+def copy_of(key: str, shape: Shape) -> Optional[str]:
+    """Return the tensor that files have a copy of in a layer of multi-token prediction; None for others."""
+    return COPIES.get(LAYER.sub("", key)) if layer_number(key) in behind(shape) else None
 
 
 def is_other_head(key: str, head: Head) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch_dcp_backport.hf.dequantised import block_size_of
 from torch_dcp_backport.megatron.families import family_of
 from torch_dcp_backport.megatron.families.table import (
     OF_EXPERTS,
@@ -20,6 +21,7 @@ from torch_dcp_backport.megatron.families.table import (
     size_of,
     units_of,
 )
+from torch_dcp_backport.megatron.families.towers import text_of
 from torch_dcp_backport.megatron.names import EMBED, HEAD, LAYER, NORM
 from torch_dcp_backport.transfer import Problem
 
@@ -42,6 +44,8 @@ class Shape:
     tied: bool
     #: The layers of a sparse model that are dense.
     dense: tuple[int, ...] = ()
+    #: The model_type of the towers that this is the text tower of; empty where it is the model.
+    towers: str = ""
 
     @property
     def family(self) -> Family:
@@ -64,6 +68,11 @@ class Shape:
         return self.number("vocab")
 
     @property
+    def predicted(self) -> int:
+        """The number of layers of multi-token prediction, which come behind the others."""
+        return self.number("predicted")
+
+    @property
     def experts(self) -> int:
         """Of every sparse layer; 0 in a dense model."""
         return self.number("experts")
@@ -72,7 +81,7 @@ class Shape:
     def described(self) -> dict[str, object]:
         """Every number, by what it is called in messages."""
         return {
-            "model_type": self.kind,
+            "model_type": self.towers or self.kind,
             "tied": self.tied,
             "dense": self.dense,
             **dict(self.numbers),
@@ -89,7 +98,8 @@ class Shape:
 
     def rows_in(self, layer: int) -> tuple[Row, ...]:
         """Return the parameters of a layer, beside those of experts."""
-        return _rows(self, self.is_sparse(layer))
+        beside = self.family.prediction if layer >= self.layers else ()
+        return _rows(self, self.is_sparse(layer)) + beside
 
     def experts_in(self, layer: int) -> tuple[Row, ...]:
         """Return the parameters of each expert of a layer."""
@@ -103,7 +113,8 @@ class Shape:
 
     def names_in(self, layer: int) -> frozenset[str]:
         """Return HF names of a layer's tensors, without its prefix; of experts with {} for the number."""
-        return _names(self, self.is_sparse(layer))
+        beside = self.family.prediction if layer >= self.layers else ()
+        return _names(self, self.is_sparse(layer)) | {key for row in beside for key in row.keys}
 
     def hf_shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a tensor in the files, by its HF key."""
@@ -169,9 +180,9 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     Raises:
         ValueError: another kind of model, quantised weights, or numbers that are missing or do not fit.
     """
+    config, towers = text_of(config)
     family = family_of(config.get("model_type"))
-    if config.get("quantization_config"):
-        raise ValueError("config.json has a quantization_config: quantised weights are not loaded")
+    check_quantisation(config)
     formulas = family.formulas
     # Without experts transformers makes every layer a dense one, whatever the other numbers are.
     is_dense = "experts" in formulas and config.get(formulas["experts"]) == 0
@@ -189,7 +200,23 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         flags=tuple(sorted((key, bool(config.get(key, default))) for key, default in family.flags.items())),
         tied=family.is_tied if tied is None else bool(tied),
         dense=() if is_dense else dense_layers(family, config, numbers["layers"]),
+        towers=towers,
     )
+
+
+def check_quantisation(config: Mapping[str, Any]) -> None:
+    """Refuse weights that are quantised in a way that is not taken back as they are read.
+
+    Raises:
+        ValueError: what config.json says of them.
+    """
+    said = config.get("quantization_config")
+    if said and block_size_of(config) is None:
+        method = said.get("quant_method") if isinstance(said, Mapping) else said
+        raise ValueError(
+            f"config.json has a quantization_config ({method}): quantised weights are not loaded, but for "
+            "fp8 in blocks; dequantise the model first"
+        )
 
 
 def misfits(shape: Shape, tp_size: int, style: str, etp_size: int = 1) -> list[Problem]:

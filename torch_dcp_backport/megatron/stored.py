@@ -24,7 +24,8 @@ from torch_dcp_backport.transfer.plan import Table
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 #: Keys of things that are not the model, with the model's names in them.
 OPTIMIZER = re.compile(r"(^|\.)(optimizer|chained_\d+)\.")
-MODEL = ("embedding.", "decoder.", "output_layer.")
+MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")
+MTP_LAYERS = "mtp.layers."
 #: The full model is on a single TP rank.
 ALONE = Place("mcore", 0, 1)
 #: Cuts of modules with a state of their own in TransformerEngine: empty, unless they compute in 8 bits.
@@ -54,10 +55,20 @@ class Naming(NamedTuple):
     is_flat: bool = False
     #: The keys of a checkpoint that is read; None of a checkpoint that is written.
     keys: Optional[frozenset[str]] = None
+    #: Whether it has the layers of multi-token prediction.
+    has_predicted: bool = False
+
+    def layers(self, shape: Shape) -> range:
+        """Return the layers that the checkpoint has, those of multi-token prediction behind the others."""
+        return range(shape.layers + (shape.predicted if self.has_predicted else 0))
 
     def slot(self, rest: str, shape: Shape, layer: int, expert: Optional[int] = None) -> Slot:
         """Return the slot of a layer's tensor; `rest` is its name in the layer."""
         lead, extents = ((), ()) if expert is None else ((expert,), (shape.experts,))
+        if layer >= shape.layers:
+            is_beside = any(rest in row.names for row in shape.family.prediction)
+            path = f"{MTP_LAYERS}{layer - shape.layers}.{'' if is_beside else 'transformer_layer.'}"
+            return Slot(f"{self.prefix}{path}{rest}", lead, extents)
         if self.is_flat:
             return Slot(f"{self.prefix}{LAYERS}{layer}.{rest}", lead, extents)
         return Slot(f"{self.prefix}{LAYERS}{rest}", (layer, *lead), (shape.layers, *extents))
@@ -74,7 +85,7 @@ class Naming(NamedTuple):
         """Return keys of second names of what is read under another name."""
         return {
             slot.key
-            for layer in range(shape.layers)
+            for layer in self.layers(shape)
             for row in shape.rows_in(layer)
             if row.is_under_each
             for slot in (self.slot(name, shape, layer) for name in row.names)
@@ -118,7 +129,7 @@ def params_of(shape: Shape, naming: Naming) -> Iterator[tuple[str, Role, Optiona
     """Yield (name, role, layer, slots) of every parameter that a model with these numbers may have."""
     for name, role in STYLES["mcore"].outside.items():
         yield name, role, None, (Slot(naming.prefix + name),)
-    for layer in range(shape.layers):
+    for layer in naming.layers(shape):
         for row in shape.rows_in(layer):
             slots = naming.slots(row, shape, layer)
             yield f"{LAYERS}{layer}.{row.names[0]}", Role.of(row), layer, slots
@@ -131,7 +142,7 @@ def params_of(shape: Shape, naming: Naming) -> Iterator[tuple[str, Role, Optiona
 
 def states_of(shape: Shape, naming: Naming) -> Iterator[Slot]:
     """Yield slots of empty objects that a load into modules of TransformerEngine asks for."""
-    for layer in range(shape.layers):
+    for layer in naming.layers(shape):
         for module in (CORE_ATTENTION, *modules_of(shape.rows_in(layer))):
             slot = naming.slot(f"{module}._extra_state", shape, layer)
             # An object needs a place among those of its key, even where it is alone.
@@ -153,7 +164,8 @@ def naming_of(keys: Iterable[str]) -> Naming:
     ends = sorted((key for key in known if key.endswith(EMBEDDING)), key=len)
     prefix = ends[0][: -len(EMBEDDING)] if ends else ""
     numbered = re.compile(re.escape(prefix + LAYERS) + r"\d+\.")
-    return Naming(prefix, any(map(numbered.match, known)), frozenset(known))
+    has_predicted = any(key.startswith(prefix + MTP_LAYERS) for key in known)
+    return Naming(prefix, any(map(numbered.match, known)), frozenset(known), has_predicted)
 
 
 def model_in(keys: Collection[str], naming: Naming, shape: Shape) -> list[str]:

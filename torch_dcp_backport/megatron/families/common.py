@@ -75,5 +75,10 @@ EXPERTS = (
     ),
     row("linear_fc2.weight", "columns", "mlp.experts.{}.down_proj.weight: hidden, expert_rows"),
 )
-ATTENTION = (INPUT_NORM, QKV, QKV_BIAS.when_also("attention_bias"))
-DENSE_MLP = (DENSE_NORM, GATE_UP, DOWN)
+#: What a layer of multi-token prediction has beside those of a layer.
+PREDICTION = (
+    row("enorm.weight", "whole", "enorm.weight: hidden"),
+    row("hnorm.weight", "whole", "hnorm.weight: hidden"),
+    row("eh_proj.weight", "rows", "eh_proj.weight: hidden, 2*hidden"),
+    row("final_layernorm.weight", "whole", "shared_head.norm.weight: hidden"),
+)

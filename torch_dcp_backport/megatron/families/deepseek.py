@@ -7,6 +7,7 @@ from torch_dcp_backport.megatron.families.common import (
     DOWN,
     EXPERTS,
     GATE_UP,
+    PREDICTION,
     ROUTER,
     SPARSE_NORM,
 )
@@ -93,6 +94,8 @@ DEEPSEEK_V3 = Family(
         "experts": "n_routed_experts",
         "expert_rows": "moe_intermediate_size",
         "shared_rows": "moe_intermediate_size*n_shared_experts or 0",
+        "predicted": "num_nextn_predict_layers or 0",
     },
     dense=("first_k_dense_replace",),
+    prediction=PREDICTION,
 )

@@ -114,6 +114,8 @@ class Family:
             shared_rows if an expert is shared.
         flags: key of config.json that is true or false -> its value where config.json lacks it.
         dense: keys of config.json that say which layers of a sparse model are dense.
+        prediction: the parameters of a layer of multi-token prediction beside those of each layer. Files have
+            such layers behind the others; the number "predicted" says how many.
         is_tied: whether the head is the embedding where config.json does not say it.
 
     Example:
@@ -129,6 +131,7 @@ class Family:
     numbers: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, bool] = field(default_factory=dict)
     dense: tuple[str, ...] = ()
+    prediction: tuple[Row, ...] = ()
     is_tied: bool = False
 
     @property
@@ -138,6 +141,7 @@ class Family:
 
     def every_row(self) -> Iterator[Row]:
         yield from self.rows
+        yield from self.prediction
         yield from self.experts
 
     def tensors(self) -> dict[str, Tensor]:
@@ -181,6 +185,8 @@ def problems_of(family: Family) -> list[str]:
                 problems.append(f"{tensor.key} has two shapes: {sizes[tensor.key]}, and {tensor.sizes}")
             if is_expert and "{}" not in tensor.key:
                 problems.append(f"{tensor.key} of an expert has no {{}} for the expert's number")
+    if family.prediction and "predicted" not in family.numbers:
+        problems.append("layers of multi-token prediction need the number predicted")
     problems += [f"{key} says nothing of dense layers" for key in family.dense if key not in DENSE]
     return problems
 
@@ -211,6 +217,7 @@ def number_of(formula: str, config: Mapping[str, Any], least: int = 1) -> int:
         ValueError: a number is missing, is no number, or is less than `least`.
     """
     alternatives = formula.split(" or ")
+    least = 0 if alternatives[-1] == "0" else least
     for alternative in alternatives:
         value = _value(alternative, config, least)
         if value is not None:
