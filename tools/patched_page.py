@@ -28,20 +28,22 @@ FIRST, FIXED_IN = (".".join(map(str, release)) for release in (TABLE.FIRST, TABL
 
 HEAD = f"""# What is patched, and why
 
-Made by `make patched-page` from [`patches/`](../patches/README.md) and
+`make patched-page` writes this page from [`patches/`](../patches/README.md) and
 `torch_dcp_backport/activation/table.py`.
 
 On torch >= {FIRST}, < {FIXED_IN} the functions [below](#what-is-replaced) are replaced in the running
-process, all or none; torch's files stay as they are. On torch >= {FIXED_IN} nothing is replaced, even where
-a defect is still there. On your machine (without `--load` only the decision, and no import of torch):
+process, all or none. Torch's files stay as they are. On torch >= {FIXED_IN} nothing is replaced, even if a
+defect is still there. This command lists what is replaced on your machine. Without `--load` it says only the
+decision, and does not import torch:
 
 ```bash
-python -m torch_dcp_backport status --load
+python -m torch_dcp_backport status --load --verbose
 ```
 
 ## Summary
 
-Each record says what is wrong, what we do, when the correction goes, and which tests show it.
+Each record says what is wrong, what we do, after which torch release the correction goes, and which tests
+show it.
 
 """
 
@@ -49,8 +51,9 @@ NONE = "no record"
 TAIL = """
 ## What is replaced
 
-Names, with the records that they serve. Private names are replaced because torch's public functions, and
-other packages, call them; those with no record because the set works only as a whole.
+These are the names, with the records that they serve. Private names are replaced because torch's public
+functions and other packages call them. Names without a record are replaced because the set works only as a
+whole.
 """
 
 # A record as CONTRIBUTING.md describes it.

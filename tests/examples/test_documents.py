@@ -72,6 +72,26 @@ def test_a_program_runs(interpreters: Interpreters, page: str, program: str, tmp
     output_of_code(interpreters, program, tmp_path)
 
 
+def test_the_complete_test_of_a_load_passes_with_the_fix_and_fails_without(tmp_path: Path) -> None:
+    (program,) = (text for page, text in blocks("python") if page == "in-your-ci.md")
+    (tmp_path / "test_load.py").write_text(program)
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    tests = ["-m", "pytest", "-q", "-p", "torch_dcp_backport.regression.plugin", "test_load.py"]
+    ends = {
+        switch: subprocess.run(
+            [*ranks, *tests],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DCP_BACKPORT": switch, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for switch in ("strict", "off")
+    }
+    assert ends["strict"].returncode == 0, ends["strict"].stdout
+    assert "14.0 MiB) are allowed" in ends["off"].stdout
+
+
 def test_the_readme_is_short_and_begins_with_the_symptom() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 100

@@ -465,7 +465,11 @@ FAULTS = [
         "no dict at all", not_a_dict, at((0,), *BROADCAST) + at((2,), "local"), REFUSED, "not a state dict"
     ),
     Fault(
-        "a staging budget that is none", bad_budget, at((0, 2), *BROADCAST, "save"), REFUSED, "staging budget"
+        "a staging budget that is no number",
+        bad_budget,
+        at((0, 2), *BROADCAST, "save"),
+        REFUSED,
+        "staging budget",
     ),
     Fault("planning fails", plan_fails, at((0, 2), *BROADCAST, "local"), REFUSED, "a fault"),
     Fault(

@@ -15,53 +15,58 @@ PATH = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 
 HEAD = f"""# Reliability
 
-A fault in one of {WORLD} ranks (gloo, CPU), as every rank sees it. Made by `make reliability` from `tests/ranks/faults.py`;
-tested by `python3 tools/lanes.py test 2.6 -- tests/ranks/test_faults.py`.
+What does every rank see if one rank fails? For this page one of {WORLD} ranks (gloo, CPU) makes each of the mistakes below.
+`make reliability` writes the page from `tests/ranks/faults.py`, and
+`python3 tools/lanes.py test 2.6 -- tests/ranks/test_faults.py` tests every line of it.
 
-On every rank that lives the caller's dict, the garbage collector's state and the hooks of modules and optimizers are as
-before, and less than 64 KiB of new tensors stays alive (a shard has 1 MiB).
+On every rank that goes on living, the caller's dict, the garbage collector's state and the hooks of modules and optimizers
+are as before. Less than 64 KiB of new tensors stays alive there (a shard has 1 MiB).
 
-Calls: `load`, `meta`, `optimizer` are a model in memory, a model on the meta device and AdamW, loaded from rank 0;
-`local` is a model where every rank has the dict; `save`, `save optimizer` are full gets with `cpu_offload`.
+| call | is |
+|---|---|
+| `load`, `meta`, `optimizer` | a load from rank 0 into a model in memory, a model on the meta device, and AdamW |
+| `local` | a load of a model where every rank has the dict |
+| `save`, `save optimizer` | a full get with `cpu_offload` |
 """
 
 SECTIONS = {
     REFUSED: (
         "Refused",
-        "Every rank raises the same error, with key and ranks. Nothing was written, the process group goes on.",
+        "Every rank raises the same error, which names key and ranks. Nothing was written, and the process group goes on.",
     ),
     LOADED: ("Done all the same", "Every value is right, on every rank."),
     TOLD: (
         "Too late to refuse",
-        "The rank with the fault raises its own error, every other rank one that names both: do not use what was being "
-        "loaded. The process group goes on. Ranks ask each other only where code outside torch takes part.",
+        "The rank with the fault raises its own error. Every other rank raises an error that names this rank and its "
+        "error, and says: do not use what was being loaded. The process group goes on. Ranks ask each other for this only "
+        "if code outside torch takes part.",
     ),
     BROKEN: (
         "Broken off",
         "Ranks that wait raise a [`TransferError`](troubleshooting.md#transfererror) within the group's timeout "
-        f"({TIMEOUT:.0f} s in the tests). A rank that needed nothing more may have finished, with right values. After a "
-        "timeout restart the job: torch's process group is unusable.",
+        f"({TIMEOUT:.0f} s in the tests). A rank that needed nothing more may have finished, with right values. Restart the "
+        "job after a timeout: torch's process group is unusable then.",
     ),
 }
 
-TAIL = """Not covered: options that differ between ranks (they end in the timeout), FSDP1's own hooks and collectives,
-faults on accelerators.
+TAIL = """These tests do not cover options that differ between ranks (they end in the timeout), FSDP1's own hooks and
+collectives, and faults on accelerators.
 
 ## What ranks believe each other
 
-**A rank can make another one run code, as always with torch.distributed:** do not connect ranks that you do not trust.
-The inventory (names, shapes, dtypes, small values) and, where ranks differ, lists of problems and layouts are pickled,
-as in torch's `broadcast_object_list`. Otherwise:
+**A rank can make another rank run code, as always with torch.distributed.** So do not connect ranks that you do not trust.
+Ranks pickle the inventory (names, shapes, dtypes, small values), as torch's `broadcast_object_list` does. If ranks differ,
+they also pickle lists of problems and layouts. Apart from that:
 
-- wrong types are an error; an inventory above 2 GiB is refused before memory is taken for it;
-- memory follows from the staging budget and this rank's own layout; a peer decides only for values without a shape in the
-  model (extra state, tensors behind custom loading code);
-- no files are read or written, no network but torch.distributed is used.
+- Values of a wrong type are an error. An inventory above 2 GiB is refused before memory is taken for it.
+- Memory follows from the staging budget and from this rank's own layout. A peer decides only for values that have no shape
+  in the model (extra state, and tensors behind custom loading code).
+- No files are read or written, and torch.distributed is the only network.
 
 ## Threads
 
-Call from one thread, in the same order on every rank: ranks tell transfers apart by their order alone. A second thread
-in one process group at the same time gets a `RuntimeError`, and nothing is changed.
+Call from one thread, and in the same order on every rank: ranks tell transfers apart only by their order. If a second
+thread uses the same process group at the same time, it gets a `RuntimeError`, and nothing is changed.
 """
 
 

@@ -45,6 +45,7 @@ def list_steps(argv: list[str], prog: str) -> int:
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     args = parser.parse_args(argv)
     steps = store.steps_in(args.root)
+    nothing = f"no steps in {args.root}" if args.root.is_dir() else f"there is no folder {args.root}"
     if args.verify:
         steps = list(map(verified, steps))
     if args.json:
@@ -52,7 +53,7 @@ def list_steps(argv: list[str], prog: str) -> int:
         print(json.dumps({"root": str(args.root), "steps": listed}, indent=2))
     else:
         lines = [line_of(step, args.verify) for step in steps]
-        print(inspection.printable("\n".join(lines) or f"no steps in {args.root}"))
+        print(inspection.printable("\n".join(lines) or nothing))
     return 0 if any(not step.fault for step in steps) else 1
 
 

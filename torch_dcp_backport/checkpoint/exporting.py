@@ -199,7 +199,10 @@ def _target(call: Call, folder: Path, out: Path, request: Request) -> Target:
         return Target(out, how, {}, None, ADAPTER_FILES, True)
     own_files = folder / HUGGING_FACE
     if request.like is None and not (own_files / CONFIG).is_file():
-        raise CheckpointingException(f"{CANNOT_EXPORT}: {own_files} has no {CONFIG}: name a model's folder")
+        where = f"{folder.absolute()} has no {HUGGING_FACE}/{CONFIG}"
+        raise CheckpointingException(
+            f"{CANNOT_EXPORT}: {where}: is it a checkpoint? If so, name a model's folder with like= or --like"
+        )
     return target_of(call, out, own_files if request.like is None else request.like, request.how)
 
 

@@ -210,6 +210,8 @@ class ShardedTensor(ShardedBase):
         Raises:
             CheckpointingException: an axis, a place or a number of parts that cannot be.
         """
+        if not isinstance(data, torch.Tensor):
+            raise CheckpointingException(f"no local tensor: {key} (expected a tensor, got {data!r:.80})")
         axes = data.dim() + prepend_axis_num
         offset, parts = [0] * axes, [1] * axes
         local = (1,) * prepend_axis_num + tuple(data.shape)

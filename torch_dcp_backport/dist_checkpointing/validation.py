@@ -290,7 +290,10 @@ def read_digests(call: Call, folder: Path) -> integrity.Digests:
     """
     with at_first(call, Topic("reading digests")) as meeting:
         if meeting.decides:
-            meeting.answer(integrity.read(folder))
+            try:
+                meeting.answer(integrity.read(folder))
+            except integrity.Unknown as error:
+                raise CheckpointingException(str(error)) from None
     digests: integrity.Digests = meeting.result
     return digests
 

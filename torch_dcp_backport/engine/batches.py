@@ -113,7 +113,9 @@ def plan(
     """
     call = Call(TITLE, "plan", (group,), plain=(ValueError, KeyError))
     # Errors of any kind: the other ranks wait in the meeting.
-    own = call.attempt(lambda: plan_alone(data, limit() if callable(limit) else limit, needs_tokens))
+    own = call.attempt(
+        lambda: plan_alone(checked_batch(data), limit() if callable(limit) else limit, needs_tokens)
+    )
     counts = call.attempt(
         lambda made: [len(made.parts), made.tokens, digest_of(data) if copies > 1 else 0], own
     )
@@ -163,6 +165,13 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
     else:
         parts = by_tokens(spans, limit.tokens or 0)
     return Plan(parts, spans, tokens, None if ids.is_nested else int(ids.shape[1]))
+
+
+def checked_batch(data: Any) -> Any:
+    """Return a batch. Raises a TypeError for what is no mapping, such as a tensor of token ids."""
+    if not callable(getattr(data, "keys", None)):
+        raise TypeError(f"the batch is a {type(data).__name__}: expected a mapping with {IDS}")
+    return data
 
 
 def checked_limit(limit: Limit) -> Limit:

@@ -81,8 +81,11 @@ def look(call: Call, source: Attempt[Source], files: str = "auto") -> Sight:
     alone = all(not digest or call.ranks[0] in ranks for ranks, digest, _ in seen)
     if not is_shared and not (by_first and files != "shared" and (alone or only_first)):
         got = "; ".join(f"{spell(ranks)}: {digest[:8] or absent}" for ranks, digest, absent in seen)
-        expected = "the same everywhere" + ("" if files == "shared" else ", or files on the first rank alone")
+        expected = "the same files on every rank" + (
+            "" if files == "shared" else ", or on the first rank alone"
+        )
         what = "no model here" if digests == {""} else "the ranks see different files"
+        expected = "a folder with config.json and safetensors files" if digests == {""} else expected
         call.problems.append(Problem(what, got=got, expected=expected))
     call.settle()
     if is_shared:

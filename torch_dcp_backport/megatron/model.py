@@ -148,6 +148,8 @@ def describe(
     (style,) = styles.values()
     if layers is not None and len(layers) != len(chunks):
         raise ValueError(f"layers= has {len(layers)} chunks, and the model has {len(chunks)}")
+    if layers is not None and any(isinstance(numbers, int) for numbers in layers):
+        raise ValueError(f"layers={list(layers)}: expected a list for each chunk, such as [[0, 1]]")
     where = parallel or Parallel.of_megatron() or alone(call)
     if where.problem:
         raise ValueError(where.problem)
