@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import small
 import torch
+import torch.distributed as dist
 
 from torch_dcp_backport import compat, engine
+from torch_dcp_backport.dist_checkpointing import CheckpointingException
 
 pytest.importorskip("peft")
 test_qwen = pytest.importorskip("test_engine_transformers")
@@ -25,13 +27,13 @@ def without_torchao() -> None:
     peft.tuners.lora.torchao.is_torchao_available = lambda: False
 
 
-def made(folder: Path, sizes: dict[str, int]) -> Any:
+def made(folder: Path, sizes: dict[str, Any], **model: Any) -> Any:
     small.cpu_fsdp.install()
     without_torchao()
     plain = {"mixed_precision": {"param_dtype": None, "reduce_dtype": None}, "use_dynamic_bsz": False}
     config = {**plain, "micro_batch_size_per_gpu": 2, **sizes}
     asked = {"optimizer": "SGD", "lr": 0.5, "weight_decay": 0.0, "clip_grad": None}
-    found = engine.FSDPEngineWithLMHead({"path": str(folder), **LORA}, config, asked, device="cpu")
+    found = engine.FSDPEngineWithLMHead({"path": str(folder), **LORA, **model}, config, asked, device="cpu")
     found.initialize()
     return found
 
@@ -107,10 +109,168 @@ def test_adapters_train_alone_and_peft_opens_them(ranks, tmp_path: Path, sizes: 
         torch.testing.assert_close(found["logits"], expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found["plain"], plain, atol=1e-5, rtol=1e-5)
         assert (found["config"]["r"], found["config"]["lora_alpha"]) == (4, 8)
-        # The weights below are as in the files, under their names there.
-        state = transformers_state(tmp_path / "m")
+        # The weights below are as in the files, under vLLM's names.
+        state = {below(name): value for name, value in transformers_state(tmp_path / "m").items()}
         assert sorted(found["weights"]) == sorted(state)
         assert all(torch.equal(found["weights"][name], value) for name, value in state.items())
+
+
+def below(name: str) -> str:
+    """A name in the files as vLLM has it, which wraps these layers, whichever have adapters."""
+    path, _, leaf = name.rpartition(".")
+    return f"{path}.base_layer.{leaf}" if path.endswith("_proj") else name
+
+
+def merging(api: Any, folder: Path, out: Path, sizes: dict[str, int]) -> Any:
+    """A rollout's weights of a trained adapter, merged; the model stays. Then the adapter from its files."""
+    built = made(folder, sizes, lora={"merge": True})
+    small.trained(built)
+    built.save_adapter(out)
+    before = {name: value.clone() for name, value in tensors_of(built).items()}
+    tensors, config = built.get_per_tensor_param(base_sync_done=True, dtype=None)
+    found = dict(tensors)
+    short = {name: value.dtype for name, value in built.get_per_tensor_param()[0]}
+    to_one = len(list(built.get_per_tensor_param(to=1)[0]))
+    assert all(torch.equal(value, before[name]) for name, value in tensors_of(built).items())
+    opened = made(folder, {}, lora_rank=0, lora_adapter_path=str(out))
+    return (
+        found,
+        config,
+        set(short.values()),
+        to_one,
+        adapters_of(opened),
+        opened.module.peft_config["default"].r,
+    )
+
+
+def tensors_of(built: Any) -> dict[str, torch.Tensor]:
+    return {name: compat.local_part(value) for name, value in built.module.named_parameters()}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}], ids=str)
+def test_a_rollout_gets_merged_weights_and_files_are_gone_on_with(
+    ranks, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    import peft
+    import transformers
+    from safetensors.torch import load_file
+
+    without_torchao()
+    test_qwen.write(tmp_path / "m")
+    results = ranks(merging, tmp_path / "m", tmp_path / "out", sizes)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    expected = peft.PeftModel.from_pretrained(opened, tmp_path / "out").merge_and_unload().state_dict()
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    for rank, (found, config, dtypes, to_one, again, size) in enumerate(results):
+        assert config is None
+        assert sorted(found) == sorted(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=1e-7, rtol=1e-6)
+        assert dtypes == {torch.bfloat16}
+        assert to_one == (len(expected) if rank == 1 else 0)
+        assert size == 4
+        assert sorted(again) == sorted(saved)
+        assert all(torch.equal(again[name], value) for name, value in saved.items())
+
+
+def refused(api: Any, folder: Path, out: Path, what: str) -> str:
+    if what == "other values" and dist.get_rank() == 1:
+        out = out.with_name("other")
+    if what == "gone" and dist.get_rank() == 1:
+        out = out.with_name("nowhere")
+    asked: dict[str, Any] = {"lora_rank": 0, "lora_adapter_path": str(out)}
+    asked.update({"lora_rank": 8} if what == "rank" else {})
+    asked.update(
+        {"lora_adapter_path": None, "lora_rank": 4} if what == "one rank" and dist.get_rank() else {}
+    )
+    try:
+        made(folder, {}, **asked)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("gone", "has no adapter_config.json"),
+        ("other values", "not the same on every rank: lora_adapter_path"),
+        ("one rank", "not the same on every rank"),
+        ("rank", "lora_rank=8, and the adapter in "),
+        ("dora", "use_dora=True: such an adapter is not merged"),
+        ("half", "missing in the adapter: base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"),
+    ],
+)
+def test_an_adapter_that_is_not_the_same_or_not_whole_is_one_error(
+    ranks, tmp_path: Path, what: str, says: str
+) -> None:
+    import peft
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    without_torchao()
+    test_qwen.write(tmp_path / "m")
+    for name in ("out", "other"):
+        opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], use_dora=what == "dora")
+        peft.get_peft_model(opened, config).save_pretrained(tmp_path / name)
+    path = tmp_path / "out" / "adapter_model.safetensors"
+    if what == "half":
+        save_file({name: value for name, value in load_file(path).items() if "layers.1" in name}, path)
+    (text,) = set(ranks(refused, tmp_path / "m", tmp_path / "out", what))
+    assert says in text
+
+
+def in_two_dtypes(api: Any, folder: Path) -> Any:
+    built = made(folder, {"model_dtype": "bf16"})
+    dtypes = {name: param.dtype for name, param in built.module.named_parameters()}
+    begun = {name: value.clone() for name, value in adapters_of(built).items()}
+    found = small.trained(built)
+    kept = {value.dtype for _, value in built.get_per_tensor_param(base_sync_done=True)[0]}
+    return dtypes, begun, found["losses"], adapters_of(built), kept
+
+
+def test_adapters_are_float32_over_half_precision_as_pefts(ranks, tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    without_torchao()
+    test_qwen.write(tmp_path / "m")
+    results = ranks(in_two_dtypes, tmp_path / "m")
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.bfloat16)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=LORA["target_modules"])
+    alone = peft.get_peft_model(opened, config)
+    assert not peft.set_peft_model_state_dict(alone, results[0][1]).unexpected_keys
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
+    for step in range(small.STEPS):
+        optimizer.zero_grad()
+        small.loss_of(alone, small.batch(step)).backward()
+        optimizer.step()
+    expected = {name: param.dtype for name, param in alone.named_parameters()}
+    trained = peft.get_peft_model_state_dict(alone)
+    for dtypes, begun, _, adapters, kept in results:
+        assert dtypes == expected
+        assert kept == {torch.float32}
+        # Half precision gives their gradients some three digits.
+        wrong = torch.cat([(adapters[name] - value).flatten() for name, value in trained.items()]).norm()
+        learnt = torch.cat([(value - begun[name]).flatten() for name, value in trained.items()]).norm()
+        assert wrong < 0.05 * learnt
+
+
+def test_another_factor_at_a_resume_is_refused(ranks, tmp_path: Path) -> None:
+    test_qwen.write(tmp_path / "m")
+    (text,) = set(ranks(resumed_with_another_factor, tmp_path / "m", tmp_path / "global_step_1"))
+    assert "the adapter default was saved with lora_alpha=8, and has 16 now" in text
+
+
+def resumed_with_another_factor(api: Any, folder: Path, step: Path) -> str:
+    made(folder, {}).save_checkpoint(step, global_step=1)
+    other = made(folder, {}, lora_alpha=16)
+    before = {name: value.clone() for name, value in tensors_of(other).items()}
+    with pytest.raises(CheckpointingException) as caught:
+        other.load_checkpoint(step)
+    assert all(torch.equal(value, before[name]) for name, value in tensors_of(other).items())
+    return str(caught.value)
 
 
 def valued(api: Any, folder: Path) -> Any:
@@ -135,7 +295,8 @@ def test_a_value_model_has_adapters_too(ranks, tmp_path: Path) -> None:
     names = {*transformers_state(tmp_path / "m"), "score.weight", "score.bias"} - {"lm_head.weight"}
     for norm, base, trained, adapters in ranks(valued, tmp_path / "m"):
         assert norm > 0
-        assert base == sorted(names)
+        adapted = {name.replace("score.", "score.base_layer.") for name in names}
+        assert base == sorted(map(below, adapted))
         assert trained == adapters == 2 * (2 * 7 + 1)
 
 

@@ -68,10 +68,10 @@ def test_sizes_that_do_not_divide(asked: Any, says: str) -> None:
         (config.EngineConfig, types.SimpleNamespace(qat=types.SimpleNamespace(enable=True)), "qat"),
         (
             config.ModelConfig,
-            types.SimpleNamespace(lora_adapter_path="a"),
-            "lora_adapter_path is not offered",
+            types.SimpleNamespace(lora={"rank": 4}),
+            "lora.rank is not offered",
         ),
-        (config.ModelConfig, types.SimpleNamespace(lora={"merge": True}), "lora.merge is not offered"),
+        (config.ModelConfig, types.SimpleNamespace(lora={"merge": "no"}), "lora.merge='no'"),
         (config.OptimizerConfig, types.SimpleNamespace(optimizer_impl="torchao.optim"), "optimizer_impl"),
         (config.EngineConfig, {"qat": {"enable": True}}, "qat.enable is not offered: got True"),
         (config.EngineConfig, types.SimpleNamespace(brand_new=3), "brand_new=3 is not known"),

@@ -450,7 +450,6 @@ def test_its_files_are_settings(tmp_path: Path) -> None:
     [
         ("model", {"target_parameters": ["a"]}, "target_parameters is not offered"),
         ("model", {"lora": {"rank": 4}}, "lora.rank is not offered"),
-        ("model", {"lora_adapter_path": "there"}, "lora_adapter_path is not offered"),
         ("model", {"mtp": {"enable": True}}, "mtp.enable is not offered"),
         ("engine", {"qat": {"enable": True}}, "qat.enable is not offered"),
         ("engine", {"router_replay": {"mode": "R2"}}, "router_replay.mode is not offered: got 'R2'"),

@@ -17,7 +17,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint import beside, extra, flat, verl
-from torch_dcp_backport.checkpoint.layout import ADAPTER, SAVED, SCHEDULERS_WORLD, TIED, WORLD
+from torch_dcp_backport.checkpoint.layout import (
+    ADAPTER,
+    SAVED,
+    SCHEDULERS_WORLD,
+    TIED,
+    VERL_ADAPTER,
+    WORLD,
+)
 from torch_dcp_backport.checkpoint.manager import CONTENTS, VERL
 from torch_dcp_backport.checkpoint.partial import View
 from torch_dcp_backport.checkpoint.sharded import ShardedManager
@@ -42,7 +49,8 @@ from torch_dcp_backport.dist_checkpointing.training_state import (
     united,
 )
 from torch_dcp_backport.hf import Export, save_adapter, save_state_dict
-from torch_dcp_backport.hf.adapters import PREFIX, is_wrapped, scale_of
+from torch_dcp_backport.hf.adapters import PREFIX, as_settings, is_wrapped, scale_of
+from torch_dcp_backport.hf.companions import ADAPTER_CONFIG
 from torch_dcp_backport.hf.state import tied_names, unchecked
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.state_dict import set_model_state_dict, set_optimizer_state_dict, set_state_dict
@@ -57,6 +65,8 @@ logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 #: For verl's tools: the version of FSDP, and the number of ranks.
 FSDP_CONFIG = "fsdp_config.json"
+#: Settings of an adapter that its factor depends on.
+FACTORS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 #: Parts of a module's path that wrappers add.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
@@ -412,8 +422,37 @@ class FSDPCheckpointManager(ShardedManager):
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             with at_first(call, Topic("looking who saved it"), common={"folder": str(folder)}) as meeting:
                 if meeting.decides:
-                    meeting.answer(0 if (folder / SHARDED).exists() else verl.saved_world(folder))
+                    world = 0 if (folder / SHARDED).exists() else verl.saved_world(folder)
+                    if world:
+                        self.check_adapters(folder)
+                    meeting.answer(world)
             return int(meeting.result)
+
+    def check_contents(self, path: Path, state: Mapping[str, Any]) -> None:
+        super().check_contents(path, state)
+        self.check_adapters(path.parent)
+
+    def check_adapters(self, folder: Path) -> None:
+        """Refuse adapters that would have another factor than at the save. Runs on the first rank.
+
+        Args:
+            folder: the folder of the checkpoint.
+
+        Raises:
+            CheckpointingException: naming the setting.
+        """
+        configs = self.adapters if self.should_load_model else {}
+        for name, config in configs.items():
+            own = folder / ADAPTER / name if len(configs) > 1 else folder / ADAPTER
+            places = [place for place in (own, folder / VERL_ADAPTER) if (place / ADAPTER_CONFIG).is_file()]
+            for place in places[:1]:
+                saved, now = as_settings(place), config.to_dict()
+                for setting in FACTORS:
+                    if (saved.get(setting) or None) != (now.get(setting) or None):
+                        raise CheckpointingException(
+                            f"{place}: the adapter {name} was saved with {setting}={saved.get(setting)!r}, "
+                            f"and has {now.get(setting)!r} now: it would be scaled otherwise"
+                        )
 
     def verl_files(self, call: Call, folder: Path, saved_world: int) -> VerlFiles:
         """Return what is loaded of verl's files; a file that cannot be loaded is a problem. Not collective.

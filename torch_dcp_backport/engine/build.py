@@ -343,7 +343,13 @@ def is_list_of_experts(path: str, model: nn.Module) -> bool:
     return is_list and "expert" in path.rpartition(".")[2].lower()
 
 
-def shard(model: nn.Module, grid: Grid, sharding: Optional[Sharding] = None, blocks: Blocks = None) -> None:
+def shard(
+    model: nn.Module,
+    grid: Grid,
+    sharding: Optional[Sharding] = None,
+    blocks: Blocks = None,
+    apart: Iterable[nn.Module] = (),
+) -> None:
     """Apply FSDP2 to each unit, then to the model; the parameters may be on meta.
 
     Parameters without a gradient on this rank (experts that no token reaches) are reduced as zeros.
@@ -353,6 +359,7 @@ def shard(model: nn.Module, grid: Grid, sharding: Optional[Sharding] = None, blo
         grid: the arrangement of ranks, of `arrange`.
         sharding: the settings of FSDP2; None is `Sharding()`.
         blocks: as of `units_of`.
+        apart: modules within units that are units of their own, such as those of another dtype.
 
     Raises:
         ValueError: as `units_of` does.
@@ -372,7 +379,7 @@ def shard(model: nn.Module, grid: Grid, sharding: Optional[Sharding] = None, blo
     """
     units = [unit for unit in units_of(model, blocks) if unit is not model]
     arguments = (sharding or Sharding()).arguments(grid)
-    for module in (*units, model):
+    for module in (*apart, *units, model):
         compat.fsdp2().fully_shard(module, **arguments)
         if grid.dp_size > 1:
             reach.reduce_alike(module)

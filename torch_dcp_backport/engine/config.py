@@ -46,6 +46,10 @@ class ModelConfig:
         exclude_modules: modules without adapters, as peft names them.
         hf_config_path: a folder with another config.json.
         hf_config: transformers' configuration itself, instead of any file.
+        lora_adapter_path: a folder with an adapter of peft, which the training goes on with: its rank, factor
+            and modules are those of the files.
+        lora: verl's settings of Megatron's adapters, of which `merge` is served: whether a rollout gets the
+            weights with the adapter in them.
 
     Raises:
         ValueError: a value that cannot be.
@@ -66,14 +70,29 @@ class ModelConfig:
     exclude_modules: Any = None
     hf_config_path: Optional[str] = None
     hf_config: Any = None
+    lora_adapter_path: Optional[str] = None
+    lora: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.lora.get("rank"):
+            raise ValueError(f"lora.rank is not offered: got {self.lora['rank']!r}; lora_rank is")
+        flag("lora.merge", self.lora.get("merge", False))
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, (str, list, tuple, set, frozenset)):
                 # OmegaConf's lists, which peft takes for something else.
                 object.__setattr__(self, name, list(value))
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model has adapters."""
+        return bool(self.lora_rank or self.lora_adapter_path)
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether a rollout gets weights with the adapter in them."""
+        return bool(self.lora.get("merge", False))
 
 
 @dataclass(frozen=True)
@@ -307,7 +326,7 @@ def dtype_of(name: Union[str, torch.dtype, None]) -> Optional[torch.dtype]:
 def spelled(config: Any) -> str:
     """Return settings as text, the same in every process; without paths and what they lead to."""
     fields = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
-    for name in ("path", "hf_config_path", "hf_config"):
+    for name in ("path", "hf_config_path", "hf_config", "lora_adapter_path"):
         fields.pop(name, None)
     return ", ".join(f"{name}={_ordered(value)!r}" for name, value in fields.items())
 

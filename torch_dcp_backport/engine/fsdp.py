@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -156,12 +156,15 @@ class FSDPEngine(BaseEngine):
                     self.optimizer_config.made([torch.nn.Parameter(torch.zeros(1, 1))])
                 if own.full_determinism:
                     determinism.enable(own.seed)
+            saved = call.attempt(lora.opened, asked, key="lora_adapter_path")
             with call.guard(), build.parameters_on_meta(dtype):
                 model = self.make_model(asked, dtype)
                 if asked.enable_gradient_checkpointing:
                     model.gradient_checkpointing_enable({"use_reentrant": False})
-                if asked.lora_rank:
-                    model = lora.adapted(model, asked)
+                if asked.has_adapters and saved.error is None:
+                    model = lora.adapted(model, asked, saved.value)
+                if saved.error is None and saved.value is not None:
+                    call.problems += lora.problems_of(model, saved.value)
                 build.units_of(model, blocks)
                 if not own.forward_only:
                     build.check_layers(model)
@@ -169,13 +172,17 @@ class FSDPEngine(BaseEngine):
                 tensor_parallel.styles_of(model, self.grid)
             parts = [own, asked, *(() if own.forward_only else (self.optimizer_config,))]
             settings_by_type = {} if call.problems else {type(part).__name__: spelled(part) for part in parts}
-            call.agree(terms=Terms(common={**settings_by_type, **build.outline(model)}))
+            adapter = saved.value.digest if saved.error is None and saved.value is not None else "none"
+            common = {**settings_by_type, "lora_adapter_path": adapter, **build.outline(model)}
+            call.agree(terms=Terms(common=common))
         tensor_parallel.parallelize(model, self.grid)
-        build.shard(model, self.grid, own.sharding, blocks)
+        build.shard(model, self.grid, own.sharding, blocks, lora.apart(model) if asked.has_adapters else ())
         kind = "cpu" if own.offload_policy else self.device
         build.materialize(model, compat.current_device(kind), buffers=compat.current_device(self.device))
         fresh = {**self.fresh, **lora.FRESH}
         build.fill(model, asked.path, fresh=fresh, hf_name=lora.base_name, seed=own.seed)
+        if saved.value is not None:
+            lora.fill(model, saved.value)
         return model
 
     def forward_backward_batch(
@@ -348,7 +355,7 @@ class FSDPEngine(BaseEngine):
         base_sync_done: bool = False,
         *,
         to: Optional[int] = None,
-        dtype: Optional[torch.dtype] = torch.bfloat16,
+        dtype: Union[torch.dtype, str, None] = "as verl",
         **unknown: Any,
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], Optional[dict[str, Any]]]:
         """Return full tensors for a rollout, in buckets, and peft's configuration. Collective as it is read.
@@ -356,9 +363,12 @@ class FSDPEngine(BaseEngine):
         Args:
             layered_summon: verl's, and without effect: buckets take no more memory for all layers.
             base_sync_done: whether a model with adapters gives the adapters alone, instead of its own weights
-                under the files' names.
+                as vLLM names them below adapters: `base_layer` in those of layers that it wraps. With the
+                model's `lora={"merge": True}` it gives neither, but the weights with the adapter in them,
+                under the files' names, and no configuration.
             to: the global rank that receives; None is every rank.
-            dtype: the dtype of floating tensors, by default as verl's; None is that of the parameters.
+            dtype: the dtype of floating tensors; None is that of the parameters. By default as verl's:
+                bfloat16, and of adapters alone their own.
             unknown: options of other releases of verl, which are named in a warning and have no effect.
 
         Returns:
@@ -367,10 +377,14 @@ class FSDPEngine(BaseEngine):
         verl.say_unknown("get_per_tensor_param", unknown)
         adapter = lora.config_of(self.module)
         tensors = build.tensors_of(self.module)
-        if adapter is not None:
-            tensors = lora.adapters(tensors) if base_sync_done else lora.base(tensors)
         device = compat.current_device(self.device)
-        return whole_tensors(tensors, to=to, dtype=dtype, device=device), adapter
+        is_alone = adapter is not None and base_sync_done and not self.model_config.is_merged
+        cast = dtype_of(dtype) if dtype != "as verl" else None if is_alone else torch.bfloat16
+        if adapter is not None and self.model_config.is_merged:
+            return lora.merged(self.module, to=to, dtype=cast, device=device), None
+        if adapter is not None:
+            tensors = lora.adapters(tensors) if is_alone else lora.rollout_names(self.module, tensors)
+        return whole_tensors(tensors, to=to, dtype=cast, device=device), adapter
 
     def save_adapter(self, folder: Any) -> None:
         """Write the adapters alone, as peft opens them. Collective.

@@ -83,10 +83,8 @@ MODEL = {
     "fused_kernel_options": Known(NO_VALUE, "as `use_fused_kernels`", idle=None),
     "tiled_mlp": Known(NO_VALUE, "saves memory in verl; not here", inner=("enabled",)),
     "target_parameters": Known(REFUSED, "there are adapters of modules only", idle=(None, [], ())),
-    "lora_adapter_path": Known(REFUSED, "adapters begin anew, or with `load_checkpoint`", idle=(None, "")),
-    "lora": Known(
-        REFUSED, "if `merge` or `rank` is set; the other keys are Megatron's", inner=("merge", "rank")
-    ),
+    "lora_adapter_path": Known(SERVED, "a folder with peft's files; its rank and modules"),
+    "lora": Known(SERVED, "`merge`; `rank` is refused, and the other keys are Megatron's"),
     "mtp": Known(REFUSED, "if `enable` or `enable_train` is set", inner=("enable", "enable_train")),
 }
 
