@@ -40,16 +40,21 @@ class Tensor(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A parameter of a layer: made by `row`."""
+    """A parameter of a layer: made by `row`.
 
-    #: megatron-core's names for it; the first is that of a checkpoint.
+    Args:
+        names: megatron-core's names for it; the first is that of a checkpoint.
+        cut: how TP cuts it: one of `CUTS`.
+        tensors: the HF tensors behind it.
+        when: what must hold for a layer to have it: kinds of layers, numbers above 0, flags; `!` is "not".
+        is_under_each: whether a checkpoint has it under each of its names, since models look for different
+            ones.
+    """
+
     names: tuple[str, ...]
-    #: How TP cuts it: one of `CUTS`.
     cut: str
     tensors: tuple[Tensor, ...]
-    #: What must hold for a layer to have it: kinds of layers, numbers above 0, flags; `!` is "not".
     when: tuple[str, ...] = ()
-    #: Whether a checkpoint has it under each of its names, since models look for different ones.
     is_under_each: bool = False
 
     @property
@@ -57,7 +62,11 @@ class Row(NamedTuple):
         return tuple(tensor.key for tensor in self.tensors)
 
     def when_also(self, *words: str) -> Row:
-        """Return the row for fewer layers or models."""
+        """Return the row for fewer layers or models.
+
+        Args:
+            words: what must hold, too, as in `when`.
+        """
         return self._replace(when=(*self.when, *words))
 
 
@@ -140,6 +149,7 @@ class Family:
         return {**NUMBERS, **self.numbers}
 
     def every_row(self) -> Iterator[Row]:
+        """Yield the rows of a layer, of a layer of multi-token prediction, and of an expert."""
         yield from self.rows
         yield from self.prediction
         yield from self.experts
