@@ -240,6 +240,22 @@ def test_a_strategy_saves_and_loads_by_itself(tmp_path: Path) -> None:
     assert room.load_tensors_metadata(tmp_path) == {}
 
 
+def test_a_program_sees_what_is_read_from_which_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compat.has_checkpointables():
+        pytest.skip("torch asks values for their boxes from 2.6 on")
+    seen = []
+
+    def look(self: Any) -> Any:
+        plan = super(MCoreLoadPlanner, self).create_local_plan()
+        places = self.metadata.storage_data
+        seen.extend((item.dest_index.fqn, places[item.storage_index].relative_path) for item in plan.items)
+        return plan
+
+    monkeypatch.setattr(MCoreLoadPlanner, "create_local_plan", look)
+    loaded = TorchDistLoadShardedStrategy().load({"w": tensor("w", [0, 0])}, saved)
+    assert (seen, loaded["w"].tolist()) == ([("w", "__0_0.distcp")], [1, 2])
+
+
 class OwnSave(TorchDistSaveShardedStrategy):
     """Notes the keys of its main replicas, and writes nothing."""
 

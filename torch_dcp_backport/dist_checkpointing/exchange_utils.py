@@ -18,6 +18,7 @@ from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.dict_utils import nested_values
 from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
+from torch_dcp_backport.dist_checkpointing.offers import refusing
 from torch_dcp_backport.dist_checkpointing.sharded_tensor import (
     check_memory,
     data_shape,
@@ -37,6 +38,13 @@ from torch_dcp_backport.transfer.memories import Memories, move
 from torch_dcp_backport.transfer.plan import Terms
 from torch_dcp_backport.transfer.spread import Boxes
 from torch_dcp_backport.transfer.staging import part_of
+
+__getattr__ = refusing(
+    __name__,
+    "PG_DIST_CACHE_FILE_PREFIX _PG_DIST_CACHE _build_shard_distribution _create_pg_dist_cache "
+    "_gather_shards_metadata _load_pg_dist_cache _pg_dist_cache_file_path",
+    ": what ranks have is compared in each call, and no distribution is kept in a file",
+)
 
 T = TypeVar("T", bound=Hashable)
 Loaded = dict[ShardId, torch.Tensor]
@@ -117,7 +125,7 @@ def distribute_shards_to_ranks(
         shard_to_ranks,
         key=lambda shard: (
             shard in last,
-            len({*shard_to_ranks[shard]}),
+            len(shard_to_ranks[shard]),
             -shard_to_size[shard],
             shard,
         ),

@@ -30,6 +30,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
+from torch_dcp_backport.dist_checkpointing.offers import refusing
 from torch_dcp_backport.dist_checkpointing.options import LoadOptions, SaveOptions
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, split
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -48,6 +49,11 @@ from torch_dcp_backport.dist_checkpointing.validation import (
 )
 from torch_dcp_backport.transfer.collector import gc_context
 from torch_dcp_backport.transfer.groups import Group
+
+__getattr__ = refusing(__name__, "get_default_save_common_strategy", ": the common state needs no strategy")
+
+#: Key -> tensor, and unique key -> object, without data: the parts of a checkpoint.
+CkptShardedMetadata = dict[str, ShardedBase]
 
 CANNOT_LOAD = "cannot load the checkpoint"
 CONTENT_METADATA = "content_metadata"

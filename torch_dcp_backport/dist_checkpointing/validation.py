@@ -36,12 +36,20 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
     is_main_replica,
 )
+from torch_dcp_backport.dist_checkpointing.offers import refusing
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import split
 from torch_dcp_backport.transfer import Box, Call, Problem
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.meet import Refusal, Topic, at_first, meet
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
+
+__getattr__ = refusing(
+    __name__,
+    "_compute_file_hash _compute_shards_access _determine_missing_and_unexpected_keys "
+    "_validate_common_state_dict _validate_objects_for_key _validate_sharding_for_key "
+    "validate_sharded_objects_handling",
+)
 
 INTEGRITY_FNAME = integrity.NAME
 #: The first words are Megatron's, which programs look for.

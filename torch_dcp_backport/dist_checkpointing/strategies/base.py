@@ -17,10 +17,17 @@ from torch_dcp_backport.dist_checkpointing.core import (
     SHARDED_BACKEND,
     CheckpointingException,
 )
+from torch_dcp_backport.dist_checkpointing.offers import refusing
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.once import warn_once
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
+
+__getattr__ = refusing(
+    __name__,
+    "LoadCommonStrategy LoadStrategyBase SaveCommonStrategy SaveStrategyBase StrategyAction async_calls "
+    "default_strategies get_default_strategy register_default_strategy",
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 

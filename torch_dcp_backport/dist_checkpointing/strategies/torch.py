@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcp_backport.dist_checkpointing import serialization
 from torch_dcp_backport.dist_checkpointing.core import SHARDED_BACKEND, CheckpointingException, Folder
+from torch_dcp_backport.dist_checkpointing.dict_utils import nested_values
 from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedBase,
     ShardedStateDict,
@@ -23,12 +24,17 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
 )
 from torch_dcp_backport.dist_checkpointing.offers import refusing
 from torch_dcp_backport.dist_checkpointing.options import LoadOptions, SaveOptions
+from torch_dcp_backport.dist_checkpointing.storage import CheckedReader
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
     SaveShardedStrategy,
     refuse_strategies,
     say_once,
+)
+from torch_dcp_backport.dist_checkpointing.strategies.checkpointable import (
+    CheckpointableShardedTensor,
+    LocalShardsContainer,
 )
 from torch_dcp_backport.dist_checkpointing.validation import UNEXPECTED
 
@@ -54,6 +60,7 @@ NVRX_OWN = {
 
 __getattr__ = refusing(
     __name__,
+    "CheckpointMetadataCache NVRxAsyncRequest _get_filesystem_reader _import_mcore_async "
     "flatten_state_dict get_reformulation_metadata mcore_to_pyt_state_dict register_default_torch_strategies "
     "sharded_tensor_to_torch_sharded_tensor MCoreMetadata MCoreSavePlan",
 )
@@ -158,12 +165,17 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
     ) -> StateDict:
         """Load the parts of a state dict on this rank; no other rank takes part, as in Megatron's.
 
+        A program that has put a function of its own into `MCoreLoadPlanner.create_local_plan`, to see what is
+        read from which file, is called with torch's plan; the plan that it returns makes no difference.
+
         Returns:
             The loaded values, without the checkpoint's common state.
 
         Raises:
             CheckpointingException: as `dist_checkpointing.load`, on this rank.
         """
+        if MCoreLoadPlanner.create_local_plan is not OWN_PLAN:
+            show_plan(sharded_state_dict, checkpoint_dir)
         options = LoadOptions(is_checked=False, is_alone=True, has_common=False)
         loaded: StateDict = serialization.load_made(lambda _: sharded_state_dict, checkpoint_dir, options)
         return loaded
@@ -243,6 +255,25 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         self._validate_global_shapes(self.metadata, self.shapes_validation_sharded_tensors)
         return super().create_local_plan()
+
+
+OWN_PLAN = MCoreLoadPlanner.create_local_plan
+
+
+def show_plan(sharded_state_dict: ShardedStateDict, checkpoint_dir: Folder) -> None:
+    """Plan as torch does, for a program that looks on; boxes that torch has no kind for are left out."""
+    boxes: dict[str, list[CheckpointableShardedTensor]] = {}
+    parts = [part for part in nested_values(sharded_state_dict) if isinstance(part, ShardedTensor)]
+    for part in parts:
+        if part.data is not None and not part.prepend_axis_num and part.flattened_range is None:
+            boxes.setdefault(part.key, []).append(CheckpointableShardedTensor.from_sh_ten(part))
+    rigid = [part for part in parts if not part.allow_shape_mismatch and part.key in boxes]
+    planner = MCoreLoadPlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False, shapes_validation_sharded_tensors=rigid
+    )
+    state = {key: LocalShardsContainer(shards) for key, shards in boxes.items()}
+    planner.set_up_planner(state, CheckedReader(checkpoint_dir).read_metadata(), False)
+    planner.create_local_plan()
 
 
 def get_async_strategy(async_strategy: str = NVRX, module: Optional[str] = None) -> tuple[str, Any]:
