@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,13 +22,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcp_backport import compat
 from torch_dcp_backport import dist_checkpointing as room
-from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
+from torch_dcp_backport.dist_checkpointing import (
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    dict_utils,
+)
 from torch_dcp_backport.dist_checkpointing import utils as ours_utils
 from torch_dcp_backport.dist_checkpointing.mapping import is_main_replica
 from torch_dcp_backport.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
 )
+from torch_dcp_backport.dist_checkpointing.strategies import async_utils
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, _disable_gc
 from torch_dcp_backport.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
@@ -427,10 +434,30 @@ def test_an_index_is_read_again_where_the_file_is_another(tmp_path: Path) -> Non
     assert list(reader.read_metadata().state_dict_metadata) == ["b"]
 
 
+def test_names_that_training_programs_import_at_their_head() -> None:
+    from torch_dcp_backport.dist_checkpointing.strategies.filesystem_async import _results_queue
+    from torch_dcp_backport.dist_checkpointing.strategies.state_dict_saver import (
+        save_state_dict_async_finalize,
+    )
+
+    assert _results_queue is None
+    with pytest.raises(
+        NotImplementedError, match=r"save_state_dict_async_finalize: saves and loads are planned"
+    ):
+        save_state_dict_async_finalize(1, 2, 3)
+
+
 def test_small_helpers(caplog: pytest.LogCaptureFixture) -> None:
     with ours_utils.logger_stack("a"), ours_utils.logger_stack("b") as (name, _):
         assert name == "a.b"
     assert ours_utils._clean_metadata_for_serialization({"dp_cp_group": 1, "x": 2}) == {"x": 2}
+    assert dict_utils.map_reduce([1, 2, 1]) == {1: [1, 1], 2: [2]}
+    with mock.patch.object(os, "setpriority") as nice:
+        async_utils._set_process_qos(10)
+        assert nice.call_args.args == (os.PRIO_PROCESS, 0, 10)
+        nice.side_effect = PermissionError("no")
+        async_utils._set_process_qos(-5)
+    assert "the priority of this process cannot be set: no" in caplog.text
     assert _disable_gc()(lambda number: number + 1)(1) == 2
 
 

@@ -159,14 +159,16 @@ def verify_checkpoint(checkpoint_dir: Folder) -> None:
         raise CheckpointingException(no_checkpoint(checkpoint_dir))
 
 
-def verify_checkpoint_and_load_strategy(checkpoint_dir: Folder, *_: Any) -> tuple[Any, Any]:
-    """Check that a folder is a checkpoint of the only format; no strategy is needed to read it.
+def verify_checkpoint_and_load_strategy(
+    checkpoint_dir: Folder, sharded_strategy: Any = None, common_strategy: Any = None
+) -> tuple[Any, Any]:
+    """Check that a folder is a checkpoint of the only format; return the strategies as they are.
 
     Raises:
         CheckpointingException: it is none.
     """
     verify_checkpoint(checkpoint_dir)
-    return None, None
+    return sharded_strategy, common_strategy
 
 
 def validate_integrity_and_strict_load(

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple, Optional, TypeVar, cast
 
@@ -26,7 +28,7 @@ logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
 __getattr__ = refusing(
     __name__,
-    "AsyncCaller PersistentAsyncCaller TemporalAsyncCaller _ActiveAsyncRequest _set_process_qos",
+    "AsyncCaller PersistentAsyncCaller TemporalAsyncCaller _ActiveAsyncRequest",
     ": a save in the background is written by a thread of this process, which AsyncCallsQueue starts",
 )
 
@@ -97,6 +99,21 @@ def _disable_gc() -> Callable[[F], F]:
         return cast(F, call)
 
     return decorated
+
+
+def _set_process_qos(cpu_priority: int, io_priority: Optional[int] = None) -> None:
+    """Set the priority of this process, as far as it may: of one that removes old checkpoints.
+
+    Args:
+        cpu_priority: the nice value; a higher number waits for more others.
+        io_priority: the class for disks, as in psutil, which has to be installed; None leaves it.
+    """
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, cpu_priority)
+        if io_priority is not None:
+            import_module("psutil").Process().ionice(io_priority)
+    except (OSError, ImportError, AttributeError) as error:
+        logger.warning("the priority of this process cannot be set: %s", error)
 
 
 def as_exception(error: BaseException) -> Exception:

@@ -13,10 +13,14 @@ WHY = ": dist_checkpointing.save(async_sharded_save=True) writes in a thread, an
 
 __getattr__ = refusing(
     __name__,
-    "WriteBucket _get_write_results_queue _process_memory _results_queue _split_by_separation_hint "
+    "WriteBucket _get_write_results_queue _process_memory _split_by_separation_hint "
     "_split_by_size_and_type get_write_results_queue",
     WHY,
 )
+
+
+#: The queue of Megatron's writers, which programs shut down at their end where there is one.
+_results_queue: Any = None
 
 
 class FileSystemWriterAsync(CheckedWriter):

@@ -1,9 +1,27 @@
-"""The steps of Megatron's own saves in the background are not offered; an import of one says so."""
+"""The steps of Megatron's own saves in the background. Programs import them; here they say what to call."""
 
 from __future__ import annotations
 
-from torch_dcp_backport.dist_checkpointing.offers import refusing
+from typing import Any, NoReturn
 
-__getattr__ = refusing(
-    __name__, "save_state_dict_async_finalize save_state_dict_async_plan verify_global_md_reuse"
-)
+from torch_dcp_backport.dist_checkpointing.offers import WHY, refusing
+
+__getattr__ = refusing(__name__, "verify_global_md_reuse")
+
+
+def save_state_dict_async_plan(*options: Any, **more: Any) -> NoReturn:
+    """Refuse: a step of Megatron's own saves in the background.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(f"save_state_dict_async_plan{WHY}")
+
+
+def save_state_dict_async_finalize(*options: Any, **more: Any) -> NoReturn:
+    """Refuse: a step of Megatron's own saves in the background.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(f"save_state_dict_async_finalize{WHY}")

@@ -150,10 +150,16 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
 
     Args:
         cache_metadata: makes no difference: the small files are read by each call.
-        checkpoint_name: makes no difference.
+        checkpoint_name, stream_ckpt_dequant: make no difference.
     """
 
-    def __init__(self, cache_metadata: bool = False, checkpoint_name: Optional[Folder] = None) -> None:
+    def __init__(
+        self,
+        cache_metadata: bool = False,
+        checkpoint_name: Optional[Folder] = None,
+        *,
+        stream_ckpt_dequant: bool = True,
+    ) -> None:
         super().__init__()
         self.cache_metadata = cache_metadata
         self.checkpoint_name = checkpoint_name
