@@ -430,3 +430,9 @@ def load_values(file: IO[bytes], allowed: tuple[Any, ...]) -> Any:
     serialization: Any = torch.serialization
     with serialization._open_zipfile_reader(file) as reader:
         return serialization._load(reader, "cpu", _unpickler(allowed), encoding="utf-8")
+
+
+@functools.cache
+def has_checkpointables() -> bool:
+    """Return whether torch's planners ask values for their boxes (torch 2.6, pytorch/pytorch#137848)."""
+    return importlib.util.find_spec("torch.distributed._checkpointable") is not None

@@ -264,11 +264,11 @@ LOADS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an unexpected tensor": (
         lambda: ShardedTensor("v", None, torch.float32, (1,), (1,), (0,), None),
-        "rank 1: not in the checkpoint: v",
+        "rank 1: Unexpected keys, not in the checkpoint: v",
     ),
     "an unexpected object": (
         lambda: ShardedObject("rng", None, (1,), (0,)),
-        "rank 1: not in the checkpoint: rng",
+        "rank 1: Unexpected keys, not in the checkpoint: rng",
     ),
     "memory that cannot be written": (expanded, "rank 1: a tensor cannot be written: w"),
     "another class": (lambda: {"x": (zeros(),)}, "rank 1: w is in a tuple at value.x"),

@@ -133,7 +133,7 @@ def test_strict_modes(ranks: Any, tmp_path: Path, is_shared: bool) -> None:
         assert outcome["return_unexpected"] == [set(), unexpected]
         assert outcome["return_all"] == [{"b", "rng"}, unexpected]
         for mode in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
-            assert "rank 1: not in the checkpoint: c" in outcome[mode]
+            assert "rank 1: Unexpected keys, not in the checkpoint: c" in outcome[mode]
             assert outcome[mode] == outcomes[0][mode]
 
 
@@ -211,7 +211,11 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     room.save({"s": stack, "o": ShardedObject("o", 1, (1,), (0,)), "step": 1}, tmp_path)
     tensors = room.load_tensors_metadata(tmp_path)
     assert tensors["stack"].global_shape == (1, 3, 2)
-    assert set(room.load_sharded_metadata(tmp_path)) == {"stack", "o/shard_0_1"}
+    assert set(room.load_sharded_metadata(tmp_path)) == {
+        "stack",
+        "o/shard_0_1",
+        "common_state/shard_0_1",
+    }
     plain = room.load_plain_tensors(tmp_path)
     assert torch.equal(plain["stack"], torch.ones(1, 3, 2))
     assert plain["step"] == 1

@@ -81,6 +81,19 @@ def maybe_load_config(checkpoint_dir: Folder) -> Optional[CheckpointingConfig]:
     return parse_config(text, str(path))
 
 
+def no_folder(folder: Folder) -> str:
+    """Return the text of an error; programs look for Megatron's words, which are the second half."""
+    return f"{folder} is no folder (directory {folder} does not exist)"
+
+
+def no_checkpoint(folder: Folder) -> str:
+    """Return the text of an error, with Megatron's words in it."""
+    return (
+        f"{folder} holds no distributed checkpoint: it has no {CONFIG_FNAME} "
+        f"({folder} is not a distributed checkpoint)"
+    )
+
+
 def parse_config(text: bytes, name: str) -> CheckpointingConfig:
     """Return the marker from its bytes. Fields of later releases of Megatron are passed over.
 

@@ -155,13 +155,17 @@ def merge(x1: Any, x2: Any, key: Path = ()) -> Any:
     return x1
 
 
+def _itself(value: Any) -> Any:
+    return value
+
+
 def map_reduce(
     xs: Iterable[U],
-    key_fn: Callable[[U], K],
-    value_fn: Callable[[U], V],
-    reduce_fn: Callable[[list[V]], Any],
+    key_fn: Callable[[U], K] = _itself,
+    value_fn: Callable[[U], V] = _itself,
+    reduce_fn: Callable[[list[V]], Any] = _itself,
 ) -> dict[K, Any]:
-    """Group by key and reduce each group's values."""
+    """Group by key and reduce each group's values; by default a value is its key, and a group a list."""
     groups: dict[K, list[V]] = defaultdict(list)
     for x in xs:
         groups[key_fn(x)].append(value_fn(x))

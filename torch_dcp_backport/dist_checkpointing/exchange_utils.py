@@ -7,7 +7,7 @@ Names, positional order and results are those of megatron.core.dist_checkpointin
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.dict_utils import nested_values
 from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
+from torch_dcp_backport.dist_checkpointing.offers import refusing
 from torch_dcp_backport.dist_checkpointing.sharded_tensor import (
     check_memory,
     data_shape,
@@ -37,6 +38,13 @@ from torch_dcp_backport.transfer.memories import Memories, move
 from torch_dcp_backport.transfer.plan import Terms
 from torch_dcp_backport.transfer.spread import Boxes
 from torch_dcp_backport.transfer.staging import part_of
+
+__getattr__ = refusing(
+    __name__,
+    "PG_DIST_CACHE_FILE_PREFIX _PG_DIST_CACHE _build_shard_distribution _create_pg_dist_cache "
+    "_gather_shards_metadata _load_pg_dist_cache _pg_dist_cache_file_path",
+    ": what ranks have is compared in each call, and no distribution is kept in a file",
+)
 
 T = TypeVar("T", bound=Hashable)
 Loaded = dict[ShardId, torch.Tensor]
@@ -95,20 +103,32 @@ Ways = dict[ShardId, Way]
 
 
 def distribute_shards_to_ranks(
-    shard_to_ranks: Mapping[T, list[int]], shard_to_size: Mapping[T, int], num_ranks: int
+    shard_to_ranks: Mapping[T, list[int]],
+    shard_to_size: Mapping[T, int],
+    num_ranks: int,
+    cross_parallelization_group_loads: Collection[T] = (),
 ) -> dict[T, int]:
     """Give each shard to one of the ranks that have it, so that all get about the same bytes.
 
     The shards of fewest ranks go first, then the largest: each to the rank with the least so far. The result
     is equal on all ranks that pass the same.
 
+    Args:
+        cross_parallelization_group_loads: shards that go last: another group has saved them.
+
     Raises:
         ValueError: a shard that none of the ranks has.
     """
-    load = [0] * num_ranks
+    load, last = [0] * num_ranks, frozenset(cross_parallelization_group_loads)
     given: dict[T, int] = {}
     order: Any = sorted(
-        shard_to_ranks, key=lambda shard: (len(shard_to_ranks[shard]), -shard_to_size[shard], shard)
+        shard_to_ranks,
+        key=lambda shard: (
+            shard in last,
+            len(shard_to_ranks[shard]),
+            -shard_to_size[shard],
+            shard,
+        ),
     )
     for shard in order:
         ranks = [rank for rank in shard_to_ranks[shard] if 0 <= rank < num_ranks]
@@ -120,12 +140,17 @@ def distribute_shards_to_ranks(
 
 
 def determine_main_replica_uniform_distribution(
-    sharded_state_dict: ShardedStateDict, parallelization_group: Group, ignore_groups: bool = False
+    sharded_state_dict: ShardedStateDict,
+    parallelization_group: Group,
+    ignore_groups: bool = False,
+    pg_cache_path: Optional[str] = None,
+    pg_cache_create: bool = False,
 ) -> Optional[ShardDistribution]:
     """Give each shard of a process group to one of its ranks, by bytes. Collective.
 
     Args:
         ignore_groups: count the shards without a main replica in this group too, as a load has to.
+        pg_cache_path, pg_cache_create: make no difference: what ranks have is compared in each call.
 
     Returns:
         The distribution, equal on all ranks; None in a group of one rank.
@@ -167,18 +192,45 @@ def distribution_of(all_parts: list[list[ShardedTensor]], ignore_groups: bool) -
     ranks_by_shard: dict[ShardId, list[int]] = {}
     first: dict[ShardId, ShardedTensor] = {}
     here: set[ShardId] = set()
+    mains: set[ShardId] = set()
     for rank, parts in enumerate(all_parts):
         for part in parts:
             shard = _sharded_tensor_shard_id(part)
             ranks_by_shard.setdefault(shard, []).append(rank)
             first.setdefault(shard, part)
-            if ignore_groups or is_main_replica(part.replica_id):
+            if is_main_replica(part.replica_id):
+                mains.add(shard)
+            if ignore_groups or shard in mains:
                 here.add(shard)
     ranks_by_shard = {shard: ranks for shard, ranks in ranks_by_shard.items() if shard in here}
-    sizes = {shard: math.prod(data_shape(part)) * part.dtype.itemsize for shard, part in first.items()}
-    return ShardDistribution(
-        distribute_shards_to_ranks(ranks_by_shard, sizes, len(all_parts)), here, first, ranks_by_shard
-    )
+    sizes = {shard: _shard_size(part) for shard, part in first.items()}
+    given = distribute_shards_to_ranks(ranks_by_shard, sizes, len(all_parts), here - mains)
+    return ShardDistribution(given, here, first, ranks_by_shard)
+
+
+def _shard_size(sh_ten: ShardedTensor) -> int:
+    """Return the bytes of a shard."""
+    return math.prod(data_shape(sh_ten)) * sh_ten.dtype.itemsize
+
+
+def _get_empty_tensor_for_exchange(
+    shard_id: ShardId,
+    needed_shards: Mapping[ShardId, ShardedTensor],
+    unneeded_shards: Mapping[ShardId, ShardedTensor],
+    loaded_tensors: Loaded,
+) -> tuple[torch.Tensor, None]:
+    """Return the tensor that a shard is received into, which `loaded_tensors` gets; and None.
+
+    By Megatron's name, which programs count memory by. Only shards that this rank needs are received.
+    """
+    part = adopted(needed_shards.get(shard_id, unneeded_shards.get(shard_id)))
+    if shard_id in needed_shards and part.data is not None:
+        tensor = part.data.detach()
+    else:
+        tensor = torch.empty(data_shape(part), dtype=part.dtype)
+    if shard_id in needed_shards:
+        loaded_tensors[shard_id] = tensor
+    return tensor, None
 
 
 def shape_of(part: ShardedTensor) -> Shape:
@@ -309,9 +361,8 @@ def exchanged(
         return result
     targets: Loaded = {}
     with call.room_for("the tensors that are exchanged"):
-        for shard, shape in own.waiting.items():
-            data = adopted(waiting[shard]).data
-            targets[shard] = torch.empty(shape.size, dtype=shape.dtype) if data is None else data.detach()
+        for shard in own.waiting:
+            _get_empty_tensor_for_exchange(shard, waiting, {}, targets)
     kinds = {tensor.device.type for tensor in [*result.values(), *targets.values()]}
     agreement = call.agree({}, Terms(device=kinds.pop() if len(kinds) == 1 else ""))
     names: dict[Key, ShardId] = {str(number): shard for number, shard in enumerate(ways)}
@@ -383,20 +434,24 @@ def exchange_loaded_objects_gather_object(loaded_objects: dict[ShardId, Any]) ->
         CheckpointingException: two ranks have loaded the same object; the same error on every rank.
     """
     with begin(CANNOT_EXCHANGE, "load", None) as call:
-        own: Attempt[dict[ShardId, Any]] = call.attempt(dict, loaded_objects)
-        with at_first(call, Topic("exchanging objects"), own) as meeting:
-            if meeting.decides:
-                together: dict[ShardId, Any] = {}
-                loaders: dict[ShardId, list[int]] = {}
-                for rank in sorted(meeting.heard):
-                    together.update(meeting.heard[rank])
-                    for shard in meeting.heard[rank]:
-                        loaders.setdefault(shard, []).append(rank)
-                findings = [
-                    (ranks[-1], loaded_twice(shard, ranks)) for shard, ranks in loaders.items() if ranks[1:]
-                ]
-                if findings:
-                    raise Refusal(findings)
-                meeting.answer(together)
+        return exchanged_objects(call, call.attempt(dict, loaded_objects))
+
+
+def exchanged_objects(call: Call, own: Attempt[dict[ShardId, Any]]) -> dict[ShardId, Any]:
+    """Return the objects that any rank of a call has loaded. Collective."""
+    with at_first(call, Topic("exchanging objects"), own) as meeting:
+        if meeting.decides:
+            together: dict[ShardId, Any] = {}
+            loaders: dict[ShardId, list[int]] = {}
+            for rank in sorted(meeting.heard):
+                together.update(meeting.heard[rank])
+                for shard in meeting.heard[rank]:
+                    loaders.setdefault(shard, []).append(rank)
+            findings = [
+                (ranks[-1], loaded_twice(shard, ranks)) for shard, ranks in loaders.items() if ranks[1:]
+            ]
+            if findings:
+                raise Refusal(findings)
+            meeting.answer(together)
     objects: dict[ShardId, Any] = meeting.result
     return objects

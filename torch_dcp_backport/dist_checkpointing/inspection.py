@@ -159,7 +159,9 @@ def problems_of_digests(checkpoint: Opened) -> Iterator[str]:
     except integrity.Unknown as error:
         yield str(error)
         return
-    yield from map(str, integrity.unlisted(digests, checkpoint.holds.ends))
+    yield from map(
+        str, integrity.unlisted(digests, {*checkpoint.holds.ends, *integrity.named_in(checkpoint.folder)})
+    )
     for name, expected in digests.items():
         yield from map(str, integrity.problem_of(folder, name, expected))
 

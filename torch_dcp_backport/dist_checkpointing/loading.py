@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import flat
@@ -25,6 +26,7 @@ from torch_dcp_backport.dist_checkpointing.engine.table import Row, Table, findi
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import NOTHING, Split, assembled, merged
 from torch_dcp_backport.dist_checkpointing.validation import (
+    MISSING,
     StrictHandling,
     logger,
     mismatch_text,
@@ -40,6 +42,20 @@ from torch_dcp_backport.transfer.meet import Refusal, Topic, at_first, meet
 from torch_dcp_backport.transfer.memory import has_slices, layout_text, why_not_writable
 
 
+class PlanRefused(CheckpointingException, CheckpointException):
+    """A load that cannot be planned, with `StrictHandling.ASSUME_OK_UNEXPECTED`.
+
+    Megatron leaves this case to torch, whose class programs catch; it is no `Exception`, as ours has to be.
+    """
+
+    def __init__(self, text: str) -> None:
+        Exception.__init__(self, text)
+        self._failures = {}
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class Loading:
     """A load on this rank: the parts that it wants of a checkpoint, and the loaded values."""
 
@@ -51,6 +67,7 @@ class Loading:
         mode: StrictHandling,
         trust: bool,
         shared_in: Sequence[Group] = (),
+        has_common: bool = True,
     ) -> None:
         self.call = call
         self.checkpoint = checkpoint
@@ -60,6 +77,7 @@ class Loading:
         self.trust = trust
         #: The process group whose ranks read together; empty where each rank reads for itself.
         self.shared_in = shared_in
+        self.has_common = has_common
         self.reader = Reader(checkpoint.folder, self.index.is_ours, call.tally.meter.add)
         self.tensors = [part for part in parts.tensors if part.key in self.index.tensors]
         #: The tensor that each is loaded into; None where it is still to be made.
@@ -70,6 +88,12 @@ class Loading:
             key = engine.stored_object(self.index, part.unique_key)
             if key is not None:
                 self.objects[part.unique_key] = key
+        #: Objects that ask for the common state, by the key that Megatron from 0.19 on gives it.
+        self.commons = [
+            part
+            for part in parts.objects
+            if part.unique_key == engine.COMMON_STATE not in self.objects and checkpoint.common is not None
+        ]
         #: Keys whose flattened ranges are not those of the checkpoint: they are loaded box by box.
         self.unfolded: set[str] = set()
         flattened = [
@@ -79,7 +103,8 @@ class Loading:
         ]
         self.unfold({part.key for part in flattened if is_other(self.index, row_of(part))})
         self.unexpected = {part.key for part in parts.tensors if part.key not in self.index.tensors}
-        self.unexpected |= {part.key for part in parts.objects if part.unique_key not in self.objects}
+        known = {*self.objects, *(part.unique_key for part in self.commons)}
+        self.unexpected |= {part.key for part in parts.objects if part.unique_key not in known}
         #: id of a part -> its value.
         self.loaded: dict[int, Any] = {}
         self.common: Any = {}
@@ -128,7 +153,8 @@ class Loading:
             call.problems += engine.problems_of(self.index, self.wanted)
             places = engine.places_of(self.index, self.wanted, self.objects.values())
             call.problems += wrong_files(self.checkpoint.folder, places, self.index)
-            self.common = self.checkpoint.common_state(self.trust)
+            if self.has_common:
+                self.common = self.checkpoint.common_state(self.trust)
         for group in self.shared_in:
             with call.guard("the group that reads together"):
                 together = group_ranks(group)
@@ -151,8 +177,8 @@ class Loading:
         if StrictHandling.requires_global_app_metadata(self.mode):
             missing = self.missing_of(tables)
             if self.mode is StrictHandling.RAISE_ALL:
-                what, first = "in the checkpoint, and loaded by no rank", self.call.ranks[0]
-                findings += [(first, Problem(what, key)) for key in sorted(missing)]
+                first = self.call.ranks[0]
+                findings += [(first, Problem(MISSING, key)) for key in sorted(missing)]
         if findings:
             raise Refusal(findings)
         return missing, unfolded
@@ -162,7 +188,7 @@ class Loading:
         grids = {
             part.key: (part, ShardedObject.empty_from_unique_key(other))
             for part in self.parts.objects
-            if part.unique_key not in self.objects
+            if part.unique_key not in self.objects and part.key in self.unexpected
             for other in self.index.objects
             if other.startswith(f"{part.key}/shard_")
         }
@@ -215,6 +241,8 @@ class Loading:
                         if record_read is None:
                             record_read = self.reader.read_object(place)
                         self.loaded[id(entry)] = engine.load_object(record_read, key, self.trust)
+                for entry in self.commons:
+                    self.loaded[id(entry)] = self.checkpoint.common_state(self.trust)
             except Damaged as error:
                 call.record(Problem("damaged", got=str(error)), error)
         result: StateDict = {}

@@ -22,6 +22,12 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
 )
 from torch_dcp_backport.dist_checkpointing.sharded_tensor import data_shape
 
+#: The end of errors about parameters that are in no part of a state dict.
+KEEP_VARS_HINT = (
+    " Parameters are recognised by their identity: make the model's state dict with keep_vars=True, or "
+    "describe changed parameters by a ShardedTensorFactory."
+)
+
 ShardedParameter = Union[ShardedTensor, ShardedTensorFactory]
 
 
@@ -86,7 +92,10 @@ def optim_state_to_sharding_state(
     states: dict[int, dict[str, Any]] = {}
     for number, values in optim_state_dict["state"].items():
         if number not in id_to_sharded_param_map:
-            raise ValueError(f"parameter {number} of the optimizer is in no part of the model's state dict")
+            raise ValueError(
+                f"parameter {number} of the optimizer is in no part of the model's state dict."
+                f"{KEEP_VARS_HINT}"
+            )
         part = id_to_sharded_param_map[number]
         states[number] = {
             name: make_sharded_optimizer_tensor(part, value, f"optimizer.state.{name}")

@@ -64,3 +64,7 @@ class LoadOptions(NamedTuple):
     shared_in: tuple[Group, ...] = ()
     #: Whether every file is compared with its SHA-256.
     is_hashed: bool = False
+    #: Whether no other rank takes part, also where there is a process group.
+    is_alone: bool = False
+    #: Whether the result has the checkpoint's common state.
+    has_common: bool = True

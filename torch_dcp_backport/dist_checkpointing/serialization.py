@@ -21,7 +21,7 @@ from torch_dcp_backport.dist_checkpointing.engine.metadata import Stored
 from torch_dcp_backport.dist_checkpointing.engine.save import Saving
 from torch_dcp_backport.dist_checkpointing.engine.save import save as save_together
 from torch_dcp_backport.dist_checkpointing.inspection import problems_of_digests
-from torch_dcp_backport.dist_checkpointing.loading import Loading, agree_on_load, boxed
+from torch_dcp_backport.dist_checkpointing.loading import Loading, PlanRefused, agree_on_load, boxed
 from torch_dcp_backport.dist_checkpointing.mapping import (
     CommonStateDict,
     ShardedBase,
@@ -30,14 +30,16 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
+from torch_dcp_backport.dist_checkpointing.offers import refusing
 from torch_dcp_backport.dist_checkpointing.options import LoadOptions, SaveOptions
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, split
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.dist_checkpointing.strategies.base import (
-    ShardedStrategy,
+    either_order,
     refuse_strategies,
     sharing_groups,
 )
+from torch_dcp_backport.dist_checkpointing.utils import _clean_metadata_for_serialization
 from torch_dcp_backport.dist_checkpointing.validation import (
     StrictHandling,
     check_digests,
@@ -48,10 +50,23 @@ from torch_dcp_backport.dist_checkpointing.validation import (
 from torch_dcp_backport.transfer.collector import gc_context
 from torch_dcp_backport.transfer.groups import Group
 
+__getattr__ = refusing(__name__, "get_default_save_common_strategy", ": the common state needs no strategy")
+
+#: Key -> tensor, and unique key -> object, without data: the parts of a checkpoint.
+CkptShardedMetadata = dict[str, ShardedBase]
+
 CANNOT_LOAD = "cannot load the checkpoint"
 CONTENT_METADATA = "content_metadata"
 
 
+@either_order(
+    "validate_access_integrity",
+    "async_sharded_save",
+    "preprocess_common_before_consistancy_check",
+    "content_metadata",
+    "async_strategy",
+    "verify_integrity",
+)
 def save(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: Folder,
@@ -66,8 +81,13 @@ def save(
     process_group: Group = None,
     verify_integrity: bool = False,
     strict_common: bool = False,
+    async_strategy: Optional[str] = None,
 ) -> Optional[AsyncRequest]:
     """Save a sharded state dict. Collective.
+
+    The order of the arguments is that of megatron-core up to 0.18. A bool in the place of `common_strategy`
+    stands for the order from 0.19 on, which has none: `validate_access_integrity, async_sharded_save,
+    preprocess_common_before_consistancy_check, content_metadata, async_strategy, verify_integrity`.
 
     Every rank writes one file; values that several ranks hold are written once. An older checkpoint in the
     folder is unmade first, so that a save that fails leaves none.
@@ -89,6 +109,8 @@ def save(
         process_group: the ranks that save together; None is the default group.
         verify_integrity: save the SHA-256 of every file as well (`integrity.json`).
         strict_common: common states that differ are an error.
+        async_strategy: None or "mcore": the request's queue is this package's `AsyncCallsQueue`. "nvrx" is an
+            error with `async_sharded_save`: NVRx's queue writes in another process.
 
     Returns:
         None, or the request of a save in the background.
@@ -105,10 +127,14 @@ def save(
         >>> dist_checkpointing.load_plain_tensors("step_1")["w"]
         tensor([0, 1, 2, 3])
     """
-    content = {} if content_metadata is None else {CONTENT_METADATA: content_metadata}
+    content = {}
+    if content_metadata is not None:
+        content = {CONTENT_METADATA: _clean_metadata_for_serialization(content_metadata)}
 
     def make() -> ShardedStateDict:
-        refuse_strategies(sharded_strategy, common_strategy)
+        refuse_strategies(sharded_strategy, common_strategy, called="save")
+        if async_sharded_save:
+            refuse_processes(async_strategy)
         return sharded_state_dict
 
     options = SaveOptions(
@@ -125,6 +151,19 @@ def save(
         return begin_made(make, checkpoint_dir, options)
     save_made(make, checkpoint_dir, options)
     return None
+
+
+def refuse_processes(async_strategy: Optional[str]) -> None:
+    """Refuse saves in the background by another program than this package's queue.
+
+    Raises:
+        CheckpointingException: naming it.
+    """
+    if async_strategy not in (None, "mcore"):
+        raise CheckpointingException(
+            f"async_strategy={async_strategy!r} writes in another process, and this package in a thread: "
+            "pass async_strategy='mcore', and the request to the AsyncCallsQueue of strategies.async_utils"
+        )
 
 
 def save_made(make: Callable[[], ShardedStateDict], checkpoint_dir: Folder, options: SaveOptions) -> None:
@@ -177,6 +216,7 @@ def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
     )
 
 
+@either_order("validate_access_integrity", "strict", "verify_integrity", "process_group")
 def load(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: Folder,
@@ -190,6 +230,10 @@ def load(
     verify_integrity: bool = False,
 ) -> Any:
     """Load the values that a sharded state dict describes, saved by any number of ranks. Collective.
+
+    The order of the arguments is that of megatron-core up to 0.18. A bool in the place of `common_strategy`
+    stands for the order from 0.19 on, which has none: `validate_access_integrity, strict, verify_integrity,
+    process_group`.
 
     Args:
         sharded_state_dict: as for `save`. A part whose `data` is there is written in place, cast to its dtype
@@ -211,7 +255,8 @@ def load(
 
     Raises:
         CheckpointingException: the same on every rank. It says whether something may have been written: only
-            where a checksum turned out to be wrong, a disk failed, or a factory's merge did.
+            where a checksum turned out to be wrong, a disk failed, or a factory's merge did. With
+            `ASSUME_OK_UNEXPECTED`, what cannot be planned is an error of torch's `CheckpointException`, too.
 
     Example:
         >>> import os, torch
@@ -228,7 +273,7 @@ def load(
     """
 
     def make(_: Opened) -> ShardedStateDict:
-        refuse_strategies(sharded_strategy, common_strategy)
+        refuse_strategies(sharded_strategy, common_strategy, called="load")
         return sharded_state_dict
 
     shared_in = sharing_groups(sharded_strategy)
@@ -251,7 +296,7 @@ def _load_made(
     make: Callable[[Opened], ShardedStateDict], checkpoint_dir: Folder, options: LoadOptions
 ) -> Any:
     clock = report.Clock()
-    with begin(CANNOT_LOAD, "load", options.process_group) as call:
+    with begin(CANNOT_LOAD, "load", options.process_group, is_alone=options.is_alone) as call:
         folder = call.attempt(Path, checkpoint_dir)
         mode = call.attempt(parse_strict_flag, options.strict)
         checkpoint = engine.open_together(call, folder)
@@ -259,8 +304,13 @@ def _load_made(
             digests = read_digests(call, folder.value)
             check_digests(call, folder.value, digests, checkpoint.value.holds.ends)
         parts = call.attempt(lambda opened: split(make(opened)), checkpoint)
-        loading = call.attempt(Loading, call, checkpoint, parts, mode, options.trust, options.shared_in)
+        loading = call.attempt(
+            Loading, call, checkpoint, parts, mode, options.trust, options.shared_in, options.has_common
+        )
+        if mode.error is None and mode.value is StrictHandling.ASSUME_OK_UNEXPECTED:
+            call.kind = PlanRefused
         missing = agree_on_load(call, loading, options.is_checked)
+        call.kind = CheckpointingException
         loaded = loading.value
         result = loaded.read()
         reader = loaded.reader
@@ -347,7 +397,8 @@ def load_sharded_metadata(
         common_strategy: as `sharded_strategy`.
 
     Returns:
-        key -> ShardedTensor, and unique key -> ShardedObject; without data.
+        key -> ShardedTensor, and unique key -> ShardedObject; without data. The common state is one of these
+        objects, under the key that Megatron from 0.19 on stores it.
 
     Raises:
         CheckpointingException: no checkpoint.
@@ -359,14 +410,19 @@ def load_sharded_metadata(
         >>> state = dist_checkpointing.ShardedObject("rng", {"seed": 7}, (1,), (0,))
         >>> dist_checkpointing.save({"rng": state}, "step_1")
         >>> list(dist_checkpointing.load_sharded_metadata("step_1"))
-        ['rng/shard_0_1']
+        ['rng/shard_0_1', 'common_state/shard_0_1']
     """
     refuse_strategies(sharded_strategy, common_strategy)
-    checkpoint = open_alone(checkpoint_dir)
+    return parts_in(open_alone(checkpoint_dir))
+
+
+def parts_in(checkpoint: Opened) -> dict[str, ShardedBase]:
+    """Return what `load_sharded_metadata` does."""
     parts: dict[str, ShardedBase] = dict(tensors_in(checkpoint))
-    for key in checkpoint.holds.objects:
-        if "/shard_" in key and key != engine.COMMON_STATE:
-            parts[key] = ShardedObject.empty_from_unique_key(key)
+    keys = [key for key in checkpoint.holds.objects if "/shard_" in key]
+    if checkpoint.common is not None:
+        keys.append(engine.COMMON_STATE)
+    parts.update((key, ShardedObject.empty_from_unique_key(key)) for key in keys)
     return parts
 
 
@@ -425,23 +481,33 @@ def load_content_metadata(
     return content
 
 
-def get_default_save_sharded_strategy(backend: str = SHARDED_BACKEND, version: int = 1) -> ShardedStrategy:
-    """Return the only strategy; `save` does the same without it.
+def get_default_save_sharded_strategy(backend: str = SHARDED_BACKEND, version: int = 1) -> Any:
+    """Return the only strategy, a `TorchDistSaveShardedStrategy`; `save` does the same without it.
 
     Raises:
         CheckpointingException: another format.
     """
-    return ShardedStrategy(backend, version)
+    # The strategies stand on this module.
+    from torch_dcp_backport.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    refuse_strategies((backend, version))
+    return TorchDistSaveShardedStrategy(backend, version)
 
 
-def get_default_load_sharded_strategy(checkpoint_dir: Folder) -> ShardedStrategy:
-    """Return the only strategy; `load` does the same without it. Not collective.
+def get_default_load_sharded_strategy(checkpoint_dir: Optional[Folder] = None) -> Any:
+    """Return the only strategy, a `TorchDistLoadShardedStrategy`; `load` does the same without it.
+
+    Args:
+        checkpoint_dir: a folder that has to hold a checkpoint; None looks at none. Not collective.
 
     Raises:
         CheckpointingException: the folder holds no checkpoint.
     """
-    open_alone(checkpoint_dir)
-    return ShardedStrategy()
+    from torch_dcp_backport.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    if checkpoint_dir is not None:
+        open_alone(checkpoint_dir)
+    return TorchDistLoadShardedStrategy()
 
 
 def remove_sharded_tensors(checkpoint_dir: Folder, key_prefix: str) -> None:

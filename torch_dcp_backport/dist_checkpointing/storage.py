@@ -108,7 +108,7 @@ class CheckedReader(storage.StorageReader):
             digests = integrity.read(self.folder)
         except integrity.Unknown as error:
             raise CheckpointingException(str(error)) from None
-        problems = integrity.unlisted(digests, needed)
+        problems = integrity.unlisted(digests, {*needed, *integrity.named_in(self.folder)})
         for name in sorted({*needed, *commit.SMALL} & {*digests}):
             problems += integrity.problem_of(self.folder, name, digests[name])
         if problems:

@@ -6,10 +6,13 @@ Names are those of megatron.core.dist_checkpointing.utils.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Optional, Union
+
+import torch
 
 from torch_dcp_backport.dist_checkpointing.adopt import adopted
 from torch_dcp_backport.dist_checkpointing.dict_utils import extract_matching_values, nested_values
@@ -22,8 +25,13 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     StateDict,
 )
+from torch_dcp_backport.dist_checkpointing.sharded_tensor import nominal
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
+#: The names of the contexts of `logger_stack` that are open, and the innermost logger.
+_stack: contextvars.ContextVar[tuple[tuple[str, ...], logging.Logger]] = contextvars.ContextVar(
+    "stack", default=((), logger)
+)
 
 Halves = tuple[ShardedStateDict, StateDict]
 #: (key, offset, ends of its range or shape of its grid): equal for equal parts of different ranks.
@@ -140,6 +148,34 @@ def debug_time(
         spent = time.perf_counter() - start
         if logger is not None and spent >= threshold:
             logger.log(logging.DEBUG if level is None else level, "%s took %.4f s", name, spent)
+
+
+@contextlib.contextmanager
+def logger_stack(
+    name: Optional[str] = None, current_logger: Optional[logging.Logger] = None
+) -> Iterator[tuple[str, logging.Logger]]:
+    """Yield (the names of the contexts that are open, joined by points; the innermost logger)."""
+    names, known = _stack.get()
+    names = (*names, name) if name else names
+    token = _stack.set((names, current_logger or known))
+    try:
+        yield ".".join(names), current_logger or known
+    finally:
+        _stack.reset(token)
+
+
+def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
+    """Replace Transformer Engine's float8 tensors by their values in their nominal dtype, in place."""
+    for part in _parts(sharded_state_dict):
+        if isinstance(part.data, torch.Tensor):
+            part.data = nominal(part.data)
+
+
+def _clean_metadata_for_serialization(metadata: Optional[dict[str, Any]]) -> Optional[dict[str, Any]]:
+    """Return content metadata without the process group that Megatron keeps in it."""
+    if metadata is None:
+        return None
+    return {key: value for key, value in metadata.items() if key != "dp_cp_group"}
 
 
 def spelled(shard: ShardId) -> str:

@@ -13,13 +13,18 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Optional, Union
 
+import torch.distributed as dist
+
+from torch_dcp_backport.dist_checkpointing.adopt import adopted
 from torch_dcp_backport.dist_checkpointing.core import (
     CheckpointingConfig,
     CheckpointingException,
     Folder,
     maybe_load_config,
+    no_checkpoint,
+    no_folder,
 )
-from torch_dcp_backport.dist_checkpointing.dict_utils import extract_matching_values
+from torch_dcp_backport.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from torch_dcp_backport.dist_checkpointing.engine import flat, integrity
 from torch_dcp_backport.dist_checkpointing.engine.calls import begin
 from torch_dcp_backport.dist_checkpointing.engine.table import ObjectRow, Row, Table, findings_of
@@ -31,12 +36,25 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
     is_main_replica,
 )
+from torch_dcp_backport.dist_checkpointing.offers import refusing
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import split
 from torch_dcp_backport.transfer import Box, Call, Problem
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.meet import Refusal, Topic, at_first, meet
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
+
+__getattr__ = refusing(
+    __name__,
+    "_compute_file_hash _compute_shards_access _determine_missing_and_unexpected_keys "
+    "_validate_common_state_dict _validate_objects_for_key _validate_sharding_for_key "
+    "validate_sharded_objects_handling",
+)
+
+INTEGRITY_FNAME = integrity.NAME
+#: The first words are Megatron's, which programs look for.
+UNEXPECTED = "Unexpected keys, not in the checkpoint"
+MISSING = "Missing keys, in the checkpoint, and loaded by no rank"
 
 
 class StrictHandling(Enum):
@@ -128,18 +146,29 @@ def table_of(tensors: Iterable[ShardedTensor], objects: Iterable[ShardedObject])
     )
 
 
-def verify_checkpoint_and_load_strategy(checkpoint_dir: Folder, *_: Any) -> tuple[Any, Any]:
-    """Check that a folder is a checkpoint of the only format; no strategy is needed to read it.
+def verify_checkpoint(checkpoint_dir: Folder) -> None:
+    """Check that a folder is a checkpoint.
 
     Raises:
         CheckpointingException: it is none.
     """
     if not os.path.isdir(checkpoint_dir):
-        raise CheckpointingException(f"{checkpoint_dir} is no folder")
+        raise CheckpointingException(no_folder(checkpoint_dir))
     config: Optional[CheckpointingConfig] = maybe_load_config(checkpoint_dir)
     if config is None:
-        raise CheckpointingException(f"{checkpoint_dir} is not a distributed checkpoint")
-    return None, None
+        raise CheckpointingException(no_checkpoint(checkpoint_dir))
+
+
+def verify_checkpoint_and_load_strategy(
+    checkpoint_dir: Folder, sharded_strategy: Any = None, common_strategy: Any = None
+) -> tuple[Any, Any]:
+    """Check that a folder is a checkpoint of the only format; return the strategies as they are.
+
+    Raises:
+        CheckpointingException: it is none.
+    """
+    verify_checkpoint(checkpoint_dir)
+    return sharded_strategy, common_strategy
 
 
 def validate_integrity_and_strict_load(
@@ -178,7 +207,10 @@ def validate_integrity_and_strict_load(
                 raise CheckpointingException(f"strict={mode.value} needs the metadata of all ranks")
             missing = known - {part.key for parts in all_parts for part in parts}
         sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected)
-        maybe_report_missing_and_unexpected_keys(missing, unexpected, mode.raises or mode.logs, mode.raises)
+        if mode is StrictHandling.IGNORE_ALL:
+            missing, unexpected = set(), set()
+        if mode.raises or mode.logs:
+            maybe_report_missing_and_unexpected_keys(missing, unexpected, mode.raises)
     if validate_access_integrity:
         if all_parts is None:
             raise CheckpointingException("validate_access_integrity needs the metadata of all ranks")
@@ -199,21 +231,20 @@ def adjust_non_strict_load(
 
 
 def maybe_report_missing_and_unexpected_keys(
-    missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True, is_error: bool = True
+    missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True
 ) -> None:
     """Raise or log the keys that are missing or unexpected, where there are any.
 
     Args:
-        raise_error: whether to do either.
-        is_error: whether to raise; else the keys are logged as a warning.
+        raise_error: whether to raise; else the keys are logged as a warning.
 
     Raises:
         CheckpointingException: with both lists.
     """
-    if not (missing_keys or unexpected_keys) or not raise_error:
+    if not (missing_keys or unexpected_keys):
         return
     text = mismatch_text(missing_keys, unexpected_keys)
-    if is_error:
+    if raise_error:
         raise CheckpointingException(text)
     logger.warning("%s", text)
 
@@ -221,9 +252,9 @@ def maybe_report_missing_and_unexpected_keys(
 def mismatch_text(missing_keys: set[str], unexpected_keys: set[str]) -> str:
     parts = []
     if unexpected_keys:
-        parts.append(f"not in the checkpoint: {', '.join(sorted(unexpected_keys))}")
+        parts.append(f"{UNEXPECTED}: {', '.join(sorted(unexpected_keys))}")
     if missing_keys:
-        parts.append(f"in the checkpoint, and loaded by no rank: {', '.join(sorted(missing_keys))}")
+        parts.append(f"{MISSING}: {', '.join(sorted(missing_keys))}")
     return "; ".join(parts)
 
 
@@ -253,7 +284,17 @@ def validate_sharding_integrity(
 def determine_global_metadata(
     sharded_state_dict: ShardedStateDict, process_group: Group = None
 ) -> tuple[list[ShardedBase], list[list[ShardedBase]]]:
-    """Return (this rank's parts, those of each rank), without their values. Collective."""
+    """Return (this rank's parts, those of each rank), without their values. Collective.
+
+    Args:
+        process_group: the ranks whose parts make one checkpoint; None is the default group. With a group that
+            is none of torch's, torch's own functions are called with it.
+    """
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        mine = [adopted(part).without_data() for part in nested_values(sharded_state_dict)]
+        all_parts: list[Any] = [None] * dist.get_world_size(group=process_group)
+        dist.all_gather_object(all_parts, mine, group=process_group)
+        return mine, all_parts
     with begin("cannot gather what is sharded", "save", process_group) as call:
         local = call.attempt(lambda: [part.without_data() for part in split(sharded_state_dict).parts])
         parts_by_rank = meet(call, Topic("gathering"), local)
@@ -308,10 +349,10 @@ def check_digests(call: Call, folder: Path, digests: integrity.Digests, needed: 
     place = ranks.index(call.rank)
     with call.guard():
         if not place:
-            call.problems += integrity.unlisted(digests, needed)
+            call.problems += integrity.unlisted(digests, {*needed, *integrity.named_in(folder)})
         for name in sorted(digests)[place :: len(ranks)]:
             call.problems += integrity.problem_of(folder, name, digests[name])
 
 
 def unexpected_problems(keys: Iterable[str]) -> list[Problem]:
-    return [Problem("not in the checkpoint", key) for key in sorted(set(keys))]
+    return [Problem(UNEXPECTED, key) for key in sorted(set(keys))]

@@ -73,6 +73,36 @@ def findings_of(values_by_rank: Mapping[int, Values]) -> Findings:
     return findings
 
 
+def told(rank: int, own: Values, first: int, expected: Values) -> str:
+    """Return Megatron's sentence on a rank whose common values are others than the first rank's; "" if none.
+
+    Programs look for it in the rank's own log.
+    """
+    missing = [path for path in expected if path not in own]
+    more = [path for path in own if path not in expected]
+    other = [
+        (path, _kind(expected[path]), _kind(own[path]))
+        for path in own
+        if path in expected and not _is_same(path, expected, own)
+    ]
+    if not (missing or more or other):
+        return ""
+    hidden = sum(max(0, len(paths) - MOST) for paths in (missing, more, other))
+    return (
+        f"Rank {rank} common state dict differs from rank {first} common state dict. "
+        f"Keys only on rank {first}: {missing[:MOST]}, Keys only on {rank}: {more[:MOST]}, "
+        f"Mismatched keys: {other[:MOST]}{f', and {hidden} more' if hidden else ''}"
+    )
+
+
+def _kind(packed: bytes) -> type:
+    """Return the type of a value; `object` where only a digest of it is known."""
+    with contextlib.suppress(Exception):
+        kind = type(pickle.loads(packed))
+        return {Numbers: torch.Tensor, Elements: set}.get(kind, kind)
+    return object
+
+
 def _leaves(
     value: Any, path: tuple[str, ...], above: tuple[int, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -86,9 +86,14 @@ def problem_of(folder: Path, name: str, expected: str) -> list[Problem]:
 
 
 def unlisted(digests: Mapping[str, str], needed: Iterable[str]) -> list[Problem]:
-    """Return the problems of a checkpoint's files that are not in the list."""
-    names = sorted({*needed, metadata.NAME, CONFIG_FNAME} - {*digests})
+    """Return the problems of files that are not in the list."""
+    names = sorted({*needed} - {*digests})
     return [Problem(f"{NAME} does not list a file", name) for name in names]
+
+
+def named_in(folder: Path) -> list[str]:
+    """Return the small files that a list of a checkpoint must have, where they are there."""
+    return [name for name in (metadata.NAME, CONFIG_FNAME) if os.path.lexists(folder / name)]
 
 
 def write_all(folder: Path) -> None:

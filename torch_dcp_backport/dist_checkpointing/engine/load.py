@@ -19,6 +19,8 @@ from torch_dcp_backport.dist_checkpointing.core import (
     CONFIG_FNAME,
     SHARDED_BACKEND,
     CheckpointingException,
+    no_checkpoint,
+    no_folder,
     parse_config,
 )
 from torch_dcp_backport.dist_checkpointing.engine import commit, metadata, values
@@ -78,7 +80,7 @@ def small_files(folder: Path) -> dict[str, bytes]:
         CheckpointingException: the folder holds none.
     """
     if not folder.is_dir():
-        raise CheckpointingException(f"{folder} is no folder")
+        raise CheckpointingException(no_folder(folder))
     content = {}
     for name in commit.SMALL:
         try:
@@ -89,7 +91,7 @@ def small_files(folder: Path) -> dict[str, bytes]:
             reason = str(error) or "there is no memory for it"
             raise CheckpointingException(f"{folder / name} cannot be read: {reason}") from error
     if not content:
-        raise CheckpointingException(f"{folder} holds no distributed checkpoint: it has no {CONFIG_FNAME}")
+        raise CheckpointingException(no_checkpoint(folder))
     return content
 
 

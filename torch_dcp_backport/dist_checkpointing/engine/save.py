@@ -361,6 +361,15 @@ def compare_common(call: Call, saving: Saving) -> None:
                     rank,
                     problem,
                 )
+            first = call.rank
+            meeting.answer_each(
+                {
+                    rank: common.told(rank, values, first, meeting.heard[first])
+                    for rank, values in meeting.heard.items()
+                }
+            )
+    if meeting.result:
+        logger.warning("%s", meeting.result)
 
 
 def commit_together(call: Call, planned: Planned, output: Output) -> Output:

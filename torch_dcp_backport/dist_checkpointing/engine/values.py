@@ -193,8 +193,9 @@ def loads(data: bytes, trust: bool = False) -> Any:
         if name is None:
             raise Unloadable(f"it is damaged, or cannot be made here: {_reason(error)}") from error
         raise Unloadable(
-            f"it has {unpickle.shown(name[1])}, which is not known to be harmless; trust=True makes objects "
-            "of any class, and runs what the file says"
+            f"it has {unpickle.shown(name[1])}, which is not known to be harmless; "
+            "torch.serialization.add_safe_globals allows a class, and trust=True makes objects of any class, "
+            "and runs what the file says"
         ) from error
 
 

@@ -5,21 +5,34 @@ Names and fields are those of `megatron.core.dist_checkpointing.strategies.async
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, TypeVar, cast
 
 from torch_dcp_backport.dist_checkpointing import report
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine.calls import begin
+from torch_dcp_backport.dist_checkpointing.offers import refusing
 from torch_dcp_backport.transfer import Call
+from torch_dcp_backport.transfer.collector import gc_context
 from torch_dcp_backport.transfer.groups import Group
 from torch_dcp_backport.transfer.meet import Topic, at_first, meet
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
+
+__getattr__ = refusing(
+    __name__,
+    "AsyncCaller PersistentAsyncCaller TemporalAsyncCaller _ActiveAsyncRequest",
+    ": a save in the background is written by a thread of this process, which AsyncCallsQueue starts",
+)
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 CANNOT_FINALIZE = "cannot finalize the checkpoint"
 ASKING = Topic("asking whether all ranks have written", "the folder holds no checkpoint yet")
@@ -72,6 +85,35 @@ class AsyncRequest(NamedTuple):
     def freeze(self) -> AsyncRequest:
         """Return the same request, to which nothing can be added."""
         return self._replace(is_frozen=True)
+
+
+def _disable_gc() -> Callable[[F], F]:
+    """Return a decorator: Python's garbage collection stands still while the function runs."""
+
+    def decorated(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with gc_context():
+                return function(*args, **kwargs)
+
+        return cast(F, call)
+
+    return decorated
+
+
+def _set_process_qos(cpu_priority: int, io_priority: Optional[int] = None) -> None:
+    """Set the priority of this process, as far as it may: of one that removes old checkpoints.
+
+    Args:
+        cpu_priority: the nice value; a higher number waits for more others.
+        io_priority: the class for disks, as in psutil, which has to be installed; None leaves it.
+    """
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, cpu_priority)
+        if io_priority is not None:
+            import_module("psutil").Process().ionice(io_priority)
+    except (OSError, ImportError, AttributeError) as error:
+        logger.warning("the priority of this process cannot be set: %s", error)
 
 
 def as_exception(error: BaseException) -> Exception:
@@ -216,6 +258,23 @@ class AsyncCallsQueue:
         """Return 1 while a request is under way, or has not been finalized; else 0."""
         return int(self._request is not None)
 
-    def close(self) -> None:
-        """Wait for the request under way, and finalize it. Collective."""
-        self.maybe_finalize_async_calls(blocking=True)
+    def close(self, abort: bool = False) -> None:
+        """Wait for the request under way, and finalize it. Collective.
+
+        Args:
+            abort: wait for this rank's thread alone, and finalize nothing: the folder holds no checkpoint.
+                Not collective; the other ranks have to do the same.
+        """
+        if not abort:
+            self.maybe_finalize_async_calls(blocking=True)
+            return
+        request, thread = self._request, self._thread
+        self._request = self._thread = self._failure = None
+        if thread is not None:
+            thread.join()
+        for abandon in () if request is None else request.abandon_fns:
+            abandon()
+
+    @classmethod
+    def warmup_persistent_caller(cls, *options: Any, **more: Any) -> None:
+        """Do nothing: a thread needs no process that is started before."""
