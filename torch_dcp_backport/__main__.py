@@ -28,6 +28,8 @@ The fix of torch.distributed.checkpoint.state_dict for torch >= 2.4, < 2.7.
   report                     print what a bug report needs, to be pasted
   checkpoint inspect DIR     say what a sharded checkpoint holds; `checkpoint verify DIR` reads all of it
   checkpoint list ROOT       say which steps of a run are good; `checkpoint prune ROOT` removes old ones
+  checkpoint pin STEP        keep a step from being removed; `checkpoint unpin STEP` takes that back
+  checkpoint diff A B        say in which keys, shapes, dtypes and values two steps differ
   checkpoint export DIR OUT  write the model of a checkpoint as files for from_pretrained
   convert SOURCE TARGET      Hugging Face files to a sharded checkpoint of Megatron's GPTModel, or back
   run SCRIPT ARGS...         run a script with the fix active, as `python SCRIPT ARGS...` would
