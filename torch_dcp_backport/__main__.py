@@ -21,7 +21,10 @@ PROG = "python -m torch_dcp_backport"
 CHECKPOINT = {
     "list ROOT": "the steps of a run, and which of them are good",
     "prune ROOT": "remove old steps",
+    "pin STEP": "keep a step from being removed",
+    "unpin STEP": "take that back",
     "inspect DIR": "what a sharded checkpoint holds",
+    "diff A B": "the keys, shapes, types and values that differ",
     "verify DIR": "read all of it, and compare checksums",
     "export DIR OUT": "write its model for from_pretrained",
 }

@@ -397,9 +397,9 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert commands.list_steps([str(tmp_path)], "checkpoint list") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["3", "2", "1"]
-    assert "No such file" in lines[0]
-    assert lines[1].endswith("complete")
+    assert [line.split()[0] for line in lines if line[0] != " "] == ["step", "3", "2", "1"]
+    assert "No such file" in lines[2]
+    assert lines[3].split()[-4:] == ["complete", "-", "-", "-"]
     assert commands.list_steps([str(tmp_path), "--json"], "checkpoint list") == 0
     listed = json.loads(capsys.readouterr().out)["steps"]
     assert [(step["step"], step["bytes"], step["ranks"], step["checked"]) for step in listed] == [
@@ -413,11 +413,12 @@ def test_list_says_what_it_checked(tmp_path: Path, capsys: pytest.CaptureFixture
     for step in (1, 2):
         (published(tmp_path, step) / "part" / "file").write_bytes(b"valuez" if step == 2 else b"values")
     assert main(["checkpoint", "list", str(tmp_path)]) == 0
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["complete", "complete"]
+    assert [line.split()[-4] for line in capsys.readouterr().out.splitlines()[1:]] == ["complete", "complete"]
     assert main(["checkpoint", "list", str(tmp_path), "--verify"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert "part/file has CRC32" in first
-    assert second.endswith("verified")
+    _, first, fault, second = capsys.readouterr().out.splitlines()
+    assert first.split()[-4] == "damaged"
+    assert "part/file has CRC32" in fault
+    assert second.split()[-4] == "verified"
 
 
 def test_prune_says_what_stays_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

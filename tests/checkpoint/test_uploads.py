@@ -237,9 +237,10 @@ def test_list_says_what_was_uploaded(tmp_path: Path, capsys: pytest.CaptureFixtu
     trainer.handler._remote = None
     trainer.handler.save_checkpoint(2)
     assert main(["checkpoint", "list", str(tmp_path)]) == 0
-    newest, oldest = capsys.readouterr().out.splitlines()
-    assert newest.endswith("complete")
-    assert oldest.endswith(f"complete, uploaded to {URL}/global_step_1")
+    _, newest, oldest, where = capsys.readouterr().out.splitlines()
+    assert newest.split()[-4:] == ["complete", "-", "-", "-"]
+    assert oldest.split()[-4:] == ["complete", "yes", "-", "-"]
+    assert where.strip() == f"uploaded to {URL}/global_step_1"
     assert main(["checkpoint", "list", str(tmp_path), "--json"]) == 0
     steps = json.loads(capsys.readouterr().out)["steps"]
     assert [step["uploaded"] for step in steps] == [None, f"{URL}/global_step_1"]

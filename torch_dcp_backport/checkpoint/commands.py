@@ -7,13 +7,14 @@ import dataclasses
 import json
 import os
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from torch_dcp_backport.checkpoint import exporting, manifest, retention, store
+from torch_dcp_backport.checkpoint import difference, exporting, manifest, retention, store
 from torch_dcp_backport.checkpoint.exporting import export_checkpoint
 from torch_dcp_backport.checkpoint.manifest import Manifest
 from torch_dcp_backport.checkpoint.policies import MODES, PreservationPolicy
@@ -22,7 +23,8 @@ from torch_dcp_backport.checkpoint.store import Step
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, inspection
 from torch_dcp_backport.dist_checkpointing.core import SHARDED
 from torch_dcp_backport.hf import Export
-from torch_dcp_backport.transfer import configure
+from torch_dcp_backport.transfer import configure, settings
+from torch_dcp_backport.transfer.progress import Line, Meter
 
 CODES = "exit codes: 0 fine; 1 no good step, or one that cannot be removed; 2 wrong usage"
 LISTS = """\
@@ -47,19 +49,32 @@ def list_steps(argv: list[str], prog: str) -> int:
     steps = store.steps_in(args.root)
     nothing = f"no steps in {args.root}" if args.root.is_dir() else f"there is no folder {args.root}"
     if args.verify:
-        steps = list(map(verified, steps))
+        meter = Meter("verify", settings.progress() or Line())
+        meter.expect(lambda: sum(nbytes_of(step) for step in steps))
+        steps = [verified(step, meter) for step in steps]
     if args.json:
         listed = [as_dict(step, args.verify) for step in steps]
         print(json.dumps({"root": str(args.root), "steps": listed}, indent=2))
     else:
-        lines = [line_of(step, args.verify) for step in steps]
-        print(inspection.printable("\n".join(lines) or nothing))
+        lines = as_table(steps, args.verify) if steps else [nothing]
+        print(inspection.printable("\n".join(lines)))
     return 0 if any(not step.fault for step in steps) else 1
 
 
-def verified(step: Step) -> Step:
+def nbytes_of(step: Step) -> int:
+    """Return the bytes that a look at the checksums of a step reads."""
+    return 0 if step.fault or step.manifest is None else step.manifest.nbytes
+
+
+def verified(step: Step, meter: Meter) -> Step:
     """Return a step with the faults that its checksums show."""
-    return step if step.fault else dataclasses.replace(step, fault=store.fault_by_checksums(step))
+    if step.fault:
+        return step
+    before = meter.done
+    fault = store.fault_by_checksums(step, meter.add)
+    # A file that cannot be read is not there to be waited for.
+    meter.add(nbytes_of(step) - (meter.done - before))
+    return dataclasses.replace(step, fault=fault)
 
 
 def prune(argv: list[str], prog: str) -> int:
@@ -140,9 +155,13 @@ def verify(argv: list[str], prog: str) -> int:
     if not os.path.lexists(args.folder / manifest.NAME):
         return inspection.main(["verify", *argv], prog.rpartition(" ")[0])
     nbytes = 0
+    meter = Meter("verify", settings.progress() or Line())
     try:
         content = manifest.read(args.folder)
-        problems = [*misnamed(args.folder, content), *manifest.wrong_checksums(args.folder, content)]
+        meter.expect(lambda: content.nbytes)
+        wrong = manifest.wrong_checksums(args.folder, content, read=meter.add)
+        problems = [*misnamed(args.folder, content), *wrong]
+        meter.add(content.nbytes - meter.done)
         nbytes = content.nbytes
     except manifest.Damaged as error:
         problems = [str(error)]
@@ -219,25 +238,100 @@ def as_dict(step: Step, is_verified: bool) -> dict[str, object]:
     facts: dict[str, object] = {"step": step.step, "path": str(step.path), "fault": step.fault}
     # Of the checks that were made, the last.
     facts.update(checked="checksums" if is_verified else "sizes", left_alone=step.foreign or None)
+    facts["pinned"] = store.is_pinned(step.path)
     if content is not None:
+        facts["metric"] = content.metric
         facts.update(bytes=content.nbytes, ranks=content.world, made_at=content.made_at)
         facts["uploaded"] = store.uploaded_to(step.path) or None
     return facts
 
 
-def line_of(step: Step, is_verified: bool) -> str:
+def as_table(steps: Sequence[Step], is_verified: bool) -> list[str]:
+    """Return the lines of a table of steps, with what is to be said of a step below it."""
+    rows: list[Sequence[str]] = [("step", "size", "age", "state", "uploaded", "pinned", "metric")]
+    rows += [row_of(step, is_verified) for step in steps]
+    heading, *lines = inspection.table(rows)
+    together = [heading]
+    for step, line in zip(steps, lines):
+        together.append(line)
+        for text in remarks_on(step):
+            together += textwrap.wrap(
+                text,
+                inspection.COLUMNS,
+                initial_indent="    ",
+                subsequent_indent="      ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return together
+
+
+def row_of(step: Step, is_verified: bool) -> tuple[str, ...]:
     content = step.manifest
+    state = step.foreign or "damaged" if step.fault else "verified" if is_verified else "complete"
     if content is None:
-        return f"{step.step:>10}  {step.fault}"
-    minutes = max(0.0, time.time() - content.made_at) / 60
-    state, url = step.fault or ("verified" if is_verified else "complete"), store.uploaded_to(step.path)
-    if retention.why_distrusted(step.path):
-        state += ", could not be loaded before"
-    if url or store.is_uploading(step.path):
-        state += f", uploaded to {url}" if url else ", being uploaded"
+        return str(step.step), "-", "-", state, "-", "-", "-"
+    uploaded = "yes" if store.uploaded_to(step.path) else "now" if store.is_uploading(step.path) else "-"
     return (
-        f"{step.step:>10}  {content.nbytes:>16,} bytes  {content.world:>4} ranks  {minutes:8.0f} min  {state}"
+        str(step.step),
+        inspection.amount(content.nbytes),
+        spelled_age(time.time() - content.made_at),
+        state,
+        uploaded,
+        "yes" if store.is_pinned(step.path) else "-",
+        "-" if content.metric is None else f"{content.metric:.6g}",
     )
+
+
+def remarks_on(step: Step) -> Iterator[str]:
+    """Yield what the cells of a step's row do not say."""
+    if step.fault:
+        yield step.fault
+    if retention.why_distrusted(step.path):
+        yield "it could not be loaded before"
+    url = store.uploaded_to(step.path)
+    if url:
+        yield f"uploaded to {url}"
+
+
+def spelled_age(seconds: float) -> str:
+    """Return an age in the unit that suits it."""
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def diff(argv: list[str], prog: str) -> int:
+    """Run `checkpoint diff`."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Compare two steps, or two sharded checkpoints: keys, shapes, dtypes, bits of values.",
+        epilog="exit codes: 0 the same; 1 they differ; 2 wrong usage, no checkpoint, or a damaged one",
+    )
+    parser.add_argument("a", metavar="A", type=Path)
+    parser.add_argument("b", metavar="B", type=Path)
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    args = parser.parse_args(argv)
+    meter = Meter("diff", settings.progress() or Line())
+    try:
+        found = list(difference.differences(args.a, args.b, meter))
+        compared = difference.counted((args.a, args.b))
+    except (CheckpointingException, OSError) as error:
+        print(inspection.printable(f"{prog}: {error}"), file=sys.stderr)
+        return 2
+    if args.json:
+        entries = [entry._asdict() for entry in found]
+        print(json.dumps({"a": str(args.a), "b": str(args.b), "differences": entries}, indent=2))
+    elif found:
+        rows = [
+            ("key", "difference", "A", "B"),
+            *((entry.key, entry.kind, entry.a, entry.b) for entry in found),
+        ]
+        print(inspection.printable("\n".join([*inspection.table(rows), f"{len(found)} differences"])))
+    else:
+        print(f"the same: {compared}")
+    return 1 if found else 0
 
 
 ACTIONS = {
@@ -246,6 +340,7 @@ ACTIONS = {
     "pin": pin,
     "unpin": unpin,
     "inspect": inspect,
+    "diff": diff,
     "verify": verify,
     "export": export,
 }

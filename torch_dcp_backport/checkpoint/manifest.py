@@ -9,7 +9,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Optional
@@ -69,8 +69,12 @@ class Newer(Damaged):
     kind = "newer"
 
 
-def entry_of(path: Path) -> Entry:
+def entry_of(path: Path, read: Callable[[int], None] = lambda nbytes: None) -> Entry:
     """Return size and CRC32 of a regular file, in bounded memory.
+
+    Args:
+        path: the file.
+        read: called with the number of bytes of each block that was read.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
@@ -80,6 +84,7 @@ def entry_of(path: Path) -> Entry:
     with open(disk.opened(path), "rb", buffering=0) as file:
         while size := file.readinto(buffer):
             nbytes, crc = nbytes + size, zlib.crc32(buffer[:size], crc)
+            read(size)
     return Entry(nbytes, crc)
 
 
@@ -220,15 +225,27 @@ def fault_of(path: Path, entry: Entry) -> str:
     return "" if seen.st_size == entry.nbytes else f" has {seen.st_size} bytes, and had {entry.nbytes}"
 
 
-def wrong_checksums(folder: Path, manifest: Manifest, names: Optional[Sequence[str]] = None) -> Iterator[str]:
-    """Yield the files that hold other bytes than when they were saved, and why; None checks all."""
+def wrong_checksums(
+    folder: Path,
+    manifest: Manifest,
+    names: Optional[Sequence[str]] = None,
+    read: Callable[[int], None] = lambda nbytes: None,
+) -> Iterator[str]:
+    """Yield the files that hold other bytes than when they were saved, and why.
+
+    Args:
+        folder: the step's.
+        manifest: of the step.
+        names: the files to check; None checks all.
+        read: as of `entry_of`.
+    """
     for name in manifest.files if names is None else names:
         expected = manifest.files[name]
         # A file of another size may be without end, and is not read.
         fault = fault_of(folder / name, expected)
         if not fault:
             try:
-                crc = entry_of(folder / name).crc32
+                crc = entry_of(folder / name, read).crc32
             except OSError as error:
                 fault = f": {error.strerror}"
             else:

@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Optional, Union
@@ -259,9 +259,16 @@ def examined(path: Path, step: int) -> Step:
     return Step(step, path, content, "; ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else ""), foreign)
 
 
-def fault_by_checksums(step: Step) -> str:
-    """Return the files of a step that hold other bytes than when they were saved; reads all of them."""
-    return "" if step.manifest is None else "; ".join(manifest.wrong_checksums(step.path, step.manifest))
+def fault_by_checksums(step: Step, read: Callable[[int], None] = lambda nbytes: None) -> str:
+    """Return the files of a step that hold other bytes than when they were saved; reads all of them.
+
+    Args:
+        step: the step.
+        read: called with the number of bytes of each block that was read.
+    """
+    if step.manifest is None:
+        return ""
+    return "; ".join(manifest.wrong_checksums(step.path, step.manifest, read=read))
 
 
 def checked_step(step: object) -> int:

@@ -248,6 +248,49 @@ def as_dict(folder: str, entries: Sequence[Entry], problems: Optional[Sequence[s
     return facts
 
 
+#: The most columns of a table, and the number of entries that are listed as the largest.
+COLUMNS, LARGEST = 80, 5
+
+
+def table(rows: Sequence[Sequence[str]], columns: int = COLUMNS) -> list[str]:
+    """Return rows as lines of aligned cells; the first row is the heading.
+
+    A first cell that leaves no room for the others has a line of its own: keys are never cut.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rest = sum(widths[1:]) + 2 * len(widths[1:])
+    widths[0] = min(widths[0], max(columns - rest, len(rows[0][0])))
+    lines: list[str] = []
+    for first, *others in rows:
+        if len(first) > widths[0]:
+            lines.append(first)
+            first = ""
+        cells = [cell.ljust(width) for cell, width in zip((first, *others), widths)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def amount(nbytes: float) -> str:
+    """Return a number of bytes in the unit that suits it."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def largest_of(entries: Sequence[Entry]) -> list[str]:
+    """Return lines of the largest tensors, with their shares; none where there is nothing to choose from."""
+    tensors = [entry for entry in entries if entry.kind == "tensor"]
+    total = sum(entry.nbytes for entry in tensors)
+    if len(tensors) < 2 or not total:
+        return []
+    by_size = sorted(tensors, key=lambda entry: (-entry.nbytes, entry.key))[:LARGEST]
+    rows = [("largest", "bytes", "share")]
+    rows += [(entry.key, f"{entry.nbytes:,}", f"{entry.nbytes / total:.1%}") for entry in by_size]
+    return table(rows)
+
+
 def as_table(entries: Sequence[Entry]) -> str:
     rows = [("key", "dtype", "shape", "records", "files", "bytes")]
     rows += [
@@ -261,9 +304,7 @@ def as_table(entries: Sequence[Entry]) -> str:
         )
         for entry in entries
     ]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, summary(entries)])
+    return "\n".join([*table(rows), *largest_of(entries), summary(entries)])
 
 
 def summary(entries: Sequence[Entry]) -> str:

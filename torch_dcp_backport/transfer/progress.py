@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
@@ -45,6 +46,37 @@ class Bar(threading.local):
         if progress.done >= progress.total:
             self._bar.close()
             self._bar = None
+
+
+class Line:
+    """A bar in the last line of a terminal, for commands: needs no package, and is silent elsewhere."""
+
+    WIDTH = 30
+
+    def __init__(self) -> None:
+        self._shown = ""
+
+    def __call__(self, progress: Progress) -> None:
+        if not sys.stderr.isatty():
+            return
+        share = progress.done / progress.total if progress.total else 1.0
+        unit, name = next(
+            (unit, name) for unit, name in UNITS if progress.total < 1024 * unit or name == "TiB"
+        )
+        full = "#" * round(self.WIDTH * share)
+        done, total = progress.done / unit, progress.total / unit
+        line = f"{progress.operation} [{full:.<{self.WIDTH}}] {share:4.0%} {done:.1f} of {total:.1f} {name}"
+        if line != self._shown:
+            self._shown = line
+            print(f"\r{line:<79}", end="", file=sys.stderr, flush=True)
+        if progress.done >= progress.total:
+            self._shown = ""
+            # What follows is written over it.
+            print(f"\r{'':79}\r", end="", file=sys.stderr, flush=True)
+
+
+#: Bytes of units of a bar.
+UNITS = ((1, "B"), (2**10, "KiB"), (2**20, "MiB"), (2**30, "GiB"), (2**40, "TiB"))
 
 
 class Meter:
