@@ -293,6 +293,31 @@ def all_gather_rows(
     return gather(rows, row, group=group, async_op=async_op)
 
 
+def attention_registries() -> tuple[Any, Any]:
+    """transformers' registries of masks and of attention functions, by the name of an implementation.
+
+    Raises:
+        ValueError: this transformers has no registry of masks: those before 4.53, see
+            https://github.com/huggingface/transformers/pull/37866
+    """
+    import transformers
+
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError:
+        raise ValueError(
+            f"transformers {transformers.__version__} lets no program mask its attention; 4.53 does"
+        ) from None
+    return AttentionMaskInterface, AttentionInterface
+
+
+def causal_mask_function() -> Any:
+    """transformers' rule of a causal mask, which its flex attention takes."""
+    from transformers.masking_utils import causal_mask_function
+
+    return causal_mask_function
+
+
 def backend_name(group: dist.ProcessGroup, kind: str) -> str:
     """The name of the backend that carries messages on a device type; "" where it has none."""
     asked: Any = group

@@ -374,7 +374,7 @@ def shard(model: nn.Module, grid: Grid, sharding: Optional[Sharding] = None, blo
     arguments = (sharding or Sharding()).arguments(grid)
     for module in (*units, model):
         compat.fsdp2().fully_shard(module, **arguments)
-        if grid.dp_size > 1:
+        if grid.reduced > 1:
             reach.reduce_alike(module)
 
 

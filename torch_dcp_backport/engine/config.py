@@ -14,7 +14,7 @@ from typing import Any, Optional, TypeVar, Union
 import torch
 
 from torch_dcp_backport.engine import verl
-from torch_dcp_backport.engine.batches import Limit
+from torch_dcp_backport.engine.batches import Limit, flag_of
 from torch_dcp_backport.engine.build import Sharding
 from torch_dcp_backport.engine.checks import check_fields, clip, flag, number, optional, setting, whole
 from torch_dcp_backport.engine.step import check_schedule
@@ -44,6 +44,8 @@ class ModelConfig:
         lora_alpha: adapters are scaled by `lora_alpha / lora_rank`.
         target_modules: the modules with adapters, as peft names them.
         exclude_modules: modules without adapters, as peft names them.
+        use_remove_padding: whether the rows of a micro-batch run in one sequence without padding; None is
+            False, unless the engine's configuration says True. False in one of the two is False.
         hf_config_path: a folder with another config.json.
         hf_config: transformers' configuration itself, instead of any file.
 
@@ -64,6 +66,7 @@ class ModelConfig:
     lora_alpha: int = setting(16, whole(1))
     target_modules: Any = "all-linear"
     exclude_modules: Any = None
+    use_remove_padding: Optional[bool] = setting(None, optional(flag))
     hf_config_path: Optional[str] = None
     hf_config: Any = None
 
@@ -83,7 +86,8 @@ class EngineConfig:
     Args:
         fsdp_size: ranks that share a copy of the model; -1 is one copy on all ranks.
         tp_size: ranks that compute each layer together.
-        ulysses_sequence_parallel_size: verl's; any other number than 1 is refused.
+        ulysses_sequence_parallel_size: ranks that share a sequence: each has a part of the tokens, and in
+            attention a part of the heads. It needs `use_remove_padding`.
         reshard_after_forward: whether FSDP2 frees gathered parameters after a unit's forward pass.
         offload_policy: whether FSDP2 keeps parameters on the host all the time; their optimizer steps there.
         param_offload: whether parameters are on the host outside of train_mode() and eval_mode(), by `to()`.
@@ -93,9 +97,11 @@ class EngineConfig:
         mixed_precision: mapping with param_dtype and reduce_dtype of FSDP2. One that is not set is `dtype` or
             fp32, as in verl; a value of None is the parameters' own.
         wrap_policy: {"transformer_layer_cls_to_wrap": names of block classes}.
+        use_remove_padding: as of `ModelConfig`. A batch's own setting of this name goes first.
         use_dynamic_bsz: whether micro-batches are cut by tokens; else by rows. A batch's own settings of
             these names go first.
-        max_token_len_per_gpu: the most tokens of a micro-batch, with the padding that is left.
+        max_token_len_per_gpu: the most tokens of a micro-batch, with the padding that is left; of ranks that
+            share a sequence, of each.
         micro_batch_size_per_gpu: the most rows of a micro-batch.
         infer_max_token_len_per_gpu: the same without a backward pass; None is max_token_len_per_gpu.
         infer_micro_batch_size_per_gpu: the same without a backward pass; None is micro_batch_size_per_gpu.
@@ -130,6 +136,7 @@ class EngineConfig:
     model_dtype: str = "fp32"
     mixed_precision: Optional[Mapping[str, Any]] = None
     wrap_policy: Mapping[str, Any] = field(default_factory=dict)
+    use_remove_padding: Optional[bool] = setting(None, optional(flag))
     use_dynamic_bsz: bool = setting(True, flag)
     max_token_len_per_gpu: Optional[int] = setting(None, optional(whole(1)))
     micro_batch_size_per_gpu: Optional[int] = setting(None, optional(whole(1)))
@@ -143,8 +150,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.ulysses_sequence_parallel_size != 1:
-            got = self.ulysses_sequence_parallel_size
-            raise ValueError(f"ulysses_sequence_parallel_size={got}: sequence parallelism is not offered")
+            got = f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}"
+            if self.tp_size != 1:
+                raise ValueError(f"{got} is not offered with tp_size={self.tp_size}")
+            if self.use_remove_padding is False:
+                raise ValueError(f"{got} needs use_remove_padding=True, got False")
         if self.offload_policy and (self.param_offload or self.optimizer_offload):
             raise ValueError(
                 "offload_policy=True keeps parameters and optimizer on the host by itself: it excludes "
@@ -198,8 +208,11 @@ class EngineConfig:
             own = getattr(self, f"infer_{name}", None) if is_inference else None
             return getattr(self, name) if own is None else own
 
-        if flag("use_dynamic_bsz", setting_of("use_dynamic_bsz")):
-            return Limit(tokens=setting_of("max_token_len_per_gpu"))
+        if flag_of(data, "use_dynamic_bsz", self.use_dynamic_bsz):
+            tokens = setting_of("max_token_len_per_gpu")
+            if tokens is not None and self.ulysses_sequence_parallel_size > 1:
+                tokens = whole(1)("max_token_len_per_gpu", tokens) * self.ulysses_sequence_parallel_size
+            return Limit(tokens=tokens)
         return Limit(rows=setting_of("micro_batch_size_per_gpu"))
 
 
