@@ -15,13 +15,15 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
-    "v_head_dim": 4,
+    "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4, "v_head_dim": 4,
 }  # fmt: skip
 ROUTED = {
-    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1,
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1,
+    "topk_group": 1,
 }  # fmt: skip
 WINDOWS = {"use_sliding_window": True, "max_window_layers": 1}
+DROPOUTS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "aria_text": {"moe_num_experts": 6, "moe_topk": 2},
     "cohere": {"use_qk_norm": True},
@@ -36,6 +38,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": ROUTED,
+    "gpt-sw3": DROPOUTS,
+    "gpt2": DROPOUTS,
+    "gpt_bigcode": DROPOUTS,
     "gpt_neox": {"attention_bias": True},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},

@@ -1,4 +1,4 @@
-"""Rows in one sequence: the values, gradients and training of padded rows, or an error that names what would do."""
+"""Rows in one sequence: the values, gradients and training of padded rows, or an error."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ def test_flash_attention_gets_the_lengths_of_rows(monkeypatch: Any) -> None:
         seen.append((ends, options["max_length_q"], options.get("sliding_window")))
         sdpa = transformers.AttentionInterface._global_mapping["sdpa"]
         parts = [slice(*pair) for pair in zip(ends, ends[1:])]
-        found = [sdpa(module, q[:, :, p], k[:, :, p], v[:, :, p], None, scaling=options["scaling"]) for p in parts]
+        found = [
+            sdpa(module, q[:, :, p], k[:, :, p], v[:, :, p], None, scaling=options["scaling"]) for p in parts
+        ]
         return torch.cat([output for output, _ in found], 1), None
 
     model = families.model("mistral", sliding_window=None).eval()
@@ -193,7 +195,9 @@ def inferred(api: Any, folder: Path, kind: str, options: Any) -> Any:
 def test_outputs_are_where_padded_ones_are(ranks, tmp_path: Path, kind: str) -> None:
     families.write(tmp_path, "qwen2", scale=0.1)
     for packed, padded in ranks(inferred, tmp_path, kind, {}):
-        assert set(packed) == set(padded) == ({"values"} if kind == "value_model" else {"log_probs", "entropy"})
+        assert (
+            set(packed) == set(padded) == ({"values"} if kind == "value_model" else {"log_probs", "entropy"})
+        )
         for name, value in padded.items():
             torch.testing.assert_close(packed[name], value, atol=1e-6, rtol=1e-6)
 
@@ -262,7 +266,9 @@ def test_what_cannot_be_packed_is_one_error_on_every_rank(
 def test_an_implementation_that_cannot_pack(name: str) -> None:
     model = families.model("llama")
     model.config._attn_implementation = name
-    with pytest.raises(ValueError, match=f"attn_implementation='{name}' cannot keep rows apart; take one of eager"):
+    with pytest.raises(
+        ValueError, match=f"attn_implementation='{name}' cannot keep rows apart; take one of eager"
+    ):
         packing.check(model)
 
 
@@ -273,13 +279,18 @@ class Borrowed(nn.Linear):
 def test_code_that_calls_itself_by_a_familys_name() -> None:
     model = families.model("llama")
     model.model.layers[0].mlp.up_proj = Borrowed(16, 24, bias=False)
-    with pytest.raises(ValueError, match=r"test_packing.Borrowed is none of transformers' own.*=False would do"):
+    with pytest.raises(
+        ValueError, match=r"test_packing.Borrowed is none of transformers' own.*=False would do"
+    ):
         packing.check(model)
 
 
 def test_frequencies_by_the_longest_row_go_with_rows_as_they_are_grouped(ranks, tmp_path: Path) -> None:
     families.write(tmp_path, "qwen2", **FIVE)
-    assert ranks(refused, tmp_path, {}, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3}, "") == [""] * 4
+    assert (
+        ranks(refused, tmp_path, {}, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3}, "")
+        == [""] * 4
+    )
 
 
 def test_a_model_that_makes_its_own_mask_is_found_out() -> None:

@@ -18,6 +18,7 @@ pytest.importorskip("safetensors")
 if not compat.HAS_STRIDED:
     pytest.skip("TP needs torch >= 2.5", allow_module_level=True)
 
+
 def planned() -> dict[str, set[str]]:
     """Model type of each language model with a plan -> the plan's styles."""
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

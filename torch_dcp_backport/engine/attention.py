@@ -85,7 +85,7 @@ def install(model: nn.Module, group: Group = None, size: int = 1) -> None:
     masks.register(name, functools.partial(mask, base))
     functions.register(name, functools.partial(attend, base, group if size > 1 else None, size))
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) not in (None, name):
             config._attn_implementation = name
 
@@ -112,7 +112,13 @@ def mask(
     given = {} if mask_function is None else {"mask_function": mask_function}
     if rows is None:
         return make(
-            batch_size, cache_position, kv_length, kv_offset, attention_mask=attention_mask, **given, **options
+            batch_size,
+            cache_position,
+            kv_length,
+            kv_offset,
+            attention_mask=attention_mask,
+            **given,
+            **options,
         )
     rows.masked += 1
     numbers = rows.numbers

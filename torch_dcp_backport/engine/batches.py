@@ -138,7 +138,9 @@ def plan(
         unlike = [what for what, own_, other in zip(COMPARED, rows[place], rows[first]) if own_ != other]
         if unlike:
             text = f"{'; '.join(unlike[::-1])} than rank {ranks[first]}, with which it computes the same rows"
-            findings.append((rank, Problem(f"{text} (tensor parallelism, or ulysses_sequence_parallel_size)")))
+            findings.append(
+                (rank, Problem(f"{text} (tensor parallelism, or ulysses_sequence_parallel_size)"))
+            )
         elif not count:
             findings.append((rank, Problem("no rows on any rank")))
         elif needs_tokens and not tokens:
@@ -361,8 +363,8 @@ def check_packable(data: Any, keys: set[Any], spans: Sequence[Span]) -> None:
         found = positions if ids.is_nested else positions[slice(*span)]
         if not torch.equal(found.cpu().long(), wanted):
             raise ValueError(
-                f"{POSITIONS} of row {row} do not count its tokens from 0, which use_remove_padding=True needs "
-                f"to tell rows apart: got {found.tolist()[:8]}; use_remove_padding=False would do"
+                f"{POSITIONS} of row {row} do not count its tokens from 0, which use_remove_padding=True "
+                f"needs to tell rows apart: got {found.tolist()[:8]}; use_remove_padding=False would do"
             )
 
 

@@ -44,10 +44,10 @@ class ModelConfig:
         lora_alpha: adapters are scaled by `lora_alpha / lora_rank`.
         target_modules: the modules with adapters, as peft names them.
         exclude_modules: modules without adapters, as peft names them.
-        use_remove_padding: whether the rows of a micro-batch run in one sequence without padding; None is
-            False, unless the engine's configuration says True. False in one of the two is False.
         hf_config_path: a folder with another config.json.
         hf_config: transformers' configuration itself, instead of any file.
+        use_remove_padding: whether the rows of a micro-batch run in one sequence without padding; None is
+            False, unless the engine's configuration says True. False in one of the two is False.
 
     Raises:
         ValueError: a value that cannot be.
@@ -66,9 +66,9 @@ class ModelConfig:
     lora_alpha: int = setting(16, whole(1))
     target_modules: Any = "all-linear"
     exclude_modules: Any = None
-    use_remove_padding: Optional[bool] = setting(None, optional(flag))
     hf_config_path: Optional[str] = None
     hf_config: Any = None
+    use_remove_padding: Optional[bool] = setting(None, optional(flag))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -97,7 +97,6 @@ class EngineConfig:
         mixed_precision: mapping with param_dtype and reduce_dtype of FSDP2. One that is not set is `dtype` or
             fp32, as in verl; a value of None is the parameters' own.
         wrap_policy: {"transformer_layer_cls_to_wrap": names of block classes}.
-        use_remove_padding: as of `ModelConfig`. A batch's own setting of this name goes first.
         use_dynamic_bsz: whether micro-batches are cut by tokens; else by rows. A batch's own settings of
             these names go first.
         max_token_len_per_gpu: the most tokens of a micro-batch, with the padding that is left; of ranks that
@@ -111,6 +110,7 @@ class EngineConfig:
         full_determinism: whether all random numbers of the process are seeded, and deterministic algorithms
             are taken where there are any.
         dtype: the param_dtype of a `mixed_precision` without any.
+        use_remove_padding: as of `ModelConfig`. A batch's own setting of this name goes first.
 
     Raises:
         ValueError: a value that cannot be, or two settings that exclude each other.
@@ -136,7 +136,6 @@ class EngineConfig:
     model_dtype: str = "fp32"
     mixed_precision: Optional[Mapping[str, Any]] = None
     wrap_policy: Mapping[str, Any] = field(default_factory=dict)
-    use_remove_padding: Optional[bool] = setting(None, optional(flag))
     use_dynamic_bsz: bool = setting(True, flag)
     max_token_len_per_gpu: Optional[int] = setting(None, optional(whole(1)))
     micro_batch_size_per_gpu: Optional[int] = setting(None, optional(whole(1)))
@@ -146,6 +145,7 @@ class EngineConfig:
     seed: int = setting(42, whole(0))
     full_determinism: bool = setting(False, flag)
     dtype: str = "bfloat16"
+    use_remove_padding: Optional[bool] = setting(None, optional(flag))
 
     def __post_init__(self) -> None:
         check_fields(self)

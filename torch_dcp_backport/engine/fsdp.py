@@ -170,9 +170,8 @@ class FSDPEngine(BaseEngine):
                 if self.is_packing:
                     packing.check(model, self.grid.sizes.ulysses)
                 elif self.grid.sizes.ulysses > 1:
-                    raise ValueError(
-                        f"ulysses_sequence_parallel_size={self.grid.sizes.ulysses} needs use_remove_padding=True"
-                    )
+                    shared = f"ulysses_sequence_parallel_size={self.grid.sizes.ulysses}"
+                    raise ValueError(f"{shared} needs use_remove_padding=True")
                 if asked.enable_gradient_checkpointing:
                     model.gradient_checkpointing_enable({"use_reentrant": False})
                 if asked.lora_rank:
@@ -265,15 +264,16 @@ class FSDPEngine(BaseEngine):
         if not batches.flag_of(data, "use_remove_padding", self.is_packing):
             if shared > 1:
                 raise ValueError(
-                    f"ulysses_sequence_parallel_size={shared} needs use_remove_padding=True; the batch says False"
+                    f"ulysses_sequence_parallel_size={shared} needs use_remove_padding=True; "
+                    "the batch says False"
                 )
             return False
         packing.check(self.module, shared)
         rope = packing.rope_by_length(getattr(self.module, "config", None))
         if rope and limit.tokens is not None:
             raise ValueError(
-                f"use_dynamic_bsz=True with use_remove_padding=True: rope_scaling of type {rope!r} computes by "
-                "the longest row of a micro-batch, and packing puts other rows together; "
+                f"use_dynamic_bsz=True with use_remove_padding=True: rope_scaling of type {rope!r} computes "
+                "by the longest row of a micro-batch, and packing puts other rows together; "
                 f"use_dynamic_bsz=False, or {packing.INSTEAD}"
             )
         return True
@@ -326,10 +326,10 @@ class FSDPEngine(BaseEngine):
         """Return the outputs that losses read, by row and column; subclasses define it.
 
         Args:
-            logits: the model's logits, (rows, columns, classes); of packed rows (1, tokens, classes), with this
-                rank's tokens.
-            inputs: the model's inputs, as of `model_inputs`; of packed rows with `labels`, the token behind each
-                token (-100 where there is none), and `rows`, the number of its row in the data.
+            logits: the model's logits, (rows, columns, classes); of packed rows (1, tokens, classes), with
+                this rank's tokens.
+            inputs: the model's inputs, as of `model_inputs`; of packed rows with `labels`, the token behind
+                each token (-100 where there is none), and `rows`, the number of its row in the data.
             data: the micro-batch's data.
         """
         raise NotImplementedError

@@ -149,7 +149,7 @@ class Packed(NamedTuple):
         more: what `prepare_model_outputs` reads beside them: `labels` and `rows`, each (1, tokens).
         rows: the rows of the whole sequence.
         there: where the tokens are in padded rows, (rows, columns); None where the rows are jagged.
-        count: the tokens of the rows; behind them there may be some for the ranks to have as many each.
+        tokens: the tokens of the rows; behind them there may be some for the ranks to have as many each.
         group: the ranks that share the sequence; None where it is this rank alone.
     """
 
@@ -157,7 +157,7 @@ class Packed(NamedTuple):
     more: dict[str, torch.Tensor]
     rows: attention.Rows
     there: Optional[torch.Tensor]
-    count: int
+    tokens: int
     group: Group
 
     def unpacked(self, output: torch.Tensor, data: Mapping[str, Any]) -> torch.Tensor:
@@ -168,7 +168,7 @@ class Packed(NamedTuple):
             data: the micro-batch's data.
         """
         whole = output if self.group is None else ulysses.gathered(output, self.group, 1)
-        flat = whole[0, : self.count]
+        flat = whole[0, : self.tokens]
         if self.there is None:
             offsets = data[IDS].offsets().to(flat.device)
             return torch.nested.nested_tensor_from_jagged(flat, offsets)

@@ -77,7 +77,8 @@ MODEL = {
     "use_shm": Known(BEFORE, "`local_path` is the copy"),
     "share_embeddings_and_output_weights": Known(BEFORE, "the configuration has it as `tie_word_embeddings`"),
     "use_remove_padding": Known(
-        SERVED, "for the [families that were compared](#packed-rows); an error for the others, until it is False"
+        SERVED,
+        "for the [families that were compared](#packed-rows); an error for the others, until it is False",
     ),
     "enable_activation_offload": Known(NO_VALUE, "saves memory in verl; not here"),
     "use_liger": Known(NO_VALUE, "speed and memory; the layers of transformers run"),
