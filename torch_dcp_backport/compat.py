@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, Optional, TypeVar, cast
 
@@ -311,11 +311,15 @@ def attention_registries() -> tuple[Any, Any]:
     return AttentionMaskInterface, AttentionInterface
 
 
-def causal_mask_function() -> Any:
-    """transformers' rule of a causal mask, which its flex attention takes."""
-    from transformers.masking_utils import causal_mask_function
+def whole_mask(given: Mapping[str, Any], tokens: int, device: torch.device) -> dict[str, Any]:
+    """The arguments of a function of transformers' registry of masks, for one sequence without padding.
 
-    return causal_mask_function
+    transformers 5 has lengths and offsets in the place of `cache_position`.
+    """
+    whole = {"batch_size": 1, "q_length": tokens, "kv_length": tokens, "q_offset": 0, "kv_offset": 0}
+    whole["cache_position"] = torch.arange(tokens, device=device)  # type: ignore[assignment]
+    whole["attention_mask"] = None  # type: ignore[assignment]
+    return {name: whole.get(name, value) for name, value in given.items()}
 
 
 def backend_name(group: dist.ProcessGroup, kind: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, Optional
 
@@ -90,56 +90,34 @@ def install(model: nn.Module, group: Group = None, size: int = 1) -> None:
             config._attn_implementation = name
 
 
-def mask(
-    base: str,
-    batch_size: int,
-    cache_position: torch.Tensor,
-    kv_length: int,
-    kv_offset: int = 0,
-    mask_function: Optional[Callable[..., Any]] = None,
-    attention_mask: Optional[torch.Tensor] = None,
-    **options: Any,
-) -> Any:
+def mask(base: str, **given: Any) -> Any:
     """Return the mask of an implementation of transformers, without what is of other rows.
 
     Args:
         base: the implementation.
-        batch_size, cache_position, kv_length, kv_offset, mask_function, attention_mask, options: as
-            transformers gives them to each function of its registry of masks.
+        given: as transformers gives them to each function of its registry of masks.
     """
-    make = compat.attention_registries()[0]._global_mapping[base]
+    make = compat.attention_registries()[0]()[base]
     rows = _under_way.get()
-    given = {} if mask_function is None else {"mask_function": mask_function}
     if rows is None:
-        return make(
-            batch_size,
-            cache_position,
-            kv_length,
-            kv_offset,
-            attention_mask=attention_mask,
-            **given,
-            **options,
-        )
+        return make(**given)
     rows.masked += 1
     numbers = rows.numbers
     if base in FLASH:
         # It takes the lengths of rows, which go to each layer in the place of a mask.
         return numbers[None]
     # Of the whole sequence, of which the model may have this rank's tokens alone.
-    tokens = len(numbers)
-    places = torch.arange(tokens, device=numbers.device)
+    whole = compat.whole_mask(given, len(numbers), numbers.device)
     if base == FLEX:
-        inner: Any = mask_function or compat.causal_mask_function()
+        inner = given["mask_function"]
 
         def within_rows(batch: Any, head: Any, query: Any, key: Any) -> Any:
             return inner(batch, head, query, key) & (numbers[query] == numbers[key])
 
-        return make(1, places, tokens, 0, mask_function=within_rows, attention_mask=None, **options)
-    if not rows.is_single:
-        options["allow_is_causal_skip"] = False
-    made = make(1, places, tokens, 0, attention_mask=None, **given, **options)
-    if made is None or rows.is_single:
-        return made
+        return make(**{**whole, "mask_function": within_rows})
+    if rows.is_single:
+        return make(**whole)
+    made = make(**{**whole, "allow_is_causal_skip": False})
     if made.dtype == torch.bool:
         return made & rows.same
     return made.masked_fill(~rows.same, torch.finfo(made.dtype).min)
@@ -218,7 +196,7 @@ def function_of(base: str, module: Any) -> Any:
         RuntimeError: there is none.
     """
     if base != "eager":
-        return compat.attention_registries()[1]._global_mapping[base]
+        return compat.attention_registries()[1]()[base]
     for kind in type(module).__mro__:
         found = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
         if found is not None:

@@ -348,24 +348,31 @@ def check_packable(data: Any, keys: set[Any], spans: Sequence[Span]) -> None:
     Raises:
         ValueError: padding between a row's tokens, or positions that do not count its tokens from 0.
     """
-    ids = data[IDS]
-    expected = [torch.arange(stop - start) for start, stop in spans]
-    if not ids.is_nested and MASK in keys:
-        for row, (there, span) in enumerate(zip(data[MASK].bool(), spans)):
-            if not there[slice(*span)].all():
-                raise ValueError(
-                    f"row {row} has padding between its tokens, which use_remove_padding=True would remove; "
-                    "use_remove_padding=False would do"
-                )
-    if POSITIONS not in keys or data[POSITIONS] is None:
-        return
-    for row, (positions, span, wanted) in enumerate(zip(data[POSITIONS].unbind(), spans, expected)):
-        found = positions if ids.is_nested else positions[slice(*span)]
-        if not torch.equal(found.cpu().long(), wanted):
+    ids, lengths = data[IDS], torch.tensor([stop - start for start, stop in spans])
+    there = None
+    if not ids.is_nested:
+        there = (data[MASK] != 0).cpu() if MASK in keys else torch.ones(ids.shape, dtype=torch.bool)
+        holes = there.sum(1) != lengths
+        if holes.any():
+            row = holes.tolist().index(True)
             raise ValueError(
-                f"{POSITIONS} of row {row} do not count its tokens from 0, which use_remove_padding=True "
-                f"needs to tell rows apart: got {found.tolist()[:8]}; use_remove_padding=False would do"
+                f"row {row} has padding between its tokens, which use_remove_padding=True would remove; "
+                "use_remove_padding=False would do"
             )
+    if POSITIONS not in keys or data[POSITIONS] is None or not len(lengths):
+        return
+    found = data[POSITIONS]
+    flat = (found.values().cpu() if there is None else found.cpu()[there]).long()
+    ends = lengths.cumsum(0)
+    expected = torch.arange(len(flat)) - (ends - lengths).repeat_interleave(lengths)
+    wrong = (flat != expected).nonzero()
+    if len(wrong):
+        row = int((ends <= wrong[0]).sum())
+        got = flat[ends[row] - lengths[row] : ends[row]][:8].tolist()
+        raise ValueError(
+            f"{POSITIONS} of row {row} do not count its tokens from 0, which use_remove_padding=True needs: "
+            f"got {got}; use_remove_padding=False would do"
+        )
 
 
 def by_lengths(spans: Sequence[Span], most: int) -> list[list[int]]:

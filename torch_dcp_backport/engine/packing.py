@@ -59,6 +59,8 @@ REASONS = {
 NOT_SHARED = frozenset({"diffllama"})
 #: Kinds of layers whose tokens see their own row alone where a mask says so.
 LAYERS = frozenset({"full_attention", "sliding_attention"})
+#: A mask between so many tokens is small.
+SMALL = 4096
 #: Packages whose modules were compared.
 OURS = ("transformers", "torch", "peft")
 
@@ -103,7 +105,10 @@ def check(model: nn.Module, size: int = 1) -> None:
             f"{asked}: attn_implementation={name!r} cannot keep rows apart; take one of "
             f"{', '.join(attention.PACKING)}, or {instead}"
         )
-    compat.attention_registries()
+    try:
+        compat.attention_registries()
+    except ValueError as error:
+        raise ValueError(f"{asked}: {error}; {instead}") from error
     if size > 1:
         _check_shared(config, size, asked, instead)
 
@@ -214,7 +219,10 @@ def packed(data: Mapping[str, Any], device: torch.device, group: Group = None, s
         LABELS: torch.cat([labels, torch.full_like(again, NO_LABEL)]),
         ROWS: torch.cat([numbers, torch.zeros_like(again)]),
     }
-    kept = attention.Rows(torch.cat([numbers, len(lengths) + more // lengths[0]]))
+    # What fills up is a row of its own, which needs a mask; behind a long row it sees that row instead.
+    ends = len(lengths) + more // lengths[0]
+    is_long = len(lengths) == 1 and count > SMALL
+    kept = attention.Rows(torch.cat([numbers, torch.zeros_like(ends) if is_long else ends]))
     own = {
         name: ulysses.part_of(value[None], group, 1) if size > 1 else value[None]
         for name, value in sequence.items()

@@ -66,7 +66,8 @@ def swapped(tensor: torch.Tensor, group: Group, cut: int, joined: int) -> torch.
     """Do as `exchange`, without a gradient."""
     parts = torch.stack(tensor.chunk(dist.get_world_size(group), cut))
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
+    # As bytes: gloo does not exchange each dtype.
+    dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=group)
     return torch.cat(received.unbind(), joined)
 
 
@@ -91,7 +92,8 @@ class Gather(torch.autograd.Function):
         ctx.way = group, dim
         size = dist.get_world_size(group)
         rows = tensor.new_empty(size, *tensor.shape)
-        compat.all_gather_rows(rows.flatten(0, 1), tensor.contiguous(), group)
+        own = tensor.contiguous().view(-1).view(torch.uint8)
+        compat.all_gather_rows(rows.view(-1).view(torch.uint8), own, group)
         return torch.cat(rows.unbind(), dim)
 
     @staticmethod
