@@ -1,6 +1,7 @@
 """The engine beside what its users would write: seconds and memory of exports, loads and steps.
 
     python3 tools/lanes.py run current -- python benchmarks/engine.py
+    python3 tools/lanes.py run current -- python benchmarks/engine.py --layers 1 --parts rows long
 
 On the shape of Qwen2.5-0.5B (942 MiB in bfloat16; `--layers` makes it smaller), 4 ranks, gloo. Ways take
 turns; the best is shown. Memory is private memory above that before the call, of the worst rank; CPU is
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import multiprocessing
 import os
@@ -220,7 +222,80 @@ def steps(folder: str) -> dict[str, Callable[[], Any]]:
     return {"step: bare FSDP2": bare, "step: the engine": by_engine}
 
 
-PARTS = {"export": exports, "small": small_exports, "load": loads, "step": steps}
+def rows_of(lengths: list[int]) -> dict[str, Any]:
+    """Rows of these lengths, padded on the right."""
+    import torch
+
+    ids = torch.randint(512, (len(lengths), max(lengths)))
+    there = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return {"input_ids": ids, "attention_mask": there.long(), "loss_mask": there.long()}
+
+
+def trainer(folder: str, **options: Any) -> Any:
+    from torch_dcp_backport import engine
+
+    made = engine.FSDPEngineWithLMHead(
+        {"path": folder, "use_remove_padding": True},
+        {"mixed_precision": {"param_dtype": "fp32"}, **options},
+        {"optimizer": "AdamW", "lr": 1e-4},
+        device="cpu",
+    )
+    made.initialize()
+    return made
+
+
+def unequal_rows(folder: str) -> dict[str, Callable[[], Any]]:
+    """Steps on 12 rows of 16 to 512 tokens on each rank, padded and packed."""
+    import torch
+
+    from torch_dcp_backport import engine
+
+    made = trainer(write_tiny(folder, 2), max_token_len_per_gpu=2048, micro_batch_size_per_gpu=4)
+    torch.manual_seed(torch.distributed.get_rank())
+    lengths = torch.randint(16, 513, (12,)).tolist()
+    rows, every = rows_of(lengths), torch.tensor(sum(lengths))
+    torch.distributed.all_reduce(every)
+    ways: dict[str, dict[str, Any]] = {
+        "padded, 4 rows": {"use_remove_padding": False, "use_dynamic_bsz": False},
+        "padded, 2048 tokens": {"use_remove_padding": False},
+        "packed, 2048 tokens": {},
+    }
+    return {
+        f"{every} tokens: {name}": functools.partial(made.train_batch, {**rows, **more}, engine.sft_loss)
+        for name, more in ways.items()
+    }
+
+
+def long_rows(folder: str) -> dict[str, Callable[[], Any]]:
+    """Steps on one row, which each rank has for itself, or shares with others (Ulysses)."""
+    import torch
+
+    from torch_dcp_backport import engine
+
+    tiny = write_tiny(folder, 4)
+    sizes = [size for size in (1, 2, 4) if size <= engine.arrange("cpu").dp_size]
+    engines = {
+        size: trainer(tiny, max_token_len_per_gpu=2**20, ulysses_sequence_parallel_size=size)
+        for size in sizes
+    }
+    torch.manual_seed(0)  # ranks that share a row have the same one
+    return {
+        f"row of {length}: {size} ranks": functools.partial(
+            engines[size].train_batch, rows_of([length]), engine.sft_loss
+        )
+        for length in (1024, 2048, 4096, 8192)
+        for size in sizes
+    }
+
+
+PARTS = {
+    "export": exports,
+    "small": small_exports,
+    "load": loads,
+    "step": steps,
+    "rows": unequal_rows,
+    "long": long_rows,
+}
 
 
 def run_rank(rank: int, world: int, folder: str, args: argparse.Namespace, results: Any) -> None:
@@ -268,7 +343,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--world", type=int, default=4)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["export", "small", "load", "step"])
     parser.add_argument("--json", help="write the figures of every rank and turn")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, Optional, TypeVar, cast
 
@@ -291,6 +291,35 @@ def all_gather_rows(
     """
     gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     return gather(rows, row, group=group, async_op=async_op)
+
+
+def attention_registries() -> tuple[Any, Any]:
+    """transformers' registries of masks and of attention functions, by the name of an implementation.
+
+    Raises:
+        ValueError: this transformers has no registry of masks: those before 4.53, see
+            https://github.com/huggingface/transformers/pull/37866
+    """
+    import transformers
+
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError:
+        raise ValueError(
+            f"transformers {transformers.__version__} lets no program mask its attention; 4.53 does"
+        ) from None
+    return AttentionMaskInterface, AttentionInterface
+
+
+def whole_mask(given: Mapping[str, Any], tokens: int, device: torch.device) -> dict[str, Any]:
+    """The arguments of a function of transformers' registry of masks, for one sequence without padding.
+
+    transformers 5 has lengths and offsets in the place of `cache_position`.
+    """
+    whole = {"batch_size": 1, "q_length": tokens, "kv_length": tokens, "q_offset": 0, "kv_offset": 0}
+    whole["cache_position"] = torch.arange(tokens, device=device)  # type: ignore[assignment]
+    whole["attention_mask"] = None  # type: ignore[assignment]
+    return {name: whole.get(name, value) for name, value in given.items()}
 
 
 def backend_name(group: dist.ProcessGroup, kind: str) -> str:

@@ -179,7 +179,8 @@ def own_rows(data: dict[str, torch.Tensor], made: engine.BaseEngine) -> dict[str
 def loss_of(model: nn.Module, data: dict[str, torch.Tensor]) -> torch.Tensor:
     """The mean over tokens, written down once more."""
     positions = (data["attention_mask"].cumsum(1) - 1).clamp_min(0)
-    logits = model(data["input_ids"], data["attention_mask"], position_ids=positions).logits
+    mask = data["attention_mask"]
+    logits = model(data["input_ids"], attention_mask=mask, position_ids=positions).logits
     labels = data["input_ids"].where(data["loss_mask"].bool(), torch.tensor(-100))[:, 1:]
     summed = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
     return summed / data["loss_mask"].sum()

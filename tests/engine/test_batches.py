@@ -221,7 +221,7 @@ def test_ranks_that_compute_a_layer_together_have_the_same_rows(ranks) -> None:
     assert ranks(planned, {}, copies=2) == [([2, 2, 2, 2], tokens)] * 2 + [([1, 0, 0, 0], tokens)] * 2
     texts = ranks(planned, {3: "another id"}, copies=2)
     assert len(set(texts)) == 1
-    assert "rank 3: other rows than rank 2" in texts[0]
+    assert "rank 3: other rows (input_ids) than rank 2" in texts[0]
 
 
 def test_a_mask_may_be_that_of_responses() -> None:

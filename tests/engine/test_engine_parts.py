@@ -27,12 +27,13 @@ TP = build.compat.HAS_STRIDED
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ((4,), (1, 4, 1)),
-        ((4, 8), (1, 4, 1)),
-        ((4, 2), (2, 2, 1)),
-        ((4, 1), (4, 1, 1)),
-        ((1, 1), (1, 1, 1)),
-        *([((8, -1, 2), (1, 4, 2)), ((2, -1, 2), (1, 1, 2))] if TP else []),
+        ((4,), (1, 4, 1, 1)),
+        ((4, 8), (1, 4, 1, 1)),
+        ((4, 2), (2, 2, 1, 1)),
+        ((4, 1), (4, 1, 1, 1)),
+        ((1, 1), (1, 1, 1, 1)),
+        ((4, -1, 1, 2), (1, 4, 1, 2)),
+        *([((8, -1, 2), (1, 4, 2, 1)), ((2, -1, 2), (1, 1, 2, 1))] if TP else []),
     ],
 )
 def test_sizes_of_a_mesh(asked: Any, expected: Any) -> None:
@@ -48,6 +49,9 @@ def test_sizes_of_a_mesh(asked: Any, expected: Any) -> None:
         ((4, -1, 3), "tp_size=3 does not divide 4"),
         ((4, -1, 0), "tp_size=0"),
         ((8, 2, 2), "2 replicas: not offered with tp_size=2"),
+        ((4, -1, 1, 3), "ulysses_sequence_parallel_size=3 does not divide 4"),
+        ((4, -1, 1, 0), "ulysses_sequence_parallel_size=0"),
+        ((8, -1, 2, 2), "ulysses_sequence_parallel_size=2 is not offered with tp_size=2"),
     ],
 )
 def test_sizes_that_do_not_divide(asked: Any, says: str) -> None:
@@ -59,7 +63,17 @@ def test_sizes_that_do_not_divide(asked: Any, says: str) -> None:
     ("kind", "asked", "says"),
     [
         (config.EngineConfig, {"offload_policy": True, "param_offload": True}, "excludes param_offload=True"),
-        (config.EngineConfig, {"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size=2"),
+        (
+            config.EngineConfig,
+            {"ulysses_sequence_parallel_size": 2, "use_remove_padding": False},
+            "ulysses_sequence_parallel_size=2 needs use_remove_padding=True",
+        ),
+        (
+            config.EngineConfig,
+            {"ulysses_sequence_parallel_size": 2, "tp_size": 2},
+            "ulysses_sequence_parallel_size=2 is not offered with tp_size=2",
+        ),
+        (config.ModelConfig, {"use_remove_padding": "False"}, "use_remove_padding='False': expected True or"),
         (config.EngineConfig, {"fsdp_sise": 2}, "fsdp_sise"),
         (config.EngineConfig, {"model_dtype": "fp31"}, "'fp31' is no dtype"),
         (config.EngineConfig, {"mixed_precision": {"param_dtype": "b"}}, "'b' is no dtype"),
@@ -143,7 +157,8 @@ def test_settings_that_are_refused(kind: Any, asked: Any, says: str) -> None:
 
 def test_settings_of_other_objects_and_batches() -> None:
     asked = types.SimpleNamespace(path="a", local_path="b", lora_rank=3, use_remove_padding=True)
-    assert config.settings(config.ModelConfig, asked) == config.ModelConfig(path="b", lora_rank=3)
+    expected = config.ModelConfig(path="b", lora_rank=3, use_remove_padding=True)
+    assert config.settings(config.ModelConfig, asked) == expected
     own = config.settings(config.EngineConfig, {"max_token_len_per_gpu": 7, "infer_max_token_len_per_gpu": 9})
     assert own.limit({}, False) == (None, 7)
     assert own.limit({}, True) == (None, 9)

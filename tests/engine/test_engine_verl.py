@@ -88,8 +88,9 @@ def without_padding(data: dict[str, torch.Tensor], for_sft: bool) -> dict[str, t
     return {**made, "loss_mask": jagged([row[keep] for row, keep in zip(marked, there)])}
 
 
-def own(data: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    rows = slice(rank * ROWS // WORLD, (rank + 1) * ROWS // WORLD)
+def own(data: dict[str, torch.Tensor], made: Any) -> dict[str, torch.Tensor]:
+    rank, size = made.get_data_parallel_rank(), made.get_data_parallel_size()
+    rows = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
     return {name: value[rows] for name, value in data.items()}
 
 
@@ -113,7 +114,7 @@ def losses_of(kind: str) -> tuple[Any, dict[str, Any]]:
     return functools.partial(losses.ppo_loss, config=config), {**said, "calculate_entropy": True}
 
 
-def worker_of(folder: Path, kind: str) -> Any:
+def worker_of(folder: Path, kind: str, **options: Any) -> Any:
     """verl's own worker; all that it is told of this package is a class in its registry."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers import engine as verl_engine
@@ -137,7 +138,7 @@ def worker_of(folder: Path, kind: str) -> Any:
             path=str(folder), load_tokenizer=False, enable_gradient_checkpointing=kind == "sft"
         ),
         engine_config=FSDPEngineConfig(
-            strategy="fsdp2", mixed_precision=single, param_offload=True, optimizer_offload=True
+            strategy="fsdp2", mixed_precision=single, param_offload=True, optimizer_offload=True, **options
         ),
         optimizer_config=optimizer,
         checkpoint_config=CheckpointConfig(),
@@ -154,24 +155,31 @@ def stepped(worker: Any, kind: str, step: int) -> Any:
     from tensordict.tensorclass import NonTensorData
     from verl.utils import tensordict_utils as tu
 
-    rank = worker.engine.get_data_parallel_rank()
-    rows = own(drawn(step), rank)
+    rows = own(drawn(step), worker.engine)
     said = {**losses_of(kind)[1], "temperature": 1.0}
     data = tu.get_tensordict(without_padding(rows, kind == "sft"), said)
     if kind == "sft":
         lengths = drawn(step)["attention_mask"].sum(1).tolist()
         tu.assign_non_tensor(data, update_lr_scheduler=True, global_token_num=NonTensorData(lengths))
-        return tu.get(worker.train_batch(data), "metrics")
+        return metrics_of(worker.train_batch(data))
     tu.assign_non_tensor(data, mini_batch_size=ROWS, epochs=1, seed=1, dataloader_kwargs={"shuffle": False})
-    return tu.get(worker.train_mini_batch(data), "metrics")
+    return metrics_of(worker.train_mini_batch(data))
+
+
+def metrics_of(output: Any) -> Any:
+    """None on ranks whose outputs verl does not use, since another rank has the same."""
+    from verl.utils import tensordict_utils as tu
+
+    return None if output is None else tu.get(output, "metrics")
 
 
 def weights_of(worker: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in worker.engine.get_per_tensor_param(dtype=None)[0]}
 
 
-def run(api: Any, folder: Path, kind: str) -> Any:
-    worker = worker_of(folder, kind)
+def run(api: Any, folder: Path, kind: str, options: Any) -> Any:
+    worker = worker_of(folder, kind, **options)
+    assert worker.engine.is_packing
     begun = weights_of(worker)
     metrics = [stepped(worker, kind, step) for step in range(STEPS)]
     weights = weights_of(worker)
@@ -179,7 +187,7 @@ def run(api: Any, folder: Path, kind: str) -> Any:
     after = stepped(worker, kind, STEPS), weights_of(worker)
     worker.to("cpu")
     worker.to("device")
-    again = worker_of(folder, kind)
+    again = worker_of(folder, kind, **options)
     again.load_checkpoint(str(folder.parent / "global_step_3"))
     resumed = stepped(again, kind, STEPS), weights_of(again)
     return {"begun": begun, "metrics": metrics, "weights": weights, "after": after, "resumed": resumed}
@@ -245,12 +253,23 @@ def outputs(model: Any, ids: torch.Tensor, kind: str) -> dict[str, torch.Tensor]
     return {n: torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets) for n, rows in found.items()}
 
 
-@pytest.mark.parametrize("kind", ["sft", "ppo", "value"])
-def test_its_worker_trains_as_one_process(workers: Any, tmp_path: Path, kind: str) -> None:
+SHARING = {"ulysses_sequence_parallel_size": WORLD}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("sft", {}), ("ppo", {}), ("value", {}), ("sft", SHARING), ("ppo", SHARING)],
+    ids=str,
+)
+def test_its_worker_trains_as_one_process(workers: Any, tmp_path: Path, kind: str, options: Any) -> None:
+    """With rows packed, as verl's objects ask for."""
     test_qwen.write(tmp_path / "m")
-    results = workers(run, tmp_path / "m", kind)
+    results = workers(run, tmp_path / "m", kind, options)
     steps, weights = workers(expected, tmp_path / "m", kind, results[0]["begun"])[0]
-    for found in results:
+    for place, found in enumerate(results):
+        if options and place:
+            assert found["metrics"] == [None] * STEPS
+            continue
         for metrics, (loss, norm) in zip(found["metrics"], steps):
             scalar = {name: value for name, value in metrics.items() if name in ("loss", "grad_norm")}
             got = {name: value[0] if isinstance(value, list) else value for name, value in scalar.items()}
@@ -267,7 +286,7 @@ def inferred(api: Any, folder: Path) -> Any:
     from verl.utils import tensordict_utils as tu
 
     worker = worker_of(folder, "sft")
-    data = own(drawn(0), dist.get_rank())
+    data = own(drawn(0), worker.engine)
     said = {**losses_of("sft")[1], "temperature": 1.0, "calculate_entropy": True}
     loss = worker.infer_batch(
         tu.get_tensordict(without_padding(data, True), {**said, "global_token_num": None})
@@ -440,7 +459,10 @@ def test_its_files_are_settings(tmp_path: Path) -> None:
     model.target_modules = ["q_proj"]
     found = config.settings(config.ModelConfig, model)
     assert found == config.ModelConfig(
-        model.path, enable_gradient_checkpointing=True, target_modules=["q_proj"]
+        model.path,
+        enable_gradient_checkpointing=True,
+        target_modules=["q_proj"],
+        use_remove_padding=True,
     )
     assert type(found.target_modules) is list
 
@@ -454,7 +476,11 @@ def test_its_files_are_settings(tmp_path: Path) -> None:
         ("engine", {"qat": {"enable": True}}, "qat.enable is not offered"),
         ("engine", {"router_replay": {"mode": "R2"}}, "router_replay.mode is not offered: got 'R2'"),
         ("engine", {"dtype": "float16"}, "param_dtype is float16"),
-        ("engine", {"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size=2"),
+        (
+            "engine",
+            {"ulysses_sequence_parallel_size": 2, "use_remove_padding": False},
+            "ulysses_sequence_parallel_size=2 needs use_remove_padding=True",
+        ),
         ("optimizer", {"optimizer_impl": "torchao.optim"}, "optimizer_impl is not offered"),
         ("optimizer", {"zero_indexed_step": False}, "zero_indexed_step is not offered"),
         ("optimizer", {"grad_clip": -1.0}, "clip_grad=-1.0"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import small
 import torch
+from families import configured, write
 
 from torch_dcp_backport import compat, engine
 from torch_dcp_backport.engine import tensor_parallel
@@ -16,40 +17,6 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 if not compat.HAS_STRIDED:
     pytest.skip("TP needs torch >= 2.5", allow_module_level=True)
-
-SIZES = {
-    "vocab_size": small.VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32,
-    "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "aria_text": {"moe_num_experts": 6, "moe_topk": 2},
-    "cohere": {"use_qk_norm": True},
-    "deepseek_v2": {
-        "num_key_value_heads": 4, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
-        "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
-        "n_group": 1, "topk_group": 1,
-    },
-    "glm4_moe": {
-        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1,
-        "topk_group": 1,
-    },
-    "gpt_neox": {"attention_bias": True},
-    "longcat_flash": {
-        "num_layers": 2, "num_key_value_heads": 4, "n_routed_experts": 6, "zero_expert_num": 2, "moe_topk": 2,
-        "expert_ffn_hidden_size": 8, "ffn_hidden_size": 24, "kv_lora_rank": 8, "q_lora_rank": 8,
-        "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
-    },
-    "phi": {"qk_layernorm": True},
-    "qwen2_moe": EXPERTS,
-    "qwen3_moe": EXPERTS,
-    "qwen3_next": {
-        **EXPERTS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4,
-        "linear_value_head_dim": 4, "layer_types": ["linear_attention", "full_attention"],
-    },
-    "seed_oss": {"residual_dropout": 0.0, "attention_dropout": 0.0},
-}  # fmt: skip
 
 
 def planned() -> dict[str, set[str]]:
@@ -60,25 +27,6 @@ def planned() -> dict[str, set[str]]:
     }
     plans = {name: getattr(config, "base_model_tp_plan", None) or {} for name, config in configs.items()}
     return {name: set(plan.values()) for name, plan in plans.items() if plan}
-
-
-def configured(family: str, **options: Any) -> Any:
-    sizes = dict(SIZES)
-    if family == "longcat_flash":
-        del sizes["num_hidden_layers"]
-    return transformers.AutoConfig.for_model(family, **{**sizes, **OPTIONS.get(family, {}), **options})
-
-
-def write(folder: Path, family: str) -> Any:
-    config = configured(family)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            # Else they begin as ones and zeros, and attention as an average.
-            param.copy_(0.3 * torch.randn_like(param) + ("norm" in name))
-    model.save_pretrained(folder)
-    return model
 
 
 def made(folder: Path) -> Any:

@@ -127,7 +127,7 @@ class BaseEngine:
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Return whether to use this rank's outputs: it is the first of the ranks that compute the same."""
-        return self.grid.tp is None or self.grid.tp.get_local_rank() == 0
+        return self.grid.is_first_copy
 
 
 class EngineContext(contextlib.AbstractContextManager["EngineContext"]):

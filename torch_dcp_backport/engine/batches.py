@@ -24,6 +24,15 @@ TITLE = "cannot run this batch"
 IDS, MASK, LOSS_MASK, RESPONSES = "input_ids", "attention_mask", "loss_mask", "response_mask"
 #: Whether a language model also returns the entropies of its tokens.
 ENTROPY = "calculate_entropy"
+POSITIONS, TEMPERATURE = "position_ids", "temperature"
+#: What ranks with the same rows compare, in the order of the numbers that each sends.
+COMPARED = (
+    "another number of micro-batches",
+    f"another sum of {LOSS_MASK}",
+    f"other rows ({IDS})",
+    f"other masks or positions ({MASK}, {LOSS_MASK}, {POSITIONS})",
+    f"another cut into micro-batches, or another use_remove_padding, {ENTROPY} or temperature",
+)
 
 #: First column of a row that is no padding, and the column behind the last.
 Span = tuple[int, int]
@@ -34,7 +43,7 @@ class Limit(NamedTuple):
 
     Args:
         rows: the most rows of a micro-batch.
-        tokens: the most tokens of a micro-batch: its rows times its columns.
+        tokens: the most tokens of a micro-batch: its rows times its columns, or the sum of packed rows.
     """
 
     rows: Optional[int] = None
@@ -50,12 +59,16 @@ class Plan(NamedTuple):
         spans: for each row its first column that is no padding, and the column behind its last.
         tokens: the number of tokens with a loss on all ranks; of a mask of weights their sum.
         width: columns of padded rows; None where the rows are jagged.
+        is_packed: whether the rows of a micro-batch run in one sequence.
+        has_entropy: whether the batch asks for entropies.
     """
 
     parts: list[list[int]]
     spans: list[Span]
     tokens: float
     width: Optional[int]
+    is_packed: bool = False
+    has_entropy: bool = False
 
 
 class Micro(NamedTuple):
@@ -84,6 +97,7 @@ def plan(
     *,
     needs_tokens: bool = True,
     copies: int = 1,
+    packs: Union[bool, Callable[[Limit], bool]] = False,
 ) -> Plan:
     """Cut a batch into the same number of micro-batches on every rank. Collective.
 
@@ -94,7 +108,9 @@ def plan(
             every rank.
         group: the ranks that take part; None is the default process group.
         needs_tokens: whether a batch without any token of a loss is an error.
-        copies: the number of consecutive ranks that have the same rows (tensor parallelism).
+        copies: the number of consecutive ranks that have the same rows (tensor or sequence parallelism).
+        packs: whether the rows of a micro-batch run in one sequence without padding, or a function that finds
+            it out by the limit.
 
     Raises:
         RuntimeError: a row above the limit, no rows, no tokens, columns that do not fit, other rows than the
@@ -113,23 +129,20 @@ def plan(
     """
     call = Call(TITLE, "plan", (group,), plain=(ValueError, KeyError))
     # Errors of any kind: the other ranks wait in the meeting.
-    own = call.attempt(
-        lambda: plan_alone(checked_batch(data), limit() if callable(limit) else limit, needs_tokens)
-    )
-    counts = call.attempt(
-        lambda made: [len(made.parts), made.tokens, digest_of(data) if copies > 1 else 0], own
-    )
-    rows = list(meet_numbers(call, counts, 3).values())
+    own = call.attempt(lambda: _planned(data, limit, needs_tokens, packs))
+    counts = call.attempt(lambda made: numbers_of(data, made, copies > 1), own)
+    rows = list(meet_numbers(call, counts, len(COMPARED)).values())
     count, tokens = int(max(row[0] for row in rows)), sum(row[1] for row in rows[::copies])
     ranks = call.ranks
     findings = []
     for place, rank in enumerate(ranks):
         first = place - place % copies
-        if rows[place] != rows[first]:
-            text = (
-                f"other rows than rank {ranks[first]}, with which it computes each layer (tensor parallelism)"
+        unlike = [what for what, own_, other in zip(COMPARED, rows[place], rows[first]) if own_ != other]
+        if unlike:
+            text = f"{'; '.join(unlike[::-1])} than rank {ranks[first]}, with which it computes the same rows"
+            findings.append(
+                (rank, Problem(f"{text} (tensor parallelism, or ulysses_sequence_parallel_size)"))
             )
-            findings.append((rank, Problem(text)))
         elif not count:
             findings.append((rank, Problem("no rows on any rank")))
         elif needs_tokens and not tokens:
@@ -138,7 +151,13 @@ def plan(
     return own.value._replace(parts=spread(own.value.parts, count), tokens=tokens)
 
 
-def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
+def _planned(data: Any, limit: Any, needs_tokens: bool, packs: Any) -> Plan:
+    checked_batch(data)
+    most = checked_limit(limit() if callable(limit) else limit)
+    return plan_alone(data, most, needs_tokens, packs(most) if callable(packs) else packs)
+
+
+def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True, packs: bool = False) -> Plan:
     """Cut this rank's rows, as `plan` does for all ranks.
 
     Raises:
@@ -153,6 +172,9 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
             raise KeyError(f"the batch has no {key}; it has {', '.join(sorted(map(str, keys)))}")
     ids = data[IDS]
     spans = spans_of(data)
+    check_positions(data, keys)
+    if packs:
+        check_packable(data, keys, spans)
     tokens = 0.0
     if needs_tokens:
         # verl's policy losses mask responses alone, and the mask of a loss is that.
@@ -163,8 +185,9 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True) -> Plan:
         rows = list(range(len(spans)))
         parts = [rows[start : start + limit.rows] for start in range(0, len(rows), limit.rows)]
     else:
-        parts = by_tokens(spans, limit.tokens or 0)
-    return Plan(parts, spans, tokens, None if ids.is_nested else int(ids.shape[1]))
+        parts = (by_lengths if packs else by_tokens)(spans, limit.tokens or 0)
+    width = None if ids.is_nested else int(ids.shape[1])
+    return Plan(parts, spans, tokens, width, packs, flag_of(data, ENTROPY, False))
 
 
 def checked_batch(data: Any) -> Any:
@@ -198,8 +221,6 @@ def check_offered(data: Any, keys: set[Any]) -> None:
     if "force_group_size" in keys and data["force_group_size"] not in (None, 1):
         got = data["force_group_size"]
         raise ValueError(f"force_group_size={got}: rows that stay together in a micro-batch are not offered")
-    asked = value_in(data, ENTROPY)
-    flag(ENTROPY, False if asked is None else asked)
 
 
 def unwrapped(value: Any) -> Any:
@@ -231,9 +252,39 @@ def value_in(data: Any, name: str, default: Any = None) -> Any:
     return values[0] if values else default
 
 
-def digest_of(data: Any) -> int:
-    """Return a checksum of this rank's tokens, by which ranks compare their rows."""
-    return zlib.crc32(values_of(data[IDS]).cpu().contiguous().view(torch.uint8).numpy().tobytes())
+def flag_of(data: Any, name: str, default: bool) -> bool:
+    """Return a flag of a batch, which joined batches have for each row.
+
+    Raises:
+        ValueError: something else than a flag, or rows with different ones.
+    """
+    value = value_in(data, name)
+    return default if value is None else flag(name, value)
+
+
+def numbers_of(data: Any, plan: Plan, is_compared: bool) -> list[float]:
+    """Return the numbers of `COMPARED`: of what a rank runs, and checksums where ranks compare their rows."""
+    sums: list[float] = [0, 0, 0]
+    if is_compared:
+        keys = set(data.keys())
+        masks = [data[key] for key in (MASK, LOSS_MASK, POSITIONS) if key in keys]
+        temperature = unwrapped(data[TEMPERATURE]) if TEMPERATURE in keys else None
+        if isinstance(temperature, torch.Tensor):
+            temperature = temperature.tolist()
+        shape = data[IDS].offsets() if data[IDS].is_nested else torch.tensor(data[IDS].shape)
+        asked = repr((plan.parts, plan.is_packed, plan.has_entropy, temperature))
+        sums = [digest_of([data[IDS], shape]), digest_of(masks), zlib.crc32(asked.encode())]
+    return [len(plan.parts), plan.tokens, *sums]
+
+
+def digest_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Return a checksum of tensors' values."""
+    digest = 0
+    for tensor in tensors:
+        # As numbers: ranks may have a mask as flags, or as whole numbers.
+        values = values_of(tensor).detach().to("cpu", torch.float64).contiguous()
+        digest = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), digest)
+    return digest
 
 
 def same_values(mask: torch.Tensor, other: torch.Tensor) -> bool:
@@ -304,6 +355,74 @@ def spans_of(data: Any) -> list[Span]:
     first = there.int().argmax(1)
     behind = ids.shape[1] - there.flip(1).int().argmax(1)
     return list(zip(first.tolist(), behind.tolist()))
+
+
+def check_positions(data: Any, keys: set[Any]) -> None:
+    """Refuse positions that are not one number for each token.
+
+    Raises:
+        ValueError: another shape than that of the ids.
+    """
+    if POSITIONS not in keys or data[POSITIONS] is None:
+        return
+    positions = data[POSITIONS]
+    if positions.dim() != 2:
+        raise ValueError(f"{POSITIONS} has {positions.dim()} dimensions: expected a number for each token")
+    check_alike(POSITIONS, positions, data[IDS])
+
+
+def check_packable(data: Any, keys: set[Any], spans: Sequence[Span]) -> None:
+    """Refuse rows that have other values without padding.
+
+    Raises:
+        ValueError: padding between a row's tokens, or positions that do not count its tokens from 0.
+    """
+    ids, lengths = data[IDS], torch.tensor([stop - start for start, stop in spans])
+    there = None
+    if not ids.is_nested:
+        there = (data[MASK] != 0).cpu() if MASK in keys else torch.ones(ids.shape, dtype=torch.bool)
+        holes = there.sum(1) != lengths
+        if holes.any():
+            row = holes.tolist().index(True)
+            raise ValueError(
+                f"row {row} has padding between its tokens, which use_remove_padding=True would remove; "
+                "use_remove_padding=False would do"
+            )
+    if POSITIONS not in keys or data[POSITIONS] is None or not len(lengths):
+        return
+    found = data[POSITIONS]
+    flat = (found.values().cpu() if there is None else found.cpu()[there]).long()
+    ends = lengths.cumsum(0)
+    expected = torch.arange(len(flat)) - (ends - lengths).repeat_interleave(lengths)
+    wrong = (flat != expected).nonzero()
+    if len(wrong):
+        row = int((ends <= wrong[0]).sum())
+        got = flat[ends[row] - lengths[row] : ends[row]][:8].tolist()
+        raise ValueError(
+            f"{POSITIONS} of row {row} do not count its tokens from 0, which use_remove_padding=True needs: "
+            f"got {got}; use_remove_padding=False would do"
+        )
+
+
+def by_lengths(spans: Sequence[Span], most: int) -> list[list[int]]:
+    """Group rows of at most `most` tokens in all: each row goes where it first fits, the longest before.
+
+    Raises:
+        ValueError: a row that is longer than that.
+    """
+    parts: list[list[int]] = []
+    left: list[int] = []
+    lengths = [stop - start for start, stop in spans]
+    for row in sorted(range(len(spans)), key=lambda row: -lengths[row]):
+        if lengths[row] > most:
+            raise ValueError(f"row {row} has {lengths[row]} tokens, more than the {most} of a micro-batch")
+        place = next((place for place, room in enumerate(left) if room >= lengths[row]), len(parts))
+        if place == len(parts):
+            parts.append([])
+            left.append(most)
+        parts[place].append(row)
+        left[place] -= lengths[row]
+    return parts
 
 
 def by_tokens(spans: Sequence[Span], most: int) -> list[list[int]]:
@@ -447,11 +566,13 @@ def model_inputs(data: Mapping[str, Any], device: torch.device) -> dict[str, tor
         ids = pad_sequence(list(rows), batch_first=True)
     else:
         mask = data[MASK] if MASK in data else torch.ones_like(ids)
-    positions = data.get("position_ids")
-    if positions is None or positions.is_nested:
+    positions = data.get(POSITIONS)
+    if positions is None:
         # A jagged row begins with its first token.
         positions = (mask.long().cumsum(1) - 1).clamp_min(0)
-    inputs = {IDS: ids, MASK: mask, "position_ids": positions}
+    elif positions.is_nested:
+        positions = pad_sequence(list(positions.unbind()), batch_first=True)
+    inputs = {IDS: ids, MASK: mask, POSITIONS: positions}
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 

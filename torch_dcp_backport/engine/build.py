@@ -381,7 +381,7 @@ def shard(
     arguments = (sharding or Sharding()).arguments(grid)
     for module in (*apart, *units, model):
         compat.fsdp2().fully_shard(module, **arguments)
-        if grid.dp_size > 1:
+        if grid.reduced > 1:
             reach.reduce_alike(module)
 
 

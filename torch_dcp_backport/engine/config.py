@@ -14,7 +14,7 @@ from typing import Any, Optional, TypeVar, Union
 import torch
 
 from torch_dcp_backport.engine import verl
-from torch_dcp_backport.engine.batches import Limit, value_in
+from torch_dcp_backport.engine.batches import Limit, flag_of, value_in
 from torch_dcp_backport.engine.build import Sharding
 from torch_dcp_backport.engine.checks import check_fields, clip, flag, number, optional, setting, whole
 from torch_dcp_backport.engine.step import check_schedule
@@ -50,6 +50,8 @@ class ModelConfig:
             and modules are those of the files.
         lora: verl's settings of Megatron's adapters, of which `merge` is served: whether a rollout gets the
             weights with the adapter in them.
+        use_remove_padding: whether the rows of a micro-batch run in one sequence without padding; None is
+            False, unless the engine's configuration says True. False in one of the two is False.
 
     Raises:
         ValueError: a value that cannot be.
@@ -72,6 +74,7 @@ class ModelConfig:
     hf_config: Any = None
     lora_adapter_path: Optional[str] = None
     lora: Mapping[str, Any] = field(default_factory=dict)
+    use_remove_padding: Optional[bool] = setting(None, optional(flag))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -102,7 +105,8 @@ class EngineConfig:
     Args:
         fsdp_size: ranks that share a copy of the model; -1 is one copy on all ranks.
         tp_size: ranks that compute each layer together.
-        ulysses_sequence_parallel_size: verl's; any other number than 1 is refused.
+        ulysses_sequence_parallel_size: ranks that share a sequence: each has a part of the tokens, and in
+            attention a part of the heads. It needs `use_remove_padding`.
         reshard_after_forward: whether FSDP2 frees gathered parameters after a unit's forward pass.
         offload_policy: whether FSDP2 keeps parameters on the host all the time; their optimizer steps there.
         param_offload: whether parameters are on the host outside of train_mode() and eval_mode(), by `to()`.
@@ -114,7 +118,8 @@ class EngineConfig:
         wrap_policy: {"transformer_layer_cls_to_wrap": names of block classes}.
         use_dynamic_bsz: whether micro-batches are cut by tokens; else by rows. A batch's own settings of
             these names go first.
-        max_token_len_per_gpu: the most tokens of a micro-batch, with the padding that is left.
+        max_token_len_per_gpu: the most tokens of a micro-batch, with the padding that is left; of ranks that
+            share a sequence, of each.
         micro_batch_size_per_gpu: the most rows of a micro-batch.
         infer_max_token_len_per_gpu: the same without a backward pass; None is max_token_len_per_gpu.
         infer_micro_batch_size_per_gpu: the same without a backward pass; None is micro_batch_size_per_gpu.
@@ -124,6 +129,7 @@ class EngineConfig:
         full_determinism: whether all random numbers of the process are seeded, and deterministic algorithms
             are taken where there are any.
         dtype: the param_dtype of a `mixed_precision` without any.
+        use_remove_padding: as of `ModelConfig`. A batch's own setting of this name goes first.
 
     Raises:
         ValueError: a value that cannot be, or two settings that exclude each other.
@@ -158,12 +164,16 @@ class EngineConfig:
     seed: int = setting(42, whole(0))
     full_determinism: bool = setting(False, flag)
     dtype: str = "bfloat16"
+    use_remove_padding: Optional[bool] = setting(None, optional(flag))
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.ulysses_sequence_parallel_size != 1:
-            got = self.ulysses_sequence_parallel_size
-            raise ValueError(f"ulysses_sequence_parallel_size={got}: sequence parallelism is not offered")
+            got = f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}"
+            if self.tp_size != 1:
+                raise ValueError(f"{got} is not offered with tp_size={self.tp_size}")
+            if self.use_remove_padding is False:
+                raise ValueError(f"{got} needs use_remove_padding=True, got False")
         if self.offload_policy and (self.param_offload or self.optimizer_offload):
             raise ValueError(
                 "offload_policy=True keeps parameters and optimizer on the host by itself: it excludes "
@@ -217,8 +227,11 @@ class EngineConfig:
             own = getattr(self, f"infer_{name}", None) if is_inference else None
             return getattr(self, name) if own is None else own
 
-        if flag("use_dynamic_bsz", setting_of("use_dynamic_bsz")):
-            return Limit(tokens=setting_of("max_token_len_per_gpu"))
+        if flag_of(data, "use_dynamic_bsz", self.use_dynamic_bsz):
+            tokens = setting_of("max_token_len_per_gpu")
+            if tokens is not None and self.ulysses_sequence_parallel_size > 1:
+                tokens = whole(1)("max_token_len_per_gpu", tokens) * self.ulysses_sequence_parallel_size
+            return Limit(tokens=tokens)
         return Limit(rows=setting_of("micro_batch_size_per_gpu"))
 
 

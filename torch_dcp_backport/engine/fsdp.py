@@ -15,12 +15,14 @@ import torch.distributed as dist
 
 from torch_dcp_backport import compat, rooms
 from torch_dcp_backport.engine import (
+    attention,
     batches,
     build,
     determinism,
     heads,
     lora,
     move,
+    packing,
     reach,
     tensor_parallel,
     verl,
@@ -105,7 +107,14 @@ class FSDPEngine(BaseEngine):
     @functools.cached_property
     def grid(self) -> Grid:  # type: ignore[override]
         """The arrangement of ranks; the first use arranges them. Collective."""
-        return arrange(self.device, self.engine_config.fsdp_size, self.engine_config.tp_size)
+        own = self.engine_config
+        return arrange(self.device, own.fsdp_size, own.tp_size, own.ulysses_sequence_parallel_size)
+
+    @property
+    def is_packing(self) -> bool:
+        """Whether rows run in one sequence without padding, unless a batch says otherwise."""
+        said = (self.model_config.use_remove_padding, self.engine_config.use_remove_padding)
+        return True in said and False not in said
 
     def initialize(self) -> None:
         """Make the model, each rank its own slices, and its optimizer. Collective.
@@ -159,6 +168,11 @@ class FSDPEngine(BaseEngine):
             saved = call.attempt(lora.opened, asked, key="lora_adapter_path")
             with call.guard(), build.parameters_on_meta(dtype):
                 model = self.make_model(asked, dtype)
+                if self.is_packing:
+                    packing.check(model, self.grid.sizes.ulysses)
+                elif self.grid.sizes.ulysses > 1:
+                    shared = f"ulysses_sequence_parallel_size={self.grid.sizes.ulysses}"
+                    raise ValueError(f"{shared} needs use_remove_padding=True")
                 if asked.enable_gradient_checkpointing:
                     model.gradient_checkpointing_enable({"use_reentrant": False})
                 if asked.has_adapters and saved.error is None:
@@ -206,18 +220,26 @@ class FSDPEngine(BaseEngine):
         Raises:
             RuntimeError: as `batches.plan`; on every rank.
         """
-        limit, copies = functools.partial(self.engine_config.limit, data, forward_only), self.grid.sizes.tp
-        plan = batches.plan(data, limit, needs_tokens=loss_function is not None, copies=copies)
+        limit = functools.partial(self.engine_config.limit, data, forward_only)
+        plan = batches.plan(
+            data,
+            limit,
+            needs_tokens=loss_function is not None,
+            copies=self.grid.copies,
+            packs=functools.partial(self.packs, data),
+        )
         common = {"batch_num_tokens": plan.tokens, "dp_size": self.grid.dp_size}
         if batches.ENTROPY in set(data.keys()):
-            # One answer for all micro-batches: a rank without rows here has no row to ask.
-            common[batches.ENTROPY] = bool(batches.value_in(data, batches.ENTROPY))
+            # Joined batches have it for each row, and a micro-batch without rows would have none.
+            common[batches.ENTROPY] = plan.has_entropy
+        if plan.is_packed:
+            attention.install(self.module, self.grid.sp_group, self.grid.sizes.ulysses)
         outputs, losses, metrics = [], [], {}  # type: ignore[var-annotated]
         for number, micro in enumerate(batches.micro_batches(data, plan), 1):
             if not forward_only and self.engine_config.gradient_sync == "last":
                 self.module.set_requires_gradient_sync(number == len(plan.parts))
             try:
-                loss, output = self.forward_step(micro, common, loss_function)
+                loss, output = self.forward_step(micro, common, loss_function, plan.is_packed)
                 if not forward_only:
                     # In one process there is no such row, and its tokens reach no expert.
                     is_company = reach.uncounted(self.module) if micro.is_filler else contextlib.nullcontext()
@@ -235,8 +257,40 @@ class FSDPEngine(BaseEngine):
             compat.reshard(self.module)
         return {"model_output": batches.restored(outputs, plan), "loss": losses, "metrics": metrics}
 
+    def packs(self, data: Any, limit: batches.Limit) -> bool:
+        """Return whether a batch's rows run in one sequence.
+
+        Args:
+            data: the batch, whose own setting goes first.
+            limit: the size of its micro-batches.
+
+        Raises:
+            ValueError: the batch asks for what this model, or the arrangement of ranks, does not go with.
+        """
+        shared = self.grid.sizes.ulysses
+        if not batches.flag_of(data, "use_remove_padding", self.is_packing):
+            if shared > 1:
+                raise ValueError(
+                    f"ulysses_sequence_parallel_size={shared} needs use_remove_padding=True; "
+                    "the batch says False"
+                )
+            return False
+        packing.check(self.module, shared)
+        rope = packing.rope_by_length(getattr(self.module, "config", None))
+        if rope and limit.tokens is not None:
+            raise ValueError(
+                f"use_dynamic_bsz=True with use_remove_padding=True: rope_scaling of type {rope!r} computes "
+                "by the longest row of a micro-batch, and packing puts other rows together; "
+                f"use_dynamic_bsz=False, or {packing.INSTEAD}"
+            )
+        return True
+
     def forward_step(
-        self, micro: batches.Micro, common: Mapping[str, Any], loss_function: Optional[Callable[..., Any]]
+        self,
+        micro: batches.Micro,
+        common: Mapping[str, Any],
+        loss_function: Optional[Callable[..., Any]],
+        is_packed: bool = False,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return loss, and outputs with metrics, of a micro-batch. Collective.
 
@@ -244,17 +298,27 @@ class FSDPEngine(BaseEngine):
             micro: the micro-batch.
             common: further entries of its data, the same in each micro-batch.
             loss_function: as of `forward_backward_batch`.
+            is_packed: whether the rows run in one sequence.
         """
         device = compat.current_device(self.device)
         data = {**batches.on_device(micro.data, device), **common}
-        inputs = batches.model_inputs(data, device)
-        logits = self.module(**inputs, use_cache=False).logits
-        outputs = self.prepare_model_outputs(logits, inputs, data)
+        if is_packed:
+            group, size = self.grid.sp_group, self.grid.sizes.ulysses
+            packed = packing.packed(data, device, group, size)
+            with attention.within(packed.rows) as rows:
+                logits = self.module(**packed.inputs, use_cache=False).logits
+            packing.check_asked(rows, self.module, size > 1)
+            found = self.prepare_model_outputs(logits, {**packed.inputs, **packed.more}, data)
+            outputs = {name: packed.unpacked(value, data) for name, value in found.items()}
+        else:
+            inputs = batches.model_inputs(data, device)
+            logits = self.module(**inputs, use_cache=False).logits
+            found = self.prepare_model_outputs(logits, inputs, data)
+            outputs = {name: batches.like_rows(value, data) for name, value in found.items()}
         # The other ranks wait for this rank's part of the gradients, whatever its loss is of.
-        nothing = torch.stack([value.float().sum() * 0 for value in outputs.values()]).sum()
+        nothing = torch.stack([value.float().sum() * 0 for value in found.values()]).sum()
         if micro.is_filler:
             return nothing, {"model_output": {}, "metrics": {}}
-        outputs = {name: batches.like_rows(value, data) for name, value in outputs.items()}
         loss, metrics = logits.new_zeros(()), {}
         if loss_function is not None:
             group = self.get_data_parallel_group()
@@ -269,8 +333,10 @@ class FSDPEngine(BaseEngine):
         """Return the outputs that losses read, by row and column; subclasses define it.
 
         Args:
-            logits: the model's logits, (rows, columns, classes).
-            inputs: the model's inputs, as of `model_inputs`.
+            logits: the model's logits, (rows, columns, classes); of packed rows (1, tokens, classes), with
+                this rank's tokens.
+            inputs: the model's inputs, as of `model_inputs`; of packed rows with `labels`, the token behind
+                each token (-100 where there is none), and `rows`, the number of its row in the data.
             data: the micro-batch's data.
         """
         raise NotImplementedError
@@ -455,17 +521,23 @@ class FSDPEngineWithLMHead(FSDPEngine):
 
         Args:
             logits: the model's logits, (rows, columns, vocabulary); divided by the data's `temperature`.
-            inputs: the model's inputs, as of `model_inputs`.
+            inputs: as of `FSDPEngine.prepare_model_outputs`.
             data: the micro-batch's data.
         """
         temperature = data.get("temperature", 1.0)
         if isinstance(temperature, torch.Tensor):
             factor = temperature.clamp(min=1e-8).to(logits)
             # Half precision has no 1e-8; rows without tokens have no temperature.
-            logits = logits / factor.where(factor > 0, 1.0).view(-1, 1, 1)
+            factor = factor.where(factor > 0, 1.0).view(-1, 1, 1)
+            if packing.ROWS in inputs and len(factor) > 1:
+                factor = factor.squeeze(-1)[inputs[packing.ROWS].squeeze(0)][None]
+            logits = logits / factor
         elif temperature != 1.0:
             logits = logits / max(temperature, 1e-8)
-        outputs = {"log_probs": heads.next_log_probs(logits, inputs[batches.IDS], inputs[batches.MASK])}
+        if packing.LABELS in inputs:
+            outputs = {"log_probs": heads.log_probs(logits, inputs[packing.LABELS])}
+        else:
+            outputs = {"log_probs": heads.next_log_probs(logits, inputs[batches.IDS], inputs[batches.MASK])}
         if data.get(batches.ENTROPY, False):
             outputs["entropy"] = heads.entropy(logits)
         return outputs
@@ -489,7 +561,7 @@ class FSDPEngineWithValueHead(FSDPEngine):
 
         Args:
             logits: the model's output, (rows, columns, 1).
-            inputs: the model's inputs, as of `model_inputs`.
+            inputs: as of `FSDPEngine.prepare_model_outputs`.
             data: the micro-batch's data.
         """
         return {"values": heads.values(logits)}

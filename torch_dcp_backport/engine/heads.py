@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 #: Elements of a chunk: 64 MiB in float32.
 CHUNK = 16 * 2**20
+#: In the place of a label: there is none, and its log-probability is 0.
+NO_LABEL = -100
 
 
 def log_probs(logits: torch.Tensor, labels: torch.Tensor, *, chunk: int = CHUNK) -> torch.Tensor:
@@ -20,7 +22,7 @@ def log_probs(logits: torch.Tensor, labels: torch.Tensor, *, chunk: int = CHUNK)
 
     Args:
         logits: floating tensor (..., vocabulary).
-        labels: integer tensor (...).
+        labels: integer tensor (...); -100 where there is none, whose log-probability is 0.
         chunk: elements of the logits that are in float32 at once.
 
     Example:
@@ -141,7 +143,10 @@ def _in_chunks(function: Callable[..., torch.Tensor], chunk: int, *tensors: torc
 
 
 def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return -torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        logits.float(), labels, reduction="none", ignore_index=NO_LABEL
+    )
+    return (-losses).where(labels != NO_LABEL, 0.0)
 
 
 def _entropy(logits: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ def divisor_of(grid: Grid, sharding: Optional[Sharding] = None) -> float:
             "copy of the model (fsdp_size=-1) needs less of the backend"
         ) from error
     gradient: Any = probe.weight.grad
-    return grid.dp_size / float(compat.local_part(gradient))
+    return grid.reduced / float(compat.local_part(gradient))
 
 
 def local_gradients(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, float]]:

@@ -76,7 +76,10 @@ MODEL = {
     "external_lib": Known(BEFORE, "it imports the library"),
     "use_shm": Known(BEFORE, "`local_path` is the copy"),
     "share_embeddings_and_output_weights": Known(BEFORE, "the configuration has it as `tie_word_embeddings`"),
-    "use_remove_padding": Known(NO_VALUE, "rows are padded, and padding has no loss", idle=None),
+    "use_remove_padding": Known(
+        SERVED,
+        "for the [families that were compared](#packed-rows); an error for the others, until it is False",
+    ),
     "enable_activation_offload": Known(NO_VALUE, "saves memory in verl; not here"),
     "use_liger": Known(NO_VALUE, "speed and memory; the layers of transformers run"),
     "use_fused_kernels": Known(NO_VALUE, "speed and memory; log-probabilities are computed in chunks"),
@@ -110,7 +113,7 @@ ENGINE = {
         SERVED, "for heads and adapters that no file has; with `full_determinism` for all random numbers"
     ),
     "full_determinism": Known(SERVED, "seeds the process, and takes deterministic algorithms"),
-    "ulysses_sequence_parallel_size": Known(SERVED, "only 1"),
+    "ulysses_sequence_parallel_size": Known(SERVED, "with `use_remove_padding`; not with `tp_size`"),
     "grad_offload": Known(NO_VALUE, "gradients go with their parameters"),
     "forward_prefetch": Known(NO_VALUE, "speed; FSDP2 prefetches on its own"),
     "use_orig_params": Known(NO_VALUE, "FSDP1 has it", idle=None),
@@ -119,7 +122,7 @@ ENGINE = {
     "entropy_checkpointing": Known(
         NO_VALUE, "memory; large chunks are always computed again in the backward pass"
     ),
-    "use_remove_padding": Known(NO_VALUE, "rows are padded, and padding has no loss", idle=None),
+    "use_remove_padding": Known(SERVED, "as of `HFModelConfig`; False in one of the two is False"),
     "use_fused_kernels": Known(NO_VALUE, "speed and memory; log-probabilities are computed in chunks"),
     "strategy": Known(REFUSED, "except fsdp and fsdp2; both are FSDP2", idle=(None, "fsdp", "fsdp2")),
     "router_replay": Known(REFUSED, "if `mode` is not disabled", idle=("disabled",), inner=("mode",)),
