@@ -164,6 +164,10 @@ def test_config_json_need_not_have_what_its_class_has() -> None:
 def test_a_family_that_has_no_table_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'qwen3_next', which is refused: .*linear attention"):
         shape_of({"model_type": "qwen3_next"})
+    with pytest.raises(
+        ValueError, match=r"'gpt_oss', which is refused: .*all experts of a layer in one tensor"
+    ):
+        shape_of({"model_type": "gpt_oss"})
     with pytest.raises(ValueError, match=r"model_type 'mamba'; these are known: .*mixtral.*deepseek_v3"):
         shape_of({"model_type": "mamba"})
 

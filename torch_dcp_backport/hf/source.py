@@ -129,7 +129,7 @@ class Folder:
 
     @property
     def copied(self) -> set[str]:
-        """Keys of tensors that are read as copies: they do not begin at a multiple of their element's size."""
+        """Keys of tensors that are read as copies: they begin at no multiple of their element's size."""
         return {key for key, (_, entry) in self._entries.items() if entry.start % entry.info.dtype.itemsize}
 
     def digest(self) -> str:

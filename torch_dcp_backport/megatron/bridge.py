@@ -64,7 +64,7 @@ def load_hf(
     value_head: bool = False,
     files: str = "auto",
 ) -> Loaded:
-    """Fill a Megatron model (Qwen2, Qwen2.5, Qwen3, Llama) from Hugging Face files, in place.
+    """Fill a Megatron model of a family that has a table from Hugging Face files, in place.
 
     Collective over the default process group; without a group, for this process alone. If every rank sees the
     files, each reads the slices that it holds, and nothing else. An optimizer that keeps its own copy of the

@@ -19,6 +19,8 @@ from torch_dcp_backport.megatron.families.table import Family, problems_of
 _BY_KIND: dict[str, Family] = {}
 #: model_type -> why it is refused.
 REFUSED = {
+    "gpt_oss": "its files have gate and up of all experts of a layer in one tensor, in turns",
+    "qwen3_vl_moe": "its files have all experts of a layer in one tensor",
     "qwen3_next": "megatron-core's GPTModel has no layers of linear attention (GatedDeltaNet)",
 }
 

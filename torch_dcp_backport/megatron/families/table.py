@@ -140,6 +140,7 @@ class Family:
         return {**NUMBERS, **self.numbers}
 
     def every_row(self) -> Iterator[Row]:
+        """Yield the rows of a layer, of multi-token prediction, and of an expert."""
         yield from self.rows
         yield from self.prediction
         yield from self.experts
