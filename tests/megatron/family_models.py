@@ -188,6 +188,44 @@ def deepseek(config: dict[str, Any], hf: Tensors, rank: Rank) -> Tensors:
     }
 
 
+def all_experts(hf: Tensors, rank: Rank, is_in_turns: bool) -> Tensors:
+    """Of tensors that have all experts, turned: gate and up in turns, or one behind the other."""
+    fused, down = hf["mlp.experts.gate_up_proj"], hf["mlp.experts.down_proj"]
+    found: Tensors = {}
+    for here, number in enumerate(torch.arange(len(down)).chunk(rank.ep_size)[rank.ep].tolist()):
+        at = f"mlp.experts.local_experts.{here}."
+        for kind, values in (("weight", fused), ("bias", hf.get("mlp.experts.gate_up_proj_bias"))):
+            if values is not None:
+                rows = values[number].transpose(0, -1)
+                pair = (rows[::2], rows[1::2]) if is_in_turns else rows.chunk(2)
+                found[f"{at}linear_fc1.{kind}"] = rank.gated(*pair)
+        found[f"{at}linear_fc2.weight"] = rank.columns(down[number].t())
+        if "mlp.experts.down_proj_bias" in hf:
+            found[f"{at}linear_fc2.bias"] = hf["mlp.experts.down_proj_bias"][number]
+    return found
+
+
+def gpt_oss(config: dict[str, Any], hf: Tensors, rank: Rank) -> Tensors:
+    return {
+        **attention(config, hf, rank),
+        "self_attention.linear_proj.bias": hf["self_attn.o_proj.bias"],
+        "self_attention.core_attention.softmax_offset": rank.rows(hf["self_attn.sinks"]),
+        "pre_mlp_layernorm.weight": hf["post_attention_layernorm.weight"],
+        "mlp.router.weight": hf["mlp.router.weight"],
+        "mlp.router.bias": hf["mlp.router.bias"],
+        **all_experts(hf, rank, True),
+    }
+
+
+def qwen3_vl_moe(config: dict[str, Any], hf: Tensors, rank: Rank) -> Tensors:
+    return {
+        **attention(config, hf, rank),
+        "pre_mlp_layernorm.weight": hf["post_attention_layernorm.weight"],
+        "mlp.router.weight": hf["mlp.gate.weight"],
+        **all_experts(hf, rank, False),
+    }
+
+
 MOE = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
 SMALL_HEADS = {**SIZES, "head_dim": 6}
 FAMILIES: dict[str, tuple[dict[str, Any], Layer]] = {
@@ -198,6 +236,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layer]] = {
     "phi3": (SIZES, phi3),
     "glm": ({**SMALL_HEADS, "attention_bias": True, "partial_rotary_factor": 1.0}, glm),
     "glm4": ({**SMALL_HEADS, "attention_bias": True}, glm),
+    "gpt_oss": ({**MOE, "head_dim": 6}, gpt_oss),
     "deepseek_v3": (LATENT, deepseek),
     "deepseek_v3 without a rank of queries": ({**LATENT, "q_lora_rank": None}, deepseek),
 }
@@ -207,6 +246,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layer]] = {
 OTHERS: dict[str, tuple[dict[str, Any], Layer]] = {
     "qwen2": (SIZES, plain),
     "qwen2_5_vl": (SIZES, plain),
+    "qwen3_vl_moe_text": ({**SMALL_HEADS, "num_experts": 4, "moe_intermediate_size": 8}, qwen3_vl_moe),
     "qwen3_moe": ({**SMALL_HEADS, "num_experts": 4, "moe_intermediate_size": 8}, qwen3_moe),
 }
 EVERY = {**FAMILIES, **OTHERS}
@@ -231,12 +271,28 @@ def built(name: str, dtype: torch.dtype, **changed: Any) -> Any:
 
 
 def tensors_of(name: str) -> Tensors:
+    if name == "qwen3_vl_moe_text":
+        return packed()
     model = built(TEXT.get(name, name), torch.bfloat16)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
     # As files have it: routers choose in fp32.
     return {key: value.float() if key.endswith("correction_bias") else value for key, value in state.items()}
+
+
+def packed() -> Tensors:
+    """Files of a sparse text tower, from those of a model that has a tensor for each expert."""
+    tensors = tensors_of("qwen3_moe")
+    for layer in range(4):
+        at = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{at}{number}.{name}_proj.weight").t() for number in range(4)])
+            for name in ("gate", "up", "down")
+        )
+        tensors[f"{at}gate_up_proj"] = torch.cat([gate, up], 2)
+        tensors[f"{at}down_proj"] = down.contiguous()
+    return tensors
 
 
 def write(name: str, folder: Path, tensors: Tensors, **changed: Any) -> None:

@@ -352,7 +352,8 @@ def test_the_command_says_what_it_found_does_and_wrote(tmp_path, model, capsys):
     assert main([*arguments, "--dry-run"]) == 0
     plan = capsys.readouterr()
     assert re.search(r"decoder.layers.mlp.linear_fc1.weight +4x48x16 bfloat16", plan.out)
-    assert "memory mapped files alone\n" in plan.out
+    # The files of this test are not aligned, so that some are copied.
+    assert re.search(r"memory (mapped files alone|\S+ KiB in one process, beside mapped files)\n", plan.out)
     assert plan.out.endswith("nothing was written\n")
     assert not (tmp_path / "ckpt").exists()
     assert main(arguments) == 0

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import inspect
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,8 @@ import torch
 import torch.distributed as dist
 from decoders import Decoder, differences, expected, models_of, spot_of
 from pool import on_ranks
+
+from torch_dcp_backport import megatron
 
 QWEN, TIED = Decoder(), Decoder(tied=True, vocab=30)
 
@@ -89,3 +95,28 @@ def test_the_head_of_a_critic_is_called_as_verl_does(api: Any, decoder: Decoder)
         assert all(torch.equal(value, given[key]) for key, value in got.items())
     finally:
         del sys.modules["megatron.core.parallel_state"]
+
+
+def arguments_in(path: Path) -> dict[str, list[tuple[str, str]]]:
+    """Function of a file -> its arguments and their defaults; verl's cannot be imported without Megatron."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and "megatron" in node.name and not node.name.startswith("_"):
+            names = [argument.arg for argument in node.args.args]
+            defaults = [ast.unparse(value) for value in node.args.defaults]
+            found[node.name] = list(zip(names, [""] * (len(names) - len(defaults)) + defaults))
+    return found
+
+
+def test_the_names_and_arguments_are_those_of_verls_registry():
+    verl = importlib.util.find_spec("verl")
+    if verl is None or verl.origin is None:
+        pytest.skip("verl is not installed")
+    folder = Path(verl.origin).parent / "models" / "mcore"
+    theirs = {**arguments_in(folder / "loader.py"), **arguments_in(folder / "saver.py")}
+    assert "merge_megatron_ckpt_gptmodel_dpskv3" in theirs
+    for name, arguments in theirs.items():
+        ours = inspect.signature(getattr(megatron, name)).parameters.values()
+        assert [
+            (own.name, "" if own.default is own.empty else repr(own.default)) for own in ours
+        ] == arguments, name

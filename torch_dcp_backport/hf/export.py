@@ -22,7 +22,7 @@ from torch_dcp_backport.hf.blocks import Share, Window, windows, within
 from torch_dcp_backport.hf.checking import examine
 from torch_dcp_backport.hf.companions import OF_QUANTISED, companions_of, with_dtype
 from torch_dcp_backport.hf.files import MODEL_FILES, Draft, Kind
-from torch_dcp_backport.hf.format import is_plain, nbytes_of
+from torch_dcp_backport.hf.format import NO_SHAPES, is_plain, nbytes_of
 from torch_dcp_backport.hf.moving import bring_to_all, bring_window
 from torch_dcp_backport.hf.sharing import Deal, sharing, write_own
 from torch_dcp_backport.hf.source import CONFIG
@@ -97,6 +97,8 @@ class Target(NamedTuple):
     kind: Kind = MODEL_FILES
     #: Whether `examined` compared the tensors with the class in config.json.
     is_examined: bool = False
+    #: HF key -> its shape in the files, where it moves in another view; the same on every rank.
+    shapes: Mapping[str, tuple[int, ...]] = NO_SHAPES
 
     @property
     def is_own(self) -> bool:
@@ -171,7 +173,7 @@ def export(call: Call, agreement: Agreement, share: Share, target: Target) -> Sa
         bring_window(call, agreement, share, window, write)
 
     def fill(draft: Optional[Draft]) -> None:
-        with sharing(call, draft, share.tensors, target.how.file_bytes) as (files, writers):
+        with sharing(call, draft, share.tensors, target.how.file_bytes, target.shapes) as (files, writers):
             deal = Deal(share, writers)
             write_own(call, files, share, deal)
             _stream(call, share.tensors, bring, draft, deal.rest)
@@ -216,7 +218,7 @@ def published(
             assert target.is_examined, "no export without a look at its names"
             config = target.companions.get(CONFIG, b"")
             draft = Draft(folder, how.overwrite, config, kind=target.kind, keeps_others=target.is_own)
-            draft.reserve(tensors, how.file_bytes)
+            draft.reserve(tensors, how.file_bytes, target.shapes)
             for name, content in target.companions.items():
                 draft.add(name, content)
             draft.spare()
@@ -414,6 +416,7 @@ def examined(
             if target.companions:
                 config = json.loads(target.companions[CONFIG])
                 infos = {key: rows[0] for key, rows in held.items()}
+                infos.update((key, infos[key]._replace(shape=size)) for key, size in target.shapes.items())
                 verdict = examine(config, infos, dtype, target.origin, aliases or {})
                 call.problems += verdict.problems
                 facts = {KEPT: verdict.kept, TIED: verdict.tied, RENAMED: dict(verdict.renamed)}

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple, Union
+from typing import NamedTuple, Optional, Union
 
 from torch_dcp_backport.hf.companions import ADAPTER_CONFIG, code_of, is_of_a_model, left_by, link_above
 from torch_dcp_backport.hf.format import nbytes_of
@@ -135,17 +135,25 @@ class Draft(InRoom):
             with contextlib.suppress(OSError):
                 Room(self._beside, self.target).leave()
 
-    def reserve(self, tensors: Mapping[str, TensorInfo], file_bytes: int) -> None:
+    def reserve(
+        self,
+        tensors: Mapping[str, TensorInfo],
+        file_bytes: int,
+        shapes: Optional[Mapping[str, tuple[int, ...]]] = None,
+    ) -> None:
         """Write all headers, and reserve room for all tensors.
+
+        Args:
+            shapes: as of `Files`.
 
         Raises:
             OSError: there is no room, the disk failed.
             ValueError: a dtype that safetensors does not have.
         """
-        files = Files(tensors, file_bytes, single=self.kind.single)
+        files = Files(tensors, file_bytes, single=self.kind.single, shapes=shapes)
         if any(name in self.stale for name in files.names) and len(files.names) > 1:
             # Names of its own: the old model stays complete until the new index takes its place.
-            files = Files(tensors, file_bytes, os.urandom(4).hex())
+            files = Files(tensors, file_bytes, os.urandom(4).hex(), shapes=shapes)
         self.files = files
         files.make(self.folder)
         self._weights = files.names

@@ -22,6 +22,7 @@ LENGTH = 8
 #: The safetensors library refuses longer headers.
 MOST_HEADER = 100_000_000
 METADATA = "__metadata__"
+NO_SHAPES: Mapping[str, tuple[int, ...]] = {}
 CODES = {dtype: code for code, dtype in compat.STORED_DTYPES.items()}
 
 
@@ -112,11 +113,16 @@ def entry_of(name: str, value: Any, begin: int) -> Entry:
     return Entry(TensorInfo(shape, dtype), begin + start, begin + stop)
 
 
-def make_header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, Entry]]:
+def make_header(
+    tensors: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]] = NO_SHAPES
+) -> tuple[bytes, dict[str, Entry]]:
     """Return (the first bytes of a file, the places of its tensors).
 
     Tensors lie in the order of the mapping, but larger elements before smaller ones, so that each tensor
     begins where it can be read without a copy.
+
+    Args:
+        shapes: name -> the shape that the file says, where it is not that of `tensors`.
 
     Raises:
         ValueError: a dtype that the format does not have.
@@ -130,7 +136,11 @@ def make_header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, Ent
         if info.dtype not in CODES:
             raise ValueError(f"{name}: safetensors has no {info.dtype}")
         start, end = end, end + nbytes_of(info)
-        header[name] = {"dtype": CODES[info.dtype], "shape": list(info.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": CODES[info.dtype],
+            "shape": list(shapes.get(name, info.shape)),
+            "data_offsets": [start, end],
+        }
         places[name] = start, end
     text = json.dumps(header, separators=(",", ":")).encode()
     # The tensors begin at a multiple of 8: readers map them as they are.

@@ -6,6 +6,7 @@ reads slice by slice, and must never make a full tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
@@ -16,7 +17,9 @@ from torch_dcp_backport.hf import classes
 from torch_dcp_backport.hf.classes import Route
 from torch_dcp_backport.hf.source import Source, digest_of, source_of
 from torch_dcp_backport.transfer import Box, Problem, TensorInfo
+from torch_dcp_backport.transfer.layout import whole
 from torch_dcp_backport.transfer.spread import intersection
+from torch_dcp_backport.transfer.staging import part_of
 
 #: Reads a box of a tensor of the files.
 Read = Callable[[str, Box], torch.Tensor]
@@ -87,6 +90,41 @@ def renamed(source: Source, names: Mapping[str, str]) -> Source:
         names: key of the files -> its new name; others keep theirs.
     """
     return Mapped(source, {names.get(key, key): Route(((key,),)) for key in source.tensors})
+
+
+def viewed(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Source:
+    """Return a source in which some tensors have another shape, of the same elements in the same order.
+
+    Args:
+        shapes: key -> shape. A tensor that has another number of elements keeps its shape.
+    """
+    return Viewed(source, shapes)
+
+
+class Viewed:
+    """A source whose tensors may have another shape than in the files."""
+
+    def __init__(self, source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.source = source
+        self.config, self.absent, self.problems = source.config, source.absent, list(source.problems)
+        self.tensors = dict(source.tensors)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for key, shape in shapes.items():
+            info = source.tensors[key]
+            if math.prod(shape) == math.prod(info.shape):
+                self._shapes[key] = shape
+                self.tensors[key] = info._replace(shape=shape)
+
+    def part(self, key: str, box: Box) -> torch.Tensor:
+        if key not in self._shapes:
+            return self.source.part(key, box)
+        shape = self._shapes[key]
+        # Of mapped files no byte is read for it.
+        every = self.source.part(key, whole(self.source.tensors[key].shape))
+        return part_of(every.reshape(shape), whole(shape), box)
+
+    def digest(self) -> str:
+        return digest_of((self.source.digest(), *(f"{key} {shape}" for key, shape in self._shapes.items())))
 
 
 class Mapped:

@@ -29,7 +29,11 @@ SEAT = ("seat",)
 
 @contextlib.contextmanager
 def sharing(
-    call: Call, draft: Optional[Draft], tensors: Mapping[str, TensorInfo], file_bytes: int
+    call: Call,
+    draft: Optional[Draft],
+    tensors: Mapping[str, TensorInfo],
+    file_bytes: int,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[Optional[Files], tuple[int, ...]]]:
     """Yield (the first rank's files, None where this rank does not see them; all ranks that do). Collective.
 
@@ -45,7 +49,7 @@ def sharing(
     joined: Optional[Files] = None
     if draft is None and seat is not None:
         with call.guard():
-            joined = Files(tensors, file_bytes, seat.tag)
+            joined = Files(tensors, file_bytes, seat.tag, shapes=shapes)
             files = joined if joined.join(seat) else None
     try:
         tables = call.agree(terms=Terms(condition=f"{files is not None}", note=files is not None)).tables

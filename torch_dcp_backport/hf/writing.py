@@ -75,9 +75,17 @@ class Files:
     """
 
     def __init__(
-        self, tensors: Mapping[str, TensorInfo], file_bytes: int, tag: str = "", single: str = SINGLE
+        self,
+        tensors: Mapping[str, TensorInfo],
+        file_bytes: int,
+        tag: str = "",
+        single: str = SINGLE,
+        shapes: Optional[Mapping[str, tuple[int, ...]]] = None,
     ) -> None:
         """Describe the files; none is made yet.
+
+        Args:
+            shapes: HF key -> the shape that its file says, where boxes are those of another view.
 
         Raises:
             ValueError: a dtype that safetensors does not have.
@@ -88,7 +96,7 @@ class Files:
         #: HF key -> its file, and its place in the file.
         self.places: dict[str, tuple[str, Entry]] = {}
         for name, keys in planned(tensors, file_bytes, tag, single).items():
-            header, entries = make_header({key: tensors[key] for key in keys})
+            header, entries = make_header({key: tensors[key] for key in keys}, shapes or {})
             size = max((entry.stop for entry in entries.values()), default=len(header))
             self.headers[name] = header, size
             self.places.update((key, (name, entry)) for key, entry in entries.items())

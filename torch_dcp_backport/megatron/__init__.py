@@ -7,7 +7,7 @@ from torch_dcp_backport.hf import Export
 from torch_dcp_backport.hf.export import Saved
 from torch_dcp_backport.megatron.bridge import Loaded, gather_hf, load_hf, save_hf
 from torch_dcp_backport.megatron.families import add_family, family_of
-from torch_dcp_backport.megatron.families.table import Family, Row, row
+from torch_dcp_backport.megatron.families.table import Family, row
 from torch_dcp_backport.megatron.model import Parallel
 from torch_dcp_backport.megatron.stages import stages
 from torch_dcp_backport.megatron.verl import (
@@ -26,7 +26,6 @@ __all__ = [
     "Family",
     "Loaded",
     "Parallel",
-    "Row",
     "Saved",
     "add_family",
     "family_of",

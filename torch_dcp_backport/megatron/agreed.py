@@ -125,6 +125,7 @@ def agree_on_save(
         if shape.towers:
             call.problems.append(of_a_tower(shape))
         call.settle()
+        target = target._replace(shapes=shape.folded(written))
         target, tensors, *_ = examined(call, target, written)
     else:
         with call.guard():
@@ -169,7 +170,7 @@ def share_of(local: Local, spreading: Spreading, tensors: Mapping[str, TensorInf
     for param in local.stand.params:
         holding = spreading.holding(local.stand, param)
         for cut in holding.cuts if holding is not None else ():
-            memory = part_of(local.memory[param.name], whole(param.shape), cut.at)
+            memory = cut.in_tensor(part_of(local.memory[param.name], whole(param.shape), cut.at))
             parts.setdefault(cut.key, []).append(Part(cut.box, memory))
     held = {key: {param.dtype for _, param in spreading.holders[key]} for key in tensors}
     relayed = {key: next(iter(dtypes)) for key, dtypes in held.items() if len(dtypes) == 1}

@@ -18,12 +18,13 @@ from torch_dcp_backport.hf import Export, Source, collect, export, fill_from_fir
 from torch_dcp_backport.hf.companions import as_config
 from torch_dcp_backport.hf.dequantised import dequantised
 from torch_dcp_backport.hf.export import Saved, checked, target_of
-from torch_dcp_backport.hf.opening import renamed, with_prefix
+from torch_dcp_backport.hf.opening import renamed, viewed, with_prefix
 from torch_dcp_backport.hf.source import CONFIG, source_of
 from torch_dcp_backport.megatron.agreed import Agreed, Given, agree_on_load, agree_on_save
 from torch_dcp_backport.megatron.families.towers import OLD_HEAD, TOWERS, text_of
 from torch_dcp_backport.megatron.model import Layers, Models, Parallel
 from torch_dcp_backport.megatron.names import EMBED, HEAD
+from torch_dcp_backport.megatron.shape import shape_of
 from torch_dcp_backport.transfer import Call
 from torch_dcp_backport.transfer.call import Attempt
 from torch_dcp_backport.transfer.groups import groups_of
@@ -64,7 +65,7 @@ def load_hf(
     value_head: bool = False,
     files: str = "auto",
 ) -> Loaded:
-    """Fill a Megatron model (Qwen2, Qwen2.5, Qwen3, Llama) from Hugging Face files, in place.
+    """Fill a Megatron model of a family that has a table from Hugging Face files, in place.
 
     Collective over the default process group; without a group, for this process alone. If every rank sees the
     files, each reads the slices that it holds, and nothing else. An optimizer that keeps its own copy of the
@@ -156,8 +157,19 @@ def as_text(source: Source) -> Source:
         names = {key: f"{path}.{key[len(prefix) :]}" for key in source.tensors if key.startswith(prefix)}
         if OLD_HEAD in source.tensors:
             names[OLD_HEAD] = HEAD
-        return renamed(source, names)
-    return with_prefix(source, f"{path}.", name)
+        return as_in_table(renamed(source, names))
+    return as_in_table(with_prefix(source, f"{path}.", name))
+
+
+def as_in_table(source: Source) -> Source:
+    """Return a source with the dimensions that the family's table has, where files have fewer."""
+    try:
+        shape = shape_of(source.config)
+    except ValueError:
+        # The ranks hear of it when they agree.
+        return source
+    shapes = {key: shape.hf_shape(key) for key in shape.folded(source.tensors)}
+    return viewed(source, shapes) if shapes else source
 
 
 @torch.no_grad()
@@ -328,4 +340,6 @@ def gather(
         options = call.attempt(lambda: checked(Export(dtype)))
         config, given = (call.attempt(operator.itemgetter(place), asked) for place in (0, 1))
         agreed = agree_on_save(call, given, config, options)
-        return collect(call, agreed.agreement, agreed.share)
+        tensors = collect(call, agreed.agreement, agreed.share)
+        shapes = agreed.spreading.shape.folded(tensors)
+        return {key: value.view(shapes.get(key, value.shape)) for key, value in tensors.items()}

@@ -288,7 +288,7 @@ def _parts(
     parts = []
     for slot, cut in cuts:
         box, info = slot.box(cut.at), tensors[slot.key]
-        data = files.part(cut.key, cut.box)
+        data = cut.in_parameter(files.part(cut.key, cut.box))
         axes = len(slot.lead)
         parts.append(
             ShardedTensor(
@@ -369,6 +369,7 @@ def _to_files(
         # An export replaces nothing but a model, and checks that again before it writes.
         replaced(out, target.how.overwrite, target.companions[CONFIG])
     call.settle()
+    target = target._replace(shapes=shape.folded(held))
     target, tensors, *_ = examined(call, target, held)
     call.settle()
     files = {
@@ -448,8 +449,7 @@ def _reading(
 
 def _reads(stored: Stored, slot: Slot, cut: Cut, part: Box, into: Any) -> Iterator[Read]:
     """Yield the reads for a part of an HF tensor; the part lies within a single cut."""
-    start = tuple(at + (here - base) for at, here, base in zip(cut.at.offset, part.offset, cut.box.offset))
-    box = slot.box(Box(start, part.size))
-    target = into[(None,) * len(slot.lead)]
+    box = slot.box(cut.place(part))
+    target = cut.in_parameter(into)[(None,) * len(slot.lead)]
     for chunk, common in stored.parts_of(box):
         yield Read(slot.key, chunk, common, stored.dtype, target, box)

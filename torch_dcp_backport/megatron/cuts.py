@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from torch_dcp_backport.megatron.names import Role
 from torch_dcp_backport.megatron.shape import Shape
 from torch_dcp_backport.transfer import Box
@@ -17,8 +19,36 @@ class Cut(NamedTuple):
     key: str
     #: In the HF tensor.
     box: Box
-    #: In the parameter; of the same size.
+    #: In the parameter; of the same size, but for axes.
     at: Box
+    #: Of each axis of the parameter its axis in the HF tensor, whose others are 1 long; empty: all the same.
+    axes: tuple[int, ...] = ()
+
+    def in_tensor(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return a view of the parameter's memory with the axes of the HF tensor."""
+        if not self.axes:
+            return memory
+        others = [axis for axis in range(len(self.box.size)) if axis not in self.axes]
+        order = (*self.axes, *others)
+        for _ in others:
+            memory = memory.unsqueeze(-1)
+        return memory.permute([order.index(axis) for axis in range(len(order))])
+
+    def in_parameter(self, data: torch.Tensor) -> torch.Tensor:
+        """Return a view of a part of the HF tensor with the axes of the parameter."""
+        if not self.axes:
+            return data
+        others = [axis for axis in range(len(self.box.size)) if axis not in self.axes]
+        data = data.permute(*self.axes, *others)
+        for _ in others:
+            data = data.squeeze(-1)
+        return data
+
+    def place(self, part: Box) -> Box:
+        """Return the place in the parameter of a part of `box`."""
+        axes = self.axes or range(len(part.size))
+        start = (at + part.offset[axis] - self.box.offset[axis] for at, axis in zip(self.at.offset, axes))
+        return Box(tuple(start), tuple(part.size[axis] for axis in axes))
 
 
 class Holding(NamedTuple):
@@ -65,6 +95,8 @@ def holding_of(
     full = shape.hf_shape(keys[0])
     if role.expert is not None:
         place = Place(place.style, place.etp_rank, place.etp_size)
+    if role.expert is not None and shape.tensor(keys[0]).is_packed:
+        return _of_all_experts(role, keys[0], shape, place)
     if role.cut == "vocab":
         return _vocab(keys[0], full, place, local)
     if role.cut == "columns":
@@ -86,6 +118,30 @@ def holding_of(
         count = full[0] // place.tp_size
         return _stacked([Rows(keys[0], place.tp_rank * count, count)], full[1:])
     return Holding(full, (Cut(keys[0], whole(full), whole(full)),))
+
+
+def _of_all_experts(role: Role, key: str, shape: Shape, place: Place) -> Holding:
+    """Return the cuts of an expert's parameter in a tensor that has all experts of the layer."""
+    full, sizes = shape.hf_shape(key), shape.tensor(key).sizes
+    assert role.expert is not None, "it is of an expert"
+    own = shape.number("expert_rows") // place.tp_size
+    names = ("expert_rows", "hidden") if role.cut == "gate_up" else ("hidden", "expert_rows")
+    axes = tuple(sizes.index(name) for name in names if name in sizes)
+    offset, size = [role.expert] + [0] * (len(full) - 1), [1, *full[1:]]
+    if "expert_rows" in sizes:
+        rows = sizes.index("expert_rows")
+        offset[rows], size[rows] = place.tp_rank * own, own
+    if role.cut != "gate_up":
+        shown = tuple(size[axis] for axis in axes)
+        return Holding(shown, (Cut(key, Box(tuple(offset), tuple(size)), whole(shown), axes),))
+    half, cuts = sizes.index("2"), []
+    size[half] = 1
+    shown = tuple(size[axis] for axis in axes)
+    for number in (0, 1):
+        offset[half] = number
+        at = Box((number * own, *(0 for _ in shown[1:])), shown)
+        cuts.append(Cut(key, Box(tuple(offset), tuple(size)), at, axes))
+    return Holding((2 * own, *shown[1:]), tuple(cuts))
 
 
 def value_head(key: str, shape: Shape) -> Holding:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,8 +123,23 @@ class Shape:
             return self.vocab, self.hidden
         if key == NORM:
             return (self.hidden,)
-        tensor = _tensors(self.family)[EXPERT_NUMBER.sub("{}", LAYER.sub("", key))]
-        return tuple(size_of(size, _numbers(self)) for size in tensor.sizes)
+        return tuple(size_of(size, _numbers(self)) for size in self.tensor(key).sizes)
+
+    def tensor(self, key: str) -> Tensor:
+        """Return the row's tensor of a key in a layer."""
+        return _tensors(self.family)[EXPERT_NUMBER.sub("{}", LAYER.sub("", key))]
+
+    def folded(self, keys: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Return key -> its shape in the files, where that has fewer dimensions than the table."""
+        known, folded = _tensors(self.family), {}
+        if not any(tensor.folds for tensor in known.values()):
+            return {}
+        for key in keys:
+            tensor = known.get(LAYER.sub("", key))
+            if tensor is not None and tensor.folds:
+                sizes = iter(self.hf_shape(key))
+                folded[key] = tuple(math.prod(next(sizes) for _ in range(fold)) for fold in tensor.folds)
+        return folded
 
     def order(self, key: str) -> tuple[int, int, int, str]:
         """Return a key's place in an export, for sorting: embedding, layers, norm, heads."""
@@ -228,6 +244,8 @@ def misfits(shape: Shape, tp_size: int, style: str, etp_size: int = 1) -> list[P
             # Query heads are cut as units; a fused tensor has them first.
             formula = row.tensors[0].sizes[1 if row.cut == "columns" else 0]
             names = {"heads"} if row.cut == "qkv" else units_of(formula)
+            if row.tensors[0].is_packed:
+                names = {"expert_rows"}
             units.update(dict.fromkeys((name, is_expert) for name in sorted(names)))
     problems = []
     for name, is_expert in units:

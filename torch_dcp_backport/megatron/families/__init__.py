@@ -10,10 +10,11 @@ from typing import Optional
 from torch_dcp_backport.megatron.families.deepseek import DEEPSEEK_V3
 from torch_dcp_backport.megatron.families.gemma import GEMMA2, GEMMA3
 from torch_dcp_backport.megatron.families.glm import GLM, GLM4
+from torch_dcp_backport.megatron.families.gpt_oss import GPT_OSS
 from torch_dcp_backport.megatron.families.llama import LLAMA, MISTRAL
 from torch_dcp_backport.megatron.families.mixtral import MIXTRAL
 from torch_dcp_backport.megatron.families.phi3 import PHI3
-from torch_dcp_backport.megatron.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from torch_dcp_backport.megatron.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL_MOE_TEXT
 from torch_dcp_backport.megatron.families.table import Family, problems_of
 
 _BY_KIND: dict[str, Family] = {}
@@ -81,6 +82,6 @@ def kinds() -> tuple[str, ...]:
 
 for _family in (
     *(QWEN2, QWEN3, LLAMA, QWEN2_MOE, QWEN3_MOE, MISTRAL, MIXTRAL, GEMMA2, GEMMA3, PHI3, GLM, GLM4),
-    DEEPSEEK_V3,
+    *(DEEPSEEK_V3, GPT_OSS, QWEN3_VL_MOE_TEXT),
 ):
     add_family(_family)

@@ -71,6 +71,18 @@ QWEN3 = Family(
     numbers={"head_dim": "head_dim or 128"},
     flags={"attention_bias": False},
 )
+#: The text tower of a sparse Qwen3-VL: all experts of a layer are in one tensor, gate in front of up.
+QWEN3_VL_MOE_TEXT = Family(
+    kinds=("qwen3_vl_moe_text",),
+    rows=(*OF_QWEN3, DENSE_NORM, GATE_UP, DOWN, SPARSE_NORM, ROUTER),
+    experts=(
+        row("linear_fc1.weight", "gate_up", "mlp.experts.gate_up_proj: experts, hidden, 2|expert_rows"),
+        row("linear_fc2.weight", "columns", "mlp.experts.down_proj: experts, expert_rows, hidden"),
+    ),
+    numbers=SPARSE,
+    flags={"attention_bias": False},
+    dense=STEPS,
+)
 QWEN3_MOE = Family(
     kinds=("qwen3_moe",),
     rows=(*OF_QWEN3, DENSE_NORM, GATE_UP, DOWN, SPARSE_NORM, ROUTER),

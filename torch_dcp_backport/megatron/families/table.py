@@ -37,6 +37,13 @@ class Tensor(NamedTuple):
     key: str
     #: The size of each dimension, as a formula over the numbers of the family.
     sizes: tuple[str, ...]
+    #: How many of them are one dimension in the files; empty where each is.
+    folds: tuple[int, ...] = ()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it has all experts of a layer."""
+        return self.sizes[0] == "experts" and "{}" not in self.key and len(self.sizes) > 1
 
 
 class Row(NamedTuple):
@@ -82,7 +89,8 @@ def row(names: str, cut: str, *tensors: str, when: str = "", is_under_each: bool
             value, of each group of heads).
         tensors: an HF tensor each, as "key: size, size". A size is a formula of products and sums over the
             numbers of the family, such as "heads*head_dim". The key of an expert's tensor has {} for its
-            number.
+            number; without it the tensor has all experts, in its first dimension. Of a dimension that is
+            two, such as "expert_rows|2" (gate and up in turns) or "2|expert_rows", the outer comes first.
         when: words, separated by spaces, that must all hold for the layer to have the parameter: "dense" or
             "sparse" (the layer), a number that is above 0, a flag of config.json. "!word" is its opposite.
         is_under_each: whether a converted checkpoint has the tensor under each of the names.
@@ -102,10 +110,12 @@ def row(names: str, cut: str, *tensors: str, when: str = "", is_under_each: bool
     parsed = []
     for text in tensors:
         key, colon, sizes = text.partition(":")
-        parts = tuple(size.replace(" ", "") for size in sizes.split(","))
+        groups = [size.replace(" ", "").split("|") for size in sizes.split(",")]
+        parts = tuple(size for group in groups for size in group)
         if not colon or not all(parts):
             raise ValueError(f"{names} has the tensor {text!r}, where 'key: size, size' is needed")
-        parsed.append(Tensor(key.strip(), parts))
+        folds = tuple(map(len, groups)) if len(parts) > len(groups) else ()
+        parsed.append(Tensor(key.strip(), parts, folds))
     return Row(tuple(names.split()), cut, tuple(parsed), tuple(when.split()), is_under_each)
 
 
@@ -149,7 +159,7 @@ class Family:
         return {**NUMBERS, **self.numbers}
 
     def every_row(self) -> Iterator[Row]:
-        """Yield the rows of a layer, of a layer of multi-token prediction, and of an expert."""
+        """Yield the rows of a layer, of multi-token prediction, and of an expert."""
         yield from self.rows
         yield from self.prediction
         yield from self.experts
@@ -193,7 +203,7 @@ def problems_of(family: Family) -> list[str]:
         for tensor in entry.tensors:
             if sizes.setdefault(tensor.key, tensor.sizes) != tensor.sizes:
                 problems.append(f"{tensor.key} has two shapes: {sizes[tensor.key]}, and {tensor.sizes}")
-            if is_expert and "{}" not in tensor.key:
+            if is_expert and "{}" not in tensor.key and not tensor.is_packed:
                 problems.append(f"{tensor.key} of an expert has no {{}} for the expert's number")
     if family.prediction and "predicted" not in family.numbers:
         problems.append("layers of multi-token prediction need the number predicted")

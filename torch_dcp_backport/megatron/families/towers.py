@@ -20,6 +20,7 @@ TOWERS = {
     "qwen2_vl": Tower("qwen2", (NEW, OLD)),
     "qwen2_5_vl": Tower("qwen2", (NEW, OLD)),
     "qwen3_vl": Tower("qwen3", (NEW,)),
+    "qwen3_vl_moe": Tower("qwen3_vl_moe_text", (NEW,)),
     "gemma3": Tower("gemma3_text", (NEW, "language_model.model.")),
 }
 #: A head of its own, as older files call it.
