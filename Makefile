@@ -11,7 +11,7 @@ ENGINES = -k engine
 
 .PHONY: help demo demo-engine demo-reshard demo-megatron test test-between test-ends test-pythons test-matrix examples \
 	clients clients-ray clients-2.6 clients-2.5 clients-0.7 s3 megatron megatron-2.4 megatron-newer emulated conformance reliability \
-	patched-page lint wheel gpu
+	patched-page lint wheel docs gpu
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
@@ -20,6 +20,7 @@ help:
 	@echo 'make demo-engine   a small Qwen2 trained under FSDP2 on four ranks, beside one process: a table and engine.png'
 	@echo 'make test          the suite on torch 2.6.0 (patched) and on a current torch (does nothing)'
 	@echo 'make wheel         a wheel to pin, in dist/, checked in clean environments'
+	@echo 'make docs          a site of all pages and a reference of all public names, in build/site'
 	@echo 'make lint          ruff and mypy --strict'
 	@echo 'make examples      what is in examples/, and every command in README and docs/'
 	@echo 'make test-matrix   torch 2.4 to 2.7 and a current one; torch 2.6 on Python 3.9 and 3.13'
@@ -146,6 +147,10 @@ lint:
 # Builds, checks what is inside, installs into a clean environment, and runs from outside the tree.
 wheel:
 	$(LANES) run lint -- python tools/check_wheel.py "$$($(LANES) make 2.6)"
+
+# The pages and the reference; a dead link or a public name without a docstring is an error.
+docs:
+	$(LANES) run docs -- python tools/docs.py
 
 # What one NVIDIA GPU can tell, with the torch of $(PYTHON), within 10 minutes; no lane: those have CPU builds.
 gpu:

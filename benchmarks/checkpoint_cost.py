@@ -103,14 +103,14 @@ def costs(api: Any, folder: str, way: str, kind: str, count: int, phases: bool) 
     for name, place in zip(("save", "again"), places):
         with contextlib.redirect_stdout(io.StringIO()):
             found[name] = cost_of(lambda place=place: save(way, state, place))
-        told.append(f"{name}: {room.last_report()}")
+        told.append(f"{name}: {room.storage_report()}")
     expected = {key: float(value.view(-1)[0]) for key, value in tensors.items()}
     if way == OURS:
         found["background"] = in_background(state, list(tensors.values()), Path(folder))
     for value in tensors.values():
         value.zero_()
     found["load"] = cost_of(lambda: load(way, state, places[1]))
-    told.append(f"load: {room.last_report()}")
+    told.append(f"load: {room.storage_report()}")
     wrong = sum(not bool((value == expected[key]).all()) for key, value in tensors.items())
     found["wrong"], found["own"] = wrong, sum(value.nbytes for value in tensors.values())
     if phases and not dist.get_rank() and way != TORCHS:

@@ -46,7 +46,7 @@ def main() -> None:
     # What is different on each rank is one of a grid of objects; plain values are those of rank 0.
     rng = ShardedObject("rng", torch.get_rng_state(), (world,), (rank,))
     save_training_state(folder[0], model, optimizer, extra={"step": 100, "rng": rng})
-    saved = dist_checkpointing.last_report()
+    saved = dist_checkpointing.storage_report()
 
     half = list(range(world // 2))
     group, mesh = dist.new_group(half), DeviceMesh(device, half)
@@ -60,7 +60,7 @@ def main() -> None:
             tensors = len(dist_checkpointing.load_tensors_metadata(folder[0]))
             print(f"{tensors} tensors saved by {world} ranks and loaded by {len(half)}")
             print(saved)
-            print(dist_checkpointing.last_report())
+            print(dist_checkpointing.storage_report())
             assert dist_checkpointing.verify(folder[0]) == []
     dist.barrier()  # no rank leaves while others still talk to it
     dist.destroy_process_group()

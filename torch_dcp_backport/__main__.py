@@ -30,7 +30,7 @@ CHECKPOINT = {
 }
 ACTIONS_HELP = "".join(f"  checkpoint {action:<15} {does}\n" for action, does in CHECKPOINT.items())
 
-# The same in README, CONTRIBUTING and docs: tests/unit/test_words.py.
+# The same in README, CONTRIBUTING and docs: tests/unit/test_pages.py.
 ABOUT = """\
 torch_dcp_backport corrects torch.distributed.checkpoint inside a running
 program on torch 2.4, 2.5 and 2.6: full state dicts of FSDP2 models load and

@@ -24,9 +24,9 @@ from torch_dcp_backport.dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     check_is_distributed_checkpoint,
-    last_report,
     load,
     save,
+    storage_report,
     verify,
 )
 from torch_dcp_backport.dist_checkpointing.engine import writer
@@ -586,7 +586,7 @@ def test_the_report_tells_what_was_hidden(tmp_path: Path, waits: bool) -> None:
         began = time.perf_counter()
         queue.close()
         closing = time.perf_counter() - began
-    report = last_report()
+    report = storage_report()
     assert report is not None
     assert {"comparing plans", "copying", "writing", "committing"} <= set(report.seconds)
     writing = report.seconds["writing"]
@@ -606,7 +606,7 @@ def test_the_report_of_a_save_in_the_callers_thread(tmp_path: Path) -> None:
         if request is not None:
             request.execute_sync()
         spent = time.perf_counter() - began
-        report = last_report()
+        report = storage_report()
         assert report is not None
         assert sum(report.seconds.values()) <= report.blocked <= spent
         assert report.hidden == 0

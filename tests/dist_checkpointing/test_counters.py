@@ -52,7 +52,7 @@ def loaded(room: Any, folder: str, dim: int) -> tuple[float, float]:
     part.data.zero_()
     peak = peak_of(lambda: room.load({"w": part}, folder))
     assert bool((part.data == 1).all())
-    return room.last_report().nbytes / part.data.nbytes, peak
+    return room.storage_report().nbytes / part.data.nbytes, peak
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -98,7 +98,7 @@ def test_small_records_are_read_many_at_once(
     monkeypatch.undo()
     assert [float(value[7]) for value in tensors.values()] == [float(number) for number in range(count)]
     nbytes = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
-    assert room.last_report().nbytes <= nbytes
+    assert room.storage_report().nbytes <= nbytes
     assert calls[0] <= 2 + nbytes // 2**20
 
 
@@ -111,7 +111,7 @@ def replicated(room: Any, folder: str) -> int:
         for key, size in sizes.items()
     }
     room.save(state, folder)
-    return int(room.last_report().nbytes)
+    return int(room.storage_report().nbytes)
 
 
 def test_replicas_are_written_once_by_all_alike(ranks: Any, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def planned(room: Any, folder: Path) -> list[tuple[bool, bool]]:
         place.mkdir(exist_ok=True)
         dist.barrier()
         room.save(state, place)
-        is_new = "planning" in room.last_report().seconds
+        is_new = "planning" in room.storage_report().seconds
         extra = state.pop("extra", None)
         asked = state_of(0.0, rows=len(state["cut"].data))
         if extra is not None:
@@ -94,7 +94,7 @@ def disagreeing(room: Any, folder: Path) -> list[str]:
     if dist.get_rank() == 3:
         plans.forget()
     room.save(state_of(2.0), folder)
-    forgotten = "planning" in room.last_report().seconds
+    forgotten = "planning" in room.storage_report().seconds
     texts = []
     for wrong in (True, False):
         state = state_of(3.0)

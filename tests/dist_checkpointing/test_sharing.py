@@ -100,7 +100,7 @@ def read_large(
     reading(room, {"w": part}, folder)
     peak = float(meter.peak_resident() - before) if known else 0.0
     assert torch.equal(part.data, expected)
-    return room.last_report().nbytes, peak
+    return room.storage_report().nbytes, peak
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def read_objects(room: Any, folder: Path, together: bool) -> int:
     assert torch.equal(result["all"], torch.arange(50_000))
     assert result["own"] == {"rank": dist.get_rank()}
     assert result.get("some") == (list(range(9999)) if dist.get_rank() < 2 else None)
-    return int(room.last_report().nbytes)
+    return int(room.storage_report().nbytes)
 
 
 def test_every_object_is_read_once(ranks: Any, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from torch_dcp_backport.dist_checkpointing.report import Report, last_report
+from torch_dcp_backport.dist_checkpointing.report import StorageReport, storage_report
 from torch_dcp_backport.dist_checkpointing.serialization import (
     load,
     load_common_state_dict,
@@ -32,12 +32,11 @@ __all__ = [
     "CheckpointingConfig",
     "CheckpointingException",
     "LocalNonpersistentObject",
-    "Report",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
+    "StorageReport",
     "check_is_distributed_checkpoint",
-    "last_report",
     "load",
     "load_common_state_dict",
     "load_content_metadata",
@@ -46,5 +45,6 @@ __all__ = [
     "load_tensors_metadata",
     "remove_sharded_tensors",
     "save",
+    "storage_report",
     "verify",
 ]

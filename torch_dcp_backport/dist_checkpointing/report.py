@@ -20,7 +20,7 @@ logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
 
 @dataclass(frozen=True)
-class Report:
+class StorageReport:
     """The record of one save or load, as this rank saw it.
 
     Args:
@@ -65,7 +65,7 @@ class Clock:
         return self.seconds
 
 
-_last: Optional[Report] = None
+_last: Optional[StorageReport] = None
 _waited: contextvars.ContextVar[float] = contextvars.ContextVar("waited", default=0.0)
 
 
@@ -91,7 +91,9 @@ def close(
     global _last
     wait = 0.0 if behind is None else _waited.get()
     hidden = max((behind or 0.0) - wait, 0.0)
-    _last = Report(tally.operation, records, nbytes, files, dict(tally.seconds), blocked + wait, hidden)
+    _last = StorageReport(
+        tally.operation, records, nbytes, files, dict(tally.seconds), blocked + wait, hidden
+    )
     logger.info("%s", _last)
 
 
@@ -102,8 +104,10 @@ def close_save(tally: Tally, output: Output, blocked: float, behind: Optional[fl
     close(tally, len(records), nbytes, 1 if records else 0, blocked, behind)
 
 
-def last_report() -> Optional[Report]:
+def storage_report() -> Optional[StorageReport]:
     """Return the report of this process's last save or load that ended well; None before the first.
+
+    It counts records and files. `transfer.last_report` counts what ranks sent to each other.
 
     Example:
         >>> import os, torch
@@ -111,7 +115,7 @@ def last_report() -> Optional[Report]:
         >>> os.mkdir("step_1")
         >>> weight = dist_checkpointing.ShardedTensor.from_rank_offsets("w", torch.arange(4))
         >>> dist_checkpointing.save({"w": weight, "step": 1}, "step_1")
-        >>> report = dist_checkpointing.last_report()
+        >>> report = dist_checkpointing.storage_report()
         >>> report.operation, report.records, report.nbytes >= 32  # 4 elements of 8 bytes
         ('save', 1, True)
     """

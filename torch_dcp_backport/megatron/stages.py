@@ -8,7 +8,7 @@ from typing import Optional
 def stages(
     layers: int, pp_size: int, chunks: int = 1, *, first: Optional[int] = None, last: Optional[int] = None
 ) -> list[list[list[int]]]:
-    """Return [stage][chunk] -> layers, numbered from 0, as Megatron deals them out.
+    """Return the layers of each chunk of each stage, numbered from 0, as Megatron deals them out.
 
     Args:
         layers: the number of layers of the full model.

@@ -25,10 +25,15 @@ from torch_dcp_backport.state_dict.options import (
 from torch_dcp_backport.transfer.collector import gc_context
 
 PrimitiveType = Union[DTensor, ShardedTensor, torch.Tensor, int, float, str]
+"""A value of a state dict that has no parts."""
 ValueType = Union[PrimitiveType, list[PrimitiveType], tuple[PrimitiveType], dict[str, "ValueType"]]
+"""A value of a state dict, nested or not."""
 DictValueType = dict[str, ValueType]
+"""A state dict of a model, or the state of a parameter."""
 ListDictValueType = list[DictValueType]
+"""The param groups of an optimizer."""
 OptimizerStateType = dict[str, Union[DictValueType, ListDictValueType]]
+"""A state dict of an optimizer."""
 
 Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
 

@@ -21,6 +21,7 @@ from torch_dcp_backport.state_dict import fsdp1
 from torch_dcp_backport.state_dict.fqn import FQN_MODIFIERS, ExtraState, Names, get_fqns, walk_model_state
 
 FQNS_T = set[str]
+"""The names of a parameter in the model without its wrappers (FQNs): several if it is tied."""
 Submodules = Optional[set[nn.Module]]
 ParamMapping = dict[Union[str, torch.Tensor], Union[FQNS_T, torch.Tensor]]
 

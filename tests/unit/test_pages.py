@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import torch_dcp_backport
 from torch_dcp_backport.__main__ import ABOUT, HELP
 from torch_dcp_backport.activation.status import UNINSTALL
 
@@ -82,3 +84,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_no_address_of_the_project_is_invented() -> None:
     texts = [*PAGES, ROOT / "pyproject.toml"]
     assert [page.name for page in texts if "github.com/torch-dcp-backport" in page.read_text()] == []
+
+
+def test_a_public_name_is_the_same_thing_in_every_library() -> None:
+    """`last_report` told of messages in one library, and of files in another."""
+    doors = {name: import_module(f"torch_dcp_backport.{name}") for name in torch_dcp_backport._ROOMS}
+    meant: dict[str, dict[int, list[str]]] = {}
+    for library, door in doors.items():
+        for name in door.__all__:
+            meant.setdefault(name, {}).setdefault(id(getattr(door, name)), []).append(library)
+    assert {name: list(things.values()) for name, things in meant.items() if len(things) > 1} == {}
