@@ -94,9 +94,9 @@ clients-2.6:
 clients-2.5:
 	OMP_NUM_THREADS=1 $(LANES) test clients-2.5 -- tests/clients --ignore=tests/clients/test_ray.py --timeout 900 $(LEAVE_OUT)
 
-# verl 0.7's worker and losses on our engine, beside one process; its SFT trainer with our checkpoint handler.
+# verl 0.7's worker and losses on our engine, beside one process; its worker and trainer with our checkpoints.
 clients-0.7:
-	$(LANES) test verl -- tests/engine/test_engine_verl.py tests/engine/test_verl_trainer.py
+	$(LANES) test verl -- tests/engine/test_engine_verl.py tests/engine/test_verl_trainer.py tests/engine/test_verl_workers.py
 
 # Checkpoints in an object store: moto's S3 server in a process of its own, reached through s3fs.
 s3:

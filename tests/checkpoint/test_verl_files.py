@@ -309,3 +309,30 @@ def test_a_file_of_verl_that_was_changed_is_not_loaded_in_the_place_of_ours(tmp_
     shutil.copy(tmp_path / "other" / "manifest.json", folder)
     with pytest.raises(CheckpointingException, match="not in the manifest of the save"):
         manager_of(fresh, BOTH).load_checkpoint(folder)
+
+
+def test_a_step_of_ours_is_no_folder_of_verls(tmp_path: Path) -> None:
+    """Also where one of verl's files is gone: nothing of it is loaded unverified."""
+    trainer, folder = trainer_of(tmp_path), tmp_path / "global_step_3"
+    config = {"save_contents": BOTH, "async_save": True}
+    trainer.handler.engine = FSDPCheckpointManager(
+        trainer.model, trainer.optimizer, trainer.schedule, checkpoint_config=config
+    )
+    trainer.train(1)
+    trainer.handler.save_checkpoint(3)
+    state = trainer.state()
+    trainer.train(2)
+    trainer.handler.finish()
+    options: dict[str, Any] = {"resume_mode": "resume_path", "resume_from_path": folder}
+    fresh = trainer_of(tmp_path, 5, **options)
+    assert fresh.handler.load_checkpoint() == 3
+    fresh_state = fresh.state()
+    assert same({**fresh_state, "draws": state["draws"]}, state)
+    # verl's files are of the moment of the save, too: training went on while the rest was written.
+    other = trainer_of(tmp_path, 6)
+    shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("dist_ckpt", "manifest.json"))
+    other.manager.load_checkpoint(tmp_path / "copy")
+    assert same({**other.state(), "position": 1, "draws": state["draws"]}, state)
+    (folder / "optim_world_size_1_rank_0.pt").unlink()
+    with pytest.raises(CheckpointingException, match=r"optim_world_size_1_rank_0\.pt: No such file"):
+        trainer_of(tmp_path, 5, trust=True, **options).handler.load_checkpoint()

@@ -221,8 +221,8 @@ def test_an_adapter_that_is_not_the_same_or_not_whole_is_one_error(
     assert says in text
 
 
-def in_two_dtypes(api: Any, folder: Path) -> Any:
-    built = made(folder, {"model_dtype": "bf16"})
+def in_two_dtypes(api: Any, folder: Path, sizes: dict[str, int]) -> Any:
+    built = made(folder, {"model_dtype": "bf16", **sizes})
     dtypes = {name: param.dtype for name, param in built.module.named_parameters()}
     begun = {name: value.clone() for name, value in adapters_of(built).items()}
     found = small.trained(built)
@@ -230,13 +230,16 @@ def in_two_dtypes(api: Any, folder: Path) -> Any:
     return dtypes, begun, found["losses"], adapters_of(built), kept
 
 
-def test_adapters_are_float32_over_half_precision_as_pefts(ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}], ids=str)
+def test_adapters_are_float32_over_half_precision_as_pefts(
+    ranks, tmp_path: Path, sizes: dict[str, int]
+) -> None:
     import peft
     import transformers
 
     without_torchao()
     test_qwen.write(tmp_path / "m")
-    results = ranks(in_two_dtypes, tmp_path / "m")
+    results = ranks(in_two_dtypes, tmp_path / "m", sizes)
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.bfloat16)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=LORA["target_modules"])
     alone = peft.get_peft_model(opened, config)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pool import Pool
 
 from torch_dcp_backport import engine
-from torch_dcp_backport.engine import batches, config
+from torch_dcp_backport.engine import batches, config, lora
 from torch_dcp_backport.engine import verl as known
 from torch_dcp_backport.transfer import once
 
@@ -374,6 +374,22 @@ def test_flags_in_wrappers_are_read_as_their_value(workers: Any, tmp_path: Path)
         assert "calculate_entropy='False': expected True or False" in found["text"][0]
         assert "rank 1: " in found["some"][0]
         assert "calculate_entropy is False for some rows and True for others" in found["some"][0]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"exclude_modules": ["v_proj"]}, {"target_modules": "all-linear"}], ids=str
+)
+def test_weights_below_adapters_have_its_names(tmp_path: Path, options: dict[str, Any]) -> None:
+    import peft
+    from verl.utils.fsdp_utils import normalize_peft_param_name, replace_lora_wrapper
+
+    model = test_qwen.write(tmp_path, is_tied=False)
+    config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj"], **options})
+    wrapped = peft.get_peft_model(model, config)
+    own = wrapped.peft_config["default"]
+    names = normalize_peft_param_name(wrapped.state_dict())
+    expected = {replace_lora_wrapper(name, own) for name in names}
+    assert set(lora.rollout_names(wrapped, wrapped.state_dict())) == expected
 
 
 def keys_of(kind: Any) -> set[str]:

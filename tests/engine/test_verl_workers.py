@@ -125,17 +125,13 @@ def test_its_worker_resumes_as_if_it_had_not_stopped(workers: Any, tmp_path: Pat
 @pytest.mark.filterwarnings("ignore")
 def test_its_merger_reads_a_step(workers: Any, tmp_path: Path) -> None:
     """verl's files beside ours, and its merger's result beside the model that was saved."""
-    import tokenizers
     import transformers
     from verl.model_merger.base_model_merger import ModelMergerConfig
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
     test_engine_verl.test_qwen.write(tmp_path / "m", is_tied=False)
     whole = workers(saved, tmp_path / "m", tmp_path / "step")[0]
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
-    special = {"unk_token": "a", "eos_token": "a", "pad_token": "a"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
-    tokenizer.save_pretrained(tmp_path / "step" / "huggingface")
+    write_tokenizer(tmp_path / "step" / "huggingface")
     folders = {"local_dir": str(tmp_path / "step"), "target_dir": str(tmp_path / "out")}
     config = ModelMergerConfig(
         operation="merge",
@@ -147,6 +143,80 @@ def test_its_merger_reads_a_step(workers: Any, tmp_path: Path) -> None:
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert merged.keys() == whole.keys()
     assert all(torch.equal(merged[name], value.bfloat16().to(merged[name])) for name, value in whole.items())
+
+
+def write_tokenizer(folder: Path) -> None:
+    import tokenizers
+    import transformers
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
+    special = {"unk_token": "a", "eos_token": "a", "pad_token": "a", "bos_token": "a"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+
+
+def actor_of(folder: Path, is_ours: bool) -> Any:
+    """verl's ActorRolloutRefWorker as an actor, with its model made."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+    from verl.utils.checkpoint import fsdp_checkpoint_manager
+    from verl.workers import fsdp_workers
+
+    fsdp_workers.FSDPCheckpointManager = (
+        Trusting if is_ours else fsdp_checkpoint_manager.FSDPCheckpointManager
+    )
+    for name in ("log_gpu_memory_usage", "aggressive_empty_cache"):
+        setattr(fsdp_workers, name, lambda *_, **__: None)
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, WORLD_SIZE=str(WORLD), MASTER_ADDR="-", MASTER_PORT="0", LOCAL_RANK=rank)
+    root = Path(fsdp_workers.__file__).parents[1] / "trainer" / "config"
+    with initialize_config_dir(str(root), version_base=None):
+        config = compose("ppo_trainer").actor_rollout_ref
+    OmegaConf.set_struct(config, False)
+    config.model.path, config.model.use_remove_padding = str(folder), False
+    config.model.enable_gradient_checkpointing = False
+    config.model.override_config = {"attn_implementation": "eager"}
+    config.actor.strategy = config.actor.fsdp_config.strategy = "fsdp2"
+    config.actor.ppo_micro_batch_size_per_gpu = 1
+    config.actor.optim.total_training_steps = 10
+    config.actor.checkpoint.save_contents = BOTH if is_ours else BOTH[:3]
+    made = fsdp_workers.ActorRolloutRefWorker(config, role="actor")
+    made.init_model()
+    return made
+
+
+def facts_of_actor(worker: Any) -> dict[str, Any]:
+    states = worker.actor_optimizer.state_dict()["state"].values()
+    local = [part for state in states for _, part in sorted(state.items())]
+    local += list(worker.actor_module_fsdp.state_dict().values())
+    parts = [(part.to_local() if hasattr(part, "to_local") else part).clone() for part in local]
+    return {"model": dict(enumerate(parts)), "states": [], "rate": worker.actor_lr_scheduler.get_last_lr()}
+
+
+def acted(api: Any, model: Path, root: Path) -> None:
+    folders = {is_ours: str(root / f"{is_ours}" / "global_step_2" / "actor") for is_ours in (False, True)}
+    for is_ours, folder in folders.items():
+        worker = actor_of(model, is_ours)
+        for _ in range(2):
+            for parameter in worker.actor_module_fsdp.parameters():
+                parameter.grad = parameter.detach() * 0.5
+            worker.actor_optimizer.step()
+            worker.actor_lr_scheduler.step()
+        worker.save_checkpoint(folder, None, 2, 1)
+        expected = facts_of_actor(worker)
+    # Each reads both kinds of folders: the steps were the same.
+    for is_ours in (False, True):
+        for folder in folders.values():
+            fresh = actor_of(model, is_ours)
+            assert not fresh.actor_optimizer.state
+            fresh.load_checkpoint(folder, del_local_after_load=True)
+            assert same(facts_of_actor(fresh), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_its_actor_saves_and_loads(workers: Any, tmp_path: Path) -> None:
+    test_engine_verl.test_qwen.write(tmp_path / "m", is_tied=False)
+    write_tokenizer(tmp_path / "m")
+    workers(acted, tmp_path / "m", tmp_path)
 
 
 def saved(api: Any, model: Path, folder: Path) -> dict[str, torch.Tensor]:

@@ -568,7 +568,7 @@ class CheckpointHandler:
             path = Path(str(self.resume_from_path))
             store.clean(path.parent, re.compile(re.escape(path.name)))
             step = store.examined(path, extract_step(path))
-            is_ours = not (step.fault and verl.saved_world(path))
+            is_ours = not (step.foreign == manifest.NotOurs.kind and verl.saved_world(path))
             if step.fault and is_ours:
                 raise CheckpointingException(f"{path}: {step.fault}")
             return Steps([(step.step, str(path))], [], None, is_ours=is_ours)

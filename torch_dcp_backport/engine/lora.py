@@ -75,14 +75,27 @@ def opened(asked: ModelConfig) -> Optional[Saved]:
         raise ValueError(
             f"lora_rank={asked.lora_rank}, and the adapter in {asked.lora_adapter_path} has r={config.r}"
         )
-    if asked.lora_rank and asked.lora_alpha != config.lora_alpha:
-        text = f"lora_alpha={asked.lora_alpha} has no effect: the adapter in {asked.lora_adapter_path} has"
-        warn_once(logger, f"{text} {config.lora_alpha}")
+    others = {
+        "lora_alpha": asked.lora_rank and asked.lora_alpha != config.lora_alpha,
+        "target_modules": asked.target_modules not in ("all-linear", None)
+        and not same_modules(asked, config),
+        "exclude_modules": asked.exclude_modules and asked.exclude_modules != config.exclude_modules,
+    }
+    for setting in (name for name, is_other in others.items() if is_other):
+        got = f"{setting}={getattr(asked, setting)!r} has no effect"
+        warn_once(logger, f"{got}: the adapter in {asked.lora_adapter_path} has {getattr(config, setting)!r}")
     data = [(folder / file).read_bytes() for file in (CONFIG, WEIGHTS)]
     tensors = importlib.import_module("safetensors.torch").load(data[1])
     return Saved(
         config, dict(tensors), " ".join(f"{len(part)} bytes {zlib.crc32(part):08x}" for part in data)
     )
+
+
+def same_modules(asked: ModelConfig, config: Any) -> bool:
+    """Return whether the modules that are asked for are those of a saved adapter."""
+    pairs = asked.target_modules, config.target_modules
+    own, saved = (names if isinstance(names, str) else set(names or ()) for names in pairs)
+    return bool(own == saved)
 
 
 def adapted(model: nn.Module, asked: ModelConfig, saved: Optional[Saved] = None) -> nn.Module:
@@ -100,19 +113,17 @@ def adapted(model: nn.Module, asked: ModelConfig, saved: Optional[Saved] = None)
         import peft
     except ImportError as error:
         raise RuntimeError(f"lora_rank={asked.lora_rank} needs peft: {error}") from error
-    config = (
-        peft.LoraConfig(
-            # peft's wrapper for CAUSAL_LM needs a model that generates, which a value model does not.
-            task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
-            r=asked.lora_rank,
-            lora_alpha=asked.lora_alpha,
-            target_modules=asked.target_modules,
-            exclude_modules=asked.exclude_modules,
-            bias="none",
-        )
-        if saved is None
-        else saved.config
+    config: Any = peft.LoraConfig(
+        r=asked.lora_rank or 1,
+        lora_alpha=asked.lora_alpha,
+        target_modules=asked.target_modules,
+        exclude_modules=asked.exclude_modules,
+        bias="none",
     )
+    if saved is not None:
+        config = saved.config
+    # peft's wrapper for CAUSAL_LM needs a model that generates, which a value model does not.
+    config.task_type = "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None
     made: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     for path, module in made.named_modules():
         if not is_adapter(f".{path}.") or not isinstance(module, nn.Linear):
