@@ -15,12 +15,15 @@ from torch_dcp_backport.checkpoint.handler import (
 from torch_dcp_backport.checkpoint.latest import find_latest_ckpt_path
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint.megatron import MegatronCheckpointManager
+from torch_dcp_backport.checkpoint.nearby import NearbyCheckpoints, NearbyStep
 
 __all__ = [
     "BaseCheckpointManager",
     "CheckpointHandler",
     "FSDPCheckpointManager",
     "MegatronCheckpointManager",
+    "NearbyCheckpoints",
+    "NearbyStep",
     "OrchestrationMode",
     "SaveSignals",
     "export_checkpoint",
