@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +18,7 @@ from torch_dcp_backport.checkpoint.manifest import Damaged, Entry, Manifest
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.publish.drafts import discarding
 from torch_dcp_backport.transfer.link import Link
+from torch_dcp_backport.transfer.progress import Meter
 from torch_dcp_backport.transfer.wire import LENGTH, bytes_of, tensor_of
 
 
@@ -31,12 +32,12 @@ def closing(link: Link) -> Iterator[None]:
         raise
 
 
-def give(link: Link, folder: Path, block: int, moved: Callable[[int], None]) -> None:
+def give(link: Link, folder: Path, block: int, meter: Meter) -> None:
     """Send a part to the other end.
 
     Args:
         block: the most bytes of a message; the same at both ends.
-        moved: called with the bytes of each message.
+        meter: told of the bytes.
 
     Raises:
         Damaged: it is not whole here.
@@ -45,6 +46,7 @@ def give(link: Link, folder: Path, block: int, moved: Callable[[int], None]) -> 
     """
     with closing(link):
         content = manifest.read(folder)
+        meter.expect(lambda: content.nbytes)
         data = disk.read_whole(folder / manifest.NAME)
         link.send(tensor_of(len(data).to_bytes(LENGTH, "big")))
         for start in range(0, len(data), block):
@@ -56,7 +58,7 @@ def give(link: Link, folder: Path, block: int, moved: Callable[[int], None]) -> 
                     part = buffer[:size]
                     fill(file, memory_of(part), name)
                     link.send(part)
-                    moved(size)
+                    meter.add(size)
 
 
 def take(link: Link, folder: Path, owner: int, block: int) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints on the nodes' own disks or memory, each rank's part also at a rank of another node.
 
-A resume takes the newest step of which every rank's part is whole at home or at a peer. Collective. Must never
-use a part whose bytes are not those of its manifest, nor open a device's communicator for copies.
+A resume takes the newest step of which every rank's part is whole at home or at a peer. Collective. Must
+never use a part whose bytes are not those of its manifest, nor open a device's communicator for copies.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import dataclasses
 import logging
 import secrets
 import socket
-import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
+
+import torch
 
 from torch_dcp_backport.checkpoint import copies, manifest, node_folder, store
 from torch_dcp_backport.checkpoint.manifest import Damaged, Manifest
@@ -229,8 +231,8 @@ class NearbyCheckpoints:
     def load(self, state: Mapping[str, Any]) -> Optional[NearbyStep]:
         """Load the newest step of which every rank's part is whole on some node. Collective.
 
-        A part that is not at home is brought there from a peer first. Nothing is written into the state before
-        every rank has its part, and has compared it with the state.
+        A part that is not at home is brought there from a peer first. Nothing is written into the state
+        before every rank has its part, and has compared it with the state.
 
         Args:
             state: as for `save`; its tensors are written in place.
@@ -311,18 +313,19 @@ class NearbyCheckpoints:
 
     def _save(self, call: Call, state: Mapping[str, Any], step: int) -> None:
         self._introduced(call)
-        own, so_far = position(call), f"step {step} was not saved nearby; the steps before are as they were"
+        own = position(call)
         asked = call.attempt(lambda: (store.checked_step(step), settings.staging_bytes()))
         common = call.attempt(lambda known: {"step": str(known[0]), **self._settings()}, asked)
         leads = self._is_leader(call)
         order = call.attempt(lambda: self._here.contents().next_order if leads else 1)
         numbers = call.attempt(lambda known, next_order: (known[1], next_order), asked, order)
-        with at_first(call, Topic("beginning to save", so_far), numbers, common) as meeting:
+        with at_first(call, Topic("beginning to save"), numbers, common) as meeting:
             if meeting.decides:
                 budgets, orders = zip(*meeting.heard.values())
                 save = f"step_{asked.value[0]}.{secrets.token_hex(4)}"
                 meeting.answer((save, max(orders), min(budgets)))
         save, newest, budget = meeting.result
+        so_far = f"step {step} was not saved nearby; the steps before are as they were"
         place = self._here.place_of(own, save)
         content = Manifest(asked.value[0], len(call.ranks), time.time(), newest, {})
         written = call.attempt(self._written, place, own, content, state)
@@ -340,7 +343,7 @@ class NearbyCheckpoints:
         self._incomplete = save
         wanted = [Copied(source, target, source) for source, target in peers(self._nodes, self.replicas)]
         broken = list[str]()
-        for error in self._copy(call, wanted, save, save, block_of(budget, self.replicas)).values():
+        for error in self._copy(call, wanted, save, save, block_of(budget, wanted)).values():
             if isinstance(error, BrokenLink):
                 broken.append(str(error))
             else:
@@ -399,13 +402,13 @@ class NearbyCheckpoints:
             return dataclasses.replace(leaf, replica_id=0) if isinstance(leaf, ShardedObject) else leaf
 
         part = mapped(described(state, self.process_group), main)
-        known: dict[tuple[str, tuple[int, ...]], Any] = {}
+        known: dict[tuple[object, ...], torch.Tensor] = {}
         for tensor in split(part).tensors:
-            first = known.setdefault((tensor.key, tensor.global_offset), tensor.data)
-            if tensor.data is None or first is tensor.data or not tensor.data.numel():
-                continue
-            if first.data_ptr() != tensor.data.data_ptr() and tensor.flattened_range is None:
-                raise CheckpointingException(f"two tensors of one rank have the key {tensor.key}")
+            if tensor.data is not None and tensor.data.numel():
+                run = tensor.flattened_range
+                place = tensor.key, tensor.global_offset, None if run is None else run.start
+                if known.setdefault(place, tensor.data).data_ptr() != tensor.data.data_ptr():
+                    raise CheckpointingException(f"two tensors of one rank have the key {tensor.key}")
         return part
 
     # --- copies ---
@@ -419,18 +422,13 @@ class NearbyCheckpoints:
             name: of the connections that are not open yet; the same on every rank.
         """
         own, failed = position(call), dict[Copied, Exception]()
-        meter, lock = Meter("copy", settings.progress()), threading.Lock()
-
-        def moved(nbytes: int) -> None:
-            with lock:
-                meter.add(nbytes)
 
         def make(copy: Copied) -> None:
             place = self._here.place_of(copy.owner, save)
             try:
                 link = self._link(call, copy, name)
                 if copy.source == own:
-                    copies.give(link, place, block, moved)
+                    copies.give(link, place, block, Meter("copy", settings.progress()))
                 else:
                     copies.take(link, place, copy.owner, block)
             except Exception as error:
@@ -512,7 +510,7 @@ class NearbyCheckpoints:
             if meeting.decides:
                 meeting.answer((secrets.token_hex(4), min(meeting.heard.values())))
         name, least = meeting.result
-        for copy, error in self._copy(call, wanted, choice.save, name, block_of(least, 1)).items():
+        for copy, error in self._copy(call, wanted, choice.save, name, block_of(least, wanted)).items():
             if isinstance(error, BrokenLink):
                 # The other end knows why, unless it is gone.
                 broken.append(str(error))
@@ -625,9 +623,10 @@ def found_in(
     return Found(None, [*passed_over, *faults])
 
 
-def block_of(budget: int, copies_each_way: int) -> int:
-    """Return the bytes of one message: all buffers of a rank together fit into a budget."""
-    return max(min(budget // (2 * max(copies_each_way, 1)), BLOCK), 1)
+def block_of(budget: int, wanted: Sequence[Copied]) -> int:
+    """Return the bytes of one message: the buffers of any rank's copies together fit into a budget."""
+    ends = Counter(rank for copy in wanted for rank in (copy.source, copy.target))
+    return max(min(budget // max(ends.values(), default=1), BLOCK), 1)
 
 
 def refuse_broken(texts_by_rank: Mapping[int, Sequence[str]]) -> None:

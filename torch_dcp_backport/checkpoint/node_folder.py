@@ -83,7 +83,11 @@ class NodeFolder:
 
     def signed_by(self, tokens: Collection[str]) -> list[str]:
         """Return which of some tokens the folder has: it is the folder of their nodes, too."""
-        found = [disk.read_whole(path, 64).decode() for path in self.root.glob(".node-*")]
+        found = set()
+        for path in self.root.glob(".node-*"):
+            # Another program's file may have such a name.
+            with contextlib.suppress(OSError, ValueError):
+                found.add(disk.read_whole(path, 64).decode())
         return [token for token in tokens if token in found]
 
     def contents(self) -> Contents:

@@ -1,7 +1,7 @@
 """A connection between two ranks, for bytes on the host, beside all process groups.
 
-A group of all ranks would connect every rank with every other one; backends of accelerators keep memory of the
-device for each peer. Must never be used by two threads at once.
+A group of all ranks would connect every rank with every other one; backends of accelerators keep memory of
+the device for each peer. Must never be used by two threads at once.
 """
 
 from __future__ import annotations
@@ -43,11 +43,16 @@ class Link:
         if not dist.is_gloo_available():
             raise RuntimeError("this torch has no gloo, which carries bytes between hosts")
         self.is_source = dist.get_rank() == source
-        store = dist.PrefixStore(f"torch_dcp_backport/link/{name}/{source}-{target}", compat.default_store())
-        limit = datetime.timedelta(seconds=seconds)
+        # torch's types do not have all that it exports.
+        native: Any = dist
+        prefix, limit = (
+            f"torch_dcp_backport/link/{name}/{source}-{target}",
+            datetime.timedelta(seconds=seconds),
+        )
         self._pair: Optional[Any] = None
         try:
-            self._pair = dist.ProcessGroupGloo(store, 0 if self.is_source else 1, 2, limit)
+            store = native.PrefixStore(prefix, compat.default_store())
+            self._pair = native.ProcessGroupGloo(store, 0 if self.is_source else 1, 2, limit)
         except RuntimeError as error:
             raise self._broken(error) from error
 
