@@ -293,6 +293,37 @@ def test_two_nodes_with_one_folder_are_refused(api: Any, tmp_path: Path) -> None
     assert "too few nodes: replicas=2 (expected at least 3, got 2)" in text
 
 
+@on_ranks()
+def test_ranks_of_one_node_see_one_folder(api: Any, tmp_path: Path) -> None:
+    tier = on_nodes(tmp_path)
+    if dist.get_rank() == 1:
+        # As in a container of its own, with a /dev/shm of its own.
+        (tmp_path / "own").mkdir()
+        tier._here.root = tmp_path / "own"
+    text = refused(tier.save, {"w": torch.ones(2)}, 1)
+    assert "rank 1: not the folder that rank 0 of the same node, n0, has under this name" in text
+
+
+@on_ranks()
+def test_a_torn_step_does_not_count_among_those_that_are_kept(api: Any, tmp_path: Path) -> None:
+    expected, tier = trained(tmp_path, 3), on_nodes(tmp_path)
+    for node in ("n0", "n1"):
+        once(lambda node=node: flip(files_of(tmp_path, node, 0, 3)))
+    training = Training(1)
+    assert training.resume(tier).step == 2
+    assert tier.save(training.state(), 4)
+    dist.barrier()  # the first rank of each node removes
+    assert {path.name[:6] for path in (tmp_path / "n0" / "rank_0").iterdir()} == {
+        "step_2",
+        "step_3",
+        "step_4",
+    }
+    for node in ("n0", "n1"):
+        once(lambda node=node: flip(files_of(tmp_path, node, 0, 4)))
+    assert training.resume(on_nodes(tmp_path)).step == 2
+    assert equal(training.values(), expected[2])
+
+
 @pytest.mark.parametrize("where", ["writing", "copying"])
 @pytest.mark.parametrize("on_failure", ["raise", "warn"])
 @on_ranks()

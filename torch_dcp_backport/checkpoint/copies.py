@@ -15,6 +15,7 @@ import torch
 
 from torch_dcp_backport.checkpoint import manifest, node_folder, store
 from torch_dcp_backport.checkpoint.manifest import Damaged, Entry, Manifest
+from torch_dcp_backport.dist_checkpointing.engine import files
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.publish.drafts import discarding
 from torch_dcp_backport.transfer.link import Link
@@ -97,6 +98,8 @@ def receive(link: Link, folder: Path, block: int) -> Manifest:
         path.parent.mkdir(parents=True, exist_ok=True)
         disk.step(f"create {path.name}")
         with open(disk.create(path), "wb", buffering=0) as file:
+            # A full disk is known before the bytes have come.
+            files.reserve(file.fileno(), entry.nbytes)
             for size in sizes(entry, block):
                 link.receive(buffer[:size])
                 view = memory_of(buffer[:size])

@@ -80,7 +80,7 @@ class Found(NamedTuple):
     """What the nodes have together."""
 
     choice: Optional[Choice]
-    #: Newer saves, and why they cannot be loaded.
+    #: Newer saves, and why they cannot be loaded; and folders that are no parts.
     passed_over: Sequence[str]
     #: Why nothing older may be loaded in the place of a newer save; "" where nothing speaks against it.
     refused: str = ""
@@ -184,6 +184,8 @@ class NearbyCheckpoints:
         self._links: dict[tuple[int, int], Link] = {}
         #: The last save, while its copies are not whole.
         self._incomplete = ""
+        #: Saves of which a part was torn where no copy was whole: they count for none of the steps kept.
+        self._distrusted: set[str] = set()
 
     def save(self, state: Mapping[str, Any], step: int) -> bool:
         """Save this rank's part of a step, and copy it to a peer. Collective.
@@ -289,11 +291,15 @@ class NearbyCheckpoints:
                 self._here.sign(name, token)
                 self._here.clean()
         tokens = meet(call, Topic("signing the folders"), (name, token) if is_leader else None)
+        leader = call.ranks[nodes[name][0]]
         others = {said[1]: said[0] for said in tokens.values() if said is not None and said[0] != name}
         with call.guard(str(self.folder)):
             for other in self._here.signed_by(list(others)) if is_leader else ():
                 what = "two nodes have the same folder, which must be each node's own"
                 call.problems.append(Problem(what, str(self.folder), f"{name} and {others[other]}"))
+            if not self._here.signed_by([tokens[leader][1]]):
+                what = f"not the folder that rank {leader} of the same node, {name}, has under this name"
+                call.problems.append(Problem(what, str(self.folder)))
         meet(call, Topic("comparing the folders"))
         self._nodes = nodes
 
@@ -357,7 +363,8 @@ class NearbyCheckpoints:
                 refuse_broken({rank: texts for rank, (_, texts) in meeting.heard.items()})
                 # A save that was killed has parts on some ranks alone: it counts for none of the steps kept.
                 whole = set.intersection(*(set(saves) for saves, _ in meeting.heard.values()))
-                kept = sorted(whole, reverse=True)[: self.keep]
+                good = [(order, save) for order, save in whole if save not in self._distrusted]
+                kept = sorted(good, reverse=True)[: self.keep]
                 meeting.answer(kept[-1][0] if len(kept) == self.keep else 0)
         self._incomplete = ""
         if leading is not None:
@@ -481,6 +488,7 @@ class NearbyCheckpoints:
                 return None
             new = self._torn(call, found.choice)
             if not new:
+                self._distrusted.update(save for _, save, _ in torn if save != found.choice.save)
                 if call.is_first:
                     tell(found, [*texts, *found.passed_over])
                 return found.choice
@@ -608,6 +616,7 @@ def found_in(
                 example[part.save] = part
                 holders.setdefault(part.save, {}).setdefault(part.owner, []).append(node)
     passed_over: list[str] = []
+    faults = [f"{node}: {fault}" for node, contents in by_node.items() for fault in contents.faults]
     for save in sorted(holders, key=lambda save: (example[save].order, save), reverse=True):
         part, places = example[save], holders[save]
         if part.world != world:
@@ -618,8 +627,7 @@ def found_in(
             passed_over.append(f"{save}: no node has a whole part of {spell(absent)}")
             continue
         away = {rank: places[rank][0] for rank, node in home.items() if node not in places[rank]}
-        return Found(Choice(part.step, save, away), passed_over)
-    faults = [f"{node}: {fault}" for node, contents in by_node.items() for fault in contents.faults]
+        return Found(Choice(part.step, save, away), [*passed_over, *faults])
     return Found(None, [*passed_over, *faults])
 
 
