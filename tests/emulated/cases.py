@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from values import Breaking
 
 from torch_dcp_backport import compat, dist_checkpointing, hf, status, transfer
-from torch_dcp_backport.checkpoint import FSDPCheckpointManager
+from torch_dcp_backport.checkpoint import FSDPCheckpointManager, NearbyCheckpoints
 from torch_dcp_backport.dist_checkpointing import ShardedTensor
 from torch_dcp_backport.engine import export
 from torch_dcp_backport.engine.move import move_model, move_optimizer
@@ -602,6 +603,33 @@ def manager(rank: int, world: int) -> None:
         for name, values in states["state"].items() if rank == 0 else ():
             for key, value in values.items():
                 assert torch.equal(value, loaded["state"][name][key]), (name, key)
+
+
+def nearby_nodes(rank: int, world: int) -> None:
+    """Each rank's part on its own node, with a copy on the next one; a node's folder is gone."""
+    net = filled(sharded(mesh_1d(world)), full_state(2))
+    optimizer = adamw(net)
+    train(net, optimizer)
+    folder = accelerator.folder() / f"node_{rank // 2}"
+    model, states = functions.get_state_dict(net, optimizer)
+    assert NearbyCheckpoints(folder, ranks_per_node=2).save({"model": model, "optimizer": states}, 1)
+    dist.barrier()
+    if rank == 2:
+        shutil.rmtree(folder)
+    dist.barrier()
+    other_net = sharded(mesh_1d(world))
+    other = adamw(other_net)
+    wanted, other_states = functions.get_state_dict(other_net, other)
+    loaded = NearbyCheckpoints(folder, ranks_per_node=2).load({"model": wanted, "optimizer": other_states})
+    assert loaded is not None
+    assert loaded.copied_from == ("node 0" if rank >= 2 else "")
+    for name, tensor in wanted.items():
+        assert local_of(tensor).device == accelerator.device()
+        assert torch.equal(local_of(tensor).cpu(), local_of(model[name]).cpu()), name
+    for name, values in states["state"].items():
+        for key, value in values.items():
+            again = loaded.state["optimizer"]["state"][name][key]
+            assert torch.equal(local_of(again).cpu(), local_of(value).cpu()), (name, key)
 
 
 # --- what goes wrong ---

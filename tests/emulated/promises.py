@@ -199,6 +199,15 @@ PROMISED: Promises = {
         ),
         BESIDE: Promise((2, 2, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 228480, "broadcast": 6}),
     },
+    "nearby_nodes": {
+        ALONE: Promise(
+            (1, 1, 1, 1),
+            (0, 0, 0, 0),
+            (0, 0, 0, 0),
+            {"allgather_base": 61440, "barrier": 32, "broadcast": 491520},
+        ),
+        BESIDE: Promise((0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0), {}),
+    },
     "errors_on_every_rank": {
         ALONE: Promise(
             (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 9012, "broadcast": 154912}

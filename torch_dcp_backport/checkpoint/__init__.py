@@ -15,6 +15,7 @@ from torch_dcp_backport.checkpoint.handler import (
 from torch_dcp_backport.checkpoint.latest import find_latest_ckpt_path
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint.megatron import MegatronCheckpointManager
+from torch_dcp_backport.checkpoint.nearby import NearbyCheckpoints, NearbyStep
 from torch_dcp_backport.checkpoint.policies import PreservationPolicy, SavePolicy
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "CheckpointHandler",
     "FSDPCheckpointManager",
     "MegatronCheckpointManager",
+    "NearbyCheckpoints",
+    "NearbyStep",
     "OrchestrationMode",
     "PreservationPolicy",
     "SavePolicy",
