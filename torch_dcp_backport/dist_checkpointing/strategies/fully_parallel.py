@@ -73,14 +73,14 @@ class FullyParallelSaveStrategyWrapper:
         pg_cache_path: Optional[str] = None,
         pg_cache_create: bool = False,
     ) -> None:
-        self.base_strategy = TorchDistSaveShardedStrategy(backend, version) if strategy is None else strategy
-        self.parallelization_group = parallelization_group
-        self.do_cache_distribution = do_cache_distribution
-        self.backend = backend
-        self.version = version
-        self.validate_access_integrity = validate_access_integrity
-        self.cached_distribution: Optional[ShardDistribution] = None
         say_of_cache(pg_cache_path)
+        self.backend, self.version = backend, version
+        self.base_strategy = TorchDistSaveShardedStrategy(backend, version) if strategy is None else strategy
+        self.validate_access_integrity = validate_access_integrity
+        self.parallelization_group = parallelization_group
+        #: Of the first save; kept where `do_cache_distribution` says so.
+        self.cached_distribution: Optional[ShardDistribution] = None
+        self.do_cache_distribution = do_cache_distribution
 
     can_handle_sharded_objects = property(lambda self: True)
 
@@ -147,13 +147,14 @@ class FullyParallelLoadStrategyWrapper:
         pg_cache_create: bool = False,
     ) -> None:
         self.base_strategy = TorchDistLoadShardedStrategy() if strategy is None else strategy
-        self.parallelization_group = parallelization_group
-        self.do_cache_distribution = do_cache_distribution
-        self.exchange_algo = exchange_algo
-        self.per_rank_object_load = per_rank_object_load
-        self.cached_distribution: Optional[ShardDistribution] = None
-        self.cached_global_metadata: Any = None
         say_of_cache(pg_cache_path)
+        self.per_rank_object_load, self.exchange_algo = per_rank_object_load, exchange_algo
+        self.parallelization_group = parallelization_group
+        #: Of the first load; kept where `do_cache_distribution` says so.
+        self.cached_distribution: Optional[ShardDistribution] = None
+        self.do_cache_distribution = do_cache_distribution
+        #: That of the strategy inside.
+        self.cached_global_metadata: Any = None
 
     can_handle_sharded_objects = property(lambda self: True)
 
@@ -208,7 +209,9 @@ class FullyParallelLoadStrategyWrapper:
                     elif isinstance(adopted(part), ShardedObject):
                         half = own if self.per_rank_object_load else half
                         half.objects[_sharded_object_id(part)] = part
-                loaded = Own(read(own.tensors), read(own.objects))
+                # Tensors last, as in Megatron's: a strategy may note what it has read last.
+                objects = read(own.objects)
+                loaded = Own(read(own.tensors), objects)
             meet(call, READING)
         tensors = exchange_by_distribution(
             loaded.tensors, others.tensors, distribution, group, self.exchange_algo
