@@ -388,6 +388,36 @@ def test_policies_and_steps_that_differ_are_refused_on_every_rank(api: Any, tmp_
         handler.save_if_due(4)
 
 
+@on_ranks(world=2)
+def test_an_object_that_fails_on_one_rank_is_heard_of_on_every_rank(api: Any, tmp_path: Path) -> None:
+    class Fails(Holder):
+        def state_dict(self) -> Any:
+            if dist.get_rank() == 1:
+                raise OSError("no state today")
+            return {}
+
+    policy = SavePolicy(on_exception=True, patience=60.0)
+    handler = Trainer(tmp_path, save_policy=policy, state={"own": Fails()}).handler
+    with handler.watching(), pytest.raises(CheckpointingException, match="rank 1: OSError: no state today"):
+        handler.save_if_due(1)
+
+
+def test_tensors_without_versions_are_compared_by_their_values(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        value = torch.zeros(2)
+    trainer = Trainer(tmp_path, save_policy=ON_EXCEPTION, state={"own": Holder({"value": value})})
+    with left_by(Boom, trainer.handler):
+        trainer.handler.save_if_due(1)
+        with torch.inference_mode():
+            value += 1
+        raise Boom
+    assert steps(tmp_path) == []
+    with left_by(Boom, trainer.handler):
+        trainer.handler.save_if_due(1)
+        raise Boom
+    assert steps(tmp_path) == [1]
+
+
 def test_an_optimizer_without_memory_of_its_own_is_compared(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     manager = FSDPCheckpointManager(model, torch.optim.SGD(model.parameters(), lr=0.1))

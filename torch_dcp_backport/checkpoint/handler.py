@@ -279,9 +279,7 @@ class CheckpointHandler:
                 same on every rank.
         """
         watch = self._watch
-        due = watching.ask(self, watch, step, (time.monotonic() - self._saved_at) / 60)
-        if watch is not None:
-            watch.completed(step, metric)
+        due = watching.ask(self, watch, step, metric, (time.monotonic() - self._saved_at) / 60)
         self.is_stopping = due.is_stopping
         return self.save_checkpoint(step, metric=metric) if due.is_due else None
 
@@ -374,7 +372,8 @@ class CheckpointHandler:
         common = {
             "default_hdfs_dir": str(self.default_hdfs_dir),
             "metric": spelled_metric(metric),
-            "preserve": str(self.preservation),
+            "max_ckpt_to_keep": str(self.max_ckpt_to_keep),
+            "preserve": str(self.preserve),
             "trash_dir": str(self.trash_dir),
         }
         wanted = Wanted(locate, step, common, rating)
