@@ -121,7 +121,7 @@ def test_a_policy_that_watches_is_nothing_outside_of_it(tmp_path: Path) -> None:
     handler = Trainer(tmp_path, save_policy=ON_EXCEPTION).handler
     with pytest.raises(CheckpointingException, match="outside of watching"):
         handler.save_if_due(1)
-    with handler.watching(), pytest.raises(RuntimeError, match="already"), handler.watching():
+    with handler.watching(), pytest.raises(CheckpointingException, match="already"), handler.watching():
         pass
 
 

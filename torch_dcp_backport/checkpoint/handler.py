@@ -293,7 +293,8 @@ class CheckpointHandler:
         log says. The exception goes on in any case.
 
         Raises:
-            CheckpointingException: no policy, or another one on some rank; the same on every rank.
+            CheckpointingException: no policy, another one on some rank, or a rank is watching already; the
+                same on every rank.
 
         Example:
             >>> import torch
@@ -312,8 +313,6 @@ class CheckpointHandler:
             ...     print(handler.load_checkpoint())
             7
         """
-        if self._watch is not None:
-            raise RuntimeError("the handler is watching already")
         with watching.Watch(self) as watch:
             self._watch, self.is_stopping = watch, False
             try:
@@ -609,6 +608,11 @@ class CheckpointHandler:
         if self._listed.root != self.default_local_dir:
             self._listed = Shelf(self.default_local_dir)
         return self._listed
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the handler is within `watching()`."""
+        return self._watch is not None
 
     @property
     def device_kind(self) -> str:

@@ -176,6 +176,8 @@ class Watch:
         with begin(CANNOT_ASK, "save", handler.process_group) as call, ExitStack() as stack:
             with call.guard():
                 check_policy(handler)
+                if handler.is_watched:
+                    raise CheckpointingException("the handler is within watching() already")
                 policy = handler.save_policy
                 if policy is not None and policy.signals:
                     self._signals = stack.enter_context(SaveSignals(policy.signals, handler.process_group))
