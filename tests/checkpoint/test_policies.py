@@ -61,6 +61,15 @@ def test_a_damaged_step_is_not_the_best_one(tmp_path: Path) -> None:
     assert steps(tmp_path) == [2, 4]
 
 
+def test_the_policy_of_the_publication_counts(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, config={**SMALL, "async_save": True}, max_ckpt_to_keep=1)
+    trainer.handler.save_checkpoint(1)
+    trainer.handler.save_checkpoint(2)
+    trainer.handler.max_ckpt_to_keep = 2
+    trainer.handler.finish()
+    assert steps(tmp_path) == [1, 2]
+
+
 def test_a_policy_that_would_remove_the_only_good_step_removes_nothing(tmp_path: Path, caplog) -> None:
     once.forget()
     with caplog.at_level(logging.WARNING):
@@ -185,6 +194,7 @@ def test_a_metric_that_is_no_number_is_refused(tmp_path: Path) -> None:
 def differing(api: Any, root: Path, what: str) -> str:
     odd = dist.get_rank() == 1
     options = {
+        "max_ckpt_to_keep": {"max_ckpt_to_keep": 2 if odd else 1},
         "preserve": {"preserve": PreservationPolicy(last=2 if odd else 1)},
         "trash_dir": {"trash_dir": root.parent / "trash" if odd else None},
         "metric": {},
@@ -195,7 +205,7 @@ def differing(api: Any, root: Path, what: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["preserve", "trash_dir", "metric"])
+@pytest.mark.parametrize("what", ["max_ckpt_to_keep", "preserve", "trash_dir", "metric"])
 def test_what_differs_between_ranks_is_refused_on_each(ranks, tmp_path: Path, what: str) -> None:
     (text,) = set(ranks(differing, tmp_path / "run", what, world=2))
     assert f"rank 1: not the same on every rank: {what} (" in text

@@ -121,7 +121,7 @@ def test_a_policy_that_watches_is_nothing_outside_of_it(tmp_path: Path) -> None:
     handler = Trainer(tmp_path, save_policy=ON_EXCEPTION).handler
     with pytest.raises(CheckpointingException, match="outside of watching"):
         handler.save_if_due(1)
-    with handler.watching(), pytest.raises(RuntimeError, match="already"), handler.watching():
+    with handler.watching(), pytest.raises(CheckpointingException, match="already"), handler.watching():
         pass
 
 
@@ -386,6 +386,36 @@ def test_policies_and_steps_that_differ_are_refused_on_every_rank(api: Any, tmp_
     handler.save_policy = None if odd else SavePolicy(steps=4)
     with pytest.raises(CheckpointingException, match=r"rank 1: .*no save_policy"):
         handler.save_if_due(4)
+
+
+@on_ranks(world=2)
+def test_an_object_that_fails_on_one_rank_is_heard_of_on_every_rank(api: Any, tmp_path: Path) -> None:
+    class Fails(Holder):
+        def state_dict(self) -> Any:
+            if dist.get_rank() == 1:
+                raise OSError("no state today")
+            return {}
+
+    policy = SavePolicy(on_exception=True, patience=60.0)
+    handler = Trainer(tmp_path, save_policy=policy, state={"own": Fails()}).handler
+    with handler.watching(), pytest.raises(CheckpointingException, match="rank 1: OSError: no state today"):
+        handler.save_if_due(1)
+
+
+def test_tensors_without_versions_are_compared_by_their_values(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        value = torch.zeros(2)
+    trainer = Trainer(tmp_path, save_policy=ON_EXCEPTION, state={"own": Holder({"value": value})})
+    with left_by(Boom, trainer.handler):
+        trainer.handler.save_if_due(1)
+        with torch.inference_mode():
+            value += 1
+        raise Boom
+    assert steps(tmp_path) == []
+    with left_by(Boom, trainer.handler):
+        trainer.handler.save_if_due(1)
+        raise Boom
+    assert steps(tmp_path) == [1]
 
 
 def test_an_optimizer_without_memory_of_its_own_is_compared(tmp_path: Path) -> None:

@@ -283,9 +283,7 @@ class CheckpointHandler:
                 same on every rank.
         """
         watch = self._watch
-        due = watching.ask(self, watch, step, (time.monotonic() - self._saved_at) / 60)
-        if watch is not None:
-            watch.completed(step, metric)
+        due = watching.ask(self, watch, step, metric, (time.monotonic() - self._saved_at) / 60)
         self.is_stopping = due.is_stopping
         return self.save_checkpoint(step, metric=metric) if due.is_due else None
 
@@ -299,7 +297,8 @@ class CheckpointHandler:
         log says. The exception goes on in any case.
 
         Raises:
-            CheckpointingException: no policy, or another one on some rank; the same on every rank.
+            CheckpointingException: no policy, another one on some rank, or a rank is watching already; the
+                same on every rank.
 
         Example:
             >>> import torch
@@ -318,8 +317,6 @@ class CheckpointHandler:
             ...     print(handler.load_checkpoint())
             7
         """
-        if self._watch is not None:
-            raise RuntimeError("the handler is watching already")
         with watching.Watch(self) as watch:
             self._watch, self.is_stopping = watch, False
             try:
@@ -378,7 +375,8 @@ class CheckpointHandler:
         common = {
             "default_hdfs_dir": str(self.default_hdfs_dir),
             "metric": spelled_metric(metric),
-            "preserve": str(self.preservation),
+            "max_ckpt_to_keep": str(self.max_ckpt_to_keep),
+            "preserve": str(self.preserve),
             "trash_dir": str(self.trash_dir),
         }
         wanted = Wanted(locate, step, common, rating)
@@ -614,6 +612,11 @@ class CheckpointHandler:
         if self._listed.root != self.default_local_dir:
             self._listed = Shelf(self.default_local_dir)
         return self._listed
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the handler is within `watching()`."""
+        return self._watch is not None
 
     @property
     def device_kind(self) -> str:

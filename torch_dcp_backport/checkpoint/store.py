@@ -457,7 +457,7 @@ def taken(folder: Path, trash: Optional[Path] = None) -> Optional[Path]:
     if trash is not None:
         trash.mkdir(parents=True, exist_ok=True)
         # By no name that a step has, or that is cleaned up: the trash may be in the root of another run.
-        hidden = trash / f"{folder.parent.name}.{folder.name}.{secrets.token_hex(4)}"
+        hidden = trash / f"{folder.absolute().parent.name}.{folder.name}.{secrets.token_hex(4)}"
     with _taking:
         if is_uploading(folder):
             return None

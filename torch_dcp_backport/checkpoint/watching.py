@@ -42,6 +42,10 @@ PAUSE = 0.05
 _watches: Counter[tuple[int, ...]] = Counter()
 
 
+#: The keys that lead to a tensor.
+Name = tuple[Any, ...]
+
+
 class Due(NamedTuple):
     """The ranks' answer to whether a step is to be saved."""
 
@@ -59,7 +63,7 @@ class Mark:
     def __init__(self, handler: CheckpointHandler, step: int, metric: Any) -> None:
         self.step = step
         self.metric = metric
-        self.tensors = {name: (tensor, tensor._version) for name, tensor in tensors_in(handler)}
+        self.tensors = {name: held(tensor) for name, tensor in tensors_in(handler)}
         self.digests = digests_in(handler)
         self.random_state = handler.engine.get_rng_state()
         #: The state of this rank's data loader, packed: by the time of an exception it may be further.
@@ -74,7 +78,11 @@ class Mark:
         if self.touched:
             return self.touched
         now = dict(tensors_in(handler))
-        names = [name for name in sorted({*now, *self.tensors}) if not self.is_same(name, now.get(name))]
+        names = [
+            ".".join(map(str, name))
+            for name in {**self.tensors, **now}
+            if not self.is_same(name, now.get(name))
+        ]
         digests = digests_in(handler)
         names += [
             name for name in sorted({*digests, *self.digests}) if digests.get(name) != self.digests.get(name)
@@ -82,33 +90,39 @@ class Mark:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return ", ".join(names[:3]) + more
 
-    def is_same(self, name: str, now: Optional[torch.Tensor]) -> bool:
+    def is_same(self, name: Name, now: Optional[torch.Tensor]) -> bool:
         if now is None or name not in self.tensors:
             return False
         before, version = self.tensors[name]
-        if before.shape != now.shape or before.dtype != now.dtype or before._version != version:
+        if before.shape != now.shape or before.dtype != now.dtype or version != version_of(before):
             return False
         if before.data_ptr() == now.data_ptr():
-            return before._version == now._version
+            return version == version_of(now)
         # Other memory, or a copy that the object makes each time.
         return bool(torch.equal(before, now))
 
 
-def tensors_in(handler: CheckpointHandler) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(handler: CheckpointHandler) -> Iterator[tuple[Name, torch.Tensor]]:
     """Yield the tensors that a save of a handler would read, with names."""
     manager = handler.engine
     for number, chunk in enumerate(listed(manager.model)):
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
-            yield f"model.{number}.{name}", local(tensor)
+            yield ("model", number, name), local(tensor)
     for number, optimizer in enumerate(listed(manager.optimizer)):
         for place, state in enumerate(optimizer.state.values()):
-            for path, tensor in user_state.leaves(dict(state)):
-                if isinstance(tensor, torch.Tensor):
-                    yield ".".join(map(str, ("optimizer", number, place, *path))), local(tensor)
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    yield ("optimizer", number, place, key), local(value)
+                else:
+                    yield from tensors_below(("optimizer", number, place, key), value)
     for name, value in sorted(handler.state.items()):
-        for path, tensor in user_state.leaves(value.state_dict()):
-            if isinstance(tensor, torch.Tensor):
-                yield ".".join(map(str, (f"state[{name!r}]", *path))), local(tensor)
+        yield from tensors_below((f"state[{name!r}]",), value.state_dict())
+
+
+def tensors_below(name: Name, value: Any) -> Iterator[tuple[Name, torch.Tensor]]:
+    for path, tensor in user_state.leaves(value):
+        if isinstance(tensor, torch.Tensor):
+            yield (*name, *path), local(tensor)
 
 
 def digests_in(handler: CheckpointHandler) -> dict[str, bytes]:
@@ -128,8 +142,18 @@ def digests_in(handler: CheckpointHandler) -> dict[str, bytes]:
     return {name: digest_of(values_of(value)) for name, value in found.items()}
 
 
+def held(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return a tensor with its version; of one that counts none, a copy, which is compared by its values."""
+    kept = tensor.clone() if tensor.is_inference() else tensor
+    return kept, version_of(kept)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    return compat.local_part(tensor) if isinstance(tensor, compat.DTensor) else tensor.detach()
+    return compat.local_part(tensor) if isinstance(tensor, compat.DTensor) else tensor
 
 
 def listed(value: Any) -> list[Any]:
@@ -152,6 +176,8 @@ class Watch:
         with begin(CANNOT_ASK, "save", handler.process_group) as call, ExitStack() as stack:
             with call.guard():
                 check_policy(handler)
+                if handler.is_watched:
+                    raise CheckpointingException("the handler is within watching() already")
                 policy = handler.save_policy
                 if policy is not None and policy.signals:
                     self._signals = stack.enter_context(SaveSignals(policy.signals, handler.process_group))
@@ -258,13 +284,18 @@ def check_policy(handler: CheckpointHandler) -> None:
             )
 
 
-def ask(handler: CheckpointHandler, watch: Optional[Watch], step: int, minutes_since: float) -> Due:
+def ask(
+    handler: CheckpointHandler, watch: Optional[Watch], step: int, metric: Any, minutes_since: float
+) -> Due:
     """Return whether a step is to be saved, the same on every rank. Collective: one small all-gather.
+
+    The watch remembers the state of the step.
 
     Args:
         handler: the handler.
         watch: its watch; None outside of one.
         step: the step that is complete.
+        metric: its metric.
         minutes_since: minutes since the last save; those of the first rank count.
 
     Raises:
@@ -279,6 +310,9 @@ def ask(handler: CheckpointHandler, watch: Optional[Watch], step: int, minutes_s
             raise CheckpointingException(f"save_if_due outside of watching(): {policy} would see nothing")
         is_late = policy.minutes is not None and minutes_since >= policy.minutes
         is_due = is_late or (policy.steps is not None and step % policy.steps == 0)
+        if watch is not None:
+            # Code of the program's own objects, which may fail on a rank alone.
+            watch.completed(step, metric)
         signalled = watch is not None and watch.take_signal()
         return [float(zlib.crc32(str(policy).encode())), float(step), float(is_due), float(signalled)]
 
