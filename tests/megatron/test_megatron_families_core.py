@@ -10,6 +10,9 @@ from family_models import SIZES, built, config_of, write
 from gpt import forward, initialise
 from pool import Pool
 
+from torch_dcp_backport import dist_checkpointing
+from torch_dcp_backport.megatron.convert import convert
+
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
@@ -138,6 +141,17 @@ def logits(api: Any, folder: str, config: dict[str, Any], tp: int, ep: int) -> t
     return out
 
 
+def out_of_a_checkpoint(api: Any, folder: str, config: dict[str, Any], tp: int, ep: int) -> list[str]:
+    """What a converted checkpoint fills otherwise than the files do, in the names that the model asks for."""
+    model, other = model_of(config, tp, ep), model_of(config, tp, ep)
+    state = dist_checkpointing.load({"model": model.sharded_state_dict()}, f"{folder}-ckpt")
+    model.load_state_dict(state["model"])
+    api.load_hf(other, folder)
+    wanted = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+    got = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return [key for key, value in wanted.items() if not torch.equal(got[key], value)]
+
+
 @pytest.fixture(scope="module")
 def core_ranks():
     pool = Pool(4, "torch_dcp_backport.megatron", timeout=60.0, limit=170.0)
@@ -158,3 +172,6 @@ def test_the_logits_are_those_of_transformers(core_ranks, tmp_path, name):
     write(name, tmp_path / "hf", tensors, **changed)
     for got in core_ranks(logits, str(tmp_path / "hf"), config_of(name, **changed), tp, ep):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    convert(tmp_path / "hf", tmp_path / "hf-ckpt")
+    said = str(tmp_path / "hf"), config_of(name, **changed), tp, ep
+    assert core_ranks(out_of_a_checkpoint, *said) == [[]] * 4
