@@ -184,7 +184,7 @@ tell(lost=[lost.outcome, *lost.overridden], off=off.reason, kept=kept, same=same
     ).facts
     names = "checkpoint.filesystem._FileSystemWriter.finish", "checkpoint.state_dict.set_model_state_dict"
     assert facts["lost"] == ["applied", *(f"torch.distributed.{name}" for name in names)]
-    assert "left alone, as somebody else replaced them" in facts["off"]
+    assert "left alone, as other code replaced them" in facts["off"]
     assert (facts["kept"], facts["same"]) == ([True, True], True)
 
 

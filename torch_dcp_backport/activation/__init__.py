@@ -56,7 +56,7 @@ def deactivate() -> Status:
         _outcome = Status("disabled", "deactivate() was called", decision.switch, decision.torch_version)
     lost = installer.remove()
     if lost:
-        reason = f"deactivate() was called; left alone, as somebody else replaced them: {', '.join(lost)}"
+        reason = f"deactivate() was called; left alone, as other code replaced them: {', '.join(lost)}"
         _outcome = _outcome._replace(reason=reason)
     return current()
 

@@ -22,7 +22,7 @@ def require(name: str) -> None:
         state = f"{name} {found} is installed"
     except ImportError as error:
         cause, state = error, f"it cannot be imported ({error})"
-    except Exception as error:  # a folder of that name, or a version that nobody can compare
+    except Exception as error:  # a folder of that name, or a version that cannot be compared
         cause, state = error, f"it is not what is there ({type(error).__name__}: {error})"
     text = f"torch_dcp_backport needs {name} >= {least}, and {state}: pip install '{name}>={least}'"
     raise ImportError(text, name=name) from cause
