@@ -259,7 +259,7 @@ def spoil(folder: Path, what: str) -> str:
     [
         (
             "another class",
-            "the state of another optimizer: optimizer.param_groups.0 (a SGD) (expected dampening",
+            "the state of another optimizer: optimizer.param_groups.0 (a SGD) (expected dampening, ",
         ),
         ("no exp_avg_sq", "optimizer.state.0 (expected exp_avg, exp_avg_sq, step, got exp_avg, step)"),
         ("no optim.state", "missing in the file: optimizer.state"),
@@ -336,3 +336,27 @@ def test_a_step_of_ours_is_no_folder_of_verls(tmp_path: Path) -> None:
     (folder / "optim_world_size_1_rank_0.pt").unlink()
     with pytest.raises(CheckpointingException, match=r"optim_world_size_1_rank_0\.pt: No such file"):
         trainer_of(tmp_path, 5, trust=True, **options).handler.load_checkpoint()
+
+
+OPTIMIZERS = ("AdamW", "SGD", "Adamax", "RAdam", "RMSprop")
+
+
+def test_each_optimizer_takes_its_own_state_alone(tmp_path: Path) -> None:
+    """Also where the other's options are a part of its own (Adamax in AdamW), or its states are (RAdam)."""
+    manager = {}
+    for name in OPTIMIZERS:
+        model = nn.Linear(2, 2)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        settings = {"save_contents": ALONE, "load_contents": ["optimizer"]}
+        manager[name] = FSDPCheckpointManager(model, optimizer, checkpoint_config=settings, trust=True)
+        manager[name].save_checkpoint(tmp_path / name, global_step=1)
+    for name in OPTIMIZERS:
+        for other in OPTIMIZERS:
+            if name == other:
+                manager[name].load_checkpoint(tmp_path / other)
+                continue
+            with pytest.raises(CheckpointingException, match=r"of another optimizer|other states than this"):
+                manager[name].load_checkpoint(tmp_path / other)

@@ -37,6 +37,8 @@ MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 NAME = re.compile(r"(?:model|optim|extra_state)_world_size_(\d+)_rank_\d+\.pt")
 #: Option by which torch's Adam is an AdamW, from 2.7 on.
 DECOUPLED = "decoupled_weight_decay"
+#: Options of a group that schedules and newer releases of torch add. Others tell one optimizer from another.
+ADDED = ("initial_lr", "maximize", "foreach", "capturable", "differentiable", "fused", DECOUPLED)
 #: Options of a step on the host.
 SLOWLY = {"foreach": None, "fused": None, "capturable": False}
 UNTRUSTED = "has files of verl's own manager, which run what they say: trust=True reads them"
@@ -150,9 +152,9 @@ def problems_of_files(folder: Path, share: int, shares: int) -> list[Problem]:
         raise CheckpointingException(f"{folder}: {error}") from error
     here = sorted(path.name for path in folder.iterdir() if NAME.fullmatch(path.name))
     unknown = [name for name in here if name not in content.files]
-    listed = [name for name in sorted(content.files) if NAME.fullmatch(name)][share::shares]
+    names = [name for name in sorted(content.files) if NAME.fullmatch(name)][share::shares]
     problems = [Problem("not in the manifest of the save", str(folder / name)) for name in unknown[:3]]
-    wrong = manifest.wrong_checksums(folder, content, listed)
+    wrong = manifest.wrong_checksums(folder, content, names)
     return problems + [Problem("not what was saved", str(folder), text) for text in wrong]
 
 
@@ -231,19 +233,19 @@ def problems_of_optimizer(state: Any, optimizer: torch.optim.Optimizer) -> list[
         return [Problem("other groups of parameters", "optimizer", f"{have}", f"{want}")]
     problems = []
     for number, (group, own) in enumerate(zip(state["param_groups"], optimizer.param_groups)):
-        # Releases of torch add options, on one side alone. Of another class there are some on both sides.
-        more, less = sorted(set(group) - set(own)), sorted(set(own) - set(group))
-        if more and less:
+        more, less = sorted(set(group) - {*own, *ADDED}), sorted(set(own) - {*group, *ADDED})
+        if more or less:
             key = f"optimizer.param_groups.{number} (a {type(optimizer).__name__})"
-            problems.append(Problem("the state of another optimizer", key, ", ".join(more), ", ".join(less)))
-        elif group.get(DECOUPLED, own.get(DECOUPLED)) != own.get(DECOUPLED, group.get(DECOUPLED)):
+            problems.append(Problem("the state of another optimizer", key, listed(more), listed(less)))
+        elif DECOUPLED in group and DECOUPLED in own and group[DECOUPLED] != own[DECOUPLED]:
             key = f"optimizer.param_groups.{number}.{DECOUPLED}"
             problems.append(
                 Problem("the state of another optimizer", key, f"{group[DECOUPLED]}", f"{own[DECOUPLED]}")
             )
     if problems:
         return problems
-    groups = [group for group in state["param_groups"] for _ in group["params"]]
+    pairs = zip(state["param_groups"], optimizer.param_groups)
+    groups = [options for group, own in pairs for options in [{**own, **group}] for _ in group["params"]]
     parameters, known = parameters_of(optimizer), dict[tuple[int, int], Optional[set[str]]]()
     for number, values in state["state"].items():
         if number not in range(len(parameters)):
@@ -255,12 +257,9 @@ def problems_of_optimizer(state: Any, optimizer: torch.optim.Optimizer) -> list[
             known[kind] = names_of_state(optimizer, group, parameter)
         expected, held = known[kind], {name for name, value in values.items() if value is not None}
         if expected is not None and held != expected:
-            key, spelled = (
-                f"optimizer.state.{number}",
-                [", ".join(sorted(names)) for names in (held, expected)],
-            )
+            key = f"optimizer.state.{number}"
             problems.append(
-                Problem("other states than this optimizer has", key, *(text or "none" for text in spelled))
+                Problem("other states than this optimizer has", key, listed(held), listed(expected))
             )
         shape = tuple(parameter.shape)
         problems += [
@@ -269,6 +268,10 @@ def problems_of_optimizer(state: Any, optimizer: torch.optim.Optimizer) -> list[
             if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != shape
         ]
     return problems
+
+
+def listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
 
 
 def names_of_state(
