@@ -522,7 +522,7 @@ class NearbyCheckpoints:
             if isinstance(error, BrokenLink):
                 # The other end knows why, unless it is gone.
                 broken.append(str(error))
-            elif isinstance(error, Damaged) or copy.source == own:
+            elif isinstance(error, Damaged) or (copy.source == own and isinstance(error, OSError)):
                 torn.append((copy.owner, choice.save, choice.away[copy.owner]))
             else:
                 call.record(call.problem_of(error, choice.save), error)
