@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import small
+import tiny
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -59,7 +59,7 @@ def in_one(model: nn.Module, ids: list[torch.Tensor]) -> torch.Tensor:
 
 def compared(family: str, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest distances of logits and of gradients, in parts of the largest of each."""
-    model = families.model(family, scale=0.2, attn_implementation=implementation, **WINDOW).eval()
+    model = tiny.model(family, scale=0.2, attn_implementation=implementation, **WINDOW).eval()
     packing.check(model)
     found = []
     for way in (alone, in_one):
@@ -83,7 +83,7 @@ def test_each_family_has_the_values_of_rows_alone(part: int) -> None:
 
 
 def test_without_our_mask_rows_would_read_each_other() -> None:
-    model = families.model("qwen3").eval()
+    model = tiny.model("qwen3").eval()
     found = packing.packed({"input_ids": jagged(rows())}, torch.device("cpu"))
     together = model(**found.inputs, use_cache=False).logits[0]
     expected = alone(model, rows())
@@ -96,7 +96,7 @@ def test_other_implementations(name: str, monkeypatch: Any) -> None:
     # Without a compiler flex attention computes all the same.
     monkeypatch.setattr(torch, "compile", lambda function=None, **_: function or (lambda inner: inner))
     sizes = {"hidden_size": 64, "head_dim": 16, **WINDOW}
-    model = families.model("qwen2", scale=0.1, attn_implementation=name, **sizes).eval()
+    model = tiny.model("qwen2", scale=0.1, attn_implementation=name, **sizes).eval()
     with torch.no_grad():
         model.config._attn_implementation = "eager"
         expected = alone(model, rows())
@@ -119,7 +119,7 @@ def test_flash_attention_gets_the_lengths_of_rows(monkeypatch: Any) -> None:
         ]
         return torch.cat([output for output, _ in found], 1), None
 
-    model = families.model("mistral", sliding_window=None).eval()
+    model = tiny.model("mistral", sliding_window=None).eval()
     expected = alone(model, rows())
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_attention_2", flash)
     model.config._attn_implementation = "flash_attention_2"
@@ -176,7 +176,7 @@ WAYS: list[tuple[dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize(("options", "is_jagged"), WAYS, ids=str)
 def test_the_training_of_one_process(ranks, tmp_path: Path, options: Any, is_jagged: bool) -> None:
-    expected = in_one_process(families.write(tmp_path, "qwen3", scale=0.1).train())
+    expected = in_one_process(tiny.write(tmp_path, "qwen3", scale=0.1).train())
     model = {"enable_gradient_checkpointing": is_jagged}
     for found in ranks(trained, tmp_path, model, options, is_jagged):
         small.same(found, expected)
@@ -204,7 +204,7 @@ def inferred(api: Any, folder: Path, kind: str, options: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["language_model", "value_model"])
 def test_outputs_are_where_padded_ones_are(ranks, tmp_path: Path, kind: str) -> None:
-    families.write(tmp_path, "qwen2", scale=0.1)
+    tiny.write(tmp_path, "qwen2", scale=0.1)
     for packed, padded in ranks(inferred, tmp_path, kind, {}):
         assert (
             set(packed) == set(padded) == ({"values"} if kind == "value_model" else {"log_probs", "entropy"})
@@ -266,7 +266,7 @@ def refused(api: Any, folder: Path, model: Any, options: Any, fault: str) -> str
 def test_what_cannot_be_packed_is_one_error_on_every_rank(
     ranks, tmp_path: Path, family: str, settings: Any, options: Any, fault: str, says: str
 ) -> None:
-    families.write(tmp_path, family, **settings)
+    tiny.write(tmp_path, family, **settings)
     texts = ranks(refused, tmp_path, {}, options, fault)
     assert all(isinstance(text, str) for text in texts)
     assert len(set(texts)) == 1, texts
@@ -275,7 +275,7 @@ def test_what_cannot_be_packed_is_one_error_on_every_rank(
 
 @pytest.mark.parametrize("name", ["sdpa_paged", "kernels-community/flash"])
 def test_an_implementation_that_cannot_pack(name: str) -> None:
-    model = families.model("llama")
+    model = tiny.model("llama")
     model.config._attn_implementation = name
     with pytest.raises(
         ValueError, match=f"attn_implementation='{name}' cannot keep rows apart; take one of eager"
@@ -288,7 +288,7 @@ class Borrowed(nn.Linear):
 
 
 def test_code_that_calls_itself_by_a_familys_name() -> None:
-    model = families.model("llama")
+    model = tiny.model("llama")
     model.model.layers[0].mlp.up_proj = Borrowed(16, 24, bias=False)
     with pytest.raises(
         ValueError, match=r"test_packing.Borrowed is none of transformers' own.*=False would do"
@@ -297,7 +297,7 @@ def test_code_that_calls_itself_by_a_familys_name() -> None:
 
 
 def test_frequencies_by_the_longest_row_go_with_rows_as_they_are_grouped(ranks, tmp_path: Path) -> None:
-    families.write(tmp_path, "qwen2", **FIVE)
+    tiny.write(tmp_path, "qwen2", **FIVE)
     assert (
         ranks(refused, tmp_path, {}, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3}, "")
         == [""] * 4
@@ -305,7 +305,7 @@ def test_frequencies_by_the_longest_row_go_with_rows_as_they_are_grouped(ranks, 
 
 
 def test_a_model_that_makes_its_own_mask_is_found_out() -> None:
-    model = families.model("llama").eval()
+    model = tiny.model("llama").eval()
     attention.install(model)
     found = packing.packed({"input_ids": jagged(rows())}, torch.device("cpu"))
     with attention.within(found.rows) as kept:

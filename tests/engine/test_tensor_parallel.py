@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import small
 import torch
-from families import configured, write
+from tiny import configured, write
 
 from torch_dcp_backport import compat, engine
 from torch_dcp_backport.engine import tensor_parallel

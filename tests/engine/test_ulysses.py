@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import small
+import tiny
 import torch
 import torch.distributed as dist
 
@@ -76,7 +76,7 @@ def trained(api: Any, folder: Path, options: Any, is_jagged: bool) -> Any:
 def test_the_training_of_one_process(
     ranks, tmp_path: Path, options: Any, is_jagged: bool, heads: Any
 ) -> None:
-    model = families.write(tmp_path, "qwen3", scale=0.1, **heads).train()
+    model = tiny.write(tmp_path, "qwen3", scale=0.1, **heads).train()
     expected = test_packing.in_one_process(model)
     size = options[SHARED]
     for rank, (place, groups, found) in enumerate(ranks(trained, tmp_path, options, is_jagged)):
@@ -100,7 +100,7 @@ def long_row(api: Any, folder: Path) -> Any:
 
 
 def test_a_long_row_needs_no_mask(ranks, tmp_path: Path) -> None:
-    model = families.write(tmp_path, "qwen2", scale=0.1).eval()
+    model = tiny.write(tmp_path, "qwen2", scale=0.1).eval()
     ids = torch.arange(11)[None]
     with torch.no_grad():
         expected = engine.next_log_probs(model(ids).logits, ids)
@@ -122,7 +122,7 @@ def stepped(api: Any, folders: dict[str, Path]) -> dict[str, Any]:
 def test_each_family_has_the_step_of_one_process(pools, tmp_path: Path, part: int) -> None:
     expected = {}
     for family in OFFERED[part::4]:
-        model = families.write(tmp_path / family, family, scale=0.1, **test_packing.WINDOW).train()
+        model = tiny.write(tmp_path / family, family, scale=0.1, **test_packing.WINDOW).train()
         expected[family] = test_packing.in_one_process(model, 1)
     for found in pools.run(stepped, {family: tmp_path / family for family in expected}, world=2):
         wrong = {}
@@ -170,7 +170,7 @@ def differing(api: Any, folder: Path, options: Any, fault: str) -> str:
     ],
 )
 def test_ranks_that_share_a_sequence_have_the_same_rows(ranks, tmp_path: Path, fault: str, says: str) -> None:
-    families.write(tmp_path, "qwen2")
+    tiny.write(tmp_path, "qwen2")
     texts = ranks(differing, tmp_path, {SHARED: 2}, fault)
     assert len(set(texts)) == 1, texts
     assert re.search(says, texts[0], re.DOTALL), texts[0]
@@ -202,7 +202,7 @@ def test_ranks_that_share_a_sequence_have_the_same_rows(ranks, tmp_path: Path, f
 def test_what_ranks_cannot_share(
     ranks, tmp_path: Path, family: str, settings: Any, options: Any, says: str
 ) -> None:
-    families.configured(family, **settings).save_pretrained(tmp_path)
+    tiny.configured(family, **settings).save_pretrained(tmp_path)
     texts = ranks(differing, tmp_path, options, "")
     assert len(set(texts)) == 1, texts
     assert re.search(says, texts[0], re.DOTALL), texts[0]
