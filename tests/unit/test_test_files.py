@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-#: Run in processes of their own, never imported beside each other: `make names` conformance and emulated apart.
+#: Programs of tests/conformance and tests/emulated, which `make` runs apart.
 APART = {"record.py", "runner.py"}
 
 
