@@ -27,6 +27,8 @@ DENSE, FLEX, FLASH = ("eager", "sdpa"), "flex_attention", ("flash_attention_2", 
 PACKING = (*DENSE, FLEX, *FLASH)
 #: Ours are called after those that compute.
 PREFIX = "rows_by_"
+#: On a mask of ours: where rows begin and end.
+ENDS = "ends_of_rows"
 
 
 class Rows:
@@ -45,6 +47,12 @@ class Rows:
     def is_single(self) -> bool:
         """Whether there is nothing to keep apart."""
         return bool((self.numbers == self.numbers[:1]).all())
+
+    @functools.cached_property
+    def ends(self) -> list[int]:
+        """The first token of each row, and the token behind the last row."""
+        lengths = torch.unique_consecutive(self.numbers, return_counts=True)[1]
+        return [0, *lengths.cumsum(0).tolist()]
 
     @functools.cached_property
     def same(self) -> torch.Tensor:
@@ -119,7 +127,9 @@ def mask(base: str, **given: Any) -> Any:
         return make(**whole)
     made = make(**{**whole, "allow_is_causal_skip": False})
     if made.dtype == torch.bool:
-        return made & rows.same
+        made = made & rows.same
+        setattr(made, ENDS, rows.ends)
+        return made
     return made.masked_fill(~rows.same, torch.finfo(made.dtype).min)
 
 
@@ -152,16 +162,39 @@ def attend(
         options.pop("position_ids", None)
         attention_mask = None
     if size == 1:
-        found: tuple[torch.Tensor, Any] = function(module, query, key, value, attention_mask, **options)
-        return found
+        return row_by_row(function, module, query, key, value, attention_mask, **options)
     heads = query.shape[1]
     key, value = (ulysses.repeated(tensor, size) for tensor in (key, value))
     query, key, value = (ulysses.exchange(tensor, group, 1, 2) for tensor in (query, key, value))
     part = Part(module, query.shape[1] // key.shape[1], heads, group)
     if options.get("s_aux") is not None:
         options["s_aux"] = part.of_heads(options["s_aux"])
-    output, _ = function(part, query, key, value, attention_mask, **options)
+    output, _ = row_by_row(function, part, query, key, value, attention_mask, **options)
     return ulysses.exchange(output, group, 1, 2), None
+
+
+def row_by_row(
+    function: Any,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Return the attention of each row by itself on the CPU: not of all tokens to all, most of it masked.
+
+    An accelerator gets all rows in one call. So does a mask that the model has made another tensor of.
+    """
+    ends = getattr(attention_mask, ENDS, None)
+    if ends is None or query.device.type != "cpu" or query.shape[2] != ends[-1]:
+        found: tuple[torch.Tensor, Any] = function(module, query, key, value, attention_mask, **options)
+        return found
+    outputs = []
+    for row in map(slice, ends, ends[1:]):
+        parts = (tensor[:, :, row] for tensor in (query, key, value))
+        outputs.append(function(module, *parts, attention_mask[:, :, row, row], **options)[0])
+    return torch.cat(outputs, 1), None
 
 
 class Part:
