@@ -123,7 +123,7 @@ class Shape:
             return self.vocab, self.hidden
         if key == NORM:
             return (self.hidden,)
-        return tuple(size_of(size, _numbers(self)) for size in self.tensor(key).sizes)
+        return _sizes(self, EXPERT_NUMBER.sub("{}", LAYER.sub("", key)))
 
     def tensor(self, key: str) -> Tensor:
         """Return the row's tensor of a key in a layer."""
@@ -158,6 +158,12 @@ class Shape:
 @functools.lru_cache(maxsize=64)
 def _numbers(shape: Shape) -> dict[str, int]:
     return dict(shape.numbers)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes(shape: Shape, name: str) -> tuple[int, ...]:
+    """Return the shape of a tensor by its name in the table: the same for all layers and experts."""
+    return tuple(size_of(size, _numbers(shape)) for size in _tensors(shape.family)[name].sizes)
 
 
 @functools.lru_cache(maxsize=64)
