@@ -96,7 +96,7 @@ clients-2.5:
 
 # verl 0.7's worker and losses on our engine, beside one process; its worker and trainer with our checkpoints.
 clients-0.7:
-	$(LANES) test verl -- tests/engine/test_engine_verl.py tests/engine/test_verl_trainer.py tests/engine/test_verl_workers.py
+	$(LANES) test verl -- tests/engine/test_engine_verl.py tests/engine/test_verl_trainer.py tests/engine/test_verl_workers.py tests/megatron/test_megatron_verl.py
 
 # Checkpoints in an object store: moto's S3 server in a process of its own, reached through s3fs.
 s3:
