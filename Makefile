@@ -5,7 +5,7 @@ LANES = $(PYTHON) tools/lanes.py
 JOBS ?=
 FORMATS = tests/dist_checkpointing/test_megatron_formats.py
 # megatron-core's own models, trained and saved.
-MODELS = tests/megatron/test_megatron_core.py tests/megatron/test_megatron_manager_core.py
+MODELS = tests/megatron/test_megatron_core.py tests/megatron/test_megatron_families_core.py tests/megatron/test_megatron_manager_core.py
 # Of the examples, on torch 2.7; the matrix runs all.
 ENGINES = -k engine
 
