@@ -107,7 +107,7 @@ def sharded(folder: str) -> tuple[Any, Any]:
     import torch
 
     from torch_dcp_backport import engine
-    from torch_dcp_backport.engine import config
+    from torch_dcp_backport.engine._src import config
 
     grid = engine.arrange("cpu")
     with engine.parameters_on_meta(torch.bfloat16):

@@ -16,12 +16,12 @@ from collections.abc import Mapping
 
 import torch
 
-from torch_dcp_backport.transfer import Layout, Mesh, TensorInfo, Want
-from torch_dcp_backport.transfer.consensus import MARK_BYTES
-from torch_dcp_backport.transfer.delivery import Delivery
-from torch_dcp_backport.transfer.exchange import Plan, Route, rows_of
-from torch_dcp_backport.transfer.layout import Placement
-from torch_dcp_backport.transfer.plan import Agreement, Table, packed
+from torch_dcp_backport.transfer import Agreement, Layout, Mesh, TensorInfo, Want
+from torch_dcp_backport.transfer._src.consensus import MARK_BYTES
+from torch_dcp_backport.transfer._src.delivery import Delivery
+from torch_dcp_backport.transfer._src.exchange import ExchangePlan, Route, rows_of
+from torch_dcp_backport.transfer._src.layout import Placement
+from torch_dcp_backport.transfer._src.plan import WantTable, packed
 
 TENSORS = 100_000
 WORLD = tuple(range(1024))
@@ -57,11 +57,11 @@ def routes(
 def measure(title: str, found: Mapping[int, Route], ranks: tuple[int, ...], rank: int) -> None:
     began = time.perf_counter()
     hashlib.blake2b("\n".join(rows_of(found)).encode())
-    plan = Plan(found, ranks, rank)
+    plan = ExchangePlan(found, ranks, rank)
     seconds = time.perf_counter() - began
     del plan
     tracemalloc.start()
-    plan = Plan(found, ranks, rank)
+    plan = ExchangePlan(found, ranks, rank)
     memory = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     boxes = sum(1 for peer in plan.peers for way in (plan.sends(peer), plan.receives(peer)) for _ in way)
@@ -84,7 +84,7 @@ def measure_scatter() -> None:
             layout = Layout(shape, mesh, placed(shape, None, (0, 1)))
             wants[key] = Want(layout, torch.bfloat16)
             inventory[key] = TensorInfo(shape, torch.bfloat16)
-        tables.append(Table(wants, ranks, True))
+        tables.append(WantTable(wants, ranks, True))
     sent = [len(packed(table)) for table in tables]
     for rank in (stage_ranks(3)[21], 0):
         agreement = Agreement(tables, 2**26, "cpu")

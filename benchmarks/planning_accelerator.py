@@ -26,15 +26,14 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer.allgather import Held
-from torch_dcp_backport.transfer.call import Call
-from torch_dcp_backport.transfer.engine import Engine
-from torch_dcp_backport.transfer.gather import engine_of
-from torch_dcp_backport.transfer.layout import Box, Mesh, layout_at
-from torch_dcp_backport.transfer.plan import Agreement, Table, TensorInfo, Want
-from torch_dcp_backport.transfer.scatter import Offer, Scatter, Target
-from torch_dcp_backport.transfer.settings import DEFAULT
-from torch_dcp_backport.transfer.staging import Staging, part_of
+from torch_dcp_backport.transfer import Agreement, Box, Call, Held, Mesh, Target, TensorInfo, Want
+from torch_dcp_backport.transfer._src.engine import Engine
+from torch_dcp_backport.transfer._src.gather import engine_of
+from torch_dcp_backport.transfer._src.layout import layout_at
+from torch_dcp_backport.transfer._src.plan import WantTable
+from torch_dcp_backport.transfer._src.scatter import Offer, Scatter
+from torch_dcp_backport.transfer._src.settings import DEFAULT
+from torch_dcp_backport.transfer._src.staging import Staging, part_of
 
 #: Bytes a second: what a broadcast reaches within a host of eight H100, and one 400G NIC.
 WIRES = {"NVLink": 200e9, "400G": 45e9}
@@ -111,7 +110,7 @@ def agreed(shapes: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], dtype:
         key: Want(layout_at(shape, mesh, ((0, 1) if shape else None,)), dtype)
         for key, shape in shapes.items()
     }
-    return Agreement([Table(wants, ranks)], DEFAULT, DEVICE[0].type)
+    return Agreement([WantTable(wants, ranks)], DEFAULT, DEVICE[0].type)
 
 
 def load_of(shapes: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], rank: int, call: Call) -> Engine:

@@ -120,9 +120,9 @@ def rate(copy: Callable[[], object], nbytes: int) -> float:
 
 def check_staging() -> None:
     """Parts on the host through the package's own chunks and their mirror."""
-    from torch_dcp_backport.transfer.chunks import Piece
-    from torch_dcp_backport.transfer.layout import Box
-    from torch_dcp_backport.transfer.staging import Staging
+    from torch_dcp_backport.transfer import Box
+    from torch_dcp_backport.transfer._src.chunks import Piece
+    from torch_dcp_backport.transfer._src.staging import Staging
 
     staging = Staging(device(), 64 * MIB)
     source = torch.randn(64 * MIB)
@@ -204,7 +204,7 @@ def cpu() -> None:
 
 def to_itself() -> None:
     """Order by streams alone, the host's cost of a chunk, NCCL's memory."""
-    from torch_dcp_backport.transfer.staging import Staging
+    from torch_dcp_backport.transfer._src.staging import Staging
 
     torch.cuda.set_device(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -255,7 +255,7 @@ def to_itself() -> None:
 
 def send_chunks(staging: Any, source: torch.Tensor, target: torch.Tensor) -> None:
     """As the package's exchanges do: a ring of buffers, a batch for each chunk, no wait of the host."""
-    from torch_dcp_backport.transfer.wire import finish, post
+    from torch_dcp_backport.transfer._src.wire import finish, post
 
     ring = staging.ring(8, CHUNK)
     for at in range(0, source.numel(), CHUNK):

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from pool import on_ranks
 from trainer import Trainer, same
 
-from torch_dcp_backport.checkpoint import saves, store
+from torch_dcp_backport.checkpoint._src import saves, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine import writer
+from torch_dcp_backport.dist_checkpointing._src import writer
 
 ASYNC = {"async_save": True}
 

@@ -229,7 +229,7 @@ def test_a_full_disk_for_the_export_alone(tmp_path: Path, monkeypatch, caplog) -
         raise OSError(28, "No space left on device")
 
     pytest.importorskip("transformers")
-    monkeypatch.setattr("torch_dcp_backport.hf.writing.reserve", full)
+    monkeypatch.setattr("torch_dcp_backport.hf._src.writing.reserve", full)
     with caplog.at_level(logging.ERROR, MANAGER):
         names = saved(tmp_path / "step", qwen2(False), ("model", "hf_model"))
     assert "No space left on device" in caplog.text

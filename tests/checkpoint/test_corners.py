@@ -21,14 +21,9 @@ from test_async_saves import ASYNC, slow
 from trainer import Trainer, same
 
 from torch_dcp_backport import dist_checkpointing
-from torch_dcp_backport.checkpoint import (
-    BaseCheckpointManager,
-    FSDPCheckpointManager,
-    retention,
-    saves,
-    store,
-)
-from torch_dcp_backport.checkpoint.writing import writing_in
+from torch_dcp_backport.checkpoint import BaseCheckpointManager, FSDPCheckpointManager
+from torch_dcp_backport.checkpoint._src import retention, saves, store
+from torch_dcp_backport.checkpoint._src.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.core import SHARDED
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -41,7 +36,7 @@ def good(root: Path) -> list[int]:
 
 def are_whole(root: Path) -> bool:
     """Whether every step has the bytes that its manifest says."""
-    from torch_dcp_backport.checkpoint import manifest
+    from torch_dcp_backport.checkpoint._src import manifest
 
     steps = store.steps_in(root)
     return all(not list(manifest.wrong_checksums(step.path, manifest.read(step.path))) for step in steps)
@@ -384,10 +379,10 @@ def test_a_root_that_cannot_be_synced_has_the_step(tmp_path: Path, monkeypatch, 
 
 
 def test_patience_with_files_that_are_not_seen_is_that_of_all(tmp_path: Path, monkeypatch) -> None:
-    from torch_dcp_backport.dist_checkpointing.engine import commit
-    from torch_dcp_backport.dist_checkpointing.engine.metadata import Index
-    from torch_dcp_backport.dist_checkpointing.engine.writer import Output
-    from torch_dcp_backport.transfer.meet import Refusal
+    from torch_dcp_backport.dist_checkpointing._src import commit
+    from torch_dcp_backport.dist_checkpointing._src.metadata import Index
+    from torch_dcp_backport.dist_checkpointing._src.writer import Output
+    from torch_dcp_backport.transfer._src.meet import Refusal
 
     class Clock:
         now = 0.0

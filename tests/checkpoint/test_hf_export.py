@@ -23,7 +23,7 @@ from torch_dcp_backport.dist_checkpointing import CheckpointingException, Sharde
 from torch_dcp_backport.dist_checkpointing import save as save_sharded
 from torch_dcp_backport.dist_checkpointing.training_state import save_training_state
 from torch_dcp_backport.regression import memory, meter
-from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer._src.layout import whole
 
 try:
     from torch.distributed.fsdp import fully_shard

@@ -10,7 +10,7 @@ import pytest
 import torch
 from trainer import Trainer, same
 
-from torch_dcp_backport.checkpoint import store
+from torch_dcp_backport.checkpoint._src import store
 
 
 def saved_until(trainer: Trainer, steps: Sequence[int], limit: int) -> int:

@@ -11,7 +11,8 @@ import pytest
 from damaging import flip
 from trainer import Trainer
 
-from torch_dcp_backport.checkpoint import find_latest_ckpt_path, manifest, store
+from torch_dcp_backport.checkpoint import find_latest_ckpt_path
+from torch_dcp_backport.checkpoint._src import manifest, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 
 

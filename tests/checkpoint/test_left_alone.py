@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 from trainer import Trainer, same
 
 from torch_dcp_backport.__main__ import main
-from torch_dcp_backport.checkpoint import PreservationPolicy, find_latest_ckpt_path, retention, store
-from torch_dcp_backport.checkpoint.store import Listed
+from torch_dcp_backport.checkpoint import PreservationPolicy, find_latest_ckpt_path
+from torch_dcp_backport.checkpoint._src import retention, store
+from torch_dcp_backport.checkpoint._src.store import ListedStep
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 
 
@@ -242,7 +243,7 @@ def test_a_store_keeps_what_is_not_ours(tmp_path: Path) -> None:
 
 
 LISTED = st.builds(
-    Listed,
+    ListedStep,
     st.integers(0, 50),
     st.builds(lambda number: Path(f"/nowhere/global_step_{number}"), st.integers(0, 10**6)),
     st.integers(1, 50),
@@ -253,7 +254,7 @@ LISTED = st.builds(
 
 
 @given(st.lists(LISTED, unique_by=lambda entry: entry.path), st.integers(1, 5), st.data())
-def test_verdicts(listed: list[Listed], keep: int, data: Any) -> None:
+def test_verdicts(listed: list[ListedStep], keep: int, data: Any) -> None:
     """The newest good ones stay, in the order of their publication; what is foreign is never touched."""
     listed = sorted(listed, key=lambda entry: (entry.order, entry.step), reverse=True)
     bad = {entry.path for entry in listed if data.draw(st.booleans())}
@@ -586,7 +587,7 @@ def test_a_step_that_another_process_saves_again_is_not_removed(tmp_path: Path, 
 
     monkeypatch.setattr(disk, "on_step", other)
 
-    def report(verdict: retention.Verdict) -> None:
+    def report(verdict: retention.StepVerdict) -> None:
         if verdict.entry.step == 1:
             other("before")
 

@@ -279,7 +279,7 @@ def test_an_export_that_raises_anything_costs_no_step(tmp_path: Path, monkeypatc
     def fails(*_: Any, **__: Any) -> None:
         raise LookupError("not foreseen")
 
-    monkeypatch.setattr("torch_dcp_backport.checkpoint.fsdp.save_state_dict", fails)
+    monkeypatch.setattr("torch_dcp_backport.checkpoint._src.fsdp.save_state_dict", fails)
     with caplog.at_level(logging.ERROR, MANAGER):
         step = saved(tmp_path / "global_step_1", ["model", "hf_model"])
     assert "without the hf_model that was asked for" in caplog.text

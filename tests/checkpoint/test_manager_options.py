@@ -25,11 +25,11 @@ from torch_dcp_backport.checkpoint import (
     find_latest_ckpt_path,
     get_checkpoint_tracker_filename,
     should_save_ckpt_esi,
-    store,
 )
-from torch_dcp_backport.checkpoint.expiry import EXPIRY
+from torch_dcp_backport.checkpoint._src import store
+from torch_dcp_backport.checkpoint._src.expiry import EXPIRY
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
-from torch_dcp_backport.transfer import once
+from torch_dcp_backport.transfer._src import once
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ class Distributed:
         return getattr(self.inner, name)
 
     def sharded_state_dict(self, model_state: dict[str, Any], is_loading: bool = False) -> dict[str, Any]:
-        from torch_dcp_backport.checkpoint.megatron import sharded_optimizer
+        from torch_dcp_backport.checkpoint._src.megatron import sharded_optimizer
 
         self.asked.append(is_loading)
         state = sharded_optimizer(self.inner, model_state, is_loading)

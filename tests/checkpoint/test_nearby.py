@@ -18,8 +18,9 @@ import torch.distributed as dist
 from pool import on_ranks
 from torch import nn
 
-from torch_dcp_backport.checkpoint import NearbyCheckpoints, nearby
-from torch_dcp_backport.checkpoint.node_folder import Contents, Part
+from torch_dcp_backport.checkpoint import NearbyCheckpoints
+from torch_dcp_backport.checkpoint._src import nearby
+from torch_dcp_backport.checkpoint._src.node_folder import Contents, Part
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.state_dict import get_state_dict, set_state_dict
@@ -399,7 +400,7 @@ def test_two_copies_outlive_two_nodes(api: Any, tmp_path: Path) -> None:
 
 @on_ranks()
 def test_one_node_saves_without_copies_and_says_so_once(api: Any, tmp_path: Path) -> None:
-    from torch_dcp_backport.transfer import once as said
+    from torch_dcp_backport.transfer._src import once as said
 
     said.forget()
     records: list[str] = []

@@ -23,7 +23,7 @@ from torch import nn
 from trainer import Trainer, same
 
 from torch_dcp_backport.__main__ import main
-from torch_dcp_backport.checkpoint import manifest, remote, store
+from torch_dcp_backport.checkpoint._src import manifest, remote, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 
 pytest.importorskip("moto.server")

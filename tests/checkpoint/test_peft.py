@@ -11,7 +11,7 @@ from test_hf_export import qwen2
 
 from torch_dcp_backport import hf
 from torch_dcp_backport.checkpoint import FSDPCheckpointManager, export_checkpoint
-from torch_dcp_backport.transfer import once
+from torch_dcp_backport.transfer._src import once
 
 peft = pytest.importorskip("peft")
 

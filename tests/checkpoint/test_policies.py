@@ -13,10 +13,11 @@ import torch.distributed as dist
 from trainer import Trainer
 
 from torch_dcp_backport.__main__ import main
-from torch_dcp_backport.checkpoint import PreservationPolicy, manifest, store
+from torch_dcp_backport.checkpoint import PreservationPolicy
+from torch_dcp_backport.checkpoint._src import manifest, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.publish import disk
-from torch_dcp_backport.transfer import once
+from torch_dcp_backport.transfer._src import once
 
 #: Save only the model: saves take a tenth of the time.
 SMALL = {"save_contents": ["model"], "load_contents": ["model"]}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from trainer import Trainer
 
-from torch_dcp_backport.checkpoint import store
+from torch_dcp_backport.checkpoint._src import store
 from torch_dcp_backport.publish import owners
 
 

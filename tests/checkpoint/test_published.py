@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from trainer import Trainer
 
 from torch_dcp_backport.__main__ import main
-from torch_dcp_backport.checkpoint import manifest, store
-from torch_dcp_backport.checkpoint.manifest import Damaged, Entry, Manifest
+from torch_dcp_backport.checkpoint._src import manifest, store
+from torch_dcp_backport.checkpoint._src.manifest import BadManifest, Manifest, ManifestEntry
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.publish import disk
 
@@ -209,7 +209,7 @@ NAMES = st.one_of(st.sampled_from(["x", "a/b", "\udcff", "", "/x", "../x"]), st.
 @given(NUMBERS, st.dictionaries(NAMES, NUMBERS, max_size=3))
 def test_what_is_written_is_read(tmp_path_factory, order: int, sizes: dict[str, int]) -> None:
     folder = tmp_path_factory.mktemp("step")
-    content = Manifest(3, 2, 1.5, order, {name: Entry(size, 7) for name, size in sizes.items()})
+    content = Manifest(3, 2, 1.5, order, {name: ManifestEntry(size, 7) for name, size in sizes.items()})
     try:
         manifest.write(folder, content)
     except ValueError:
@@ -219,9 +219,9 @@ def test_what_is_written_is_read(tmp_path_factory, order: int, sizes: dict[str, 
 
 
 def test_a_manifest_that_is_too_large_to_be_read_is_not_written(tmp_path: Path) -> None:
-    entries = {f"{number:0250}": Entry(1, 1) for number in range(270_000)}
+    entries = {f"{number:0250}": ManifestEntry(1, 1) for number in range(270_000)}
     with pytest.raises(ValueError, match=r"could not be loaded again: manifest\.json has \d+ bytes"):
         manifest.write(tmp_path, Manifest(1, 1, 0.0, 1, entries))
     assert not list(tmp_path.iterdir())
-    with pytest.raises(Damaged, match="are the most"):
+    with pytest.raises(BadManifest, match="are the most"):
         manifest.parsed(b" " * (disk.MOST_SMALL + 1))

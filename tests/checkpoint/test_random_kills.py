@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from trainer import Trainer
 
-from torch_dcp_backport.checkpoint import manifest, remote, store
+from torch_dcp_backport.checkpoint._src import manifest, remote, store
 
 KILLS = int(os.environ.get("SOAK_KILLS", "8"))
 STARTED = 60.0  # seconds until a training must have resumed

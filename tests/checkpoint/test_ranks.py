@@ -14,7 +14,8 @@ from pool import RankError, on_ranks
 from torch import nn
 from trainer import Trainer, same
 
-from torch_dcp_backport.checkpoint import CheckpointHandler, SaveSignals, manifest, store
+from torch_dcp_backport.checkpoint import CheckpointHandler, SaveSignals
+from torch_dcp_backport.checkpoint._src import manifest, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 
 try:
@@ -335,7 +336,7 @@ def reads(api: Any, root: Path) -> list[str]:
     """The files whose checksums this rank takes."""
     names, native = list[str](), manifest.entry_of
 
-    def entry_of(path: Path) -> manifest.Entry:
+    def entry_of(path: Path) -> manifest.ManifestEntry:
         names.append(path.name)
         return native(path)
 

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from trainer import Trainer
 
-from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager, retention, store
-from torch_dcp_backport.checkpoint.background import Background
-from torch_dcp_backport.checkpoint.policies import PreservationPolicy
+from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager, PreservationPolicy
+from torch_dcp_backport.checkpoint._src import retention, store
+from torch_dcp_backport.checkpoint._src.background import Background
 from torch_dcp_backport.publish import disk
 
 
@@ -268,7 +268,7 @@ def test_two_processes_that_prune(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         trainer.handler.save_checkpoint(step)
 
-    def told(verdict: retention.Verdict) -> None:
+    def told(verdict: retention.StepVerdict) -> None:
         if verdict.entry.step == 3:
             shutil.rmtree(verdict.entry.path)
 

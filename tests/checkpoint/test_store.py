@@ -18,16 +18,17 @@ import pytest
 from damaging import flip
 
 from torch_dcp_backport.__main__ import main
-from torch_dcp_backport.checkpoint import commands, manifest, store
-from torch_dcp_backport.checkpoint.manifest import Damaged, Manifest
-from torch_dcp_backport.checkpoint.policies import keeping
-from torch_dcp_backport.checkpoint.retention import Retention
+from torch_dcp_backport.checkpoint import commands
+from torch_dcp_backport.checkpoint._src import manifest, store
+from torch_dcp_backport.checkpoint._src.manifest import BadManifest, Manifest
+from torch_dcp_backport.checkpoint._src.policies import keeping
+from torch_dcp_backport.checkpoint._src.retention import Retention
 from torch_dcp_backport.publish import disk, owners
 
 
 def published(root: Path, step: int, content: bytes = b"values") -> Path:
     final = root / store.name_of(step)
-    writing = store.Draft(final)
+    writing = store.StepDraft(final)
     draft = writing.folder
     (draft / "part").mkdir()
     (draft / "part" / "file").write_bytes(content)
@@ -104,7 +105,7 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
         wrong = bytearray(data)
         wrong[number // 8] ^= 1 << number % 8
         path.write_bytes(wrong)
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(BadManifest):
             assert manifest.read(folder) == right
 
 
@@ -202,7 +203,7 @@ def test_a_manifest_of_another_program_or_release(tmp_path: Path, content: str, 
 def test_a_zombie_is_dead(tmp_path: Path) -> None:
     child = os.fork()
     if not child:
-        store.Draft(tmp_path / "global_step_1")
+        store.StepDraft(tmp_path / "global_step_1")
         os._exit(0)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     store.clean(tmp_path)
@@ -217,7 +218,7 @@ def test_a_writer_that_died_before_it_gave_its_name_leaves_nothing(tmp_path: Pat
 
     monkeypatch.setattr(disk, "on_step", killed)
     with pytest.raises(KeyboardInterrupt):
-        store.Draft(tmp_path / "global_step_1")
+        store.StepDraft(tmp_path / "global_step_1")
     assert len(list(tmp_path.iterdir())) == 1
     store.clean(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -239,7 +240,7 @@ def test_a_link_in_the_place_of_a_step_is_kept_beside_it(tmp_path: Path) -> None
 
 def test_a_step_between_two_renames_of_a_living_writer_is_left_to_it(tmp_path: Path) -> None:
     folder = published(tmp_path, 5)
-    draft = store.Draft(folder).folder
+    draft = store.StepDraft(folder).folder
     away = folder.rename(tmp_path / ".global_step_5.was-00000000")
     store.clean(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {draft.name, away.name}
@@ -268,7 +269,7 @@ def test_another_writer_of_the_same_step_is_told(tmp_path: Path, is_there: bool)
     final = tmp_path / "global_step_1"
     if is_there:
         published(tmp_path, 1, b"old")
-    draft = store.Draft(final)
+    draft = store.StepDraft(final)
     published(tmp_path, 1, b"theirs")
     with pytest.raises(store.AnotherWriter, match="another writer published global_step_1"):
         store.publish(draft)
@@ -278,7 +279,7 @@ def test_another_writer_of_the_same_step_is_told(tmp_path: Path, is_there: bool)
 @pytest.mark.parametrize("at", ["rename the folder that is replaced", "rename the draft"])
 def test_another_writer_between_two_renames_is_told(tmp_path: Path, monkeypatch, at: str) -> None:
     final = published(tmp_path, 1, b"old")
-    draft = store.Draft(final)
+    draft = store.StepDraft(final)
     theirs = tmp_path / "theirs"
     (theirs / "part").mkdir(parents=True)
     (theirs / "part" / "file").write_bytes(b"theirs")
@@ -351,8 +352,11 @@ def dead_draft(root: Path) -> Path:
 
 
 def test_what_the_dead_left_is_removed_and_what_the_living_write_is_not(tmp_path: Path) -> None:
-    own, dead = store.Draft(tmp_path / "global_step_4").folder, dead_draft(tmp_path)
-    far, old = store.Draft(tmp_path / "global_step_6").folder, store.Draft(tmp_path / "global_step_7").folder
+    own, dead = store.StepDraft(tmp_path / "global_step_4").folder, dead_draft(tmp_path)
+    far, old = (
+        store.StepDraft(tmp_path / "global_step_6").folder,
+        store.StepDraft(tmp_path / "global_step_7").folder,
+    )
     for draft in (far, old):
         (draft / owners.OWNER).write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
     for path in (old / owners.OWNER, old):
@@ -371,7 +375,7 @@ def test_the_next_writer_of_a_folder_removes_what_a_dead_one_left_of_it(tmp_path
     dead = dead_draft(tmp_path)
     other = tmp_path / ".another.old-00000000"
     other.mkdir()
-    draft = store.Draft(tmp_path / "global_step_5").folder
+    draft = store.StepDraft(tmp_path / "global_step_5").folder
     assert not dead.exists()
     assert {path.name for path in tmp_path.iterdir()} == {draft.name, other.name}
 
@@ -463,7 +467,7 @@ def test_what_is_in_hand_for_long_is_not_abandoned_for_other_machines(tmp_path: 
     """A step that is uploaded, and one that is whole and waits for its save to be finished."""
     monkeypatch.setattr(owners, "ABANDONED", 0.6)
     monkeypatch.setattr(owners, "_marks", set())
-    folder, draft = published(tmp_path, 5), store.Draft(tmp_path / "global_step_6")
+    folder, draft = published(tmp_path, 5), store.StepDraft(tmp_path / "global_step_6")
     with store.uploading(folder):
         time.sleep(1.2)
         monkeypatch.setattr(owners.socket, "gethostname", lambda: "elsewhere")

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport.checkpoint import store
+from torch_dcp_backport.checkpoint._src import store
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 24

@@ -12,7 +12,7 @@ import dying
 import pytest
 from trainer import Trainer
 
-from torch_dcp_backport.checkpoint import store
+from torch_dcp_backport.checkpoint._src import store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.publish import disk
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, verify
-from torch_dcp_backport.transfer import once
+from torch_dcp_backport.transfer._src import once
 
 try:
     from torch.distributed.fsdp import fully_shard
@@ -496,7 +496,7 @@ class Odd:
 
 @pytest.mark.parametrize("where", ["extra state", "option", "object"])
 def test_what_a_load_would_refuse_is_refused_by_the_save(tmp_path: Path, where: str, monkeypatch) -> None:
-    from torch_dcp_backport.checkpoint import extra
+    from torch_dcp_backport.checkpoint._src import extra
 
     model = Stage(range(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -21,7 +21,8 @@ from trainer import Trainer, same
 
 from torch_dcp_backport import transfer
 from torch_dcp_backport.__main__ import main
-from torch_dcp_backport.checkpoint import export_checkpoint, manifest, remote, store
+from torch_dcp_backport.checkpoint import export_checkpoint
+from torch_dcp_backport.checkpoint._src import manifest, remote, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 
 Fault = Callable[["Store", str, str], bool]
@@ -122,7 +123,7 @@ class Azure(Store):
 
 def test_a_container_that_is_not_there_is_no_new_run() -> None:
     with pytest.raises(remote.Failed, match="az://gone/runs: its bucket is not there"):
-        remote.steps_at(remote.Place(Azure(), "gone/runs", "az://gone/runs"))
+        remote.steps_at(remote.RemoteFolder(Azure(), "gone/runs", "az://gone/runs"))
 
 
 def cut(fs: Store, lpath: str, rpath: str) -> bool:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from test_ranks import sharded
 from trainer import Trainer
 
-from torch_dcp_backport.checkpoint import store
+from torch_dcp_backport.checkpoint._src import store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 
 

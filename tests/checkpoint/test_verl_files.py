@@ -18,7 +18,8 @@ from trainer import Trainer, same
 
 from torch_dcp_backport import hf
 from torch_dcp_backport.__main__ import main
-from torch_dcp_backport.checkpoint import FSDPCheckpointManager, verl
+from torch_dcp_backport.checkpoint import FSDPCheckpointManager
+from torch_dcp_backport.checkpoint._src import verl
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 
 try:

@@ -20,13 +20,8 @@ from test_user_state import Holder
 from torch import nn
 from trainer import Trainer, same
 
-from torch_dcp_backport.checkpoint import (
-    CheckpointHandler,
-    FSDPCheckpointManager,
-    SavePolicy,
-    SaveSignals,
-    store,
-)
+from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager, SavePolicy, SaveSignals
+from torch_dcp_backport.checkpoint._src import store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.publish import disk
 

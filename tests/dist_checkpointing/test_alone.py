@@ -20,8 +20,8 @@ from torch_dcp_backport.dist_checkpointing import (
 )
 from torch_dcp_backport.dist_checkpointing.training_state import load_training_state, save_training_state
 from torch_dcp_backport.dist_checkpointing.validation import determine_global_metadata
-from torch_dcp_backport.transfer import meet as meeting
-from torch_dcp_backport.transfer import wire
+from torch_dcp_backport.transfer._src import meet as meeting
+from torch_dcp_backport.transfer._src import wire
 
 WORLD = 2
 

@@ -29,7 +29,7 @@ from torch_dcp_backport.dist_checkpointing import (
     storage_report,
     verify,
 )
-from torch_dcp_backport.dist_checkpointing.engine import writer
+from torch_dcp_backport.dist_checkpointing._src import writer
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from torch_dcp_backport.regression import memory, meter
 
@@ -461,7 +461,7 @@ def owned(request: AsyncRequest) -> list[Any]:
 PROGRAM = """
 import os, sys, threading, time, torch
 from torch_dcp_backport.dist_checkpointing import ShardedTensor, save
-from torch_dcp_backport.dist_checkpointing.engine import files
+from torch_dcp_backport.dist_checkpointing import files
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 native, writing = files.reserve, threading.Event()
 def slow(*args):
@@ -543,7 +543,8 @@ def test_progress_is_told_by_the_thread_that_writes(api: Any, tmp_path: Path, fa
 def test_a_bar_of_its_own_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
-    from torch_dcp_backport.transfer.progress import Bar, Progress
+    from torch_dcp_backport.transfer import Progress
+    from torch_dcp_backport.transfer._src.progress import Bar
 
     shown: list[Any] = []
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor, load, save
-from torch_dcp_backport.dist_checkpointing.engine import common
+from torch_dcp_backport.dist_checkpointing._src import common
 
 LOGGER = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 

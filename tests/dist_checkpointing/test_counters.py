@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.dist_checkpointing import ShardedTensor
 from torch_dcp_backport.regression import meter
-from torch_dcp_backport.transfer import meet as meeting
+from torch_dcp_backport.transfer._src import meet as meeting
 
 MIB = 2**20
 #: A tensor of 64 MiB: a column's share of a row has 64 KiB on four ranks.

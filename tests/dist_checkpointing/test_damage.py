@@ -22,9 +22,9 @@ import torch
 
 from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
-from torch_dcp_backport.dist_checkpointing.engine import metadata, unpickle, values
-from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
-from torch_dcp_backport.dist_checkpointing.engine.reader import Reader
+from torch_dcp_backport.dist_checkpointing._src import metadata, unpickle, values
+from torch_dcp_backport.dist_checkpointing._src.files import Damaged
+from torch_dcp_backport.dist_checkpointing._src.reader import RecordReader
 
 VALUES = {
     "small": torch.arange(12.0).view(3, 4),
@@ -174,7 +174,7 @@ def test_a_program_is_not_run() -> None:
 def test_damaged_metadata_is_not_unpickled(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = bytearray((checkpoint / metadata.NAME).read_bytes())
     data[10] ^= 1
-    monkeypatch.setattr(metadata, "Reader", None)
+    monkeypatch.setattr(metadata, "SafeUnpickler", None)
     with pytest.raises(metadata.Refused, match="checksum"):
         metadata.from_bytes(bytes(data))
 
@@ -260,7 +260,7 @@ def test_a_pickle_cannot_change_what_it_names(module: str, name: str, allowed: A
     target = getattr(importlib.import_module(module), name)
     for made in (b"", b"(K\x00tR", b")R"):
         with contextlib.suppress(unpickle.Refused):
-            unpickle.Reader(sets_an_attribute(module, name, made), allowed, unpickle.FOREIGN).read()
+            unpickle.SafeUnpickler(sets_an_attribute(module, name, made), allowed, unpickle.FOREIGN).read()
         found = [
             target,
             *unpickle.METADATA.values(),
@@ -277,7 +277,7 @@ def test_a_pickle_cannot_change_what_it_names(module: str, name: str, allowed: A
 def test_zeros_are_not_made_by_their_number() -> None:
     data = b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x40\x85R."
     with pytest.raises(unpickle.Refused, match="makes bytes of a int"):
-        unpickle.Reader(data, unpickle.METADATA).read()
+        unpickle.SafeUnpickler(data, unpickle.METADATA).read()
 
 
 NESTED = b")" + b"\x85" * 10**6
@@ -296,7 +296,7 @@ def test_a_tuple_in_a_million_others_ends_no_process(where: str) -> None:
         info = b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n)\x81"
         data = BEFORE + b"X\x0c\x00\x00\x00storage_data}" + index + info + b"sub."
     code = (
-        "import sys; from torch_dcp_backport.dist_checkpointing.engine import metadata, unpickle\n"
+        "import sys; from torch_dcp_backport.dist_checkpointing._src import metadata, unpickle\n"
         "try:\n metadata.from_bytes(sys.stdin.buffer.read())\n"
         "except unpickle.Refused as error:\n print(error)"
     )
@@ -399,7 +399,7 @@ def test_sizes_that_cannot_be_take_no_memory(
 
 def test_a_record_that_a_file_does_not_have_takes_no_memory(checkpoint: Path) -> None:
     with (
-        Reader(checkpoint, True).open("__0_0.distcp") as source,
+        RecordReader(checkpoint, True).open("__0_0.distcp") as source,
         pytest.raises(Damaged, match="ends at byte"),
     ):
         source.bytes_at(1, 2**60)

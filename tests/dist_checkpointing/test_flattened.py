@@ -18,10 +18,10 @@ from values import value_of
 
 from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor, optimizer
-from torch_dcp_backport.dist_checkpointing.engine import flat
+from torch_dcp_backport.dist_checkpointing._src import flat
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import filter_out_empty_flatten_tensor
 from torch_dcp_backport.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer._src.layout import whole
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())

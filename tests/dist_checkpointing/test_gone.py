@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pool import Pool, RankError
 
 from torch_dcp_backport.dist_checkpointing import ShardedTensor
-from torch_dcp_backport.transfer import meet as meeting
+from torch_dcp_backport.transfer._src import meet as meeting
 
 WORLD = 4
 #: Seconds: of the backend, and of the rank that is late.

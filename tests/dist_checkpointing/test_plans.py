@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
-from torch_dcp_backport.dist_checkpointing.engine import metadata, plans
-from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place, Stored
+from torch_dcp_backport.dist_checkpointing._src import metadata, plans
+from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index, RecordPlace, Stored
 from torch_dcp_backport.transfer import Box
 
 
@@ -134,7 +134,7 @@ def test_checksums_are_filled_into_the_description(count: int, common: Any) -> N
     index = Index()
     for number in range(count):
         # Checksums and keys that look like the bytes that stand for unknown ones.
-        place = Place("__0_0.distcp", 0xA5A5 + 100 * number, 0xA5, 0xA5A5A5A5)
+        place = RecordPlace("__0_0.distcp", 0xA5A5 + 100 * number, 0xA5, 0xA5A5A5A5)
         key = "\xa5" * (number + 1)
         index.tensors[key] = Stored(torch.int8, (4,), [Chunk(Box((0,), (4,)), place)])
     index.is_ours, index.common = True, common

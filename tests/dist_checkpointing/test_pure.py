@@ -19,33 +19,33 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from torch_dcp_backport import dist_checkpointing as room
-from torch_dcp_backport.dist_checkpointing.engine import foreign, records, writer
-from torch_dcp_backport.dist_checkpointing.engine.assign import cut, shares_of
-from torch_dcp_backport.dist_checkpointing.engine.cover import covered, fills, overlapping
-from torch_dcp_backport.dist_checkpointing.engine.crc import combined
-from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Memory, Source
-from torch_dcp_backport.dist_checkpointing.engine.load import keeps_values
-from torch_dcp_backport.dist_checkpointing.engine.metadata import (
+from torch_dcp_backport.dist_checkpointing._src import foreign, records, writer
+from torch_dcp_backport.dist_checkpointing._src.assign import cut, shares_of
+from torch_dcp_backport.dist_checkpointing._src.cover import covered, fills, overlapping
+from torch_dcp_backport.dist_checkpointing._src.crc import combined
+from torch_dcp_backport.dist_checkpointing._src.files import Damaged, Memory, ReadSource
+from torch_dcp_backport.dist_checkpointing._src.load import keeps_values
+from torch_dcp_backport.dist_checkpointing._src.metadata import (
     Chunk,
     Index,
-    Place,
+    RecordPlace,
     Stored,
     from_bytes,
     to_bytes,
 )
-from torch_dcp_backport.dist_checkpointing.engine.records import (
-    Entry,
+from torch_dcp_backport.dist_checkpointing._src.records import (
     Form,
     RunningSum,
+    ZipEntry,
     bytes_to_words,
     ending,
     form_of,
 )
-from torch_dcp_backport.dist_checkpointing.engine.runs import pieces
-from torch_dcp_backport.dist_checkpointing.engine.table import Row, Table, cells_of, findings_of
-from torch_dcp_backport.dist_checkpointing.engine.unpickle import Refused
+from torch_dcp_backport.dist_checkpointing._src.runs import pieces
+from torch_dcp_backport.dist_checkpointing._src.table import Row, RowTable, cells_of, findings_of
+from torch_dcp_backport.dist_checkpointing._src.unpickle import Refused
 from torch_dcp_backport.transfer import Box
-from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer._src.layout import whole
 
 SIZES = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
 
@@ -119,7 +119,7 @@ def check_record(size: tuple[int, ...], dtype: torch.dtype) -> None:
     with zipfile.ZipFile(io.BytesIO(record)) as archive:
         assert archive.testzip() is None
     # And as a record that somebody else has written.
-    place = Place("file", 7, len(record))
+    place = RecordPlace("file", 7, len(record))
     located = foreign.locate(Memory(bytearray(7) + bytearray(record), "file"), place, size)
     assert located is not None
     assert (located.dtype, located.at, located.nbytes) == (dtype, 7 + form.at, form.nbytes)
@@ -148,7 +148,7 @@ def test_the_checksum_of_a_file_is_known_once_it_is_written(
     works = []
     for numel in numels:
         data = torch.randn(numel) if is_flat else torch.randn(numel, 2)[:, 0]
-        works.append(writer.Work(data, whole((numel,)), whole((numel,))))
+        works.append(writer.WriteWork(data, whole((numel,)), whole((numel,))))
     for objects in ([], [b"", b"abc", bytes(100_000)]):
         path = tmp_path / f"{len(objects)}"
         output = writer.write(path, works, objects, lambda nbytes: None)
@@ -161,7 +161,7 @@ def test_sizes_beyond_four_gib_have_their_fields() -> None:
     form = form_of(torch.uint8, (2**33,))
     head, tail = form.head(1), form.tail(1, bytes(form.table_bytes))
     assert form.length == len(head) + 2**33 + len(tail)
-    entry = Entry("archive/data/0", 2**33, 1, 100)
+    entry = ZipEntry("archive/data/0", 2**33, 1, 100)
     assert entry.sizes() in head
     assert b"PK\6\6" in tail
     assert b"PK\6\7" in tail
@@ -186,8 +186,8 @@ def test_a_record_beyond_four_gib(tmp_path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         assert archive.getinfo("archive/data/0").file_size == rows * width
     with open(path, "rb") as file:
-        place = Place(path.name, 0, form.length)
-        located = foreign.locate(Source(file.fileno(), path.name), place, (rows, width))
+        place = RecordPlace(path.name, 0, form.length)
+        located = foreign.locate(ReadSource(file.fileno(), path.name), place, (rows, width))
     assert located == (torch.uint8, form.at, rows * width, 1)
 
 
@@ -222,7 +222,7 @@ def test_records_with_sizes_of_eight_bytes(tmp_path: Path, monkeypatch: pytest.M
         assert room.verify(tmp_path) == []
     finally:
         form_of.cache_clear()
-    located = foreign.locate(Memory(bytearray(data), "file"), Place("file", 0, len(data)), (100, 100))
+    located = foreign.locate(Memory(bytearray(data), "file"), RecordPlace("file", 0, len(data)), (100, 100))
     assert located == (torch.int32, form.at, value.nbytes, crc32(value.numpy().tobytes()))
 
 
@@ -236,19 +236,19 @@ def test_records_of_torch_that_are_not_row_major(strides: str) -> None:
     file = io.BytesIO()
     torch.save(value, file)
     data = bytearray(file.getvalue())
-    assert foreign.locate(Memory(data, "file"), Place("file", 0, len(data)), tuple(value.shape)) is None
+    assert foreign.locate(Memory(data, "file"), RecordPlace("file", 0, len(data)), tuple(value.shape)) is None
     with pytest.raises(Damaged, match="has shape"):
-        foreign.locate(Memory(data, "file"), Place("file", 0, len(data)), (1, 1, 1))
+        foreign.locate(Memory(data, "file"), RecordPlace("file", 0, len(data)), (1, 1, 1))
 
 
 def test_metadata_comes_back_and_its_damage_is_seen() -> None:
     index = Index()
     chunks = [
-        Chunk(Box((start, 0), (1, 4)), Place("__0_0.distcp", 100 * start, 100, 7 + start))
+        Chunk(Box((start, 0), (1, 4)), RecordPlace("__0_0.distcp", 100 * start, 100, 7 + start))
         for start in range(9)
     ]
     index.tensors["w"] = Stored(torch.bfloat16, (9, 4), chunks)
-    index.objects["rng/shard_0_1"] = Place("__1_0.distcp", 0, 10, 2**32 - 1)
+    index.objects["rng/shard_0_1"] = RecordPlace("__1_0.distcp", 0, 10, 2**32 - 1)
     index.common = (5, 6)
     data = to_bytes(index)
     again = from_bytes(data)
@@ -269,12 +269,12 @@ def test_a_cut_box_is_covered(size: tuple[int, ...], parts: int) -> None:
     assert fills(boxes, size)
 
 
-def rows_of(replicas: int, shards: int, sizes: list[int]) -> dict[int, Table]:
+def rows_of(replicas: int, shards: int, sizes: list[int]) -> dict[int, RowTable]:
     """HSDP: every tensor in shards, each held by as many ranks as there are replicas."""
     tables = {}
     for rank in range(replicas * shards):
         replica, shard = divmod(rank, shards)
-        tables[rank] = Table(
+        tables[rank] = RowTable(
             [
                 Row(f"{number}", torch.float32, (shards * size,), (shard * size,), (size,), replica == 0)
                 for number, size in enumerate(sizes)

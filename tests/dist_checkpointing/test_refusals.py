@@ -217,7 +217,7 @@ def failing_write(room: Any, folder: str, number: int) -> str:
     """One rank's disk is full: before the first byte, or in the middle."""
     import errno
 
-    from torch_dcp_backport.dist_checkpointing.engine import files
+    from torch_dcp_backport.dist_checkpointing._src import files
 
     real = files.reserve, files.write_all
 

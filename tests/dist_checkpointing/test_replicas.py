@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dcp_backport.dist_checkpointing.engine import replicas
+from torch_dcp_backport.dist_checkpointing._src import replicas
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float16)
 SHAPES = st.lists(st.integers(0, 40), min_size=0, max_size=4)

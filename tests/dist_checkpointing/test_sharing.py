@@ -16,8 +16,8 @@ from pool import Pool, RankError
 from spreads import differences, state_of
 
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
-from torch_dcp_backport.dist_checkpointing.engine import sharing
-from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place, Stored
+from torch_dcp_backport.dist_checkpointing._src import sharing
+from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index, RecordPlace, Stored
 from torch_dcp_backport.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
@@ -28,7 +28,7 @@ from torch_dcp_backport.dist_checkpointing.strategies.fully_parallel import (
 )
 from torch_dcp_backport.regression import meter
 from torch_dcp_backport.transfer import Box
-from torch_dcp_backport.transfer.spread import intersection
+from torch_dcp_backport.transfer._src.spread import intersection
 
 MIB = 2**20
 SHAPE = (2048, 4096)  # 32 MiB of float32; a quarter of a row has 4 KiB
@@ -288,7 +288,7 @@ def wants(draw: Any) -> tuple[Index, dict[int, sharing.Wants]]:
                 boxes = [part for box in boxes for part in (box.head(dim, place), box.tail(dim, place))]
         return boxes
 
-    chunks = [Chunk(box, Place("f", number, 1)) for number, box in enumerate(grid())]
+    chunks = [Chunk(box, RecordPlace("f", number, 1)) for number, box in enumerate(grid())]
     index = Index()
     index.tensors["w"] = Stored(torch.float32, shape, chunks)
     by_rank = {}

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch_dcp_backport import dist_checkpointing
 from torch_dcp_backport.compat import DTensor, Shard
 from torch_dcp_backport.dist_checkpointing import validation
-from torch_dcp_backport.dist_checkpointing.engine import metadata
-from torch_dcp_backport.dist_checkpointing.engine.metadata import Place
+from torch_dcp_backport.dist_checkpointing._src import metadata
+from torch_dcp_backport.dist_checkpointing._src.metadata import RecordPlace
 from torch_dcp_backport.dist_checkpointing.storage import CheckedReader, CheckedWriter
 from torch_dcp_backport.dist_checkpointing.training_state import sharded_state_dict, state_of
 from torch_dcp_backport.regression import meter
@@ -112,7 +112,7 @@ def fails(api: Any, folder: Path) -> str:
         def full(fd: int, length: int) -> None:
             raise OSError(28, "No space left on device")
 
-        from torch_dcp_backport.dist_checkpointing.engine import files
+        from torch_dcp_backport.dist_checkpointing._src import files
 
         files.reserve = full
     with pytest.raises(CheckpointException) as caught:
@@ -183,7 +183,7 @@ def test_torch_makes_nothing_of_the_files_own_bytes(tmp_path: Path) -> None:
     # As an attacker would: with the sizes and checksums of the new bytes.
     data = crafted(array)
     index = metadata.from_bytes((folder / ".metadata").read_bytes())
-    index.objects["odd"] = Place(path.name, 0, len(data), crc32(data))
+    index.objects["odd"] = RecordPlace(path.name, 0, len(data), crc32(data))
     path.write_bytes(data)
     (folder / ".metadata").write_bytes(metadata.to_bytes(index))
     loaded = {"odd": None}

@@ -30,11 +30,10 @@ from values import Breaking
 from torch_dcp_backport import compat, dist_checkpointing, hf, status, transfer
 from torch_dcp_backport.checkpoint import FSDPCheckpointManager, NearbyCheckpoints
 from torch_dcp_backport.dist_checkpointing import ShardedTensor
-from torch_dcp_backport.engine import export
-from torch_dcp_backport.engine.move import move_model, move_optimizer
-from torch_dcp_backport.engine.step import grad_norm, step
+from torch_dcp_backport.engine import grad_norm, move_model, move_optimizer, step
+from torch_dcp_backport.engine._src import export
 from torch_dcp_backport.transfer import layout_of
-from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer._src.layout import whole
 
 functions = accelerator.state_dict_functions()
 fully_shard = compat.fsdp2().fully_shard

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dcp_backport import engine
-from torch_dcp_backport.engine import batches
+from torch_dcp_backport.engine._src import batches
 
 SPANS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), max_size=12)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_dcp_backport import compat, engine
-from torch_dcp_backport.engine import reach
+from torch_dcp_backport.engine._src import reach
 
 #: Of which the ranks' tokens reach 1 to 4, the row of zeros that keeps other ranks company 0, and nothing 5.
 EXPERTS = 6

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import compat, engine
-from torch_dcp_backport.engine import export as exports
-from torch_dcp_backport.engine import mesh
+from torch_dcp_backport.engine._src import export as exports
+from torch_dcp_backport.engine._src import mesh
 
 
 def there_and_back(api: Any, folder: Path, source: dict[str, Any], target: dict[str, Any]) -> Any:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_dcp_backport import engine
-from torch_dcp_backport.engine import build, checks, config, heads, verl
-from torch_dcp_backport.engine.base import BaseEngine
-from torch_dcp_backport.transfer import once
+from torch_dcp_backport.engine import BaseEngine
+from torch_dcp_backport.engine._src import build, checks, config, heads, verl
+from torch_dcp_backport.transfer._src import once
 
 TP = build.compat.HAS_STRIDED
 
@@ -264,7 +264,7 @@ def test_every_setting_of_ours_is_in_the_table() -> None:
 
 def test_the_table_of_settings_is_in_the_documentation() -> None:
     page = Path(__file__).parents[2] / "docs" / "engine.md"
-    assert verl.table() in page.read_text(), "print(torch_dcp_backport.engine.verl.table())"
+    assert verl.table() in page.read_text(), "print(torch_dcp_backport.engine._src.verl.table())"
 
 
 def test_steps_of_the_warm_up() -> None:

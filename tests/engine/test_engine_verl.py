@@ -19,9 +19,9 @@ import torch.distributed as dist
 from pool import Pool
 
 from torch_dcp_backport import engine
-from torch_dcp_backport.engine import batches, config, lora
-from torch_dcp_backport.engine import verl as known
-from torch_dcp_backport.transfer import once
+from torch_dcp_backport.engine._src import batches, config, lora
+from torch_dcp_backport.engine._src import verl as known
+from torch_dcp_backport.transfer._src import once
 
 try:
     VERSION = importlib.metadata.version("verl")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_dcp_backport import engine
-from torch_dcp_backport.engine import attention, packing
+from torch_dcp_backport.engine._src import attention, packing
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")

@@ -11,7 +11,7 @@ import torch
 from tiny import configured, write
 
 from torch_dcp_backport import compat, engine
-from torch_dcp_backport.engine import tensor_parallel
+from torch_dcp_backport.engine._src import tensor_parallel
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")

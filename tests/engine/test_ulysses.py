@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import engine
-from torch_dcp_backport.engine import packing, ulysses
+from torch_dcp_backport.engine._src import packing, ulysses
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dcp_backport import hf
-from torch_dcp_backport.hf import adapters
-from torch_dcp_backport.hf.adapters import Low, add
+from torch_dcp_backport.hf._src import adapters
+from torch_dcp_backport.hf._src.adapters import Low, add
 from torch_dcp_backport.transfer import Box, TensorInfo
 
 PREFIX = "base_model.model."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torch_dcp_backport.hf.blocks import gaps, spread_of
-from torch_dcp_backport.transfer.layout import Box
+from torch_dcp_backport.hf import gaps, spread_of
+from torch_dcp_backport.transfer import Box
 
 
 @pytest.mark.parametrize("missing", [0, 1, 4])

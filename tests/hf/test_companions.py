@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torch_dcp_backport import hf
-from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer._src.layout import whole
 
 BOX = whole((2, 2))
 WEIGHTS = {"weight": torch.ones(2, 2)}
@@ -254,7 +254,7 @@ def test_the_configuration_that_a_killed_export_took_away_is_kept_until_there_is
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("torch_dcp_backport.hf.writing.reserve", full)
+        patched.setattr("torch_dcp_backport.hf._src.writing.reserve", full)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="No space left"):
                 hf.save_state_dict(WEIGHTS, target, like={"model_type": "two"}, how=how)

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dcp_backport.hf.blocks import Part, Share
-from torch_dcp_backport.hf.comparing import STEP_BYTES, checksum, sum_of
-from torch_dcp_backport.hf.writing import Hand
+from torch_dcp_backport.hf import Part, Share
+from torch_dcp_backport.hf._src.comparing import STEP_BYTES, checksum, sum_of
+from torch_dcp_backport.hf._src.writing import Hand
 from torch_dcp_backport.transfer import TensorInfo
-from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer._src.layout import whole
 
 
 def total(data: bytes, start: int = 0) -> bytes:

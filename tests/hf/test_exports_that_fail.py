@@ -16,16 +16,16 @@ import pytest
 from test_safetensors_files import NEW, TENSORS, data_of, exported, infos, same
 
 from torch_dcp_backport import hf
-from torch_dcp_backport.hf.files import Draft
-from torch_dcp_backport.hf.format import read_header
+from torch_dcp_backport.hf._src.files import ExportDraft
+from torch_dcp_backport.hf._src.format import read_header
 from torch_dcp_backport.transfer import TransferError
-from torch_dcp_backport.transfer import call as calls
+from torch_dcp_backport.transfer._src import call as calls
 
 OLD_CONFIG, NEW_CONFIG = {"model_type": "made"}, {"model_type": "made", "rope_theta": 1}
 
 
-def draft_of(target: Path, file_bytes: int, config: dict[str, Any]) -> Draft:
-    draft = Draft(target, True)
+def draft_of(target: Path, file_bytes: int, config: dict[str, Any]) -> ExportDraft:
+    draft = ExportDraft(target, True)
     draft.reserve(infos(NEW), file_bytes)
     draft.add("config.json", json.dumps(config).encode())
     draft.add("tokenizer.json", b"same")
@@ -128,7 +128,7 @@ def test_the_lock_is_held_until_everything_is_in_its_place(tmp_path, is_there):
     first.switch()
     if is_there:
         with pytest.raises(BlockingIOError, match="another export"):
-            Draft(target, True)
+            ExportDraft(target, True)
     else:
         # It appeared at once, and may be replaced.
         exported(target, TENSORS, 10, overwrite=True)
@@ -156,7 +156,7 @@ def test_an_export_that_was_overtaken_does_not_take_the_other_for_its_own(tmp_pa
 
     monkeypatch.setattr(fcntl, "flock", late)
     with pytest.raises((BlockingIOError, FileExistsError)):
-        Draft(target, False)
+        ExportDraft(target, False)
     monkeypatch.undo()
     assert same(target, TENSORS)
     exported(target, NEW, 10, overwrite=True)
@@ -174,7 +174,7 @@ def test_a_folder_that_cannot_be_cleared_is_not_locked_for_ever(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", broken)
         with pytest.raises(OSError, match="the disk is broken"):
-            Draft(target, True)
+            ExportDraft(target, True)
     exported(target, NEW, 10)
     assert same(target, NEW)
 
@@ -183,7 +183,7 @@ def test_weights_of_pickle_are_a_model_that_is_there(tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(FileExistsError, match=r"pytorch_model.bin; Export\(overwrite=True\)"):
-        Draft(tmp_path / "m", False)
+        ExportDraft(tmp_path / "m", False)
     assert exported(tmp_path / "m", NEW, 10, overwrite=True) == ["pytorch_model.bin"]
     assert same(tmp_path / "m", NEW)
 
@@ -192,11 +192,11 @@ def test_what_is_in_the_way_is_an_error_before_anything_is_written(tmp_path):
     (tmp_path / ".m.partial").mkdir()
     (tmp_path / ".m.partial" / "notes").write_text("mine")
     with pytest.raises(FileExistsError, match="no export made it"):
-        Draft(tmp_path / "m", True)
+        ExportDraft(tmp_path / "m", True)
     assert (tmp_path / ".m.partial" / "notes").read_text() == "mine"
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(NotADirectoryError, match="no folder"):
-        Draft(tmp_path / "link", True)
+        ExportDraft(tmp_path / "link", True)
     exported(tmp_path / "n", TENSORS, 10)
     (tmp_path / "n" / "tokenizer.json").mkdir()
     draft = draft_of(tmp_path / "n", 10, OLD_CONFIG)
@@ -256,9 +256,9 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", unknown)
     exported(tmp_path / "m", TENSORS, 10)
-    dead = Draft(tmp_path / "m", True)
+    dead = ExportDraft(tmp_path / "m", True)
     with pytest.raises(BlockingIOError, match=r"\.partial is of an export .* or was killed: .* has no locks"):
-        Draft(tmp_path / "m", True)
+        ExportDraft(tmp_path / "m", True)
     assert same(tmp_path / "m", TENSORS)
     os.close(dead.room._lock)
     shutil.rmtree(dead.room.path)

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport.transfer import Box, Call, staging
-from torch_dcp_backport.transfer.exchange import Route
-from torch_dcp_backport.transfer.layout import whole
-from torch_dcp_backport.transfer.memories import Memories, move
-from torch_dcp_backport.transfer.spread import Boxes
-from torch_dcp_backport.transfer.staging import part_of
+from torch_dcp_backport.transfer import Box, Call
+from torch_dcp_backport.transfer._src import staging
+from torch_dcp_backport.transfer._src.exchange import Route
+from torch_dcp_backport.transfer._src.layout import whole
+from torch_dcp_backport.transfer._src.memories import Memories, move
+from torch_dcp_backport.transfer._src.spread import Boxes
+from torch_dcp_backport.transfer._src.staging import part_of
 
 WIDTH = 64
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from torch_dcp_backport import hf
-from torch_dcp_backport.transfer import once
-from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer._src import once
+from torch_dcp_backport.transfer._src.layout import whole
 
 
 def transformers() -> Any:

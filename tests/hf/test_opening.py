@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dcp_backport import hf
-from torch_dcp_backport.hf.classes import Route
-from torch_dcp_backport.hf.opening import made_of
+from torch_dcp_backport.hf._src.classes import Origin
+from torch_dcp_backport.hf._src.opening import made_of
 from torch_dcp_backport.transfer import Box, TensorInfo
 
 
@@ -76,7 +76,7 @@ def test_a_part_of_what_several_tensors_make_is_read_of_their_parts(data: Any) -
     place = min(1, len(every) - 1)
     expected = every[place]
     outcome = tuple(tuple(value.shape) for value in every)
-    route = Route(tuple(map(tuple, keys)), tuple(steps), outcome, place)
+    route = Origin(tuple(map(tuple, keys)), tuple(steps), outcome, place)
     made = made_of(route, infos)
     assert made is not None
     assert made.shape == tuple(expected.shape)
@@ -102,7 +102,7 @@ def test_what_is_made_in_another_way_is_not_known() -> None:
         # Parts of two dtypes.
         (("a", "b"), [merge(0)]),
     ):
-        assert made_of(Route((keys,), tuple(steps)), infos) is None
+        assert made_of(Origin((keys,), tuple(steps)), infos) is None
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from torch_dcp_backport import hf
-from torch_dcp_backport.hf.files import Draft
-from torch_dcp_backport.hf.format import FormatError, make_header, read_header
-from torch_dcp_backport.hf.writing import planned
+from torch_dcp_backport.hf._src.files import ExportDraft
+from torch_dcp_backport.hf._src.format import FormatError, make_header, read_header
+from torch_dcp_backport.hf._src.writing import planned
 from torch_dcp_backport.transfer import Box, TensorInfo
-from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer._src.layout import whole
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -199,7 +199,7 @@ def test_what_is_not_there_is_absent_and_no_problem(tmp_path, missing):
 def exported(
     target: Path, tensors: dict[str, torch.Tensor], file_bytes: int, overwrite: bool = False
 ) -> list[str]:
-    draft = Draft(target, overwrite)
+    draft = ExportDraft(target, overwrite)
     draft.reserve(infos(tensors), file_bytes)
     draft.add("config.json", b'{"model_type": "made"}')
     for key, value in tensors.items():
@@ -239,7 +239,7 @@ def test_an_export_takes_the_place_of_an_older_one(tmp_path, old_files, new_file
         exported(target, TENSORS, old_files)
         (target / "adapter_model.safetensors").write_bytes(b"not ours")
         with pytest.raises(FileExistsError, match="overwrite=True"):
-            Draft(target, False)
+            ExportDraft(target, False)
         assert same(target, TENSORS)
     removed = exported(target, NEW, new_files, overwrite=True)
     assert same(target, NEW)
@@ -268,10 +268,10 @@ def test_two_exports_at_once_are_refused_and_a_dead_one_is_cleared_away(tmp_path
     target = tmp_path / "m"
     if is_there:
         exported(target, TENSORS, 10)
-    first = Draft(target, True)
+    first = ExportDraft(target, True)
     first.reserve(infos(NEW), 10)
     with pytest.raises(BlockingIOError, match=r"another export into .* is under way"):
-        Draft(target, True)
+        ExportDraft(target, True)
     # As the kernel does when its process dies.
     os.close(first.room._lock)
     exported(target, NEW, 10, overwrite=True)
@@ -306,7 +306,7 @@ def test_another_models_config_is_replaced_only_when_asked(tmp_path, there, says
 
 def test_no_room_is_an_error_before_anything_moves(tmp_path):
     exported(tmp_path / "m", TENSORS, 10**9)
-    draft = Draft(tmp_path / "m", True)
+    draft = ExportDraft(tmp_path / "m", True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
     try:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from test_state_dicts import CONFIG, MESHES, VALUES, bits, state_of
 
 from torch_dcp_backport import hf
-from torch_dcp_backport.hf import sharing
-from torch_dcp_backport.hf.blocks import Share, spread_of
-from torch_dcp_backport.hf.sharing import Deal
-from torch_dcp_backport.hf.writing import Files, Hand
+from torch_dcp_backport.hf import Share, spread_of
+from torch_dcp_backport.hf._src import sharing
+from torch_dcp_backport.hf._src.sharing import Deal
+from torch_dcp_backport.hf._src.writing import Files, Hand
 from torch_dcp_backport.transfer import Box, TensorInfo
 
 

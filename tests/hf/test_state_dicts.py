@@ -17,10 +17,10 @@ from test_safetensors_files import model as write_model
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_dcp_backport import hf
-from torch_dcp_backport.hf.comparing import equal_in
-from torch_dcp_backport.hf.moving import turns_of
+from torch_dcp_backport.hf._src.comparing import equal_in
+from torch_dcp_backport.hf._src.moving import turns_of
 from torch_dcp_backport.transfer import Box, last_report
-from torch_dcp_backport.transfer.spread import Boxes
+from torch_dcp_backport.transfer._src.spread import Boxes
 
 try:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from test_safetensors_files import model as write_model
 
-from torch_dcp_backport.hf import filling
-from torch_dcp_backport.hf.source import Folder
+from torch_dcp_backport.hf import Folder
+from torch_dcp_backport.hf._src import filling
 from torch_dcp_backport.transfer import Box
 
 COUNT, ROWS = 24, 64

@@ -19,7 +19,7 @@ def test_a_room_is_an_attribute_before_anything_was_patched(fresh: Fresh, switch
         import torch_dcp_backport
         before = sorted(name for name in sys.modules if name.startswith("torch_dcp_backport.transfer"))
         torch_dcp_backport.transfer.configure(staging_bytes=2**20)
-        budget = torch_dcp_backport.transfer.settings.staging_bytes()
+        budget = torch_dcp_backport.transfer._src.settings.staging_bytes()
         torch_dcp_backport.state_dict.StateDictOptions(full_state_dict=True)
         tell(before=before, budget=budget, outcome=torch_dcp_backport.status().outcome)
         """,

@@ -10,14 +10,15 @@ from decoders import Decoder, Spot, expected, inner, module_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torch_dcp_backport.megatron.cuts import Holding, Place, holding_of
+from torch_dcp_backport.megatron import Parallel
+from torch_dcp_backport.megatron._src.cuts import Holding, Place, holding_of
+from torch_dcp_backport.megatron._src.model import roles_of
+from torch_dcp_backport.megatron._src.names import EMBED, STYLES, hf_keys
+from torch_dcp_backport.megatron._src.shape import misfits, shape_of
 from torch_dcp_backport.megatron.families import family_of
-from torch_dcp_backport.megatron.model import Parallel, roles_of
-from torch_dcp_backport.megatron.names import EMBED, STYLES, hf_keys
-from torch_dcp_backport.megatron.shape import misfits, shape_of
-from torch_dcp_backport.transfer.layout import whole
-from torch_dcp_backport.transfer.spread import overlaps
-from torch_dcp_backport.transfer.staging import part_of
+from torch_dcp_backport.transfer._src.layout import whole
+from torch_dcp_backport.transfer._src.spread import overlaps
+from torch_dcp_backport.transfer._src.staging import part_of
 
 
 @st.composite

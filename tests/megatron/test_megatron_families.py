@@ -17,9 +17,9 @@ from family_models import FAMILIES, SIZES, Rank, config_of, held, stage_module, 
 
 from torch_dcp_backport import megatron
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, load_tensors_metadata, verify
+from torch_dcp_backport.megatron._src.shape import misfits, shape_of
 from torch_dcp_backport.megatron.convert import convert
-from torch_dcp_backport.megatron.shape import misfits, shape_of
-from torch_dcp_backport.transfer import once
+from torch_dcp_backport.transfer._src import once
 
 pytest.importorskip("transformers")
 #: Name -> (TP, PP, EP).

@@ -6,7 +6,7 @@ import pytest
 from decoders import Decoder
 
 from torch_dcp_backport.megatron import stages
-from torch_dcp_backport.megatron.shape import shape_of
+from torch_dcp_backport.megatron._src.shape import shape_of
 
 CONFIG = Decoder().config
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from decoders import Decoder, inner, models_of, read_folder, spot_of, write_folder
 
 from torch_dcp_backport import hf, transfer
-from torch_dcp_backport.hf import blocks, sharing
+from torch_dcp_backport.hf._src import blocks, sharing
 from torch_dcp_backport.megatron import Parallel, load_hf, save_hf
 
 QWEN2, QWEN3, LLAMA = Decoder(layers=2), Decoder("qwen3", layers=2), Decoder("llama", layers=2)

@@ -27,7 +27,7 @@ from torch_dcp_backport.state_dict import collect, destination
 from torch_dcp_backport.state_dict.model import load as model_load
 from torch_dcp_backport.state_dict.model import outline
 from torch_dcp_backport.state_dict.optim import load as optim_load
-from torch_dcp_backport.transfer.staging import Staging
+from torch_dcp_backport.transfer._src.staging import Staging
 
 REFUSED = "refused"
 LOADED = "done all the same"

@@ -12,7 +12,8 @@ from models import Model, build, check_values, full_state
 from pool import on_ranks
 from test_optimizer import full_optimizer_state, optimizer_of, snapshot
 
-from torch_dcp_backport.transfer import TensorInfo, plan, wire
+from torch_dcp_backport.transfer import TensorInfo
+from torch_dcp_backport.transfer._src import plan, wire
 
 
 def no_longer_there(state: dict[str, Any]) -> None:

@@ -18,13 +18,14 @@ from values import Breaking
 
 from torch_dcp_backport import compat, transfer
 from torch_dcp_backport.state_dict import source
-from torch_dcp_backport.transfer import Box, Call, Problem, lanes, rounds, wire
-from torch_dcp_backport.transfer.consensus import share_findings
-from torch_dcp_backport.transfer.exchange import Route
-from torch_dcp_backport.transfer.memories import Memories, move
-from torch_dcp_backport.transfer.scatter import PLAN_BYTES
-from torch_dcp_backport.transfer.spread import Boxes
-from torch_dcp_backport.transfer.staging import Staging
+from torch_dcp_backport.transfer import Box, Call, Problem
+from torch_dcp_backport.transfer._src import lanes, rounds, wire
+from torch_dcp_backport.transfer._src.consensus import share_findings
+from torch_dcp_backport.transfer._src.exchange import Route
+from torch_dcp_backport.transfer._src.memories import Memories, move
+from torch_dcp_backport.transfer._src.scatter import PLAN_BYTES
+from torch_dcp_backport.transfer._src.spread import Boxes
+from torch_dcp_backport.transfer._src.staging import Staging
 
 KINDS = list(test_transfer.PLACEMENTS)
 #: Bytes: an element at a time, some of the tensors at a time, all at once.

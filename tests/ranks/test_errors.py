@@ -20,7 +20,7 @@ from torch import nn
 
 from torch_dcp_backport.regression.meter import live_storages
 from torch_dcp_backport.state_dict import destination
-from torch_dcp_backport.transfer import engine
+from torch_dcp_backport.transfer._src import engine
 
 
 class Custom(nn.Linear):

@@ -11,10 +11,11 @@ import pytest
 import torch.distributed as dist
 from pool import Pool, RankError
 
-from torch_dcp_backport.transfer import Call, Problem, meet
-from torch_dcp_backport.transfer.call import Attempt
-from torch_dcp_backport.transfer.errors import CollectiveError
-from torch_dcp_backport.transfer.meet import Meeting, Refusal, Topic, at_first
+from torch_dcp_backport.transfer import Call, Problem
+from torch_dcp_backport.transfer._src import meet
+from torch_dcp_backport.transfer._src.call import Attempt
+from torch_dcp_backport.transfer._src.errors import CollectiveError
+from torch_dcp_backport.transfer._src.meet import Meeting, Refusal, Topic, at_first
 
 WORLD = 4
 #: Of the rank that is told as gone.

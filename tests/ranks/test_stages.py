@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_dcp_backport import transfer
 from torch_dcp_backport.compat import DTensor, Replicate
-from torch_dcp_backport.transfer import plan
+from torch_dcp_backport.transfer._src import plan
 
 SHAPE = (64, 96)
 NBYTES = 64 * 96 * 4
@@ -54,7 +54,7 @@ def test_every_rank_hears_of_wants_that_cannot_travel(api: Any, place: int) -> N
     options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     full = {f"w{number}": torch.ones(SHAPE) for number in (0, 1)}
 
-    def fail(table: plan.Table) -> bytes:
+    def fail(table: plan.WantTable) -> bytes:
         raise TypeError("a fault")
 
     real = plan.packed
@@ -88,7 +88,7 @@ def test_an_error_of_a_later_stage_does_not_say_that_nothing_changed(api: Any, p
     before = parameter_of(model, own).clone()
     real = plan.packed
 
-    def fail(table: plan.Table) -> bytes:
+    def fail(table: plan.WantTable) -> bytes:
         if torch.equal(parameter_of(model, own), before):
             return real(table)
         raise TypeError("a fault")

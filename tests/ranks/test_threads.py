@@ -10,7 +10,7 @@ from models import build, check_values, full_state
 from pool import on_ranks
 from test_bad_input import error_of
 
-from torch_dcp_backport.transfer.staging import Staging
+from torch_dcp_backport.transfer._src.staging import Staging
 
 
 def in_thread(call: Callable[[], object]) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from torch_dcp_backport.regression import meter
 from torch_dcp_backport.state_dict.model.load import model_planner
 from torch_dcp_backport.state_dict.model.outline import outline_of
 from torch_dcp_backport.state_dict.options import StateDictOptions, verify_options
-from torch_dcp_backport.state_dict.source import Source
+from torch_dcp_backport.state_dict.source import StateSource
 
 
 def trained(wrapper: str) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -263,7 +263,7 @@ def test_what_lives_on_the_host_is_made_there(api: Any, offload: str) -> None:
         ),
     )
     state = dict(Tower().state_dict())
-    source = Source(state if dist.get_rank() == 0 else {})
+    source = StateSource(state if dist.get_rank() == 0 else {})
     planner = model_planner(outline_of(model, info), source, [])
     asked: list[str] = []
     real = compat.current_device

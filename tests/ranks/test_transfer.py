@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_dcp_backport import transfer
 from torch_dcp_backport.compat import Replicate, Shard
-from torch_dcp_backport.state_dict.source import Source
-from torch_dcp_backport.transfer import Box, Held, Layout, Mesh, Target, TensorInfo, Want, groups
-from torch_dcp_backport.transfer.scatter import PLAN_BYTES, Offer
+from torch_dcp_backport.state_dict.source import StateSource
+from torch_dcp_backport.transfer import Box, Held, Layout, Mesh, Target, TensorInfo, Want
+from torch_dcp_backport.transfer._src import groups
+from torch_dcp_backport.transfer._src.scatter import PLAN_BYTES, Offer
 
 SHAPES = {"a": (7, 5), "b": (64, 3), "one": (1,), "scalar": (), "none": (0, 4), "deep": (3, 5, 2, 4)}
 DTYPES = {
@@ -80,7 +81,7 @@ def scatter_to(api: Any, kinds: list[str], staging: int, by_window: bool = False
         box = want.layout.box(rank)
         if box is not None:
             targets[key] = Target(torch.full(box.size, 1).to(want.dtype), box)
-    reader = Source(values) if rank == 0 else None
+    reader = StateSource(values) if rank == 0 else None
     with transfer.Call("test", "scatter") as call:
         inventory = call.publish(infos if rank == 0 else None)
         agreement = call.agree(wants, staging_bytes=staging)
@@ -110,7 +111,7 @@ def gather_from(api: Any, kind: str, staging: int, to: Any) -> None:
 
 def staged_bytes(api: Any, budget: int) -> int:
     """The most bytes of staging that one scatter and one gather allocated."""
-    from torch_dcp_backport.transfer.staging import Staging
+    from torch_dcp_backport.transfer._src.staging import Staging
 
     allocated = []
     init = Staging.__init__
@@ -322,7 +323,7 @@ def test_a_source_that_is_not_the_first_of_its_replicas(api: Any) -> None:
 @on_ranks()
 def test_a_source_whose_box_goes_to_another_rank_late(api: Any) -> None:
     """The source's own head comes after another one, and there are buffers for two chunks only."""
-    from torch_dcp_backport.transfer import chunks
+    from torch_dcp_backport.transfer._src import chunks
 
     mesh = DeviceMesh("cpu", [[1, 3], [2, 0]])
     value = value_of("w", (8, 6), torch.float32)
@@ -416,7 +417,7 @@ def test_buffers_of_a_gloo_group_are_on_the_host(api: Any) -> None:
 @on_ranks()
 def test_host_tensors_reach_an_accelerator_through_one_buffer(api: Any) -> None:
     """As on an accelerator, where everything on the host passes through pinned memory."""
-    from torch_dcp_backport.transfer.staging import Staging
+    from torch_dcp_backport.transfer._src.staging import Staging
 
     crosses, may_cross = Staging.crosses, Staging.may_cross
     Staging.crosses = lambda self, part: part.dtype != torch.bfloat16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dcp_backport.transfer.consensus import MARK_BYTES, Mark, common_mark
+from torch_dcp_backport.transfer._src.consensus import MARK_BYTES, Mark, common_mark
 
 digests = st.binary(min_size=16, max_size=16)
 names = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=15)

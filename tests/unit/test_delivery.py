@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from torch_dcp_backport.transfer import Layout, Mesh, TensorInfo, Want
-from torch_dcp_backport.transfer.delivery import Delivery, Relay
-from torch_dcp_backport.transfer.plan import Agreement, Table, packed, unpacked
+from torch_dcp_backport.transfer import Agreement, Layout, Mesh, TensorInfo, Want
+from torch_dcp_backport.transfer._src.delivery import Delivery, Relay
+from torch_dcp_backport.transfer._src.plan import WantTable, packed, unpacked
 
 RANKS = tuple(range(8))
 #: Two pipeline stages of two replicas of two shards each.
@@ -19,13 +19,13 @@ def wants_of(stage: int, names: tuple[str, ...] = ("a", "b")) -> dict[str, Want]
     return {f"{stage}.{name}": Want(layout, torch.float32) for name in names}
 
 
-def delivery(rank: int, *tables: Table) -> Delivery:
+def delivery(rank: int, *tables: WantTable) -> Delivery:
     inventory = {key: TensorInfo(SHAPE, torch.float32) for table in tables for key in table.wants}
     return Delivery(RANKS, rank, inventory, Agreement(tables, 2**20, "cpu"), False)
 
 
-def stages(relays: tuple[bool, bool] = (True, True)) -> list[Table]:
-    return [Table(wants_of(number), STAGES[number].ranks, relays[number]) for number in (0, 1)]
+def stages(relays: tuple[bool, bool] = (True, True)) -> list[WantTable]:
+    return [WantTable(wants_of(number), STAGES[number].ranks, relays[number]) for number in (0, 1)]
 
 
 def test_every_stage_relays_to_its_own_replicas() -> None:
@@ -64,13 +64,15 @@ def test_a_tensor_of_two_stages_is_sent_by_the_source() -> None:
 
 def test_ranks_that_differ_in_what_is_no_want_share_what_all_want_whole() -> None:
     whole = {"w": Want(Layout(SHAPE), torch.float32)}
-    found = delivery(0, Table(whole, (0, 1), True, ["a stage"]), Table(whole, (2, 3, 4, 5, 6, 7), True, []))
+    found = delivery(
+        0, WantTable(whole, (0, 1), True, ["a stage"]), WantTable(whole, (2, 3, 4, 5, 6, 7), True, [])
+    )
     assert found.windows[0].common == ["w"]
 
 
 def test_a_table_travels_as_rows() -> None:
     names = tuple(f"layers.{number}.weight" for number in range(1000))
-    table = Table(wants_of(1, names), (4, 5, 6, 7), True, ["a stage"])
+    table = WantTable(wants_of(1, names), (4, 5, 6, 7), True, ["a stage"])
     assert unpacked(packed(table)) == table._replace(ranks=())
     assert len(packed(table)) < 20 * len(names)
 
@@ -89,6 +91,6 @@ def test_who_waits_for_a_replica_is_served_by_it() -> None:
 def test_a_tensor_without_elements_may_come_first_of_those_that_are_made() -> None:
     inventory = {"none": TensorInfo((0, 4), torch.float32), "some": TensorInfo(SHAPE, torch.float32)}
     wants = {key: Want(Layout(info.shape, None, ()), info.dtype) for key, info in inventory.items()}
-    agreement = Agreement([Table(wants, RANKS)], 2**20, "cpu")
+    agreement = Agreement([WantTable(wants, RANKS)], 2**20, "cpu")
     windows = Delivery(RANKS, 0, inventory, agreement, by_window=True).windows
     assert [key for window in windows for key in window.common] == ["none", "some"]

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dcp_backport.transfer import Box, Layout, Mesh
-from torch_dcp_backport.transfer.chunks import chunk_bytes, chunks, cut_of
-from torch_dcp_backport.transfer.grid import grids_of, largest_block, moves_of
-from torch_dcp_backport.transfer.layout import whole
-from torch_dcp_backport.transfer.spread import intersection
-from torch_dcp_backport.transfer.staging import Views, part_of
+from torch_dcp_backport.transfer._src.chunks import chunk_bytes, chunks, cut_of
+from torch_dcp_backport.transfer._src.grid import grids_of, largest_block, moves_of
+from torch_dcp_backport.transfer._src.layout import whole
+from torch_dcp_backport.transfer._src.spread import intersection
+from torch_dcp_backport.transfer._src.staging import Views, part_of
 
 Placement = Optional[tuple[int, int]]
 

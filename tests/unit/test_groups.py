@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer import groups
+from torch_dcp_backport.transfer._src import groups
 
 
 class Slow:

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer import Box, Layout, Mesh
-from torch_dcp_backport.transfer.chunks import ALIGNMENT, capacity_of, chunk_bytes, chunks
-from torch_dcp_backport.transfer.errors import Problem, compose, spell
-from torch_dcp_backport.transfer.layout import split_order, splits_of, whole
+from torch_dcp_backport.transfer import Box, Layout, Mesh, Problem
+from torch_dcp_backport.transfer._src.chunks import ALIGNMENT, capacity_of, chunk_bytes, chunks
+from torch_dcp_backport.transfer._src.errors import compose, spell
+from torch_dcp_backport.transfer._src.layout import split_order, splits_of, whole
 
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
 

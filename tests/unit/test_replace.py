@@ -14,7 +14,7 @@ import pytest
 import wrapt
 
 from torch_dcp_backport.activation.bindings import ABSENT, Early, Swap
-from torch_dcp_backport.activation.replace import Plan, Replacement, call_misfit, foreign_layer
+from torch_dcp_backport.activation.replace import CheckedSet, Replacement, call_misfit, foreign_layer
 from torch_dcp_backport.activation.table import STATE_DICT
 
 
@@ -102,7 +102,7 @@ def test_all_is_written_or_nothing(monkeypatch: pytest.MonkeyPatch, broken: bool
     swap = Swap("fakehost", "name", weakref.ref(module), stock, ours)
     new = Swap("fakehost", "Fake.new", weakref.ref(cls), ABSENT, ours)
     last = Swap("fakehost", "int.new", weakref.ref(int), ABSENT, ours)
-    subject = Replacement(Plan([swap], [new, *[last] * broken]), Early([], []))
+    subject = Replacement(CheckedSet([swap], [new, *[last] * broken]), Early([], []))
     if broken:
         with pytest.raises(TypeError):
             subject.write()

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dcp_backport.transfer import Progress, configure, settings
+from torch_dcp_backport.transfer import Progress, configure
+from torch_dcp_backport.transfer._src import settings
 
 MIB = 2**20
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dcp_backport.transfer import Box, Layout, Mesh
-from torch_dcp_backport.transfer.exchange import Plan, Route
-from torch_dcp_backport.transfer.layout import whole
-from torch_dcp_backport.transfer.spread import Boxes, Spread, holders_of, problems_of_spreads, ways_of
+from torch_dcp_backport.transfer._src.exchange import ExchangePlan, Route
+from torch_dcp_backport.transfer._src.layout import whole
+from torch_dcp_backport.transfer._src.spread import Boxes, Spread, holders_of, problems_of_spreads, ways_of
 
 RANKS = tuple(range(6))
 
@@ -90,7 +90,7 @@ def test_both_ends_of_a_pair_have_the_same_boxes_in_the_same_order(
     found: list[tuple[Spread, Spread]],
 ) -> None:
     routes = {number: Route(*pair, torch.float32) for number, pair in enumerate(found)}
-    plans = {rank: Plan(routes, RANKS, rank) for rank in RANKS}
+    plans = {rank: ExchangePlan(routes, RANKS, rank) for rank in RANKS}
     for one, other in itertools.permutations(RANKS, 2):
         assert list(plans[one].sends(other)) == list(plans[other].receives(one))
 

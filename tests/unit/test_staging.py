@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from torch_dcp_backport.transfer.chunks import Piece
-from torch_dcp_backport.transfer.layout import Box, whole
-from torch_dcp_backport.transfer.staging import Staging, Views, part_of
+from torch_dcp_backport.transfer import Box
+from torch_dcp_backport.transfer._src.chunks import Piece
+from torch_dcp_backport.transfer._src.layout import whole
+from torch_dcp_backport.transfer._src.staging import Staging, Views, part_of
 
 
 class FromOne(torch.Tensor):

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from torch_dcp_backport.transfer import lanes
-from torch_dcp_backport.transfer.lanes import Lane, is_collective, lane_of
+from torch_dcp_backport.transfer._src import lanes
+from torch_dcp_backport.transfer._src.lanes import Lane, is_collective, lane_of
 
 #: (senders, ranks that want everything): the lane on gloo, the lane on NCCL.
 TABLE = {

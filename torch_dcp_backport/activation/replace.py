@@ -41,14 +41,14 @@ class Refused(Exception):
         self.reason = reason
 
 
-class Plan(NamedTuple):
+class CheckedSet(NamedTuple):
     """A checked set: names of modules, and attributes of torch's own classes."""
 
     swaps: list[Swap]
     attributes: list[Swap]
 
 
-def plan(release: tuple[int, int], preview: bool, former: Mapping[str, Swap] | None = None) -> Plan:
+def plan(release: tuple[int, int], preview: bool, former: Mapping[str, Swap] | None = None) -> CheckedSet:
     """Return the full set, checked; raise Refused if a member is not torch's own or cannot be replaced.
 
     `former`: the swaps of before a module of torch's was executed again, by name. What stands there is ours.
@@ -78,7 +78,7 @@ def plan(release: tuple[int, int], preview: bool, former: Mapping[str, Swap] | N
                 attributes += _extension(stock, cast(type, ours))
                 swap = swap._replace(ours=stock)
         swaps.append(swap)
-    return Plan(swaps, attributes)
+    return CheckedSet(swaps, attributes)
 
 
 def replacement_of(module: str, name: str) -> object:
@@ -200,7 +200,7 @@ def call_misfit(stock: object, ours: object, positions: bool = True) -> str | No
 class Replacement:
     """A checked set and the early bindings that go with it: written and undone together."""
 
-    def __init__(self, plan: Plan, early: Early) -> None:
+    def __init__(self, plan: CheckedSet, early: Early) -> None:
         self.swaps = plan.swaps
         self.early = early
         self._all = [*plan.swaps, *plan.attributes, *early.swaps]

@@ -102,7 +102,7 @@ class Target(NamedTuple):
         return release < self.until or (preview and release == self.until)
 
 
-class Table(NamedTuple):
+class TargetSet(NamedTuple):
     """A coherent set: all of it is replaced, or none."""
 
     provider: str  # our package that has the replacements
@@ -190,7 +190,7 @@ _DCP: tuple[tuple[str, str, tuple[str, ...], tuple[int, int]], ...] = (
     (FSSPEC, "FileSystem.create_stream", (DELETED,), FIXED_IN),
 )
 
-TABLE = Table(
+TABLE = TargetSet(
     provider="torch_dcp_backport.state_dict",
     owner="torch",
     entrances=(FSDP, CHECKPOINT, STATE_DICT_UTILS),

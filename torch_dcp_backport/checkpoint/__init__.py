@@ -3,20 +3,20 @@
 verl's names (`verl.utils.checkpoint`) on `dist_checkpointing`. Knows a trainer's parts; must never train.
 """
 
-from torch_dcp_backport.checkpoint.expiry import SaveSignals, should_save_ckpt_esi
-from torch_dcp_backport.checkpoint.exporting import export_checkpoint
-from torch_dcp_backport.checkpoint.fsdp import FSDPCheckpointManager
-from torch_dcp_backport.checkpoint.handler import (
+from torch_dcp_backport.checkpoint._src.expiry import SaveSignals, should_save_ckpt_esi
+from torch_dcp_backport.checkpoint._src.exporting import export_checkpoint
+from torch_dcp_backport.checkpoint._src.fsdp import FSDPCheckpointManager
+from torch_dcp_backport.checkpoint._src.handler import (
     CheckpointHandler,
     OrchestrationMode,
     extract_step,
     get_checkpoint_tracker_filename,
 )
-from torch_dcp_backport.checkpoint.latest import find_latest_ckpt_path
-from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
-from torch_dcp_backport.checkpoint.megatron import MegatronCheckpointManager
-from torch_dcp_backport.checkpoint.nearby import NearbyCheckpoints, NearbyStep
-from torch_dcp_backport.checkpoint.policies import PreservationPolicy, SavePolicy
+from torch_dcp_backport.checkpoint._src.latest import find_latest_ckpt_path
+from torch_dcp_backport.checkpoint._src.manager import BaseCheckpointManager
+from torch_dcp_backport.checkpoint._src.megatron import MegatronCheckpointManager
+from torch_dcp_backport.checkpoint._src.nearby import NearbyCheckpoints, NearbyStep
+from torch_dcp_backport.checkpoint._src.policies import PreservationPolicy, SavePolicy
 
 __all__ = [
     "BaseCheckpointManager",

@@ -14,17 +14,16 @@ from pathlib import Path
 
 import torch
 
-from torch_dcp_backport.checkpoint import difference, exporting, manifest, retention, store
-from torch_dcp_backport.checkpoint.exporting import export_checkpoint
-from torch_dcp_backport.checkpoint.manifest import Manifest
-from torch_dcp_backport.checkpoint.policies import MODES, PreservationPolicy
-from torch_dcp_backport.checkpoint.retention import Verdict
-from torch_dcp_backport.checkpoint.store import Step
+from torch_dcp_backport.checkpoint._src import difference, exporting, manifest, retention, store
+from torch_dcp_backport.checkpoint._src.exporting import export_checkpoint
+from torch_dcp_backport.checkpoint._src.manifest import Manifest
+from torch_dcp_backport.checkpoint._src.policies import MODES, PreservationPolicy
+from torch_dcp_backport.checkpoint._src.retention import StepVerdict
+from torch_dcp_backport.checkpoint._src.store import Step
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, inspection
 from torch_dcp_backport.dist_checkpointing.core import SHARDED
 from torch_dcp_backport.hf import Export
-from torch_dcp_backport.transfer import configure, settings
-from torch_dcp_backport.transfer.progress import Line, Meter
+from torch_dcp_backport.transfer import Line, Meter, configure, settings
 
 CODES = "exit codes: 0 fine; 1 no good step, or one that cannot be removed; 2 wrong usage"
 LISTS = """\
@@ -101,7 +100,7 @@ def prune(argv: list[str], prog: str) -> int:
         return 2
     verbs = {retention.REMOVE: "would remove"} if args.dry_run else {}
 
-    def report(verdict: Verdict) -> None:
+    def report(verdict: StepVerdict) -> None:
         step, verb = verdict.entry.step, verbs.get(verdict.action, verdict.action)
         print(inspection.printable(f"{verb:<12}  {step:>10}  {verdict.reason}"))
 
@@ -163,7 +162,7 @@ def verify(argv: list[str], prog: str) -> int:
         problems = [*misnamed(args.folder, content), *wrong]
         meter.add(content.nbytes - meter.done)
         nbytes = content.nbytes
-    except manifest.Damaged as error:
+    except manifest.BadManifest as error:
         problems = [str(error)]
     if args.json:
         print(json.dumps({"folder": str(args.folder), "problems": problems, "bytes": nbytes}, indent=2))

@@ -4,6 +4,7 @@ Megatron's names (`megatron.core.dist_checkpointing`), torch DCP's format on dis
 must never know a model, but for `training_state`, which nothing here imports.
 """
 
+from torch_dcp_backport.dist_checkpointing._src.report import StorageReport, storage_report
 from torch_dcp_backport.dist_checkpointing.core import (
     CheckpointingConfig,
     CheckpointingException,
@@ -16,7 +17,6 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from torch_dcp_backport.dist_checkpointing.report import StorageReport, storage_report
 from torch_dcp_backport.dist_checkpointing.serialization import (
     load,
     load_common_state_dict,
@@ -27,6 +27,34 @@ from torch_dcp_backport.dist_checkpointing.serialization import (
     remove_sharded_tensors,
     save,
 )
+
+# For the rooms beside it, and not public: each as itself, so that type checkers see it here.
+# isort: off
+from torch_dcp_backport.dist_checkpointing._src import (
+    files as files,
+    param_groups as param_groups,
+    values as values,
+)
+from torch_dcp_backport.dist_checkpointing._src.calls import begin as begin
+from torch_dcp_backport.dist_checkpointing._src.common import digest_of as digest_of, values_of as values_of
+from torch_dcp_backport.dist_checkpointing._src.cover import covered as covered
+from torch_dcp_backport.dist_checkpointing._src.files import Damaged as Damaged
+from torch_dcp_backport.dist_checkpointing._src.load import Opened as Opened
+from torch_dcp_backport.dist_checkpointing._src.loading import Loading as Loading
+from torch_dcp_backport.dist_checkpointing._src.metadata import Stored as Stored
+from torch_dcp_backport.dist_checkpointing._src.options import (
+    LoadOptions as LoadOptions,
+    SaveOptions as SaveOptions,
+)
+from torch_dcp_backport.dist_checkpointing._src.param_groups import (
+    PARAMS as PARAMS,
+    assigned as assigned,
+    check as check,
+)
+from torch_dcp_backport.dist_checkpointing._src.reader import Read as Read, RecordReader as RecordReader
+from torch_dcp_backport.dist_checkpointing._src.resolved import resolved as resolved
+from torch_dcp_backport.dist_checkpointing._src.writer import Output as Output
+# isort: on
 
 __all__ = [
     "CheckpointingConfig",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Optional, Union
 
 from torch_dcp_backport.publish import disk
-from torch_dcp_backport.transfer.errors import CollectiveError
+from torch_dcp_backport.transfer import CollectiveError
 
 CONFIG_FNAME = "metadata.json"
 #: The only backends that are read and written: torch's records, and one file of plain values.

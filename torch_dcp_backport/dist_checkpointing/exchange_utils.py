@@ -13,31 +13,41 @@ from typing import Any, NamedTuple, Optional, TypeVar
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport.dist_checkpointing.adopt import adopted
-from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.dict_utils import nested_values
-from torch_dcp_backport.dist_checkpointing.engine.calls import begin
-from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
-from torch_dcp_backport.dist_checkpointing.offers import refusing
-from torch_dcp_backport.dist_checkpointing.sharded_tensor import (
+from torch_dcp_backport.dist_checkpointing._src.adopt import adopted
+from torch_dcp_backport.dist_checkpointing._src.calls import begin
+from torch_dcp_backport.dist_checkpointing._src.offers import refusing
+from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import (
     check_memory,
     data_shape,
-    is_float8tensor,  # noqa: F401 - by Megatron's name
     nominal,
 )
+from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import (
+    is_float8tensor as is_float8tensor,
+)
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
+from torch_dcp_backport.dist_checkpointing.dict_utils import nested_values
+from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 from torch_dcp_backport.dist_checkpointing.utils import ShardId, _sharded_tensor_shard_id, spelled
-from torch_dcp_backport.transfer import Box, Call, Problem
-from torch_dcp_backport.transfer.call import Attempt
-from torch_dcp_backport.transfer.chunks import Key
-from torch_dcp_backport.transfer.errors import DOUBTFUL, Findings
-from torch_dcp_backport.transfer.exchange import Route
-from torch_dcp_backport.transfer.groups import Group
-from torch_dcp_backport.transfer.layout import whole
-from torch_dcp_backport.transfer.meet import Refusal, Topic, at_first
-from torch_dcp_backport.transfer.memories import Memories, move
-from torch_dcp_backport.transfer.plan import Terms
-from torch_dcp_backport.transfer.spread import Boxes
-from torch_dcp_backport.transfer.staging import part_of
+from torch_dcp_backport.transfer import (
+    DOUBTFUL,
+    Attempt,
+    Box,
+    Boxes,
+    Call,
+    Findings,
+    Group,
+    Key,
+    Memories,
+    Problem,
+    Refusal,
+    Route,
+    Terms,
+    Topic,
+    at_first,
+    move,
+    part_of,
+    whole,
+)
 
 __getattr__ = refusing(
     __name__,
@@ -66,7 +76,7 @@ class ShardDistribution(NamedTuple):
     all_ranks_for_shard: dict[ShardId, list[int]]
 
 
-class Shape(NamedTuple):
+class ShardShape(NamedTuple):
     """The size and dtype of a shard, which have to be the same on both ends."""
 
     size: tuple[int, ...]
@@ -76,20 +86,20 @@ class Shape(NamedTuple):
 class ShardsOfRank(NamedTuple):
     """The shards that a rank has loaded, and those that it waits for."""
 
-    loaded: dict[ShardId, Shape]
-    waiting: dict[ShardId, Shape]
+    loaded: dict[ShardId, ShardShape]
+    waiting: dict[ShardId, ShardShape]
     #: Shard -> the group's rank that has to have loaded it; the same on every rank, as is the next field.
     mains: dict[ShardId, int]
     algorithm: str
 
 
-class Way(NamedTuple):
+class ShardWay(NamedTuple):
     """The way of a shard; every rank knows all ways, so that messages are cut alike on both ends."""
 
     #: Global ranks.
     source: int
     takers: tuple[int, ...]
-    shape: Shape
+    shape: ShardShape
 
     @property
     def route(self) -> Route:
@@ -99,7 +109,7 @@ class Way(NamedTuple):
         return Route(Boxes(size, have), Boxes(size, want), dtype)
 
 
-Ways = dict[ShardId, Way]
+Ways = dict[ShardId, ShardWay]
 
 
 def distribute_shards_to_ranks(
@@ -233,13 +243,13 @@ def _get_empty_tensor_for_exchange(
     return tensor, None
 
 
-def shape_of(part: ShardedTensor) -> Shape:
-    return Shape(data_shape(part), part.dtype)
+def shape_of(part: ShardedTensor) -> ShardShape:
+    return ShardShape(data_shape(part), part.dtype)
 
 
 def differing(ranks: tuple[int, ...], all_parts: list[list[ShardedTensor]]) -> Iterator[tuple[int, Problem]]:
     """Yield findings of shards that have another shape or dtype on another rank."""
-    known: dict[ShardId, tuple[int, Shape]] = {}
+    known: dict[ShardId, tuple[int, ShardShape]] = {}
     for rank, parts in zip(ranks, all_parts):
         for part in parts:
             shape = shape_of(part)
@@ -248,7 +258,7 @@ def differing(ranks: tuple[int, ...], all_parts: list[list[ShardedTensor]]) -> I
                 yield rank, mismatch(part.key, shape, other, first)
 
 
-def mismatch(key: str, got: Shape, expected: Shape, rank: int) -> Problem:
+def mismatch(key: str, got: ShardShape, expected: ShardShape, rank: int) -> Problem:
     what = "another shape or dtype than on another rank"
     return Problem(what, key, f"{got.size} {got.dtype}", f"{expected.size} {expected.dtype} as rank {rank}")
 
@@ -341,7 +351,9 @@ def exchanged(
         result = {shard: nominal(tensor) for shard, tensor in loaded.items()}
         for shard, tensor in result.items():
             check_memory(spelled(shard), tensor, tuple(tensor.shape), tensor.dtype)
-        own.loaded.update((shard, Shape(tuple(value.shape), value.dtype)) for shard, value in result.items())
+        own.loaded.update(
+            (shard, ShardShape(tuple(value.shape), value.dtype)) for shard, value in result.items()
+        )
         for shard, part in waiting.items():
             if shard not in loaded:
                 own.waiting[shard] = shape = shape_of(adopted(part))
@@ -410,7 +422,7 @@ def ways_of(ranks: tuple[int, ...], own_by_rank: Mapping[int, ShardsOfRank]) -> 
             continue
         source = holders[0]
         shape = own_by_rank[source].loaded[shard]
-        ways[shard] = Way(source, tuple(waiting), shape)
+        ways[shard] = ShardWay(source, tuple(waiting), shape)
         for rank in waiting:
             if own_by_rank[rank].waiting[shard] != shape:
                 findings.append(

@@ -16,16 +16,15 @@ from typing import Any, Optional
 
 import torch
 
+from torch_dcp_backport.dist_checkpointing._src import foreign, integrity
+from torch_dcp_backport.dist_checkpointing._src.cover import covered, fills
+from torch_dcp_backport.dist_checkpointing._src.files import Damaged, ReadSource
+from torch_dcp_backport.dist_checkpointing._src.load import Opened, opened, small_files
+from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, RecordPlace, Stored
+from torch_dcp_backport.dist_checkpointing._src.reader import BLOCK, Read, RecordReader, wrong_files
+from torch_dcp_backport.dist_checkpointing._src.unpickle import escaped
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
-from torch_dcp_backport.dist_checkpointing.engine import foreign, integrity
-from torch_dcp_backport.dist_checkpointing.engine.cover import covered, fills
-from torch_dcp_backport.dist_checkpointing.engine.files import Damaged, Source
-from torch_dcp_backport.dist_checkpointing.engine.load import Opened, opened, small_files
-from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Place, Stored
-from torch_dcp_backport.dist_checkpointing.engine.reader import BLOCK, Read, Reader, wrong_files
-from torch_dcp_backport.dist_checkpointing.engine.unpickle import escaped
-from torch_dcp_backport.transfer import Problem
-from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer import Problem, whole
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def problems_of(checkpoint: Opened) -> Iterator[str]:
         total = sum(box.numel for box in boxes)
         if not fills(boxes, stored.shape) and not covered(boxes) == total == math.prod(stored.shape):
             yield f"{key}: its boxes do not cover shape {tuple(stored.shape)} once"
-    reader = Reader(folder, index.is_ours)
+    reader = RecordReader(folder, index.is_ours)
     for name, chunks in sorted(chunks_by_file(checkpoint).items()):
         if name in missing:
             continue
@@ -176,7 +175,7 @@ def chunks_by_file(checkpoint: Opened) -> dict[str, list[tuple[str, Stored, Chun
 
 
 def problem_of_record(
-    reader: Reader, source: Source, key: str, stored: Stored, chunk: Chunk
+    reader: RecordReader, source: ReadSource, key: str, stored: Stored, chunk: Chunk
 ) -> Iterator[str]:
     """Read all of a tensor's record, and yield its problem if it has one."""
     read = Read(key, chunk, chunk.box, stored.dtype, torch.empty(0), whole(chunk.box.size))
@@ -196,7 +195,7 @@ def problem_of_record(
         yield f"{key}: {error}"
 
 
-def verify_in_blocks(source: Source, place: Place) -> None:
+def verify_in_blocks(source: ReadSource, place: RecordPlace) -> None:
     """Verify the entries of a record of torch's that is not row-major."""
     for entry in foreign.directory(source, place).values():
         foreign.content(source, place, entry)

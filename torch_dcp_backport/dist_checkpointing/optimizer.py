@@ -11,6 +11,7 @@ from typing import Any, Union
 
 import torch
 
+from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import data_shape
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.dict_utils import nested_values
 from torch_dcp_backport.dist_checkpointing.mapping import (
@@ -20,7 +21,6 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     StateDict,
 )
-from torch_dcp_backport.dist_checkpointing.sharded_tensor import data_shape
 
 #: The end of errors about parameters that are in no part of a state dict.
 KEEP_VARS_HINT = (

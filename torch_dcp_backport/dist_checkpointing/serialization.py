@@ -10,18 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from torch_dcp_backport.dist_checkpointing import report
+from torch_dcp_backport.dist_checkpointing._src import commit, report
+from torch_dcp_backport.dist_checkpointing._src import load as engine
+from torch_dcp_backport.dist_checkpointing._src.background import begin_save
+from torch_dcp_backport.dist_checkpointing._src.calls import begin
+from torch_dcp_backport.dist_checkpointing._src.load import Opened
+from torch_dcp_backport.dist_checkpointing._src.loading import Loading, PlanRefused, agree_on_load, boxed
+from torch_dcp_backport.dist_checkpointing._src.metadata import Stored
+from torch_dcp_backport.dist_checkpointing._src.offers import refusing
+from torch_dcp_backport.dist_checkpointing._src.options import LoadOptions, SaveOptions
+from torch_dcp_backport.dist_checkpointing._src.save import Saving
+from torch_dcp_backport.dist_checkpointing._src.save import save as save_together
 from torch_dcp_backport.dist_checkpointing.core import SHARDED_BACKEND, CheckpointingException, Folder
-from torch_dcp_backport.dist_checkpointing.engine import commit
-from torch_dcp_backport.dist_checkpointing.engine import load as engine
-from torch_dcp_backport.dist_checkpointing.engine.background import begin_save
-from torch_dcp_backport.dist_checkpointing.engine.calls import begin
-from torch_dcp_backport.dist_checkpointing.engine.load import Opened
-from torch_dcp_backport.dist_checkpointing.engine.metadata import Stored
-from torch_dcp_backport.dist_checkpointing.engine.save import Saving
-from torch_dcp_backport.dist_checkpointing.engine.save import save as save_together
 from torch_dcp_backport.dist_checkpointing.inspection import problems_of_digests
-from torch_dcp_backport.dist_checkpointing.loading import Loading, PlanRefused, agree_on_load, boxed
 from torch_dcp_backport.dist_checkpointing.mapping import (
     CommonStateDict,
     ShardedBase,
@@ -30,8 +31,6 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
-from torch_dcp_backport.dist_checkpointing.offers import refusing
-from torch_dcp_backport.dist_checkpointing.options import LoadOptions, SaveOptions
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, split
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.dist_checkpointing.strategies.base import (
@@ -47,8 +46,7 @@ from torch_dcp_backport.dist_checkpointing.validation import (
     read_digests,
     table_of,
 )
-from torch_dcp_backport.transfer.collector import gc_context
-from torch_dcp_backport.transfer.groups import Group
+from torch_dcp_backport.transfer import Group, gc_context
 
 __getattr__ = refusing(__name__, "get_default_save_common_strategy", ": the common state needs no strategy")
 

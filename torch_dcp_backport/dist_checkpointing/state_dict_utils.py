@@ -12,7 +12,7 @@ from dataclasses import is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
-from torch_dcp_backport.dist_checkpointing.adopt import adopted
+from torch_dcp_backport.dist_checkpointing._src.adopt import adopted
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.dict_utils import (
     Path,

@@ -23,15 +23,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from torch_dcp_backport.dist_checkpointing._src import commit, integrity, metadata, values, writer
+from torch_dcp_backport.dist_checkpointing._src.files import ReadSource
+from torch_dcp_backport.dist_checkpointing._src.load import Opened, opened, small_files
+from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index, RecordPlace, Stored
+from torch_dcp_backport.dist_checkpointing._src.reader import Read, RecordReader
+from torch_dcp_backport.dist_checkpointing._src.writer import Output, WriteWork
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
-from torch_dcp_backport.dist_checkpointing.engine import commit, integrity, metadata, values, writer
-from torch_dcp_backport.dist_checkpointing.engine.files import Source
-from torch_dcp_backport.dist_checkpointing.engine.load import Opened, opened, small_files
-from torch_dcp_backport.dist_checkpointing.engine.metadata import Chunk, Index, Place, Stored
-from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
-from torch_dcp_backport.dist_checkpointing.engine.writer import Output, Work
-from torch_dcp_backport.transfer import Box
-from torch_dcp_backport.transfer.layout import whole
+from torch_dcp_backport.transfer import Box, whole
 
 
 def is_path(checkpoint_id: Folder) -> bool:
@@ -123,11 +122,11 @@ class CheckedReader(storage.StorageReader):
         Raises:
             Damaged: a record is not what was saved.
         """
-        by_file: dict[str, list[tuple[Place, Optional[Chunk], planning.ReadItem]]] = {}
+        by_file: dict[str, list[tuple[RecordPlace, Optional[Chunk], planning.ReadItem]]] = {}
         for item in plan.items:
             place, chunk = self.place_of(item)
             by_file.setdefault(place.file, []).append((place, chunk, item))
-        reader = Reader(self.folder, self.holds.is_ours)
+        reader = RecordReader(self.folder, self.holds.is_ours)
         for name in sorted(by_file):
             with reader.open(name) as source, torch.no_grad():
                 for place, chunk, item in sorted(by_file[name], key=lambda entry: entry[0].offset):
@@ -140,7 +139,7 @@ class CheckedReader(storage.StorageReader):
                         self.read_tensor(reader, source, chunk, item, planner)
         return done(None)
 
-    def place_of(self, item: planning.ReadItem) -> tuple[Place, Optional[Chunk]]:
+    def place_of(self, item: planning.ReadItem) -> tuple[RecordPlace, Optional[Chunk]]:
         index = item.storage_index
         if item.type == planning.LoadItemType.BYTE_IO:
             return self.holds.objects[index.fqn], None
@@ -159,8 +158,8 @@ class CheckedReader(storage.StorageReader):
 
     def read_tensor(
         self,
-        reader: Reader,
-        source: Source,
+        reader: RecordReader,
+        source: ReadSource,
         chunk: Chunk,
         item: planning.ReadItem,
         planner: planning.LoadPlanner,
@@ -262,12 +261,12 @@ class CheckedWriter(storage.StorageWriter):
         return is_path(checkpoint_id)
 
 
-def work_of(tensor: torch.Tensor, key: str) -> Work:
+def work_of(tensor: torch.Tensor, key: str) -> WriteWork:
     why = writer.why_not_readable(tensor)
     if why:
         raise CheckpointingException(f"a tensor without values in memory: {key} ({why})")
     box = whole(tuple(tensor.shape))
-    return Work(tensor.detach(), box, box)
+    return WriteWork(tensor.detach(), box, box)
 
 
 def results_of(
@@ -275,10 +274,10 @@ def results_of(
 ) -> Iterator[WriteResult]:
     for items, written in ((tensors, output.tensors), (objects, output.objects)):
         for item, record in zip(items, written):
-            yield WriteResult(item.index, record.length, (Place(output.file, *record), output.sha256))
+            yield WriteResult(item.index, record.length, (RecordPlace(output.file, *record), output.sha256))
 
 
-def index_of(planned: Metadata, places: dict[tuple[str, Any], Place]) -> Index:
+def index_of(planned: Metadata, places: dict[tuple[str, Any], RecordPlace]) -> Index:
     """Return the index of a save: torch's own metadata of the plan, with the places of the records."""
     index = Index()
     index.planner_data, index.order = planned.planner_data, list(planned.state_dict_metadata)

@@ -14,13 +14,14 @@ from typing import Any, Optional, Union
 import torch
 import torch.distributed as dist
 
+from torch_dcp_backport.dist_checkpointing._src.calls import begin, told_to
+from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import data_shape
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.dict_utils import (
     dict_list_map_outplace,
     merge,
     nested_values,
 )
-from torch_dcp_backport.dist_checkpointing.engine.calls import begin, told_to
 from torch_dcp_backport.dist_checkpointing.exchange_utils import (
     BROADCAST,
     ShardDistribution,
@@ -34,7 +35,6 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     StateDict,
     apply_factory_merges,
 )
-from torch_dcp_backport.dist_checkpointing.sharded_tensor import data_shape
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from torch_dcp_backport.dist_checkpointing.utils import (
     ShardId,
@@ -50,9 +50,7 @@ from torch_dcp_backport.dist_checkpointing.validation import (
     validate_integrity_and_strict_load,
     validate_sharding_integrity,
 )
-from torch_dcp_backport.transfer.errors import DOUBTFUL
-from torch_dcp_backport.transfer.groups import Group
-from torch_dcp_backport.transfer.meet import Topic, meet
+from torch_dcp_backport.transfer import DOUBTFUL, Group, Topic, meet
 
 ATOMIC, FULLY_PARALLEL = "atomic", "fully_parallel"
 CANNOT_TAKE, CANNOT_GIVE = "cannot take the state dict apart", "cannot make the state dict"

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 from torch import nn
 
-from torch_dcp_backport.dist_checkpointing import param_groups
+from torch_dcp_backport.dist_checkpointing._src import param_groups
+from torch_dcp_backport.dist_checkpointing._src.calls import begin
+from torch_dcp_backport.dist_checkpointing._src.common import digest_of, values_of
+from torch_dcp_backport.dist_checkpointing._src.load import Opened
+from torch_dcp_backport.dist_checkpointing._src.options import LoadOptions, SaveOptions
+from torch_dcp_backport.dist_checkpointing._src.resolved import resolved
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
-from torch_dcp_backport.dist_checkpointing.engine.calls import begin
-from torch_dcp_backport.dist_checkpointing.engine.common import digest_of, values_of
-from torch_dcp_backport.dist_checkpointing.engine.load import Opened
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
-from torch_dcp_backport.dist_checkpointing.options import LoadOptions, SaveOptions
-from torch_dcp_backport.dist_checkpointing.resolved import resolved
 from torch_dcp_backport.dist_checkpointing.serialization import (
     CANNOT_LOAD,
     full_tensor_of,
@@ -33,10 +33,7 @@ from torch_dcp_backport.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch_dcp_backport.transfer import Call
-from torch_dcp_backport.transfer.call import Attempt
-from torch_dcp_backport.transfer.groups import Group
-from torch_dcp_backport.transfer.meet import Topic, at_first, meet
+from torch_dcp_backport.transfer import Attempt, Call, Group, Topic, at_first, meet
 
 Optimizers = Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer]]
 #: The names under which the two halves stand, as in `dcp.save({"model": ..., "optimizer": ...})`.
@@ -251,7 +248,7 @@ def filled(value: Mapping[Any, Any], more: Mapping[Any, Any]) -> dict[Any, Any]:
     return result
 
 
-class Names(NamedTuple):
+class RankNames(NamedTuple):
     """What a rank has of the two state dicts, and of the parameters: names alone."""
 
     #: Paths of tensors, as `described` spells them.
@@ -262,30 +259,30 @@ class Names(NamedTuple):
     frozen: frozenset[str] = frozenset()
 
 
-def names_of_others(call: Call, halves: Attempt[dict[str, Any]], frozen: Collection[str] = ()) -> Names:
+def names_of_others(call: Call, halves: Attempt[dict[str, Any]], frozen: Collection[str] = ()) -> RankNames:
     """Return what other ranks have, and this rank has not: the stages of a pipeline. Collective.
 
     A load leaves it to these; what no rank has is missing.
     """
     own = call.attempt(names_in, halves, frozen)
     if are_alike(call, call.attempt(lambda names: [sorted(part) for part in names], own), COMPARING):
-        return Names()
+        return RankNames()
     with at_first(call, COMPARING, own) as meeting:
         if meeting.decides:
-            every = Names(*(frozenset().union(*sets) for sets in zip(*meeting.heard.values())))
+            every = RankNames(*(frozenset().union(*sets) for sets in zip(*meeting.heard.values())))
             meeting.answer_each(
                 {
-                    rank: Names(*(all_of - held for all_of, held in zip(every, names)))
+                    rank: RankNames(*(all_of - held for all_of, held in zip(every, names)))
                     for rank, names in meeting.heard.items()
                 }
             )
-    others: Names = meeting.result
+    others: RankNames = meeting.result
     return others
 
 
-def names_in(halves: Mapping[str, Any], frozen: Collection[str]) -> Names:
+def names_in(halves: Mapping[str, Any], frozen: Collection[str]) -> RankNames:
     plain = frozenset(_without_tensors(halves.get(MODEL, {})))
-    return Names(frozenset(_tensor_paths(halves, "")), plain, frozenset(frozen))
+    return RankNames(frozenset(_tensor_paths(halves, "")), plain, frozenset(frozen))
 
 
 def _tensor_paths(value: Any, path: str) -> Iterator[str]:

@@ -14,7 +14,8 @@ from typing import Any, Optional, Union
 
 import torch
 
-from torch_dcp_backport.dist_checkpointing.adopt import adopted
+from torch_dcp_backport.dist_checkpointing._src.adopt import adopted
+from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import nominal
 from torch_dcp_backport.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from torch_dcp_backport.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -25,7 +26,6 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     StateDict,
 )
-from torch_dcp_backport.dist_checkpointing.sharded_tensor import nominal
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 #: The names of the contexts of `logger_stack` that are open, and the innermost logger.

@@ -15,7 +15,11 @@ from typing import Any, Optional, Union
 
 import torch.distributed as dist
 
-from torch_dcp_backport.dist_checkpointing.adopt import adopted
+from torch_dcp_backport.dist_checkpointing._src import flat, integrity
+from torch_dcp_backport.dist_checkpointing._src.adopt import adopted
+from torch_dcp_backport.dist_checkpointing._src.calls import begin
+from torch_dcp_backport.dist_checkpointing._src.offers import refusing
+from torch_dcp_backport.dist_checkpointing._src.table import ObjectRow, Row, RowTable, findings_of
 from torch_dcp_backport.dist_checkpointing.core import (
     CheckpointingConfig,
     CheckpointingException,
@@ -25,9 +29,6 @@ from torch_dcp_backport.dist_checkpointing.core import (
     no_folder,
 )
 from torch_dcp_backport.dist_checkpointing.dict_utils import extract_matching_values, nested_values
-from torch_dcp_backport.dist_checkpointing.engine import flat, integrity
-from torch_dcp_backport.dist_checkpointing.engine.calls import begin
-from torch_dcp_backport.dist_checkpointing.engine.table import ObjectRow, Row, Table, findings_of
 from torch_dcp_backport.dist_checkpointing.mapping import (
     CommonStateDict,
     ShardedBase,
@@ -36,11 +37,8 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
     is_main_replica,
 )
-from torch_dcp_backport.dist_checkpointing.offers import refusing
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import split
-from torch_dcp_backport.transfer import Box, Call, Problem
-from torch_dcp_backport.transfer.groups import Group
-from torch_dcp_backport.transfer.meet import Refusal, Topic, at_first, meet
+from torch_dcp_backport.transfer import Box, Call, Group, Problem, Refusal, Topic, at_first, meet
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
@@ -135,9 +133,9 @@ def row_of(part: ShardedTensor, is_folded: bool = True) -> Row:
     return Row(part.key, part.dtype, shape, box.offset, box.size, main, part.mesh, original)
 
 
-def table_of(tensors: Iterable[ShardedTensor], objects: Iterable[ShardedObject]) -> Table:
+def table_of(tensors: Iterable[ShardedTensor], objects: Iterable[ShardedObject]) -> RowTable:
     """Return this rank's table: the rows of its parts."""
-    return Table(
+    return RowTable(
         [row_of(part) for part in tensors],
         [
             ObjectRow(part.key, part.unique_key, tuple(part.global_shape), is_main_replica(part.replica_id))

@@ -4,9 +4,17 @@ Knows models and optimizers; must never know Megatron, and imports transformers 
 for alone.
 """
 
-from torch_dcp_backport.engine.base import BaseEngine, EngineContext, EngineRegistry
-from torch_dcp_backport.engine.batches import Limit, Micro, Plan, micro_batches, model_inputs, plan, restored
-from torch_dcp_backport.engine.build import (
+from torch_dcp_backport.engine._src.base import BaseEngine, EngineContext, EngineRegistry
+from torch_dcp_backport.engine._src.batches import (
+    Limit,
+    Micro,
+    Plan,
+    micro_batches,
+    model_inputs,
+    plan,
+    restored,
+)
+from torch_dcp_backport.engine._src.build import (
     Sharding,
     fill,
     language_model,
@@ -17,14 +25,14 @@ from torch_dcp_backport.engine.build import (
     units_of,
     value_model,
 )
-from torch_dcp_backport.engine.config import EngineConfig, ModelConfig, OptimizerConfig
-from torch_dcp_backport.engine.export import whole_tensors
-from torch_dcp_backport.engine.fsdp import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
-from torch_dcp_backport.engine.heads import entropy, log_probs, next_log_probs, sft_loss, values
-from torch_dcp_backport.engine.mesh import Grid, Sizes, arrange, sizes_of
-from torch_dcp_backport.engine.move import move_model, move_optimizer
-from torch_dcp_backport.engine.reach import drop_unreached
-from torch_dcp_backport.engine.step import Stepped, divisor_of, grad_norm, schedule, step
+from torch_dcp_backport.engine._src.config import EngineConfig, ModelConfig, OptimizerConfig
+from torch_dcp_backport.engine._src.export import whole_tensors
+from torch_dcp_backport.engine._src.fsdp import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from torch_dcp_backport.engine._src.heads import entropy, log_probs, next_log_probs, sft_loss, values
+from torch_dcp_backport.engine._src.mesh import Grid, Sizes, arrange, sizes_of
+from torch_dcp_backport.engine._src.move import move_model, move_optimizer
+from torch_dcp_backport.engine._src.reach import drop_unreached
+from torch_dcp_backport.engine._src.step import Stepped, divisor_of, grad_norm, schedule, step
 
 __all__ = [
     "BaseEngine", "EngineConfig", "EngineContext", "EngineRegistry", "FSDPEngine", "FSDPEngineWithLMHead",

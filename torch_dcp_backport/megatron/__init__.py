@@ -3,14 +3,11 @@
 Never imports megatron.
 """
 
-from torch_dcp_backport.hf import Export
-from torch_dcp_backport.hf.export import Saved
-from torch_dcp_backport.megatron.bridge import Loaded, gather_hf, load_hf, save_hf
-from torch_dcp_backport.megatron.families import add_family, family_of
-from torch_dcp_backport.megatron.families.table import Family, row
-from torch_dcp_backport.megatron.model import Parallel
-from torch_dcp_backport.megatron.stages import stages
-from torch_dcp_backport.megatron.verl import (
+from torch_dcp_backport.hf import Export, Saved
+from torch_dcp_backport.megatron._src.bridge import Loaded, gather_hf, load_hf, save_hf
+from torch_dcp_backport.megatron._src.model import Parallel
+from torch_dcp_backport.megatron._src.stages import stages
+from torch_dcp_backport.megatron._src.verl import (
     load_state_dict_to_megatron_gptmodel,
     load_state_dict_to_megatron_qwen2,
     merge_megatron_ckpt_gptmodel,
@@ -20,6 +17,8 @@ from torch_dcp_backport.megatron.verl import (
     merge_megatron_ckpt_gptmodel_qwen_moe,
     merge_megatron_ckpt_qwen2,
 )
+from torch_dcp_backport.megatron.families import add_family, family_of
+from torch_dcp_backport.megatron.families.table import Family, row
 
 __all__ = [
     "Export",

@@ -15,12 +15,11 @@ import torch
 
 from torch_dcp_backport import transfer
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
-from torch_dcp_backport.hf import Export
-from torch_dcp_backport.hf.source import CONFIG
+from torch_dcp_backport.hf import CONFIG, Export
 from torch_dcp_backport.megatron.convert import Converted, converted
 from torch_dcp_backport.megatron.families import kinds
 from torch_dcp_backport.megatron.families.towers import TOWERS
-from torch_dcp_backport.transfer.progress import Progress
+from torch_dcp_backport.transfer import Progress
 
 HELP = """\
 Convert Hugging Face files to a sharded checkpoint that GPTModel.sharded_state_dict() of megatron-core loads,

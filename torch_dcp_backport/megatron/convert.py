@@ -13,29 +13,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
+from torch_dcp_backport.dist_checkpointing import (
+    CheckpointingException,
+    Damaged,
+    Opened,
+    Read,
+    RecordReader,
+    SaveOptions,
+    ShardedObject,
+    ShardedTensor,
+    Stored,
+)
 from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
-from torch_dcp_backport.dist_checkpointing.engine.files import Damaged
-from torch_dcp_backport.dist_checkpointing.engine.load import Opened
-from torch_dcp_backport.dist_checkpointing.engine.metadata import Stored
-from torch_dcp_backport.dist_checkpointing.engine.reader import Read, Reader
 from torch_dcp_backport.dist_checkpointing.inspection import not_whole, opened_alone
-from torch_dcp_backport.dist_checkpointing.options import SaveOptions
 from torch_dcp_backport.dist_checkpointing.serialization import save_made
-from torch_dcp_backport.hf import Export
-from torch_dcp_backport.hf.blocks import Window, nbytes_of_window
-from torch_dcp_backport.hf.companions import as_config, companions_of
-from torch_dcp_backport.hf.export import BUFFER_BYTES, BUFFERS, examined, target_of, write_files
-from torch_dcp_backport.hf.files import replaced
-from torch_dcp_backport.hf.format import is_plain, nbytes_of
-from torch_dcp_backport.hf.source import CONFIG, Source
-from torch_dcp_backport.hf.source import Folder as Files
-from torch_dcp_backport.hf.writing import planned
-from torch_dcp_backport.megatron.agreed import of_a_tower, other_copies
-from torch_dcp_backport.megatron.bridge import as_text
-from torch_dcp_backport.megatron.cuts import Cut
-from torch_dcp_backport.megatron.names import HEAD, VALUE_HEADS
-from torch_dcp_backport.megatron.plan import (
+from torch_dcp_backport.hf import (
+    BUFFER_BYTES,
+    BUFFERS,
+    CONFIG,
+    Export,
+    Source,
+    Window,
+    as_config,
+    companions_of,
+    examined,
+    is_plain,
+    nbytes_of,
+    nbytes_of_window,
+    planned,
+    replaced,
+    target_of,
+    write_files,
+)
+from torch_dcp_backport.hf import Folder as Files
+from torch_dcp_backport.megatron._src.agreed import of_a_tower, other_copies
+from torch_dcp_backport.megatron._src.bridge import as_text
+from torch_dcp_backport.megatron._src.cuts import Cut
+from torch_dcp_backport.megatron._src.names import HEAD, VALUE_HEADS
+from torch_dcp_backport.megatron._src.plan import (
     Head,
     Spreading,
     behind,
@@ -44,8 +59,8 @@ from torch_dcp_backport.megatron.plan import (
     layer_number,
     left_alone,
 )
-from torch_dcp_backport.megatron.shape import Shape, shape_of
-from torch_dcp_backport.megatron.stored import (
+from torch_dcp_backport.megatron._src.shape import Shape, shape_of
+from torch_dcp_backport.megatron._src.stored import (
     EMBEDDING,
     OUTPUT,
     Naming,
@@ -59,9 +74,7 @@ from torch_dcp_backport.megatron.stored import (
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.publish.drafts import discarding
 from torch_dcp_backport.publish.room import NEW, OLD, InRoom
-from torch_dcp_backport.transfer import Box, Call, Problem, TensorInfo
-from torch_dcp_backport.transfer.memories import Memory
-from torch_dcp_backport.transfer.spread import intersection
+from torch_dcp_backport.transfer import Box, Call, Memory, Problem, TensorInfo, intersection
 
 CANNOT_CONVERT = "cannot convert"
 #: Of Megatron-LM: below 2.0 it takes the rows of linear_qkv for those of another order.
@@ -427,7 +440,7 @@ def _reading(
     tensors: Mapping[str, TensorInfo],
 ) -> Any:
     """Return a function that fills a window of HF tensors from the checkpoint."""
-    reader = Reader(checkpoint.folder, checkpoint.holds.is_ours)
+    reader = RecordReader(checkpoint.folder, checkpoint.holds.is_ours)
 
     def bring(window: Window, write: Memory) -> None:
         reads: list[Read] = []

@@ -45,7 +45,7 @@ from torch_dcp_backport.state_dict.patched import original_method as _state_dict
 from torch_dcp_backport.state_dict.seams import patch_model_state_dict as _patch_model_state_dict
 from torch_dcp_backport.state_dict.seams import patch_optimizer_state_dict as _patch_optimizer_state_dict
 from torch_dcp_backport.state_dict.seams import split_optim_state_dict as _split_optim_state_dict
-from torch_dcp_backport.transfer.collector import gc_context as _gc_context
+from torch_dcp_backport.transfer import gc_context as _gc_context
 
 __all__ = [
     "StateDictOptions",

@@ -22,7 +22,7 @@ from torch_dcp_backport.state_dict.options import (
     info_of,
     verify_options,
 )
-from torch_dcp_backport.transfer.collector import gc_context
+from torch_dcp_backport.transfer import gc_context
 
 PrimitiveType = Union[DTensor, ShardedTensor, torch.Tensor, int, float, str]
 """A value of a state dict that has no parts."""

@@ -16,10 +16,18 @@ from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.tree import Path, leaves, rebuild
-from torch_dcp_backport.transfer import Held, Layout, Mesh, gather, layout_of
-from torch_dcp_backport.transfer.groups import device_in, group_ranks
-from torch_dcp_backport.transfer.layout import Placement, mesh_of
-from torch_dcp_backport.transfer.memory import has_slices
+from torch_dcp_backport.transfer import (
+    Held,
+    Layout,
+    Mesh,
+    Placement,
+    device_in,
+    gather,
+    group_ranks,
+    has_slices,
+    layout_of,
+    mesh_of,
+)
 
 Group = Optional[dist.ProcessGroup]
 
@@ -73,7 +81,7 @@ def full_tree(
     return {} if isinstance(tree, Mapping) else None
 
 
-class Shards(NamedTuple):
+class GatheredShards(NamedTuple):
     """A DTensor that is gathered."""
 
     tensor: compat.DTensor
@@ -81,14 +89,14 @@ class Shards(NamedTuple):
     layout: Optional[Layout]
 
 
-def by_group(tensors: Mapping[Path, compat.DTensor]) -> list[tuple[Group, dict[Path, Shards]]]:
+def by_group(tensors: Mapping[Path, compat.DTensor]) -> list[tuple[Group, dict[Path, GatheredShards]]]:
     """The tensors by the process group whose ranks hold one copy of them; None where no group does.
 
     Tensors on a mesh without this rank are left out. A gather spans the mesh dimensions that shard and no
     others, as torch's does: a replica of HSDP may call alone.
     """
     rank, world = (dist.get_rank(), group_ranks()) if tensors else (0, ())
-    shards: dict[Any, tuple[Group, dict[Path, Shards]]] = {}
+    shards: dict[Any, tuple[Group, dict[Path, GatheredShards]]] = {}
     #: By mesh and placements: the tensors of a span are gathered together.
     spans: dict[Any, tuple[Any, Group, Optional[Mesh], tuple[Placement, ...]]] = {}
     for path, tensor in tensors.items():
@@ -96,7 +104,7 @@ def by_group(tensors: Mapping[Path, compat.DTensor]) -> list[tuple[Group, dict[P
             continue
         layout = layout_or_none(tensor)
         if layout is None:
-            shards.setdefault(None, (None, {}))[1][path] = Shards(tensor, None)
+            shards.setdefault(None, (None, {}))[1][path] = GatheredShards(tensor, None)
             continue
         shapeless = layout.mesh, layout.placements
         if shapeless not in spans:
@@ -104,7 +112,7 @@ def by_group(tensors: Mapping[Path, compat.DTensor]) -> list[tuple[Group, dict[P
             key = frozenset(group_ranks(group)) if group is not None else None
             spans[shapeless] = key, group, line.mesh, line.placements
         key, group, mesh, placements = spans[shapeless]
-        part = Shards(tensor, Layout(layout.shape, mesh, placements))
+        part = GatheredShards(tensor, Layout(layout.shape, mesh, placements))
         shards.setdefault(key, (group, {}))[1][path] = part
     return list(shards.values())
 
@@ -130,7 +138,7 @@ def span_of(tensor: compat.DTensor, layout: Layout, world: Sequence[int]) -> tup
 
 
 def full_tensors(
-    tensors: Mapping[Path, Shards],
+    tensors: Mapping[Path, GatheredShards],
     group: Group,
     to: Optional[Collection[int]],
     cpu_offload: bool,

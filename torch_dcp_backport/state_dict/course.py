@@ -11,34 +11,41 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict import inline
 from torch_dcp_backport.state_dict.destination import FIRST, Destination, target_of, value_of
-from torch_dcp_backport.state_dict.load import Inventory, Plan, Planner
-from torch_dcp_backport.state_dict.source import About, Key, Source
+from torch_dcp_backport.state_dict.load import Inventory, LoadPlan, Planner
+from torch_dcp_backport.state_dict.source import About, Key, StateSource
 from torch_dcp_backport.transfer import (
+    DOUBTFUL,
     Agreement,
     Call,
+    Mesh,
+    Offer,
     Problem,
+    Reader,
     Target,
+    Terms,
     Want,
+    as_transfer_error,
+    comm_device_type,
+    copy_to,
+    device_types,
     layout_of,
+    mesh_of,
+    note_device,
     scatter,
+    source_of,
+    spell_broken_off,
     spell_key,
 )
-from torch_dcp_backport.transfer.errors import DOUBTFUL, as_transfer_error, spell_broken_off
-from torch_dcp_backport.transfer.groups import comm_device_type, device_types, note_device, source_of
-from torch_dcp_backport.transfer.layout import Mesh, mesh_of
-from torch_dcp_backport.transfer.plan import Terms
-from torch_dcp_backport.transfer.scatter import Offer, Reader
-from torch_dcp_backport.transfer.staging import copy_to
 
 
 def run(
     planner: Planner,
-    state: Union[Mapping[Any, Any], Source],
+    state: Union[Mapping[Any, Any], StateSource],
     *,
     broadcast: bool,
     group: Optional[dist.ProcessGroup] = None,
     once_agreed: Callable[[], object] = lambda: None,
-) -> Plan:
+) -> LoadPlan:
     """Carry out a load: from the `state` of the group's first rank, or from every rank's own.
 
     Args:
@@ -52,7 +59,7 @@ def run(
             anything was written. An error of the loaded object's own code: as it is on that rank, as a
             RuntimeError on the others.
     """
-    source = state if isinstance(state, Source) else Source(state)
+    source = state if isinstance(state, StateSource) else StateSource(state)
     course = Broadcast(planner, source, group) if broadcast else Local(planner, source)
     try:
         with course.call:
@@ -70,11 +77,11 @@ def run(
 class Course:
     """One load, from the inventory to its end."""
 
-    def __init__(self, planner: Planner, source: Source, call: Call) -> None:
+    def __init__(self, planner: Planner, source: StateSource, call: Call) -> None:
         self.planner = planner
         self.source = source
         self.call = call
-        self.plan = Plan(planner.problems)
+        self.plan = LoadPlan(planner.problems)
         #: The plan's destinations, once it is agreed on.
         self.by_stage: dict[str, dict[Key, Destination]] = {}
         #: Keys that were filled from this rank's memory.
@@ -160,12 +167,12 @@ class Course:
 class Broadcast(Course):
     """From the dict of the group's first rank."""
 
-    def __init__(self, planner: Planner, source: Source, group: Optional[dist.ProcessGroup]) -> None:
+    def __init__(self, planner: Planner, source: StateSource, group: Optional[dist.ProcessGroup]) -> None:
         super().__init__(planner, source, Call(planner.title, "scatter", [group], planner.problems))
         self.is_source = self.call.rank == source_of(group)
         self.inventory: dict[Key, Any] = {}
         #: Reads the values where they came with the inventory.
-        self.values: Optional[inline.Values] = None
+        self.values: Optional[inline.InlineReader] = None
         self.by_window = False
         #: Stages that are still to come, in the same order on every rank.
         self.pending: list[str] = []
@@ -191,7 +198,7 @@ class Broadcast(Course):
         self.pending = list(self.plan.stages)
         if data is not None and not self.pending:
             # Loading code may change the source between two stages, and every rank gets what it is then.
-            self.values = inline.Values(data, self.inventory)
+            self.values = inline.InlineReader(data, self.inventory)
 
     def agree_on_plan(self, stages: Sequence[str] = ()) -> None:
         call = self.call
@@ -266,7 +273,7 @@ class Broadcast(Course):
             self.settle(targets)
         self.call.is_settled = False
 
-    def move_values(self, values: inline.Values, targets: Mapping[Key, Target]) -> None:
+    def move_values(self, values: inline.InlineReader, targets: Mapping[Key, Target]) -> None:
         """Fill all targets from what came with the inventory."""
         self.call.raise_alone()
         tally, written = self.call.tally, self.written
@@ -286,7 +293,7 @@ class Broadcast(Course):
 class Local(Course):
     """From this rank's dict, which holds full tensors."""
 
-    def __init__(self, planner: Planner, source: Source) -> None:
+    def __init__(self, planner: Planner, source: StateSource) -> None:
         meshes = meshes_of(planner) if dist.is_initialized() else []
         groups = compat.mesh_groups(max(meshes, key=lambda mesh: mesh.size())) if meshes else ()
         super().__init__(planner, source, Call(planner.title, "slice", groups, planner.problems))

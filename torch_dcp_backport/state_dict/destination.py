@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.transfer import Target, TensorInfo, Want, layout_of
-from torch_dcp_backport.transfer.layout import Layout, layout_at
+from torch_dcp_backport.transfer import Layout, Target, TensorInfo, Want, layout_at, layout_of
 
 #: The stage before any loading code runs.
 FIRST = ""

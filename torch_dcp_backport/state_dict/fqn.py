@@ -88,7 +88,7 @@ def get_fqns(
     return {".".join(kept).replace(CHECKPOINT_PREFIX, "")}
 
 
-class Names:
+class ModelNames:
     """`get_fqns` for many names that a model has; its modules are looked at once."""
 
     def __init__(self, model: nn.Module, dsd_fqn_modifiers: str = FQN_MODIFIERS) -> None:

@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 
 # Modules that import this one.
 from torch_dcp_backport.state_dict import form, options
-from torch_dcp_backport.state_dict.fqn import COMPILED_PREFIX, Names
+from torch_dcp_backport.state_dict.fqn import COMPILED_PREFIX, ModelNames
 from torch_dcp_backport.state_dict.patched import original_method
-from torch_dcp_backport.transfer.groups import group_ranks
+from torch_dcp_backport.transfer import group_ranks
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def state_to_load(
 ) -> dict[str, Any]:
     """The states of FlatParameters, which FSDP1 makes of those under FQNs with the compiler's prefix."""
     prefixed: dict[str, str] = {}
-    names = Names(model)
+    names = ModelNames(model)
     for name, _ in model.named_parameters():
         fqns, prefixed_fqns = names.fqns(name), names.fqns(name, skip_compiler_prefix=False)
         if fqns != prefixed_fqns:

@@ -12,17 +12,16 @@ from torch_dcp_backport.state_dict.collect import Group, full_tree
 from torch_dcp_backport.state_dict.course import Local, run
 from torch_dcp_backport.state_dict.cpu_copy import Tree
 from torch_dcp_backport.state_dict.destination import FIRST, fresh, unsharded
-from torch_dcp_backport.state_dict.load import Inventory, Plan, Planner
-from torch_dcp_backport.state_dict.source import Carried, Source
+from torch_dcp_backport.state_dict.load import Inventory, LoadPlan, Planner
+from torch_dcp_backport.state_dict.source import Carried, StateSource
 from torch_dcp_backport.state_dict.tree import check_types, rebuild, untouched
-from torch_dcp_backport.transfer import TensorInfo
-from torch_dcp_backport.transfer.groups import group_ranks
+from torch_dcp_backport.transfer import TensorInfo, group_ranks
 
 #: FQN -> tensor or small value.
 FlatDict = dict[str, Any]
 
 
-class DictPlan(Plan):
+class DictPlan(LoadPlan):
     """The plan of a load into the entries of a flat dict, as torch's helpers do it."""
 
     def __init__(self, local: dict[str, Any], device: torch.device, cpu_offload: bool) -> None:
@@ -131,7 +130,7 @@ def distribute_tensors(
         key: local_state_dict[key] for key in keys if isinstance(local_state_dict.get(key), tuple)
     }
     plan = DictPlan({key: live for key, (live, _) in entries.items()}, torch.device(device), False)
-    course = Local(plan.planner(), Source({key: full for key, (_, full) in entries.items()}))
+    course = Local(plan.planner(), StateSource({key: full for key, (_, full) in entries.items()}))
     course.plan = plan.add(course.source.inventory())
     plan.local.update(plan.small)
     course.call.raise_alone()

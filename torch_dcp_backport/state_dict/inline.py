@@ -11,12 +11,21 @@ from typing import Any, Optional
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.state_dict.source import Source
-from torch_dcp_backport.transfer import TensorInfo
-from torch_dcp_backport.transfer.chunks import Key, Piece, chunk_bytes, chunks, moved
-from torch_dcp_backport.transfer.layout import Box, whole
-from torch_dcp_backport.transfer.memory import is_freed
-from torch_dcp_backport.transfer.staging import Staging, Views, part_of
+from torch_dcp_backport.state_dict.source import StateSource
+from torch_dcp_backport.transfer import (
+    Box,
+    Key,
+    Piece,
+    Staging,
+    TensorInfo,
+    Views,
+    chunk_bytes,
+    chunks,
+    is_freed,
+    moved,
+    part_of,
+    whole,
+)
 
 #: Bytes of tensors that travel with an inventory: together they fit into the message that is sent anyway.
 MOST = 24 * 1024
@@ -25,7 +34,7 @@ DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.com
 DTYPES |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 
-def pack(source: Source, inventory: Mapping[Key, object]) -> Optional[bytes]:
+def pack(source: StateSource, inventory: Mapping[Key, object]) -> Optional[bytes]:
     """The values of all tensors of an inventory; None where they are too many, or not all plain ones.
 
     The inventory has keys that no rank wants: a value that could fail there is left to the messages, which
@@ -61,7 +70,7 @@ def pieces_of(inventory: Mapping[Key, object]) -> Optional[list[Piece]]:
     return pieces[0] if len(pieces) == 1 else None
 
 
-class Values:
+class InlineReader:
     """A `Reader` of what `pack` made, on the ranks that received it."""
 
     def __init__(self, data: bytes, inventory: Mapping[Key, object]) -> None:

@@ -16,14 +16,21 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.destination import Destination, in_place, local_of
 from torch_dcp_backport.state_dict.source import Carried, Key, Unusable
-from torch_dcp_backport.transfer import Problem, TensorInfo, misfit, problem_of, spell_key
-from torch_dcp_backport.transfer.memory import has_slices, why_not_writable
+from torch_dcp_backport.transfer import (
+    Problem,
+    TensorInfo,
+    has_slices,
+    misfit,
+    problem_of,
+    spell_key,
+    why_not_writable,
+)
 
 #: Key -> TensorInfo, Carried or Unusable for tensors, everything else as it is: an offer for each key.
 Inventory = Mapping[Any, Any]
 
 
-class Plan:
+class LoadPlan:
     """The wants of one rank from a full state dict. Nothing is written while it is made."""
 
     def __init__(self, problems: list[Problem]) -> None:
@@ -116,7 +123,7 @@ class Planner(NamedTuple):
     live: Callable[[], Iterable[object]]
     #: The plan for an inventory, which writes nothing. The stages are those of other ranks' plans: all ranks
     #: move the same tensors at the same time.
-    plan: Callable[[Inventory, Sequence[str]], Plan]
+    plan: Callable[[Inventory, Sequence[str]], LoadPlan]
     #: Hands what was loaded to its owners; the function that it is given brings the tensors of a stage.
     apply: Callable[[Any, Callable[[str], None]], None] = lambda plan, fetch: None
 

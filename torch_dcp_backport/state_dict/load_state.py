@@ -27,7 +27,7 @@ from torch_dcp_backport.state_dict.optim.get import Params
 from torch_dcp_backport.state_dict.optim.initial import Beginning, undone_if_failed
 from torch_dcp_backport.state_dict.optim.load import load_parts, prepare_full, prepare_parts
 from torch_dcp_backport.state_dict.options import StateDictInfo
-from torch_dcp_backport.state_dict.source import Source, Sources
+from torch_dcp_backport.state_dict.source import Sources, StateSource
 from torch_dcp_backport.state_dict.together import together
 from torch_dcp_backport.transfer import Problem
 
@@ -65,13 +65,13 @@ def load_state(
     of_model, of_optimizers = model_problem(model_dict, info), optim_problem(optim_dict, info)
     if info.full_state_dict and not info.fsdp_modules:
         problems = [problem for problem in (of_model, of_optimizers) if problem]
-        parts: dict[str, tuple[Planner, Source]] = {}
+        parts: dict[str, tuple[Planner, StateSource]] = {}
         copies = None
         if info.handle_model:
             outline = outline_for_load(model, info, problems)
             copies = copies_of(outline, model_dict) if not problems else None
         if info.handle_model and copies is None:
-            source = Source(model_dict, metadata=True)
+            source = StateSource(model_dict, metadata=True)
             planner = model_planner(outline, source, problems, optional=info.broadcast_from_rank0)
             parts["the model"] = planner, source
         if copies is not None and not info.handle_optim:
@@ -122,7 +122,7 @@ def load_model_state(
     copies = copies_of(outline, state_dict) if is_alone else None
     if copies is not None:
         return copy_all(TITLE, copies)
-    source = Source(state_dict, metadata=True)
+    source = StateSource(state_dict, metadata=True)
     planner = model_planner(outline, source, problems)
     return run(planner, source, broadcast=info.broadcast_from_rank0).keys
 
@@ -151,7 +151,7 @@ def load_together(
     optim_dict: Mapping[str, Any],
     info: StateDictInfo,
     problems: list[Problem],
-    last: Mapping[str, tuple[Planner, Source]],
+    last: Mapping[str, tuple[Planner, StateSource]],
     once_agreed: Callable[[], object] = lambda: None,
 ) -> _IncompatibleKeys:
     """Load full tensors into the optimizers, and then into the objects of `last`, in one transfer.
@@ -162,14 +162,14 @@ def load_together(
             optimizers.
         once_agreed: called once all ranks know that nothing is wrong, before anything is written.
     """
-    parts: dict[str, tuple[Planner, Source]] = {}
+    parts: dict[str, tuple[Planner, StateSource]] = {}
     begun: list[Beginning] = []
     params = Params(model)
     with undone_if_failed(begun):
         for number, optim in enumerate(optimizers):
             begun.append(Beginning(optim))
             planner, values = prepare_full(params, begun[-1], optim_dict, info, problems)
-            parts[f"optimizer {number} ({type(optim).__name__})"] = planner, Source(values)
+            parts[f"optimizer {number} ({type(optim).__name__})"] = planner, StateSource(values)
         parts.update(last)
         sources = [source for _, source in parts.values()]
         if len(parts) == 1:

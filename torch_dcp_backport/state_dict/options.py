@@ -18,7 +18,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict import fsdp1
-from torch_dcp_backport.state_dict.fqn import FQN_MODIFIERS, ExtraState, Names, get_fqns, walk_model_state
+from torch_dcp_backport.state_dict.fqn import (
+    FQN_MODIFIERS,
+    ExtraState,
+    ModelNames,
+    get_fqns,
+    walk_model_state,
+)
 
 FQNS_T = set[str]
 """The names of a parameter in the model without its wrappers (FQNs): several if it is tied."""
@@ -145,7 +151,7 @@ def map_parameters(model: nn.Module, modifiers: str) -> tuple[ParamMapping, Para
     by_tensor: dict[torch.Tensor, FQNS_T] = {}
     mapping: ParamMapping = {}
     shared: ParamMapping = {}
-    names = Names(model, modifiers)
+    names = ModelNames(model, modifiers)
     for name, value in walk_model_state(model, modifiers):
         if isinstance(value, ExtraState):
             continue

@@ -18,10 +18,7 @@ import torch
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.destination import local_of
-from torch_dcp_backport.transfer import TensorInfo, spell_key
-from torch_dcp_backport.transfer.layout import Box, whole
-from torch_dcp_backport.transfer.memory import has_slices, is_freed
-from torch_dcp_backport.transfer.staging import part_of
+from torch_dcp_backport.transfer import Box, TensorInfo, has_slices, is_freed, part_of, spell_key, whole
 
 Key = Hashable
 
@@ -58,7 +55,7 @@ class Carried(NamedTuple):
         return Carried, (value.cpu() if value.device.type != "cpu" else value,)
 
 
-class Source:
+class StateSource:
     """The state dict of one load, as this rank holds it.
 
     A dict is read as it is now, whatever another thread does to it meanwhile. Of other mappings a value is
@@ -165,10 +162,10 @@ class Source:
         self.window.clear()
 
 
-class Sources(Source):
+class Sources(StateSource):
     """Several dicts of one load; keys are `PartKey`s."""
 
-    def __init__(self, parts: Iterable[Source]) -> None:
+    def __init__(self, parts: Iterable[StateSource]) -> None:
         super().__init__({})
         self.parts = list(parts)
         self.is_dict = all(part.is_dict for part in self.parts)

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch_dcp_backport.state_dict.destination import FIRST, Destination
-from torch_dcp_backport.state_dict.load import Inventory, Plan, Planner
+from torch_dcp_backport.state_dict.load import Inventory, LoadPlan, Planner
 from torch_dcp_backport.state_dict.source import PartKey
 from torch_dcp_backport.transfer import Problem
 
 
-class PlanTogether(Plan):
+class PlanTogether(LoadPlan):
     """The plans of a model and its optimizers, in the order in which they are applied."""
 
-    def __init__(self, problems: list[Problem], parts: Mapping[str, Plan]) -> None:
+    def __init__(self, problems: list[Problem], parts: Mapping[str, LoadPlan]) -> None:
         """`parts`: name for errors -> plan; a model's is the last one."""
         super().__init__(problems)
         self.names = list(parts)
@@ -54,7 +54,7 @@ def together(parts: Mapping[str, Planner], problems: list[Problem]) -> Planner:
         return itertools.chain.from_iterable(part.live() for part in parts.values())
 
     def plan(inventory: Inventory, stages: Sequence[str] = ()) -> PlanTogether:
-        plans: dict[str, Plan] = {}
+        plans: dict[str, LoadPlan] = {}
         for number, (name, part) in enumerate(parts.items()):
             start = stage_name(number, "")
             plans[name] = part.plan(

@@ -19,7 +19,7 @@ Path = tuple[object, ...]
 SMALL = (int, float, str, bytes, io.BytesIO, type(None))
 
 
-class Index(int):
+class ListIndex(int):
     """A step of a path into a list, as opposed to an integer key of a dict."""
 
 
@@ -47,7 +47,7 @@ def _collect(values: dict[Path, Any], opens: Callable[[Sequence[Any]], bool], pa
             _collect(values, opens, (*path, key), value)
     elif isinstance(tree, (list, tuple)) and opens(tree):
         for index, value in enumerate(tree):
-            _collect(values, opens, (*path, Index(index)), value)
+            _collect(values, opens, (*path, ListIndex(index)), value)
     else:
         values[path] = tree
 
@@ -63,7 +63,7 @@ def with_lists(tree: Any) -> Any:
     """The tree that `place` made of the paths of `leaves`, with its lists."""
     if not isinstance(tree, dict):
         return tree
-    if tree and all(isinstance(key, Index) for key in tree):
+    if tree and all(isinstance(key, ListIndex) for key in tree):
         return [with_lists(tree[key]) for key in sorted(tree)]
     return {key: with_lists(value) for key, value in tree.items()}
 

@@ -3,17 +3,113 @@
 Knows tensors, layouts and process groups. Must never know what a model or an optimizer is.
 """
 
-from torch_dcp_backport.transfer.allgather import Held
-from torch_dcp_backport.transfer.call import Call
-from torch_dcp_backport.transfer.errors import Problem, TransferError, problem_of, raise_together, spell_key
-from torch_dcp_backport.transfer.gather import gather
-from torch_dcp_backport.transfer.layout import Box, Layout, Mesh, layout_of
-from torch_dcp_backport.transfer.plan import Agreement, TensorInfo, Want, misfit
-from torch_dcp_backport.transfer.progress import Progress
-from torch_dcp_backport.transfer.report import Report, last_report
-from torch_dcp_backport.transfer.reshard import reshard
-from torch_dcp_backport.transfer.scatter import Target, scatter
-from torch_dcp_backport.transfer.settings import configure
+from torch_dcp_backport.transfer._src.allgather import Held
+from torch_dcp_backport.transfer._src.call import Call
+from torch_dcp_backport.transfer._src.errors import (
+    Problem,
+    TransferError,
+    problem_of,
+    raise_together,
+    spell_key,
+)
+from torch_dcp_backport.transfer._src.gather import gather
+from torch_dcp_backport.transfer._src.layout import Box, Layout, Mesh, layout_of
+from torch_dcp_backport.transfer._src.plan import Agreement, TensorInfo, Want, misfit
+from torch_dcp_backport.transfer._src.progress import Progress
+from torch_dcp_backport.transfer._src.report import Report, last_report
+from torch_dcp_backport.transfer._src.reshard import reshard
+from torch_dcp_backport.transfer._src.scatter import Target, scatter
+from torch_dcp_backport.transfer._src.settings import configure
+
+# For the rooms beside it, and not public: each as itself, so that type checkers see it here.
+# isort: off
+from torch_dcp_backport.transfer._src import settings as settings
+from torch_dcp_backport.transfer._src.call import Attempt as Attempt
+from torch_dcp_backport.transfer._src.chunks import (
+    Key as Key,
+    Piece as Piece,
+    chunk_bytes as chunk_bytes,
+    chunks as chunks,
+    moved as moved,
+)
+from torch_dcp_backport.transfer._src.collector import gc_context as gc_context
+from torch_dcp_backport.transfer._src.errors import (
+    CollectiveError as CollectiveError,
+    Common as Common,
+    DOUBTFUL as DOUBTFUL,
+    Findings as Findings,
+    NOTHING as NOTHING,
+    UNCHANGED as UNCHANGED,
+    as_transfer_error as as_transfer_error,
+    spell as spell,
+    spell_broken_off as spell_broken_off,
+)
+from torch_dcp_backport.transfer._src.exchange import Route as Route
+from torch_dcp_backport.transfer._src.groups import (
+    Group as Group,
+    backend_of as backend_of,
+    comm_device_type as comm_device_type,
+    device_in as device_in,
+    device_types as device_types,
+    group_ranks as group_ranks,
+    groups_of as groups_of,
+    members as members,
+    note_device as note_device,
+    source_of as source_of,
+)
+from torch_dcp_backport.transfer._src.lanes import Lane as Lane, lane_of as lane_of
+from torch_dcp_backport.transfer._src.layout import (
+    Placement as Placement,
+    layout_at as layout_at,
+    mesh_of as mesh_of,
+    whole as whole,
+)
+from torch_dcp_backport.transfer._src.link import BrokenLink as BrokenLink, Link as Link
+from torch_dcp_backport.transfer._src.meet import (
+    Refusal as Refusal,
+    Topic as Topic,
+    at_first as at_first,
+    fail as fail,
+    meet as meet,
+    meet_numbers as meet_numbers,
+    saying as saying,
+)
+from torch_dcp_backport.transfer._src.memories import Memories as Memories, Memory as Memory, move as move
+from torch_dcp_backport.transfer._src.memory import (
+    has_slices as has_slices,
+    has_values as has_values,
+    is_freed as is_freed,
+    is_same_view as is_same_view,
+    layout_text as layout_text,
+    span_of as span_of,
+    why_not_writable as why_not_writable,
+)
+from torch_dcp_backport.transfer._src.once import warn_once as warn_once
+from torch_dcp_backport.transfer._src.plan import WantTable as WantTable, Terms as Terms
+from torch_dcp_backport.transfer._src.progress import Bar as Bar, Line as Line, Meter as Meter
+from torch_dcp_backport.transfer._src.report import Phase as Phase, Tally as Tally
+from torch_dcp_backport.transfer._src.scatter import Offer as Offer, Reader as Reader
+from torch_dcp_backport.transfer._src.spread import (
+    Boxes as Boxes,
+    holders_of as holders_of,
+    intersection as intersection,
+    overlaps as overlaps,
+)
+from torch_dcp_backport.transfer._src.staging import (
+    Staging as Staging,
+    Views as Views,
+    as_bytes as as_bytes,
+    copy_to as copy_to,
+    is_dense as is_dense,
+    part_of as part_of,
+)
+from torch_dcp_backport.transfer._src.wire import (
+    LENGTH as LENGTH,
+    bytes_of as bytes_of,
+    device_for as device_for,
+    tensor_of as tensor_of,
+)
+# isort: on
 
 __all__ = [
     "Agreement",

@@ -15,14 +15,11 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple, Optional, TypeVar, cast
 
-from torch_dcp_backport.dist_checkpointing import report
+from torch_dcp_backport.dist_checkpointing._src import report
+from torch_dcp_backport.dist_checkpointing._src.calls import begin
+from torch_dcp_backport.dist_checkpointing._src.offers import refusing
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
-from torch_dcp_backport.dist_checkpointing.engine.calls import begin
-from torch_dcp_backport.dist_checkpointing.offers import refusing
-from torch_dcp_backport.transfer import Call
-from torch_dcp_backport.transfer.collector import gc_context
-from torch_dcp_backport.transfer.groups import Group
-from torch_dcp_backport.transfer.meet import Topic, at_first, meet
+from torch_dcp_backport.transfer import Call, Group, Topic, at_first, gc_context, meet
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 

@@ -12,14 +12,13 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from torch_dcp_backport.dist_checkpointing._src.offers import refusing
 from torch_dcp_backport.dist_checkpointing.core import (
     COMMON_BACKEND,
     SHARDED_BACKEND,
     CheckpointingException,
 )
-from torch_dcp_backport.dist_checkpointing.offers import refusing
-from torch_dcp_backport.transfer.groups import Group
-from torch_dcp_backport.transfer.once import warn_once
+from torch_dcp_backport.transfer import Group, warn_once
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_dcp_backport.dist_checkpointing._src import metadata
 from torch_dcp_backport.dist_checkpointing.core import Folder
-from torch_dcp_backport.dist_checkpointing.engine import metadata
 from torch_dcp_backport.dist_checkpointing.storage import CheckedReader
 
 #: Absolute path of a folder -> (the state of its `.metadata`, the index).

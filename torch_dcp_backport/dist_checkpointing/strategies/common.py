@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from torch_dcp_backport.dist_checkpointing._src import commit
+from torch_dcp_backport.dist_checkpointing._src.offers import refusing
 from torch_dcp_backport.dist_checkpointing.core import Folder
-from torch_dcp_backport.dist_checkpointing.engine import commit
 from torch_dcp_backport.dist_checkpointing.mapping import StateDict
-from torch_dcp_backport.dist_checkpointing.offers import refusing
 from torch_dcp_backport.dist_checkpointing.serialization import load_common_state_dict
 
 COMMON_STATE_FNAME = commit.COMMON

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
+from torch_dcp_backport.dist_checkpointing._src.offers import refusing
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
-from torch_dcp_backport.dist_checkpointing.offers import refusing
 from torch_dcp_backport.dist_checkpointing.storage import CheckedWriter
 from torch_dcp_backport.dist_checkpointing.strategies.base import say_once
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 
-from torch_dcp_backport.dist_checkpointing.adopt import adopted
+from torch_dcp_backport.dist_checkpointing._src.adopt import adopted
+from torch_dcp_backport.dist_checkpointing._src.calls import begin, told_to
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from torch_dcp_backport.dist_checkpointing.engine.calls import begin, told_to
 from torch_dcp_backport.dist_checkpointing.exchange_utils import (
     BROADCAST,
     ShardDistribution,
@@ -41,9 +41,7 @@ from torch_dcp_backport.dist_checkpointing.validation import (
     determine_global_metadata,
     validate_sharding_integrity,
 )
-from torch_dcp_backport.transfer.errors import DOUBTFUL
-from torch_dcp_backport.transfer.groups import Group
-from torch_dcp_backport.transfer.meet import Topic, meet
+from torch_dcp_backport.transfer import DOUBTFUL, Group, Topic, meet
 
 READING = Topic("reading what this rank takes care of", DOUBTFUL)
 SETTLING = Topic("settling", DOUBTFUL)

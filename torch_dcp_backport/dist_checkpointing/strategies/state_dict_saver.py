@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from torch_dcp_backport.dist_checkpointing.offers import WHY, refusing
+from torch_dcp_backport.dist_checkpointing._src.offers import WHY, refusing
 
 __getattr__ = refusing(__name__, "verify_global_md_reuse")
 

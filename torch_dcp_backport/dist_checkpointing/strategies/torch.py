@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcp_backport.dist_checkpointing import serialization
+from torch_dcp_backport.dist_checkpointing._src.offers import refusing
+from torch_dcp_backport.dist_checkpointing._src.options import LoadOptions, SaveOptions
 from torch_dcp_backport.dist_checkpointing.core import SHARDED_BACKEND, CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.dict_utils import nested_values
 from torch_dcp_backport.dist_checkpointing.mapping import (
@@ -22,8 +24,6 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
-from torch_dcp_backport.dist_checkpointing.offers import refusing
-from torch_dcp_backport.dist_checkpointing.options import LoadOptions, SaveOptions
 from torch_dcp_backport.dist_checkpointing.storage import CheckedReader
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.dist_checkpointing.strategies.base import (

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from torch_dcp_backport.state_dict.destination import FIRST
-from torch_dcp_backport.state_dict.model.outline import Entry, Outline, is_meta, without_wrappers
-from torch_dcp_backport.state_dict.model.places import Place, tensors_of
+from torch_dcp_backport.state_dict.model.outline import KeyEntry, Outline, is_meta, without_wrappers
+from torch_dcp_backport.state_dict.model.places import ModulePlace, tensors_of
 from torch_dcp_backport.state_dict.model.plan import ROOT, ModelPlan
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.patched import original_method
@@ -57,7 +57,7 @@ class Handover:
         self.plan = plan
         self.outline = plan.outline
         self.fetch = fetch
-        self.by_stage: dict[str, list[Entry]] = {}
+        self.by_stage: dict[str, list[KeyEntry]] = {}
         #: Unexpected keys that are what the model's own load_state_dict() calls another tensor.
         self.homonyms: list[Any] = []
 
@@ -99,7 +99,7 @@ class Handover:
         A tensor that is in place already stands for itself. Tensors that loading code looks at follow later.
         """
         plan, values = self.plan, self.plan.values
-        by_fqn: dict[str, list[Entry]] = {}
+        by_fqn: dict[str, list[KeyEntry]] = {}
         for entry in self.outline.entries:
             by_fqn.setdefault(entry.fqn, []).append(entry)
         own = {entry.load_key for entry in self.outline.entries}
@@ -217,7 +217,7 @@ def by_fqn(outline: Outline, keys: _IncompatibleKeys, given: Mapping[Any, Any]) 
 
 
 def renamed_metadata(
-    metadata: Mapping[str, dict[str, Any]], places: Iterable[Place]
+    metadata: Mapping[str, dict[str, Any]], places: Iterable[ModulePlace]
 ) -> dict[str, dict[str, Any]]:
     """Versions by the names that modules have inside wrappers, too: DDP's modules would have none."""
     renamed = dict(metadata)
@@ -228,7 +228,7 @@ def renamed_metadata(
     return renamed
 
 
-def tie(entries: Sequence[Entry], present: Sequence[Entry]) -> None:
+def tie(entries: Sequence[KeyEntry], present: Sequence[KeyEntry]) -> None:
     """Put one Parameter under all names of a tensor: the first name's object, the last loaded name's values.
 
     FSDP2 holds on to the object of the first name.

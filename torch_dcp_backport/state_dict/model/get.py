@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torch_dcp_backport.state_dict.collect import full_or_cpu
-from torch_dcp_backport.state_dict.fqn import Names, get_fqns
+from torch_dcp_backport.state_dict.fqn import ModelNames, get_fqns
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.patched import original_method
 
@@ -20,7 +20,7 @@ def get_model_state(model: nn.Module, info: StateDictInfo) -> dict[str, Any]:
         return {}
     with info.fsdp_context():
         state: dict[str, Any] = original_method(model, "state_dict")()
-    names = Names(model, info.dsd_fqn_modifiers)
+    names = ModelNames(model, info.dsd_fqn_modifiers)
     for key in list(state):
         # Hooks may have added keys that are no names.
         fqn = key if names.are_plain and key in info.fqn_param_mapping else canonical(model, key, info)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from torch_dcp_backport.state_dict.load import Inventory, Plan, Planner, guarded
+from torch_dcp_backport.state_dict.load import Inventory, LoadPlan, Planner, guarded
 from torch_dcp_backport.state_dict.model.apply import Handover
 from torch_dcp_backport.state_dict.model.outline import Outline, outline_of
 from torch_dcp_backport.state_dict.model.plan import ModelPlan, plan_model
 from torch_dcp_backport.state_dict.options import StateDictInfo
-from torch_dcp_backport.state_dict.source import About, Source
+from torch_dcp_backport.state_dict.source import About, StateSource
 from torch_dcp_backport.transfer import Problem
 
 TITLE = "cannot load this model state dict"
@@ -26,16 +26,16 @@ def outline_for_load(model: nn.Module, info: StateDictInfo, problems: list[Probl
 
 
 def model_planner(
-    outline: Outline, source: Source, problems: list[Problem], optional: bool = False
+    outline: Outline, source: StateSource, problems: list[Problem], optional: bool = False
 ) -> Planner:
     """The load of a source into a model; `optional`: an empty dict is nothing to load."""
 
-    def plan(inventory: Inventory, stages: Sequence[str] = ()) -> Plan:
+    def plan(inventory: Inventory, stages: Sequence[str] = ()) -> LoadPlan:
         if optional and all(key is About.METADATA for key in inventory):
-            return Plan(problems)
+            return LoadPlan(problems)
         return plan_model(outline, source, inventory, stages, problems)
 
-    def apply(plan: Plan, fetch: Callable[[str], None]) -> None:
+    def apply(plan: LoadPlan, fetch: Callable[[str], None]) -> None:
         if isinstance(plan, ModelPlan):
             plan.keys = Handover(plan, fetch).run()
 

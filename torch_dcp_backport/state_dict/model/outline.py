@@ -17,16 +17,15 @@ from torch.nn.parameter import is_lazy
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.destination import local_of
-from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX, FSDP_PREFIX, ExtraState, Names
-from torch_dcp_backport.state_dict.model.places import Place, places_of, values_of
+from torch_dcp_backport.state_dict.fqn import CHECKPOINT_PREFIX, FSDP_PREFIX, ExtraState, ModelNames
+from torch_dcp_backport.state_dict.model.places import ModulePlace, places_of, values_of
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.patched import original_method
-from torch_dcp_backport.transfer.groups import comm_device_type
-from torch_dcp_backport.transfer.memory import has_slices, span_of
+from torch_dcp_backport.transfer import comm_device_type, has_slices, span_of
 
 
 @dataclass(eq=False)
-class Entry:
+class KeyEntry:
     """One checkpoint key of this model."""
 
     fqn: str
@@ -34,7 +33,7 @@ class Entry:
     #: The key that the model's own load_state_dict() knows it by (with DDP's and the compiler's prefixes).
     load_key: str
     #: The module that holds it, and its name there.
-    place: Place
+    place: ModulePlace
     name: str
 
 
@@ -44,13 +43,13 @@ class Outline:
 
     model: nn.Module
     info: StateDictInfo
-    places: Sequence[Place] = ()
-    entries: Sequence[Entry] = ()
+    places: Sequence[ModulePlace] = ()
+    entries: Sequence[KeyEntry] = ()
 
     @functools.cached_property
-    def ties(self) -> list[list[Entry]]:
+    def ties(self) -> list[list[KeyEntry]]:
         """The entries, those of one tensor together, in the order in which load_state_dict() loads them."""
-        ties: dict[int, list[Entry]] = {}
+        ties: dict[int, list[KeyEntry]] = {}
         for entry in self.entries:
             ties.setdefault(id(entry.value), []).append(entry)
         return list(ties.values())
@@ -159,25 +158,25 @@ def outline_of(model: nn.Module, info: StateDictInfo) -> Outline:
     return Outline(model, info, places, entries_of(model, info, places))
 
 
-def entries_of(model: nn.Module, info: StateDictInfo, places: Iterable[Place]) -> list[Entry]:
+def entries_of(model: nn.Module, info: StateDictInfo, places: Iterable[ModulePlace]) -> list[KeyEntry]:
     """Everything that a state dict of `model` holds, in the order in which load_state_dict() loads it."""
     entries = []
     places = list(places)
     names = None
     if info.fsdp_modules or any(place.renames for place in places):
-        names = Names(model, info.dsd_fqn_modifiers)
+        names = ModelNames(model, info.dsd_fqn_modifiers)
     for place in places:
         for name, value in values_of(place):
             value = ExtraState() if value is None else value
             if names is None:
-                entries.append(Entry(place.fqn + name, value, place.prefix + name, place, name))
+                entries.append(KeyEntry(place.fqn + name, value, place.prefix + name, place, name))
                 continue
             fqns, load_keys = names.fqns(place.path + name), names.fqns(place.path + name, False, False)
             if len(fqns) > 1:
                 # An FSDP1 FlatParameter: FSDP1's own hooks take the FQNs.
-                entries += [Entry(fqn, value, fqn, place, name) for fqn in sorted(fqns)]
+                entries += [KeyEntry(fqn, value, fqn, place, name) for fqn in sorted(fqns)]
                 continue
-            entries.append(Entry(fqns.pop(), value, load_keys.pop(), place, name))
+            entries.append(KeyEntry(fqns.pop(), value, load_keys.pop(), place, name))
     return entries
 
 

@@ -24,11 +24,11 @@ BLIND_HOOKS = "torch.distributed."
 
 
 @dataclass(eq=False)
-class Place:
+class ModulePlace:
     """A module as load_state_dict() comes to it."""
 
     module: nn.Module
-    parent: Optional[Place]
+    parent: Optional[ModulePlace]
     #: Its path by the model's own attributes, with a point behind it; "" for the root.
     path: str
     #: The same as the keys of load_state_dict() have it, and as FQNs do.
@@ -48,10 +48,10 @@ class Place:
     looked_at_after: bool
 
 
-def places_of(model: nn.Module, modifiers: str) -> list[Place]:
+def places_of(model: nn.Module, modifiers: str) -> list[ModulePlace]:
     """The modules of a model in the order of load_state_dict(); those with several names under each."""
     wrappers: tuple[type[nn.Module], ...] = (DistributedDataParallel, *compiled_modules())
-    places: list[Place] = []
+    places: list[ModulePlace] = []
     pending = [place_of(model, None, "", modifiers, wrappers)]
     while pending:
         place = pending.pop()
@@ -69,11 +69,11 @@ def places_of(model: nn.Module, modifiers: str) -> list[Place]:
 
 def place_of(
     module: nn.Module,
-    parent: Optional[Place],
+    parent: Optional[ModulePlace],
     step: str,
     modifiers: str,
     wrappers: tuple[type[nn.Module], ...],
-) -> Place:
+) -> ModulePlace:
     """The place of a child; `step`: its name with a point behind it."""
     path = prefix = fqn = ""
     if parent is not None:
@@ -83,7 +83,7 @@ def place_of(
     user_loader = has_user_loader(module)
     user_code = user_loader or (sets_extra_state(module) and is_user_code(type(module).set_extra_state))
     after = user_loader and any(map(is_user_code, module._load_state_dict_post_hooks.values()))
-    return Place(
+    return ModulePlace(
         module,
         parent,
         path,
@@ -100,8 +100,8 @@ def place_of(
 
 
 def governors_of(
-    places: Iterable[Place], keys: Collection[object], forced: Collection[str]
-) -> dict[Place, str]:
+    places: Iterable[ModulePlace], keys: Collection[object], forced: Collection[str]
+) -> dict[ModulePlace, str]:
     """Place -> FQN prefix of its governor: the topmost module whose loading code looks at what it holds.
 
     Args:
@@ -112,7 +112,7 @@ def governors_of(
     Returns:
         those that have one, in the order of load_state_dict().
     """
-    governors: dict[Place, str] = {}
+    governors: dict[ModulePlace, str] = {}
     for place in places:
         governor = None if place.parent is None else governors.get(place.parent)
         if governor is None and (
@@ -148,7 +148,7 @@ def has_loader(module: nn.Module) -> bool:
     return all(loader is not kind._load_from_state_dict for kind in NORMS)
 
 
-def is_complete(place: Place, keys: Collection[object]) -> bool:
+def is_complete(place: ModulePlace, keys: Collection[object]) -> bool:
     """Whether a norm finds each of its keys: old checkpoints lack some, and it makes them up."""
     module: Any = place.module
     if "num_batches_tracked" in module._buffers and place.fqn + "num_batches_tracked" not in keys:
@@ -189,7 +189,7 @@ def tensors_of(module: nn.Module) -> Iterable[object]:
     return (*module._parameters.values(), *module._buffers.values())
 
 
-def values_of(place: Place) -> Iterator[tuple[str, Any]]:
+def values_of(place: ModulePlace) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of what a module holds itself, in the order in which load_state_dict() loads it.
 
     Both names of a tensor that has two. The value is None for extra state.

@@ -17,26 +17,24 @@ from torch.nn.parameter import is_lazy
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.destination import FIRST, Becomes, fresh, local_of, unsharded
 from torch_dcp_backport.state_dict.fqn import ExtraState
-from torch_dcp_backport.state_dict.load import Inventory, Plan
-from torch_dcp_backport.state_dict.model.outline import Entry, Outline, is_meta, is_sliceable
-from torch_dcp_backport.state_dict.model.places import Place, governors_of, has_loader, tensors_of
-from torch_dcp_backport.state_dict.source import About, Carried, Source, Unusable
-from torch_dcp_backport.transfer import Problem, TensorInfo
-from torch_dcp_backport.transfer.groups import source_of
-from torch_dcp_backport.transfer.memory import has_slices, is_same_view
+from torch_dcp_backport.state_dict.load import Inventory, LoadPlan
+from torch_dcp_backport.state_dict.model.outline import KeyEntry, Outline, is_meta, is_sliceable
+from torch_dcp_backport.state_dict.model.places import ModulePlace, governors_of, has_loader, tensors_of
+from torch_dcp_backport.state_dict.source import About, Carried, StateSource, Unusable
+from torch_dcp_backport.transfer import Problem, TensorInfo, has_slices, is_same_view, source_of
 
 #: The stage of values that the root's loading code looks at. Other stages are FQN prefixes, which end with a
 #: point; none is FIRST.
 ROOT = "the model"
 #: The owner of a value: entries, or its key for loading code, where no entry has it.
-Owner = Union[Sequence[Entry], str]
+Owner = Union[Sequence[KeyEntry], str]
 
 
 class Governance(NamedTuple):
     """The loading code that looks at values, for one inventory."""
 
     #: Place -> FQN prefix of its governor; places without one are not in it.
-    by_place: Mapping[Place, str]
+    by_place: Mapping[ModulePlace, str]
     #: The FQN prefixes, also those of other ranks, in load order.
     prefixes: Sequence[str]
     #: FQN prefixes of modules without loading code that govern because their tensors are loaded whole.
@@ -45,14 +43,14 @@ class Governance(NamedTuple):
     whole: frozenset[int]
 
 
-class ModelPlan(Plan):
+class ModelPlan(LoadPlan):
     """The destinations of a model's values, its loading code's share, and the values that have arrived."""
 
     def __init__(
         self,
         problems: list[Problem],
         outline: Outline,
-        source: Source,
+        source: StateSource,
         inventory: Inventory,
         governance: Governance,
     ) -> None:
@@ -75,9 +73,9 @@ class ModelPlan(Plan):
         #: load keys that may be missing: of frozen parameters, and of tensors that have another name.
         self.forgiven: set[str] = set()
         #: All names of a tensor on meta, and those in the checkpoint: each gets its own, then one stays.
-        self.untied: list[tuple[list[Entry], list[Entry]]] = []
+        self.untied: list[tuple[list[KeyEntry], list[KeyEntry]]] = []
         #: The values that have arrived: of entries, and by load key of keys that are not the model's.
-        self.values: dict[Entry, Any] = {}
+        self.values: dict[KeyEntry, Any] = {}
         self.extra: dict[str, Any] = {}
 
     @property
@@ -89,7 +87,7 @@ class ModelPlan(Plan):
         """
         return not self.governance.prefixes and not self.outline.user_loader
 
-    def stage_of(self, entry: Entry) -> str:
+    def stage_of(self, entry: KeyEntry) -> str:
         """When an entry's value moves: first, or when its governor is about to look."""
         governor = self.governance.by_place.get(entry.place)
         return FIRST if governor is None else governor or ROOT
@@ -114,11 +112,11 @@ class ModelPlan(Plan):
         local, given = local_of(live), local_of(value)
         return has_slices(local) and has_slices(given) and is_same_view(given, local)
 
-    def is_looked_at(self, entry: Entry) -> bool:
+    def is_looked_at(self, entry: KeyEntry) -> bool:
         """Whether loading code judges the shape."""
         return entry.place in self.governance.by_place and entry.place.fqn not in self.governance.blind
 
-    def is_copied(self, entry: Entry) -> bool:
+    def is_copied(self, entry: KeyEntry) -> bool:
         """Whether a value that is loaded whole is copied into the live tensor, which no code can replace."""
         place, outline = entry.place, self.outline
         if not is_sliceable(entry.value) or has_loader(place.module) or outline.info.fsdp_modules:
@@ -127,7 +125,7 @@ class ModelPlan(Plan):
         replaced = outline.assigns and any(map(is_meta, tensors_of(place.module)))
         return outline.loads_as_torch and not replaced and not place.below_user_code
 
-    def forgive(self, entries: Iterable[Entry]) -> None:
+    def forgive(self, entries: Iterable[KeyEntry]) -> None:
         """Let names be missing. Loading code finds them missing, as they are."""
         self.forgiven |= {entry.load_key for entry in entries}
 
@@ -144,7 +142,11 @@ class ModelPlan(Plan):
 
 
 def plan_model(
-    outline: Outline, source: Source, inventory: Inventory, stages: Sequence[str], problems: list[Problem]
+    outline: Outline,
+    source: StateSource,
+    inventory: Inventory,
+    stages: Sequence[str],
+    problems: list[Problem],
 ) -> ModelPlan:
     """Plan the load of a full state dict; `stages` as in `Planner.plan`."""
     plan = ModelPlan(problems, outline, source, inventory, govern(outline, inventory, stages))
@@ -201,7 +203,7 @@ def govern(outline: Outline, inventory: Inventory, stages: Sequence[str]) -> Gov
     return Governance(by_place, prefixes, frozenset(blind), whole)
 
 
-def needs_whole(outline: Outline, entry: Entry, offer: Any) -> bool:
+def needs_whole(outline: Outline, entry: KeyEntry, offer: Any) -> bool:
     """Whether a value is loaded whole, for its own sake or for that of the offer."""
     value = entry.value
     if isinstance(value, ExtraState):
@@ -239,7 +241,7 @@ def plan_unexpected(plan: ModelPlan, key: Any) -> None:
         plan.take(load_key, plan.source.tensor(key))
 
 
-def plan_missing(plan: ModelPlan, entries: list[Entry], may_be: bool) -> None:
+def plan_missing(plan: ModelPlan, entries: list[KeyEntry], may_be: bool) -> None:
     """Plan a tensor that the checkpoint has under none of its names."""
     value, outline = entries[0].value, plan.outline
     frozen = isinstance(value, nn.Parameter) and not value.requires_grad
@@ -250,7 +252,7 @@ def plan_missing(plan: ModelPlan, entries: list[Entry], may_be: bool) -> None:
         plan.problems += [Problem("Missing key(s) in state_dict", entry.fqn) for entry in entries]
 
 
-def plan_tied(plan: ModelPlan, entries: list[Entry], present: list[Entry]) -> None:
+def plan_tied(plan: ModelPlan, entries: list[KeyEntry], present: list[KeyEntry]) -> None:
     """Plan a tensor that is written in place, or made.
 
     Of several names each has to fit, and the value of the last one loaded stays. One of them in the
@@ -270,7 +272,7 @@ def plan_tied(plan: ModelPlan, entries: list[Entry], present: list[Entry]) -> No
         plan.forgive(entry for entry in entries if entry not in present)
 
 
-def plan_direct(plan: ModelPlan, entry: Entry, entries: list[Entry]) -> None:
+def plan_direct(plan: ModelPlan, entry: KeyEntry, entries: list[KeyEntry]) -> None:
     live, key = entry.value, entry.fqn
     offer = plan.inventory[key]
     if isinstance(live, ExtraState):
@@ -287,7 +289,7 @@ def plan_direct(plan: ModelPlan, entry: Entry, entries: list[Entry]) -> None:
         plan.want_in_place(key, live, entries)
 
 
-def plan_governed(plan: ModelPlan, entries: list[Entry], present: list[Entry]) -> None:
+def plan_governed(plan: ModelPlan, entries: list[KeyEntry], present: list[KeyEntry]) -> None:
     """Plan a tensor that loading code looks at: it gets what the checkpoint holds under each name."""
     for entry in present:
         if plan.is_looked_at(entry) or fits(plan, entry):
@@ -300,7 +302,7 @@ def plan_governed(plan: ModelPlan, entries: list[Entry], present: list[Entry]) -
             plan.untied.append((entries, present))
 
 
-def fits(plan: ModelPlan, entry: Entry) -> bool:
+def fits(plan: ModelPlan, entry: KeyEntry) -> bool:
     """Whether a tensor that is loaded whole has the shape of the live one; if not, that is a problem."""
     if isinstance(entry.value, ExtraState) or is_lazy(entry.value):
         return True
@@ -339,7 +341,7 @@ def plan_value(plan: ModelPlan, key: Any, live: Any, stage: str, owner: Owner) -
         plan.take(owner, offer.value if isinstance(offer, Carried) else offer)
 
 
-def tensor_of_source(source: Source, key: Any, device: torch.device) -> Optional[torch.Tensor]:
+def tensor_of_source(source: StateSource, key: Any, device: torch.device) -> Optional[torch.Tensor]:
     """The source's own tensor where loading code may get it as it is, as torch gives it."""
     if dist.get_rank() != source_of(None) or not source.is_dict or key not in source:
         return None

@@ -15,10 +15,15 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict.model.outline import Outline
-from torch_dcp_backport.transfer import Call
-from torch_dcp_backport.transfer.errors import spell_key
-from torch_dcp_backport.transfer.memory import has_values, is_freed, is_same_view, why_not_writable
-from torch_dcp_backport.transfer.staging import copy_to
+from torch_dcp_backport.transfer import (
+    Call,
+    copy_to,
+    has_values,
+    is_freed,
+    is_same_view,
+    spell_key,
+    why_not_writable,
+)
 
 
 class Copy(NamedTuple):

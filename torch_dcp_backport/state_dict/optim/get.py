@@ -17,7 +17,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.state_dict import fsdp1
 from torch_dcp_backport.state_dict.collect import full_or_cpu
 from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE, renamed_params
-from torch_dcp_backport.state_dict.fqn import Names
+from torch_dcp_backport.state_dict.fqn import ModelNames
 from torch_dcp_backport.state_dict.optim.flat import flatten_optim_state
 from torch_dcp_backport.state_dict.optim.initial import first_states, init_optim_state, kind_of, params_of
 from torch_dcp_backport.state_dict.options import StateDictInfo
@@ -52,7 +52,7 @@ class Params:
 
     @functools.cached_property
     def fqns(self) -> dict[torch.Tensor, str]:
-        names = Names(self.model)
+        names = ModelNames(self.model)
         fqns: dict[torch.Tensor, str] = {}
         for name, param in self.model.named_parameters():
             (fqns[param],) = names.fqns(name)

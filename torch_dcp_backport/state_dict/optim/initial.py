@@ -26,7 +26,7 @@ STAND_IN_BYTES = 16 * 2**20
 LR = object()
 
 
-class Kind(NamedTuple):
+class OptimizerKind(NamedTuple):
     """One of torch's own optimizers that makes states in the first step that finds a gradient."""
 
     #: State -> its value before that step, where the step leaves another one even without a gradient. LR
@@ -39,26 +39,26 @@ class Kind(NamedTuple):
 
 
 #: By name, since not every release has them all.
-KINDS: Mapping[str, Kind] = {
-    "ASGD": Kind({"step": 0, "eta": LR, "mu": 1.0, "ax": 0.0}, neutral=False),
-    "Adadelta": Kind({"step": 0, "acc_delta": 0.0}),
-    "Adafactor": Kind({"step": 0}, uniform=False),
-    "Adam": Kind({"step": 0}),
-    "AdamW": Kind({"step": 0}),
-    "Adamax": Kind({"step": 0, "exp_inf": 0.0}),
-    "Muon": Kind({}),
+KINDS: Mapping[str, OptimizerKind] = {
+    "ASGD": OptimizerKind({"step": 0, "eta": LR, "mu": 1.0, "ax": 0.0}, neutral=False),
+    "Adadelta": OptimizerKind({"step": 0, "acc_delta": 0.0}),
+    "Adafactor": OptimizerKind({"step": 0}, uniform=False),
+    "Adam": OptimizerKind({"step": 0}),
+    "AdamW": OptimizerKind({"step": 0}),
+    "Adamax": OptimizerKind({"step": 0, "exp_inf": 0.0}),
+    "Muon": OptimizerKind({}),
     # A load casts the product to the parameter's dtype, which a first step would not.
-    "NAdam": Kind({"step": 0, "mu_product": 1.0}, neutral=False),
-    "RAdam": Kind({"step": 0}),
-    "RMSprop": Kind({"step": 0, "momentum_buffer": 0.0}),
+    "NAdam": OptimizerKind({"step": 0, "mu_product": 1.0}, neutral=False),
+    "RAdam": OptimizerKind({"step": 0}),
+    "RMSprop": OptimizerKind({"step": 0, "momentum_buffer": 0.0}),
     # The first step sizes are the learning rate of the first step, which may be another one by then.
-    "Rprop": Kind({"step": 0, "step_size": LR}, neutral=False),
+    "Rprop": OptimizerKind({"step": 0, "step_size": LR}, neutral=False),
     # Dampening spares the first gradient, where there is no momentum yet.
-    "SGD": Kind({}, neutral=False),
+    "SGD": OptimizerKind({}, neutral=False),
 }
 
 
-def kind_of(optim: Optimizer) -> Optional[Kind]:
+def kind_of(optim: Optimizer) -> Optional[OptimizerKind]:
     """The kind of an optimizer; None where its code is not torch's own: its states may be anything then."""
     name = type(optim).__name__
     return KINDS.get(name) if getattr(torch.optim, name, None) is type(optim) else None
@@ -167,7 +167,7 @@ def twin_of(optim: Optimizer) -> Optimizer:
     return twin
 
 
-def stand_in_for(param: torch.Tensor, kind: Kind) -> torch.Tensor:
+def stand_in_for(param: torch.Tensor, kind: OptimizerKind) -> torch.Tensor:
     """Zeros like a parameter, with a gradient; the two share their memory, which stays zero.
 
     Local ones where states have the parameter's shape. Their step does not communicate (Muon's would, and not
@@ -189,7 +189,7 @@ def as_of(param: torch.Tensor, stand_in: torch.Tensor, states: dict[str, Any]) -
     }
 
 
-def rewind(states: dict[str, Any], kind: Kind, group: Mapping[str, Any]) -> None:
+def rewind(states: dict[str, Any], kind: OptimizerKind, group: Mapping[str, Any]) -> None:
     """Set the states of a first step to what they were before it (pytorch#164929).
 
     A counter that starts at 1 would make every later bias correction too small.

@@ -34,8 +34,7 @@ from torch_dcp_backport.state_dict.optim.split import split_optim_state
 from torch_dcp_backport.state_dict.options import StateDictInfo
 from torch_dcp_backport.state_dict.patched import original_method
 from torch_dcp_backport.state_dict.tree import Path
-from torch_dcp_backport.transfer import Problem
-from torch_dcp_backport.transfer.groups import source_of
+from torch_dcp_backport.transfer import Problem, source_of
 
 
 def prepare_full(

@@ -22,7 +22,7 @@ from torch_dcp_backport.state_dict.destination import (
     value_of,
 )
 from torch_dcp_backport.state_dict.form import GROUPS, PARAMS, STATE
-from torch_dcp_backport.state_dict.load import Inventory, Plan
+from torch_dcp_backport.state_dict.load import Inventory, LoadPlan
 from torch_dcp_backport.state_dict.optim.get import Params, named_state, params_by_fqn
 from torch_dcp_backport.state_dict.optim.initial import (
     Beginning,
@@ -32,10 +32,17 @@ from torch_dcp_backport.state_dict.optim.initial import (
     is_hooked,
 )
 from torch_dcp_backport.state_dict.source import Carried
-from torch_dcp_backport.state_dict.tree import Index, Path, leaves, place, with_lists
-from torch_dcp_backport.transfer import Problem, TensorInfo, layout_of, misfit, spell_key
-from torch_dcp_backport.transfer.layout import Layout, whole
-from torch_dcp_backport.transfer.staging import part_of
+from torch_dcp_backport.state_dict.tree import ListIndex, Path, leaves, place, with_lists
+from torch_dcp_backport.transfer import (
+    Layout,
+    Problem,
+    TensorInfo,
+    layout_of,
+    misfit,
+    part_of,
+    spell_key,
+    whole,
+)
 
 logger = logging.getLogger("torch_dcp_backport.state_dict.optimizer")
 
@@ -98,7 +105,7 @@ def outline_of(params: Params, beginning: Beginning, strict: bool) -> OptimOutli
     return OptimOutline(beginning, strict, by_fqn, [group[PARAMS] for group in state[GROUPS]], values)
 
 
-class OptimPlan(Plan):
+class OptimPlan(LoadPlan):
     """The destinations of an optimizer's states, and the values that have arrived."""
 
     def __init__(self, problems: list[Problem], outline: OptimOutline) -> None:
@@ -186,13 +193,13 @@ def drop_replaced(values: dict[Path, Any], inventory: Inventory) -> None:
     for path in offered:
         for length in range(3, len(path)):
             branches.add(path[:length])
-            if isinstance(path[length], Index):
+            if isinstance(path[length], ListIndex):
                 lists.add(path[:length])
 
     def is_replaced(path: Path) -> bool:
         for length in range(3, len(path)):
             parent, step = path[:length], path[: length + 1]
-            listed = parent in lists or (parent in branches and isinstance(path[length], Index))
+            listed = parent in lists or (parent in branches and isinstance(path[length], ListIndex))
             if parent in offered or (listed and step not in offered and step not in branches):
                 return True
         return path in branches

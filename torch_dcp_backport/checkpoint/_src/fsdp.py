@@ -1,0 +1,711 @@
+"""The checkpoint manager of a model, plain or by DDP, FSDP, HSDP or TP, and of its optimizer."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.checkpoint._src import beside, extra, flat, verl
+from torch_dcp_backport.checkpoint._src.layout import (
+    ADAPTER,
+    SAVED,
+    SCHEDULERS_WORLD,
+    TIED,
+    VERL_ADAPTER,
+    WORLD,
+)
+from torch_dcp_backport.checkpoint._src.manager import CONTENTS, VERL
+from torch_dcp_backport.checkpoint._src.partial import View
+from torch_dcp_backport.checkpoint._src.sharded import ShardedManager
+from torch_dcp_backport.checkpoint._src.together import CANNOT_LOAD, CANNOT_SAVE
+from torch_dcp_backport.checkpoint._src.writing import writing_in
+from torch_dcp_backport.dist_checkpointing import (
+    CheckpointingException,
+    LoadOptions,
+    Opened,
+    ShardedTensor,
+    begin,
+)
+from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED, Folder
+from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
+from torch_dcp_backport.dist_checkpointing.serialization import load_made
+from torch_dcp_backport.dist_checkpointing.training_state import (
+    GROUPS,
+    MODEL,
+    OPTIMIZER,
+    asked_of,
+    described,
+    names_of_others,
+    restored_from,
+    state_of,
+    united,
+)
+from torch_dcp_backport.hf import (
+    ADAPTER_CONFIG,
+    PREFIX,
+    Export,
+    as_settings,
+    is_wrapped,
+    save_adapter,
+    save_state_dict,
+    scale_of,
+    tied_names,
+    unchecked,
+)
+from torch_dcp_backport.publish import disk
+from torch_dcp_backport.state_dict import set_model_state_dict, set_optimizer_state_dict, set_state_dict
+from torch_dcp_backport.state_dict.fqn import get_fqns
+from torch_dcp_backport.transfer import Attempt, Call, Group, Topic, at_first, meet, warn_once
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+#: For verl's tools: the version of FSDP, and the number of ranks.
+FSDP_CONFIG = "fsdp_config.json"
+#: Settings of an adapter that its factor depends on.
+FACTORS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+#: Parts of a module's path that wrappers add.
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+class Adapter(NamedTuple):
+    """An adapter of peft that is merged into the model."""
+
+    #: None where the model has peft's names, and no adapter.
+    name: Optional[str]
+    settings: dict[str, Any]
+    #: Path of an adapted module -> whether its weight is (in, out).
+    transposed: dict[str, bool]
+    #: Whether the model has others.
+    is_among_others: bool
+
+
+class VerlFiles(NamedTuple):
+    """What is loaded of the files of verl's own manager; empty where it is not asked for."""
+
+    model: dict[str, verl.FileShards]
+    #: This rank's state dict.
+    optimizer: Any = None
+    #: The schedule and the random states.
+    others: Any = None
+
+
+class FSDPCheckpointManager(ShardedManager):
+    """A manager with verl's arguments and methods; its checkpoints load on any number of ranks and any mesh.
+
+    Model and optimizer form a sharded checkpoint of `dist_checkpointing`. Scheduler and step are those of
+    the first rank; each rank has its own random states. With "verl" in `save_contents` each rank also writes
+    the files of verl's own manager, for verl's merger and manager; "verl" alone writes nothing else of the
+    training, and is loaded with `trust`.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport.checkpoint import FSDPCheckpointManager
+        >>> model = torch.nn.Linear(2, 3)
+        >>> manager = FSDPCheckpointManager(model, torch.optim.AdamW(model.parameters()))
+        >>> manager.save_checkpoint("run/global_step_1", global_step=1)
+        >>> with torch.no_grad():
+        ...     saved = model.weight.clone()
+        ...     _ = model.weight.zero_()
+        >>> manager.load_checkpoint("run/global_step_1")
+        >>> torch.equal(model.weight, saved)
+        True
+    """
+
+    offered = (*ShardedManager.offered, VERL)
+    offers_partial_loads = True
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        processing_class: Any = None,
+        checkpoint_config: Any = None,
+        *,
+        tokenizer: Any = None,
+        trust_remote_code: bool = False,
+        like: Optional[Folder] = None,
+        trust: bool = False,
+        process_group: Group = None,
+    ) -> None:
+        """Remember the parts.
+
+        Args:
+            model, optimizer, lr_scheduler, processing_class, checkpoint_config, trust, process_group: as of
+                `BaseCheckpointManager`.
+            tokenizer: verl's former name of `processing_class`.
+            trust_remote_code: of verl's; no code of a model is loaded here.
+            like: the model's own folder: its generation configuration, code, and what `processing_class` does
+                not have go into every checkpoint. None is the folder that the model was loaded from.
+
+        Raises:
+            ValueError: an unknown content; "hf_model" of a model without a configuration; "verl" alone
+                without `trust`.
+        """
+        processing_class = tokenizer if processing_class is None else processing_class
+        super().__init__(
+            model,
+            optimizer,
+            lr_scheduler,
+            processing_class,
+            checkpoint_config,
+            trust=trust,
+            process_group=process_group,
+        )
+        self.origin = beside.folder_of(like, getattr(self.unwrapped, "config", None))
+        if self.should_save_hf_model and not hasattr(self.unwrapped, "config"):
+            kind = type(self.unwrapped).__name__
+            raise ValueError(f"save_contents: no hf_model of a {kind}: it has no config")
+        if self.should_save_verl and not self.should_save_ours and not trust:
+            raise ValueError(
+                "save_contents: verl alone could not be loaded again: its files run what they say; take "
+                "trust=True, or name model, optimizer, extra beside it"
+            )
+
+    should_save_verl = property(lambda self: VERL in self.checkpoint_save_contents)
+    #: Whether a save has a sharded checkpoint: of "verl" alone there is none.
+    should_save_ours = property(
+        lambda self: not self.should_save_verl or bool(set(CONTENTS) & set(self.checkpoint_save_contents))
+    )
+
+    @property
+    def has_model(self) -> bool:
+        return super().has_model or (self.should_save_verl and "model" in self.contents_of_verl)
+
+    @property
+    def contents_of_verl(self) -> tuple[str, ...]:
+        """The contents of verl's files: those that are saved beside it, or all."""
+        return tuple(name for name in CONTENTS if name in self.checkpoint_save_contents) or CONTENTS
+
+    def write(self, folder: Path, step: int) -> None:
+        def prepare() -> dict[str, Any]:
+            if is_merged(self.unwrapped):
+                raise CheckpointingException(
+                    "adapters are merged into the weights: unmerge them before a save"
+                )
+            halves = self.viewed(self.halves(self.should_save_model, self.should_save_optimizer))
+            held = {key: unchecked(value) for key, value in tensors_of(halves.get(MODEL, {})).items()}
+            return {TIED: tied_names(held), **halves}
+
+        own = self.agree_on_save(folder, prepare)
+        with begin(CANNOT_SAVE, "save", self.process_group) as call:
+            halves = united(call, Attempt(own))
+        rank, world = self.place()
+
+        def make() -> ShardedStateDict:
+            state: ShardedStateDict = described(halves, self.process_group)
+            if self.should_save_extra:
+                state.update({WORLD: world, extra.RNG: extra.own_object(self.get_rng_state(), rank, world)})
+            return state
+
+        if self.should_save_ours:
+            self.save_state(make, folder / SHARDED, step, self.agree_on_schedule())
+        if self.should_save_verl:
+            self.write_verl(folder)
+        if self.should_save_hf_model:
+
+            def write() -> None:
+                model = halves[MODEL] if MODEL in halves else self.viewed(self.halves(True, False))[MODEL]
+                self.write_hf_model(folder, tensors_of(model))
+
+            self.try_hf_model(folder, write)
+
+    def write_hf_model(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the weights that `from_pretrained` opens, and an adapter also alone. Collective.
+
+        Args:
+            folder: the folder of the checkpoint.
+            tensors: name -> tensor of the model, plain or a DTensor.
+
+        Raises:
+            CheckpointingException, RuntimeError: it cannot be written; on every rank.
+            TransferError: a rank is gone, or the group's timeout is over.
+        """
+        target, how, group = folder / HUGGING_FACE, Export(overwrite=True), self.process_group
+        with begin(CANNOT_SAVE, "save", group) as call:
+            # Code of peft and of the model, which may raise on a rank alone.
+            made = call.attempt(self.adapter_of, tensors, key="adapter")
+            same = call.attempt(lambda adapter: {"adapter": str(adapter is not None)}, made)
+            meet(call, Topic("describing the adapter"), common=same)
+        adapter = made.value
+        if adapter is None:
+            save_state_dict(tensors, target, like=target, how=how, process_group=group)
+            return
+        name, settings, place = adapter.name, adapter.settings, folder / ADAPTER
+        if name is not None:
+            alone = place / name if adapter.is_among_others else place
+            save_adapter(tensors, alone, adapter=settings, name=name, overwrite=True, process_group=group)
+        save_state_dict(
+            tensors,
+            target,
+            like=target,
+            how=how,
+            adapter=settings,
+            adapter_name=name,
+            transposed=adapter.transposed,
+            process_group=group,
+        )
+
+    def adapter_of(self, tensors: Iterable[str]) -> Optional[Adapter]:
+        """Return the adapter that is merged into "hf_model"; None for a model that peft does not wrap.
+
+        Args:
+            tensors: the names of the model's tensors.
+
+        Raises:
+            RuntimeError: several adapters are active, or none.
+        """
+        configs = self.adapters
+        if not configs:
+            # A wrapper whose adapters were deleted has peft's names, and nothing to merge.
+            is_of_peft = isinstance(getattr(self.unwrapped, "peft_config", None), Mapping)
+            return Adapter(None, {}, {}, False) if is_of_peft and is_wrapped(tensors) else None
+        name = self.active_adapter(configs)
+        model = base_of(self.unwrapped)
+        settings = beside.adapter_settings(configs[name], str(self.origin or ""), model)
+        tell_of_running(self.unwrapped, name, settings)
+        return Adapter(name, settings, transposed_in(self.unwrapped), len(configs) > 1)
+
+    @property
+    def adapters(self) -> dict[str, Any]:
+        """The configurations of peft's adapters, by name."""
+        return beside.adapters_of(self.unwrapped)
+
+    def active_adapter(self, configs: Mapping[str, Any]) -> str:
+        """Return the name of the adapter that is merged.
+
+        Args:
+            configs: name -> configuration of each adapter.
+
+        Raises:
+            RuntimeError: several are active, or none.
+        """
+        names = list(configs)
+        if len(names) > 1:
+            # transformers has a method of this name, and raises where it has not injected them itself.
+            lists = [getattr(module, "active_adapters", None) for module in self.unwrapped.modules()]
+            active = {name for names in lists if isinstance(names, (list, tuple)) for name in names}
+            names = [name for name in configs if name in active]
+        if len(names) != 1:
+            raise RuntimeError(
+                f"adapters {', '.join(configs)}, of which {len(names)} are active: one is merged"
+            )
+        return names[0]
+
+    def write_configuration(self, folder: Path) -> None:
+        """Write the files that `from_pretrained` needs beside weights, as far as model and tokenizer can.
+
+        Args:
+            folder: the folder for them, within the checkpoint.
+        """
+        with beside.told("the configuration of the model and its tokenizer"):
+            model = base_of(self.unwrapped)
+            generates = getattr(model, "can_generate", None)
+            beside.write_beside(
+                folder,
+                config=configuration_of(model),
+                generation=getattr(model, "generation_config", None),
+                generates=generates is None or bool(generates()),
+                processing_class=self.processing_class,
+                origin=self.origin,
+            )
+        with beside.told("the configurations of adapters"):
+            model = base_of(self.unwrapped)
+            beside.write_adapters(folder.parent / ADAPTER, self.adapters, str(self.origin or ""), model)
+        version = fsdp_version(self.model)
+        if version:
+            writing_in(folder).make_folder(folder.parent)
+            facts = {"FSDP_version": version, "world_size": self.place()[1]}
+            text = json.dumps(facts, indent=4)
+            disk.publish(folder.parent / FSDP_CONFIG, text.encode(), is_synced=False)
+
+    def read(self, folder: Path) -> None:
+        path = folder / SHARDED
+        if verl_world := self.verl_world(folder):
+            if not self.partial.is_whole:
+                raise CheckpointingException(
+                    f"{folder}: exclude and rename are not offered of verl's own files"
+                )
+            self.read_verl(folder, verl_world)
+            return
+
+        def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
+            halves = self.halves(self.should_load_model, self.should_load_optimizer)
+            return halves, self.viewed(halves)
+
+        common, (state, views) = self.agree_on_load(path, (SAVED, WORLD, SCHEDULERS_WORLD), prepare)
+        frozen = frozen_names(self.model)
+        with begin(CANNOT_LOAD, "load", self.process_group) as call:
+            others = names_of_others(call, Attempt(views), frozen)
+        rank, world = self.place()
+        saved_world = common.get(WORLD, world)
+        is_full = set(self.checkpoint_load_contents) >= set(common[SAVED])
+        frozen |= others.frozen
+        made: list[View] = []
+
+        def make(checkpoint: Opened) -> ShardedStateDict:
+            asked = asked_of(views, checkpoint, self.process_group, self.trust)
+            view = View(self.partial, checkpoint.holds.tensors, {*keys_of(asked), *others.tensors})
+            made.append(view)
+            asked.update(self.schedule_wanted(common))
+            if view.changes:
+                asked = view.selected(asked)
+            if not is_full or frozen or view.changes:
+                elsewhere = others.tensors - view.excluded
+                check_keys(asked, view.held, is_full, elsewhere, frozen)
+            if OPTIMIZER in state and view.changes:
+                saved = checkpoint.common_state(self.trust).get(OPTIMIZER, {})
+                view.check_groups(saved.get(GROUPS, []), state[OPTIMIZER][GROUPS])
+            asked = dict(view.as_saved(asked))
+            if self.should_load_extra:
+                asked[extra.RNG] = extra.wanted_objects(rank, world, saved_world)
+            return asked
+
+        strict = "raise_all" if is_full and not frozen and self.partial.is_whole else "raise_unexpected"
+        loaded = load_made(
+            make, path, LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
+        )
+        (view,) = made
+        if view.changes:
+            loaded = view.plain(loaded, state)
+        restored = restored_from(state, loaded, others.plain)
+        self.restore(view.completed(restored, state) if view.changes else restored)
+        self.left_out = tuple(view.left_out())
+        if self.left_out:
+            logger.warning("%s: left out, and as they were: %s", folder, ", ".join(self.left_out))
+        if self.should_load_extra:
+            schedule = self.schedule_in_load(loaded)
+            if self.lr_scheduler is not None and schedule is not None:
+                self.lr_scheduler.load_state_dict(schedule)
+            if rank == 0:
+                extra.warn_of_other_world(world, saved_world)
+            # Last: the loads before may draw random numbers.
+            self.load_rng_state(loaded[extra.RNG][0])
+
+    def write_verl(self, folder: Path) -> None:
+        """Write this rank's files of verl's own manager. Collective.
+
+        Args:
+            folder: the folder of the checkpoint.
+
+        Raises:
+            CheckpointingException: FSDP does not shard the model, ...; the same on every rank.
+        """
+        (rank, world), contents = self.place(), self.contents_of_verl
+        with begin(CANNOT_SAVE, "save", self.process_group) as call:
+            with call.guard():
+                if world > 1 and not fsdp_version(self.model):
+                    kind = type(self.model).__name__
+                    raise CheckpointingException(
+                        f"verl: its files are shards of FSDP, which a {kind} has not"
+                    )
+                states = verl.states_to_save(self.model, self.optimizer, contents)
+                if "extra" in contents:
+                    rng = verl.rng_state_to_save(self.get_rng_state(), extra.device_type_of(self.model))
+                    schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+                    states[verl.EXTRA] = {"lr_scheduler": schedule, "rng": rng}
+                writing_in(folder).make_folder(folder)
+                for part, state in states.items():
+                    torch.save(state, folder / verl.name_of(part, world, rank))
+            meet(call, Topic("writing the files of verl's manager"))
+
+    def verl_world(self, folder: Path) -> int:
+        """Return the number of ranks of verl's own manager that saved a folder; 0 where ours did. Collective.
+
+        Args:
+            folder: the folder of the checkpoint.
+        """
+        with begin(CANNOT_LOAD, "load", self.process_group) as call:
+            with at_first(call, Topic("looking who saved it"), common={"folder": str(folder)}) as meeting:
+                if meeting.decides:
+                    world = 0 if (folder / SHARDED).exists() else verl.saved_world(folder)
+                    if world:
+                        self.check_adapters(folder)
+                    meeting.answer(world)
+            return int(meeting.result)
+
+    def check_contents(self, path: Path, state: Mapping[str, Any]) -> None:
+        super().check_contents(path, state)
+        self.check_adapters(path.parent)
+
+    def check_adapters(self, folder: Path) -> None:
+        """Refuse adapters that would have another factor than at the save. Runs on the first rank.
+
+        Args:
+            folder: the folder of the checkpoint.
+
+        Raises:
+            CheckpointingException: naming the setting.
+        """
+        configs = self.adapters if self.should_load_model else {}
+        for name, config in configs.items():
+            own = folder / ADAPTER / name if len(configs) > 1 else folder / ADAPTER
+            places = [place for place in (own, folder / VERL_ADAPTER) if (place / ADAPTER_CONFIG).is_file()]
+            for place in places[:1]:
+                saved, now = as_settings(place), config.to_dict()
+                for setting in FACTORS:
+                    if (saved.get(setting) or None) != (now.get(setting) or None):
+                        raise CheckpointingException(
+                            f"{place}: the adapter {name} was saved with {setting}={saved.get(setting)!r}, "
+                            f"and has {now.get(setting)!r} now: it would be scaled otherwise"
+                        )
+
+    def verl_files(self, call: Call, folder: Path, saved_world: int) -> VerlFiles:
+        """Return what is loaded of verl's files; a file that cannot be loaded is a problem. Not collective.
+
+        Args:
+            call: the call that gets the problems.
+            folder: the folder of the checkpoint.
+            saved_world: the number of ranks that saved it.
+
+        Raises:
+            CheckpointingException: it cannot be loaded here.
+        """
+        rank, world = self.place()
+        contents = self.checkpoint_load_contents
+        if not self.trust:
+            raise CheckpointingException(f"{folder} {verl.UNTRUSTED}")
+        if saved_world != world and contents != (MODEL,):
+            raise CheckpointingException(
+                f"saved by {saved_world} ranks of verl's own manager, and loaded by {world}: on "
+                f"another number load_contents=['model'] alone can be, not {', '.join(contents)}"
+            )
+        files = VerlFiles(verl.model_of(folder, saved_world) if self.should_load_model else {})
+        if self.should_load_optimizer:
+            if not isinstance(self.optimizer, torch.optim.Optimizer):
+                kind = type(self.optimizer).__name__
+                raise CheckpointingException(f"verl's files have one optimizer, and this manager a {kind}")
+            files = files._replace(optimizer=verl.loaded(folder, verl.OPTIMIZER, world, rank))
+            call.problems += verl.problems_of_optimizer(files.optimizer, self.optimizer)
+        if self.should_load_extra:
+            files = files._replace(others=verl.loaded(folder, verl.EXTRA, world, rank))
+            call.problems += verl.problems_of_extra(files.others, self.lr_scheduler is not None)
+        return files
+
+    def read_verl(self, folder: Path, saved_world: int) -> None:
+        """Load a checkpoint of verl's own manager. Collective.
+
+        Args:
+            folder: the folder of the checkpoint.
+            saved_world: the number of ranks that saved it.
+
+        Raises:
+            CheckpointingException: without `trust`; files that do not fit the model, or are not those in the
+                manifest that is beside them; another number of ranks, if more than the model is loaded.
+        """
+        with begin(CANNOT_LOAD, "load", self.process_group) as call:
+            # Before a pickle is opened, which may do anything.
+            with call.guard(str(folder)):
+                call.problems += verl.problems_of_files(folder, *self.place())
+            meet(call, Topic("comparing the files of verl's manager with the manifest"))
+        with begin(CANNOT_LOAD, "load", self.process_group) as call:
+            opened = call.attempt(self.verl_files, call, folder, saved_world, key=str(folder))
+            common = {"load_contents": ", ".join(self.checkpoint_load_contents)}
+            meet(call, Topic("reading the files of verl's manager"), common=common)
+        model, optimizer, others = opened.value
+        if model:
+            # Apart: under FSDP1 the model's state dict is collective.
+            with begin(CANNOT_LOAD, "load", self.process_group) as call:
+                with call.guard():
+                    halves = self.halves(True, False)
+                    targets = tensors_of(self.viewed(halves)[MODEL])
+                    call.problems += verl.problems_of(model, targets)
+                meet(call, Topic("comparing them with the model"))
+            verl.fill(model, targets, dist.get_rank() if dist.is_initialized() else 0)
+            self.restore(halves)
+        if optimizer is not None:
+            verl.load_optimizer(optimizer, self.optimizer)
+        if others is not None:
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.load_state_dict(others["lr_scheduler"])
+            if "rng" in others:
+                self.load_rng_state(verl.rng_state_of(others["rng"]))
+            elif self.is_first:
+                logger.warning("%s has no random states, which go on as they are", folder)
+
+    def halves(self, has_model: bool, has_optimizer: bool) -> dict[str, Any]:
+        """Return the state dicts of the model and of its optimizers, with DTensors.
+
+        Args:
+            has_model: return the model's.
+            has_optimizer: return the optimizers'.
+        """
+        if not (has_model or has_optimizer):
+            return {}
+        state = state_of(self.model, self.optimizers if has_optimizer else ())
+        wanted = {MODEL: has_model, OPTIMIZER: has_optimizer}
+        return {key: part for key, part in state.items() if wanted[key]}
+
+    def viewed(self, halves: dict[str, Any]) -> dict[str, Any]:
+        """Return the state dicts with plain tensors and DTensors only, of the same memory.
+
+        Args:
+            halves: the result of `halves`.
+        """
+        return flat.as_dtensors(halves, self.model)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Load the state dicts into the model and its optimizers.
+
+        Args:
+            state: the state dicts, as `halves` returns them.
+        """
+        if MODEL in state and OPTIMIZER in state:
+            set_state_dict(
+                self.model,
+                self.optimizers,
+                model_state_dict=state[MODEL],
+                optim_state_dict=state[OPTIMIZER],
+            )
+        elif MODEL in state:
+            set_model_state_dict(self.model, state[MODEL])
+        elif OPTIMIZER in state:
+            set_optimizer_state_dict(self.model, self.optimizers, state[OPTIMIZER])
+
+    @property
+    def optimizers(self) -> Any:
+        return () if self.optimizer is None else self.optimizer
+
+    @property
+    def unwrapped(self) -> Any:
+        """The user's own model."""
+        model = self.model
+        while isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module
+        return model
+
+
+def fsdp_version(model: nn.Module) -> int:
+    """Return the version of FSDP that shards a model, 1 or 2; 0 where neither does."""
+    if isinstance(model, FullyShardedDataParallel):
+        return 1
+    return 2 if isinstance(model, compat.fsdp2().FSDPModule) else 0
+
+
+def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's state dict, without values of other types (extra state)."""
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def base_of(model: Any) -> Any:
+    """Return the model that peft wraps; any other model as it is."""
+    unwrap = getattr(model, "get_base_model", None)
+    if not callable(unwrap) or not isinstance(getattr(model, "peft_config", None), Mapping):
+        return model
+    if beside.adapters_of(model):
+        return unwrap()
+    # Without an adapter peft's own method looks for one.
+    inner = getattr(getattr(model, "base_model", None), "model", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def is_merged(model: Any) -> bool:
+    """Return whether adapters of peft are in the weights now: a resume would add them again."""
+    if not beside.adapters_of(model):
+        return False
+    return any(getattr(module, "merged_adapters", None) for module in model.modules())
+
+
+def path_of(name: str) -> str:
+    """Return the path of a module in the model that peft wraps, without wrappers."""
+    path = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return path[len(PREFIX) :] if path.startswith(PREFIX) else path
+
+
+def transposed_in(model: nn.Module) -> dict[str, bool]:
+    """Return path of each adapted module -> whether its weight is (in, out), by the module's class."""
+    found = {}
+    for name, module in model.named_modules():
+        layer = getattr(module, "base_layer", None)
+        if isinstance(layer, nn.Module):
+            kinds = {kind.__name__ for part in layer.modules() for kind in type(part).__mro__}
+            found[path_of(name)] = "Conv1D" in kinds
+    return found
+
+
+def tell_of_running(model: nn.Module, adapter: str, settings: Mapping[str, Any]) -> None:
+    """Say once where a model computes now with less, or more, of an adapter than is merged."""
+    for name, module in model.named_modules():
+        scales, ranks = getattr(module, "scaling", None), getattr(module, "r", None)
+        if not isinstance(scales, Mapping) or not isinstance(ranks, Mapping) or adapter not in scales:
+            continue
+        if getattr(module, "disable_adapters", False) is True:
+            warn_once(logger, f"the adapter {adapter} is disabled in the model, and merged in hf_model")
+        path = path_of(name)
+        expected = scale_of(path, ranks[adapter], settings)
+        if not math.isclose(scales[adapter], expected, rel_tol=1e-6):
+            text = f"{scales[adapter]} in {path}, where its configuration says {expected}, as is merged"
+            warn_once(logger, f"the adapter {adapter} has the factor {text}", ("factor", adapter))
+
+
+def configuration_of(model: nn.Module) -> Any:
+    """Return a model's configuration, which names its class as transformers' `save_pretrained` would.
+
+    A configuration keeps the class that it came with, also where another is made of it: a value model.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "architectures"):
+        return config
+    own = [beside.class_of(model).__name__]
+    is_of_transformers = any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
+    names = own if is_of_transformers else config.architectures or own
+    if config.architectures == names:
+        return config
+    config = copy.deepcopy(config)
+    config.architectures = names
+    return config
+
+
+def frozen_names(model: nn.Module) -> set[str]:
+    """Return the FQNs of the parameters that are not trained."""
+    names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return {fqn for name in names for fqn in get_fqns(model, name)}
+
+
+def check_keys(
+    asked: ShardedStateDict,
+    held: Iterable[str],
+    is_full: bool,
+    elsewhere: Collection[str],
+    frozen: Collection[str],
+) -> None:
+    """Refuse keys that only the checkpoint has, in the halves that are loaded.
+
+    Allowed are an optimizer's states of parameters that were trained at the save, and are frozen now.
+
+    Args:
+        elsewhere: the keys that other ranks ask for.
+        frozen: of all ranks.
+
+    Raises:
+        CheckpointingException: naming them.
+    """
+    own = {*keys_of(asked), *elsewhere}
+    halves = tuple(f"{name}." for name in (MODEL, OPTIMIZER) if is_full or name in asked)
+    only_held = {key for key in held if key.startswith(halves) and key not in own}
+    states = tuple(f"{OPTIMIZER}.state.{name}." for name in frozen)
+    left_out = {key for key in only_held if key.startswith(states)}
+    left = sorted(only_held - left_out)
+    if left:
+        raise CheckpointingException(f"only the checkpoint has {', '.join(left[:5])}")
+    if left_out:
+        logger.warning("not loaded, as their parameters are frozen now: %s", ", ".join(sorted(left_out)[:5]))
+
+
+def keys_of(value: Any) -> list[str]:
+    """Return the keys of the tensors in a sharded state dict."""
+    if isinstance(value, ShardedTensor):
+        return [value.key]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [key for part in parts for key in keys_of(part)]

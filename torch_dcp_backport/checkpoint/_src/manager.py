@@ -1,0 +1,398 @@
+"""The base of checkpoint managers: the contents of saves and loads, and their folders.
+
+Names, arguments and defaults are those of verl's `BaseCheckpointManager`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import logging
+import os
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import torch.distributed as dist
+
+from torch_dcp_backport.checkpoint._src import extra, partial, remote, store, together, uploads
+from torch_dcp_backport.checkpoint._src.partial import WHOLE, Partial
+from torch_dcp_backport.checkpoint._src.policies import keeping
+from torch_dcp_backport.checkpoint._src.retention import Retention
+from torch_dcp_backport.checkpoint._src.saves import Saves
+from torch_dcp_backport.checkpoint._src.store import Shelf
+from torch_dcp_backport.checkpoint._src.together import SaveArguments
+from torch_dcp_backport.checkpoint._src.uploads import Uploads
+from torch_dcp_backport.checkpoint._src.writing import writing_at
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, begin, resolved
+from torch_dcp_backport.dist_checkpointing.core import Folder
+from torch_dcp_backport.transfer import Group, Topic, warn_once
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+CONTENTS = ("model", "optimizer", "extra")
+#: Safetensors files beside the checkpoint, for other programs; never loaded here.
+HF_MODEL = "hf_model"
+#: Files of verl's own manager beside ours, or alone: of the contents named with it, or of all three.
+VERL = "verl"
+#: The settings of a checkpoint_config; and verl's that change nothing here, with the reason.
+SETTINGS = ("save_contents", "load_contents", "async_save")
+UNUSED = {"mbridge_config": "weights are converted by this package's own tables, not by mbridge"}
+
+
+class BaseCheckpointManager:
+    """The base of managers, which save and load the parts of a training.
+
+    Subclasses define `write` and `read`.
+    """
+
+    #: The contents that a save may be asked for.
+    offered: tuple[str, ...] = (*CONTENTS, HF_MODEL)
+    #: Whether `read` knows `partial`.
+    offers_partial_loads = False
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any = None,
+        processing_class: Any = None,
+        checkpoint_config: Any = None,
+        *,
+        trust: bool = False,
+        process_group: Group = None,
+    ) -> None:
+        """Remember the parts. Not collective.
+
+        Args:
+            model: the model, or a list of this rank's chunks of it.
+            optimizer: the optimizer; None where there is none.
+            lr_scheduler: with `state_dict()` and `load_state_dict()`; None where there is none.
+            processing_class: a tokenizer or processor; saved beside the model where it has `save_pretrained`.
+            checkpoint_config: a mapping, or an object, with `save_contents` and `load_contents`: lists of
+                "model", "optimizer", "extra" (scheduler and random states); all three by default. To be saved
+                also "hf_model": weights that `from_pretrained` opens. With `async_save=True` a save copies
+                what this rank writes to the host, and writes it in a thread; see `finish`. A setting of
+                another name is refused; verl's that change nothing here are named in the log.
+            trust: save and load objects of any class in the state of the scheduler and in options of the
+                optimizer, which runs code in the file; else the save refuses them.
+            process_group: the ranks that save and load together; None is the default group.
+
+        Raises:
+            ValueError: an unknown content or setting, or a setting without a value (OmegaConf's "???").
+        """
+        settings = resolved(checkpoint_config, "checkpoint_config")
+        check_settings(settings)
+        self.model = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.processing_class = processing_class
+        self.checkpoint_config = checkpoint_config
+        self.process_group = process_group
+        self.checkpoint_save_contents = contents_of(settings, "save_contents", self.offered)
+        asked = contents_of(settings, "load_contents", self.offered)
+        # verl's trainers load what they save: both lists name what is only saved.
+        self.checkpoint_load_contents = tuple(content for content in asked if content in CONTENTS)
+        if VERL in asked and not self.checkpoint_load_contents:
+            self.checkpoint_load_contents = CONTENTS
+        if asked and not self.checkpoint_load_contents:
+            raise ValueError(
+                f"load_contents={list(asked)}: {HF_MODEL!r} is not offered; there are {', '.join(CONTENTS)}"
+            )
+        self.trust = trust
+        self.is_async = checked_flag("async_save", setting(settings, "async_save") or False)
+        self.previous_global_step: Optional[int] = None
+        self._saves = Saves(process_group)
+        self._uploads = Uploads()
+        self._retention = Retention()
+        self._shelves: dict[tuple[Path, Path], Shelf] = {}
+        #: The wishes of the load under way; and every key that the last load has left out.
+        self.partial = WHOLE
+        self.left_out: tuple[str, ...] = ()
+        #: Whether anything was ever uploaded; the same on every rank.
+        self._is_uploading = False
+
+    should_save_model = property(lambda self: "model" in self.checkpoint_save_contents)
+    should_save_optimizer = property(lambda self: "optimizer" in self.checkpoint_save_contents)
+    should_save_extra = property(lambda self: "extra" in self.checkpoint_save_contents)
+    should_save_hf_model = property(lambda self: HF_MODEL in self.checkpoint_save_contents)
+    should_load_model = property(lambda self: "model" in self.checkpoint_load_contents)
+    should_load_optimizer = property(lambda self: "optimizer" in self.checkpoint_load_contents)
+    should_load_extra = property(lambda self: "extra" in self.checkpoint_load_contents)
+
+    def save_checkpoint(
+        self,
+        local_path: Folder,
+        hdfs_path: Optional[str] = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: Optional[int] = None,
+    ) -> None:
+        """Save into a folder, which gets its name only once it is complete. Collective.
+
+        Args:
+            local_path: every rank sees it. Below a folder that a handler is writing, it is written in place.
+            hdfs_path: a URL of fsspec that the first rank uploads the folder to, in the background; an upload
+                that failed is an error of the next save or of `finish`.
+            global_step: the step of the training; 0 takes it from a global_step_N in the path, if any.
+            max_ckpt_to_keep: how many good folders of the same name, below other global_step_N folders, to
+                keep, by what is on disk; None keeps all.
+
+        Raises:
+            CheckpointingException: the same on every rank; older checkpoints are as they were.
+        """
+
+        def locate() -> Path:
+            self._uploads.raise_failed()
+            if hdfs_path is not None and remote.is_within(remote.place_of(hdfs_path), Path(local_path)):
+                raise ValueError(f"hdfs_path={hdfs_path}: it is where the folder is saved")
+            return Path(local_path)
+
+        def write(draft: Path) -> None:
+            self.write(draft, step)
+
+        def upload(path: Path) -> None:
+            if hdfs_path is not None:
+                self._uploads.add(path, hdfs_path)
+
+        def retire(path: Path) -> None:
+            self.ensure_checkpoint_capacity(path, max_ckpt_to_keep)
+
+        step = global_step
+        if writing_at(local_path) is not None:
+            if hdfs_path is not None:
+                raise CheckpointingException("hdfs_path is the handler's here: give it default_hdfs_dir")
+            write(Path(local_path))
+        else:
+            step = step or step_in(local_path)
+            wanted = SaveArguments(locate, step, {"hdfs_path": str(hdfs_path)})
+            self._saves.save(wanted, write, self._shelf_of, (upload, retire))
+            self._is_uploading = self._is_uploading or hdfs_path is not None
+        self.previous_global_step = global_step
+
+    def finish(self, blocking: bool = True) -> bool:
+        """Publish and upload the save that `async_save` is writing. Collective.
+
+        Args:
+            blocking: wait for the save; else it is published only if every rank has written its part.
+
+        Returns:
+            True where nothing is left to publish or upload.
+
+        Raises:
+            CheckpointingException: the save or the upload failed; the same on every rank.
+        """
+        is_published = self._saves.finish(blocking)
+        if self._is_uploading:
+            with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
+                is_published = uploads.settle(call, self._uploads, blocking) and is_published
+        if blocking:
+            self._retention.settle(self.process_group)
+        return is_published
+
+    def load_checkpoint(
+        self,
+        local_path: Optional[Folder],
+        hdfs_path: Optional[str] = None,
+        del_local_after_load: bool = False,
+        *,
+        exclude: Collection[str] = (),
+        rename: Optional[Mapping[str, str]] = None,
+    ) -> None:
+        """Load a checkpoint of `save_checkpoint`, on any number of ranks. Collective.
+
+        Args:
+            local_path: the same on every rank; None loads nothing.
+            hdfs_path: the URL that it is brought from, if it is absent or incomplete.
+            del_local_after_load: remove the folder that this load has brought from `hdfs_path`, once it is
+                loaded. A folder that was here before the load stays, and so do files that were put into it.
+            exclude: patterns, as of `fnmatch`, of names of parameters and buffers that keep today's values,
+                and so do their states in the optimizer; or of whole keys: "optimizer.state.head.*".
+            rename: name in the checkpoint -> name of today; "*" in both stands for the same characters. The
+                first that fits a name counts.
+
+        `left_out` has every key that was not loaded afterwards, and the log of every rank names them.
+
+        Raises:
+            CheckpointingException: the same on every rank.
+        """
+        self._saves.finish()
+
+        def locate() -> Optional[Path]:
+            checked_flag("del_local_after_load", del_local_after_load)
+            if isinstance(local_path, str) and "://" in local_path:
+                raise ValueError(f"local_path={local_path}: a folder is loaded; give a URL as hdfs_path")
+            self.partial = self.checked_partial(local_path, exclude, rename)
+            return None if local_path is None else Path(local_path)
+
+        self.partial, self.left_out = WHOLE, ()
+        common = {
+            "hdfs_path": str(hdfs_path),
+            "del_local_after_load": str(bool(del_local_after_load)),
+            **partial.spelled(exclude, rename),
+        }
+        path = together.put_back(locate, common, self.process_group)
+        brought: Optional[store.Identity] = None
+        if path is not None and hdfs_path is not None:
+            bring = functools.partial(uploads.bring_if_needed, hdfs_path, path)
+            with begin(together.CANNOT_LOAD, "load", self.process_group) as call:
+                brought = together.waited_for(call, Topic("bringing it from the store"), bring)
+        if path is not None:
+            together.read_folder(path, self.read, is_verified=False, group=self.process_group)
+            if del_local_after_load and brought is not None and self.is_first:
+                uploads.remove_brought(path, brought)
+
+    def checked_partial(self, path: Optional[Folder], exclude: Any, rename: Any) -> Partial:
+        """Return the wishes of a load.
+
+        Args:
+            path: the folder that is loaded.
+            exclude, rename: as of `load_checkpoint`.
+
+        Raises:
+            ValueError: they are no patterns.
+            CheckpointingException: they are not offered here; there is nothing to load.
+        """
+        wanted = partial.checked(exclude, rename)
+        if wanted.is_whole:
+            return wanted
+        if path is None:
+            raise CheckpointingException(
+                "exclude and rename are of a load, and there is no path to load from"
+            )
+        if not self.offers_partial_loads:
+            raise CheckpointingException(f"exclude and rename are not offered by {type(self).__name__}")
+        return wanted
+
+    def write(self, folder: Path, step: int) -> None:
+        """Write the parts into a folder that may not be there yet. Collective.
+
+        A part that is to be written in the background goes to the `requests` of `writing_in(folder)`.
+
+        Args:
+            folder: the folder; the same on every rank.
+            step: the step of the training.
+        """
+        raise NotImplementedError
+
+    def read(self, folder: Path) -> None:
+        """Load the parts from a folder. Collective.
+
+        Args:
+            folder: the folder; the same on every rank.
+        """
+        raise NotImplementedError
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of the manager's ranks."""
+        return not dist.is_initialized() or dist.get_rank(self.process_group) == 0
+
+    def ensure_checkpoint_capacity(self, path: Path, keep: Optional[int]) -> None:
+        """Remove the older checkpoints that retention does not keep. Runs on the first rank.
+
+        Args:
+            path: the newest checkpoint.
+            keep: the number of good checkpoints to keep; None keeps all.
+        """
+        shelf = self._shelf_of(path)
+        if shelf is not None:
+            self._retention.retire(shelf, keeping(keep))
+
+    def _shelf_of(self, path: Path) -> Optional[Shelf]:
+        """Return the shelf of a path, which remembers what it has listed."""
+        shelf = store.shelf_of(path)
+        if shelf is None:
+            return None
+        return self._shelves.setdefault((shelf.root, shelf.below), shelf)
+
+    def get_rng_state(self) -> dict[str, Any]:
+        """Return the states of this rank's random generators."""
+        return extra.rng_state(extra.device_type_of(self.model))
+
+    def load_rng_state(self, rng_state: dict[str, Any]) -> None:
+        """Set this rank's random generators.
+
+        Args:
+            rng_state: the result of `get_rng_state`.
+        """
+        extra.set_rng_state(rng_state, extra.device_type_of(self.model))
+
+
+def step_in(path: object) -> int:
+    """Return the step in a path; 0 where it has none, or is no path."""
+    parts = Path(path).parts if isinstance(path, (str, os.PathLike)) else ()
+    matches = (store.STEP.fullmatch(part) for part in reversed(parts) if isinstance(part, str))
+    return next((int(match[1]) for match in matches if match is not None), 0)
+
+
+def check_settings(config: Any) -> None:
+    """Refuse settings that are not known: a misspelt name would change nothing, and say nothing.
+
+    Raises:
+        ValueError: naming the setting and the nearest known one.
+    """
+    for name in names_in(config):
+        if name in SETTINGS or name.startswith("_"):
+            continue
+        if name not in UNUSED:
+            nearest = difflib.get_close_matches(name, SETTINGS, 1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise ValueError(f"checkpoint_config has no {name}: there are {', '.join(SETTINGS)}{hint}")
+        if setting(config, name):
+            warn_once(logger, f"checkpoint_config's {name} changes nothing here: {UNUSED[name]}")
+
+
+def names_in(config: Any) -> list[str]:
+    """Return the names of the settings in a config: a dataclass, a mapping or another object."""
+    if config is None:
+        return []
+    if dataclasses.is_dataclass(config):
+        return [entry.name for entry in dataclasses.fields(config)]
+    # A DictConfig of OmegaConf has `keys`, and is no Mapping of Python's.
+    if hasattr(config, "keys"):
+        return list(map(str, config.keys()))
+    if isinstance(config, tuple):
+        return list(getattr(config, "_fields", ()))
+    slots = [name for kind in type(config).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(config, "__dict__", ()), *slots]
+
+
+def contents_of(config: Any, name: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the contents that a setting of a config lists; `CONTENTS` where it is not set.
+
+    Raises:
+        ValueError: a content that no checkpoint has.
+    """
+    listed: Optional[Union[str, Iterable[str]]] = resolved(setting(config, name), name)
+    if listed is None:
+        return CONTENTS
+    if isinstance(listed, Mapping) or not isinstance(listed, Iterable):
+        raise ValueError(f"{name}={listed!r}: expected a list of {', '.join(known)}")
+    contents = (listed,) if isinstance(listed, str) else tuple(listed)
+    unknown = [content for content in contents if content not in known]
+    if unknown:
+        raise ValueError(
+            f"{name}={list(contents)}: {unknown[0]!r} is not offered; there are {', '.join(known)}"
+        )
+    return contents
+
+
+def checked_flag(name: str, value: Any) -> bool:
+    """Return an option that is on or off; of verl's also 1 and 0.
+
+    Raises:
+        ValueError: any other value: the text "False" would be true.
+    """
+    if isinstance(value, (bool, int)) and value in (True, False):
+        return bool(value)
+    raise ValueError(f"{name}={value!r}: expected True or False")
+
+
+def setting(config: Any, name: str) -> Any:
+    """Return a setting of a config; None where it is not set."""
+    if config is None:
+        return None
+    if dataclasses.is_dataclass(config) or not hasattr(config, "get"):
+        return getattr(config, name, None)
+    return config.get(name)

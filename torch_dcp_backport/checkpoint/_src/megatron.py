@@ -1,0 +1,428 @@
+"""The checkpoint manager of models with a `sharded_state_dict`, such as megatron-core's.
+
+Must never import megatron: Megatron's parallel state is handed in, or taken where it is loaded already.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import nn
+
+from torch_dcp_backport import rooms
+from torch_dcp_backport.checkpoint._src import beside, extra
+from torch_dcp_backport.checkpoint._src.layout import SAVED, SCHEDULERS_WORLD, WORLD
+from torch_dcp_backport.checkpoint._src.sharded import ShardedManager
+from torch_dcp_backport.checkpoint._src.together import CANNOT_SAVE
+from torch_dcp_backport.checkpoint._src.writing import writing_in
+from torch_dcp_backport.dist_checkpointing import (
+    CheckpointingException,
+    LoadOptions,
+    Opened,
+    begin,
+    param_groups,
+    resolved,
+)
+from torch_dcp_backport.dist_checkpointing.core import HUGGING_FACE, SHARDED
+from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
+from torch_dcp_backport.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    optim_state_to_sharding_state,
+)
+from torch_dcp_backport.dist_checkpointing.serialization import load_made
+from torch_dcp_backport.dist_checkpointing.state_dict_utils import structure_of
+from torch_dcp_backport.dist_checkpointing.training_state import groups_together
+from torch_dcp_backport.hf import Export
+from torch_dcp_backport.publish import disk
+from torch_dcp_backport.state_dict.optim.initial import init_optim_state
+from torch_dcp_backport.transfer import Group, warn_once
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+#: A param group, with the keys of its parameters.
+Options = param_groups.Group
+PARALLEL_STATE, RANDOM = "megatron.core.parallel_state", "megatron.core.tensor_parallel.random"
+TRANSFORMER_CONFIG = "transformer_config.json"
+#: Beside an optimizer's states: values that have no parameter's shape, such as the number of steps.
+SCALARS = "scalars"
+#: The param groups of torch's own optimizer, of all ranks, by the keys of their parameters.
+NAMED = "named_groups"
+#: Common state: the numbers of pipeline stages, TP ranks and replicas.
+GRID = "grid"
+
+
+class GridPlace(NamedTuple):
+    """A rank's place among pipeline stages, TP ranks and replicas."""
+
+    own: tuple[int, ...]
+    grid: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        number = 0
+        for place, extent in zip(self.own, self.grid):
+            number = number * extent + place
+        return number
+
+
+class MegatronCheckpointManager(ShardedManager):
+    """A manager with verl's arguments and methods; loads at any TP, PP and DP that the model's parts allow.
+
+    Keys in the checkpoint are those of the model's `sharded_state_dict`, as Megatron saves them.
+    """
+
+    schedule_in = "optimizer"
+
+    def __init__(
+        self,
+        config: Any = None,
+        checkpoint_config: Any = None,
+        model_config: Any = None,
+        transformer_config: Any = None,
+        role: str = "actor",
+        model: Any = None,
+        arch: str = "",
+        hf_config: Any = None,
+        param_dtype: Optional[torch.dtype] = None,
+        share_embeddings_and_output_weights: bool = False,
+        processing_class: Any = None,
+        optimizer: Any = None,
+        optimizer_scheduler: Any = None,
+        use_distributed_optimizer: bool = False,
+        use_checkpoint_opt_param_scheduler: bool = True,
+        use_dist_checkpointing: bool = True,
+        bridge: Any = None,
+        provider: Any = None,
+        peft_cls: Any = None,
+        *,
+        parallel_state: Any = None,
+        rng_tracker: Any = None,
+        like: Any = None,
+        trust: bool = False,
+        process_group: Group = None,
+    ) -> None:
+        """Remember the parts. Not collective.
+
+        Args:
+            config, model_config, role, arch: arguments of verl's; not needed.
+            checkpoint_config: as of `BaseCheckpointManager`. The schedule belongs to the optimizer.
+            transformer_config: a dataclass, written to transformer_config.json.
+            model: this rank's chunk, or a list of its chunks; wrappers are removed.
+            hf_config: with `save_pretrained`; needed for "hf_model".
+            param_dtype: the dtype that the weights of "hf_model" are cast to; None keeps theirs.
+            share_embeddings_and_output_weights, use_distributed_optimizer: arguments of verl's; not needed.
+            processing_class: as of `BaseCheckpointManager`.
+            optimizer: with `sharded_state_dict(model_state)`, as Megatron's; or torch's own, of the model's
+                parameters.
+            optimizer_scheduler: the schedule, with `state_dict()` and `load_state_dict()`.
+            use_checkpoint_opt_param_scheduler: whether the schedule is loaded.
+            use_dist_checkpointing, bridge, provider, peft_cls: arguments of verl's. They change nothing; the
+                log says so once where they ask for another format than a sharded checkpoint.
+            parallel_state: with the functions of megatron.core.parallel_state, which is the default if the
+                program has it loaded and initialised; else every rank is a replica.
+            rng_tracker: with `get_states` and `set_states`; Megatron's own where the program has it loaded.
+            like: the model's own folder; as of `FSDPCheckpointManager`.
+            trust, process_group: as of `BaseCheckpointManager`.
+
+        Raises:
+            ValueError: an unknown content; "hf_model" without `hf_config`.
+        """
+        others = {"bridge": bridge, "provider": provider, "peft_cls": peft_cls}
+        asked = [name for name, value in others.items() if value is not None]
+        asked += [] if use_dist_checkpointing else ["use_dist_checkpointing=False"]
+        if asked:
+            warn_once(
+                logger, f"{', '.join(asked)}: changes nothing here; all is saved as a sharded checkpoint"
+            )
+        chunks = [model] if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList) else model
+        super().__init__(
+            chunks,
+            optimizer,
+            optimizer_scheduler,
+            processing_class,
+            checkpoint_config,
+            trust=trust,
+            process_group=process_group,
+        )
+        self.transformer_config = transformer_config
+        self.hf_config = hf_config
+        self.param_dtype = param_dtype
+        self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
+        self._parallel_state = parallel_state
+        self._rng_tracker = rng_tracker
+        self.origin = beside.folder_of(like, hf_config)
+        if self.should_save_hf_model and not hasattr(hf_config, "save_pretrained"):
+            raise ValueError("save_contents: no hf_model: hf_config has no save_pretrained")
+
+    def write(self, folder: Path, step: int) -> None:
+        contents = self.checkpoint_save_contents
+        state = self.agree_on_save(folder, lambda: self.generate_state_dict(contents))
+        if NAMED in state.get("optimizer", {}):
+            with begin(CANNOT_SAVE, "save", self.process_group) as call:
+                state["optimizer"][NAMED] = groups_together(call, state["optimizer"][NAMED])
+        self.save_state(lambda: state, folder / SHARDED, step, self.agree_on_schedule())
+        if self.should_save_hf_model:
+            target, how = folder / HUGGING_FACE, Export(dtype=self.param_dtype, overwrite=True)
+            place, save_hf = self.tensor_parallel, rooms.offered("the export of Megatron models")
+            self.try_hf_model(
+                folder, lambda: save_hf(self.chunks, target, like=target, parallel=place, how=how)
+            )
+
+    def write_configuration(self, folder: Path) -> None:
+        beside.write_beside(
+            folder, config=self.hf_config, processing_class=self.processing_class, origin=self.origin
+        )
+        if self.should_save_extra and dataclasses.is_dataclass(self.transformer_config):
+            writing_in(folder).make_folder(folder.parent)
+            text = text_of(self.transformer_config)
+            disk.publish(folder.parent / TRANSFORMER_CONFIG, text.encode(), is_synced=False)
+
+    def read(self, folder: Path) -> None:
+        path, contents = folder / SHARDED, self.checkpoint_load_contents
+        common, state = self.agree_on_load(
+            path,
+            (SAVED, WORLD, GRID, SCHEDULERS_WORLD),
+            lambda: self.generate_state_dict(contents, is_loading=True),
+        )
+        place = self.parallel_place()
+        saved_world = common.get(WORLD, self.place()[1])
+
+        def make(checkpoint: Opened) -> ShardedStateDict:
+            if NAMED in state.get("optimizer", {}):
+                saved = checkpoint.common_state(self.trust).get("optimizer", {})
+                param_groups.check(saved_groups(saved, state["optimizer"][NAMED]), state["optimizer"][NAMED])
+            asked = {**state, **self.schedule_wanted(common)}
+            if self.should_load_extra:
+                numbers = place.number, self.place()[1], saved_world
+                asked[extra.RNG] = extra.wanted_objects(*numbers)
+            return asked
+
+        strict = "raise_all" if set(contents) >= set(self.contents_in(common)) else "raise_unexpected"
+        options = LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
+        loaded = load_made(make, path, options)
+        for name, chunk in zip(self.names, self.chunks) if self.should_load_model else ():
+            chunk.load_state_dict(loaded[name])
+        if self.should_load_optimizer and self.optimizer is not None:
+            self.load_optimizer(loaded["optimizer"], state["optimizer"].get(NAMED, ()))
+        if self.should_load_optimizer and self.lr_scheduler is not None:
+            if self.use_checkpoint_opt_param_scheduler:
+                self.lr_scheduler.load_state_dict(self.schedule_in_load(loaded))
+            else:
+                logger.warning("the schedule begins anew: use_checkpoint_opt_param_scheduler is False")
+        if self.should_load_extra:
+            if self.place()[0] == 0 and tuple(common[GRID]) != place.grid:
+                logger.warning(
+                    "saved at (PP, TP, DP) = %s, loaded at %s: rank r goes on with the random state of rank "
+                    "r %% %d of that grid",
+                    tuple(common[GRID]),
+                    place.grid,
+                    saved_world,
+                )
+            # Last: the loads before may draw random numbers.
+            self.load_rng_state(loaded[extra.RNG][0])
+
+    def contents_in(self, state: Mapping[str, Any]) -> Sequence[str]:
+        # A checkpoint of another program has no list, and random states of its own kind.
+        return state.get(SAVED, ("model", "optimizer"))  # type: ignore[no-any-return]
+
+    def generate_state_dict(self, contents: Sequence[str], is_loading: bool = False) -> ShardedStateDict:
+        """Return the state dict to save or to fill; it has random states only to save.
+
+        Collective where the functions of the model's parts, or the optimizer's, are.
+
+        Args:
+            contents: the contents to include: "model", "optimizer", "extra".
+            is_loading: the state dict is to be filled.
+        """
+        state: dict[str, Any] = {}
+        if {"model", "optimizer"} & set(contents):
+            for number, (name, chunk) in enumerate(zip(self.names, self.chunks)):
+                if len(self.chunks) > 1 and self.parallel_state is not None:
+                    self.parallel_state.set_virtual_pipeline_model_parallel_rank(number)
+                state[name] = chunk.sharded_state_dict()
+        model = dict(state)
+        if "optimizer" in contents and self.optimizer is not None:
+            state["optimizer"] = sharded_optimizer(self.optimizer, model, is_loading)
+        if "model" not in contents:
+            state = {key: part for key, part in state.items() if key not in model}
+        if "extra" in contents and not is_loading:
+            place, world = self.parallel_place(), self.place()[1]
+            rng = extra.own_object(self.get_rng_state(), place.number, world)
+            state.update({extra.RNG: rng, WORLD: world, GRID: list(place.grid)})
+        return state
+
+    def load_optimizer(self, state: dict[str, Any], current: Sequence[Options]) -> None:
+        """Load the state of the optimizer.
+
+        Args:
+            state: the optimizer's part of a loaded state dict.
+            current: the param groups of torch's own optimizer, with the keys of their parameters.
+        """
+        if not hasattr(self.optimizer, "sharded_state_dict"):
+            groups = list(param_groups.assigned(saved_groups(state, current), current))
+            numbers = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
+            state.pop(NAMED, None)
+            state["param_groups"] = [{**group, "params": own} for group, own in zip(groups, numbers)]
+            scalars = state.pop(SCALARS)
+            for values in state["state"].values():
+                # A parameter of a scalar's shape has such states of its own.
+                values.update({name: copied(scalars[name]) for name in scalars if name not in values})
+        self.optimizer.load_state_dict(state)
+
+    def get_rng_state(self) -> dict[str, Any]:
+        state = extra.rng_state(extra.device_type_of(self.chunks[0]))
+        return state if self.rng_tracker is None else {**state, "tracker": self.rng_tracker.get_states()}
+
+    def load_rng_state(self, rng_state: dict[str, Any]) -> None:
+        extra.set_rng_state(rng_state, extra.device_type_of(self.chunks[0]))
+        if self.rng_tracker is not None and "tracker" in rng_state:
+            self.rng_tracker.set_states(rng_state["tracker"])
+
+    @property
+    def chunks(self) -> list[Any]:
+        """The models within their wrappers."""
+        chunks = []
+        for chunk in self.model:
+            while isinstance(getattr(chunk, "module", None), nn.Module):
+                chunk = chunk.module
+            chunks.append(chunk)
+        return chunks
+
+    @property
+    def names(self) -> list[str]:
+        """The keys of the chunks' state dicts, as in Megatron-LM."""
+        return ["model"] if len(self.model) == 1 else [f"model{number}" for number in range(len(self.model))]
+
+    @property
+    def parallel_state(self) -> Any:
+        if self._parallel_state is not None:
+            return self._parallel_state
+        loaded = sys.modules.get(PARALLEL_STATE)
+        return loaded if loaded is not None and loaded.model_parallel_is_initialized() else None
+
+    @property
+    def rng_tracker(self) -> Any:
+        loaded = sys.modules.get(RANDOM)
+        if self._rng_tracker is not None or loaded is None:
+            return self._rng_tracker
+        return loaded.get_cuda_rng_tracker()
+
+    @property
+    def tensor_parallel(self) -> Any:
+        """This rank's place for the cuts of weights; None leaves it to megatron-core."""
+        state = self._parallel_state
+        if state is None:
+            return None
+        place = rooms.offered("a rank's place in Megatron's grid")
+        own = state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
+        if not hasattr(state, "get_expert_model_parallel_rank"):
+            return place(*own)
+        return place(
+            *own, state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()
+        )
+
+    def parallel_place(self) -> GridPlace:
+        """Return this rank's place.
+
+        Raises:
+            CheckpointingException: the grid does not have all ranks.
+        """
+        state, (rank, world) = self.parallel_state, self.place()
+        if state is None:
+            return GridPlace((0, 0, rank), (1, 1, world))
+        pipeline = state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
+        tensor = state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
+        replica = (
+            state.get_data_parallel_rank(with_context_parallel=True),
+            state.get_data_parallel_world_size(with_context_parallel=True),
+        )
+        own, grid = zip(pipeline, tensor, replica)
+        if grid[0] * grid[1] * grid[2] != world:
+            raise CheckpointingException(f"(PP, TP, DP) = {grid} is not {world} ranks")
+        return GridPlace(own, grid)
+
+
+def sharded_optimizer(optimizer: Any, model: Mapping[str, Any], is_loading: bool) -> ShardedStateDict:
+    """Return the state of an optimizer, by its own `sharded_state_dict`, or sharded as its parameters are."""
+    make = getattr(optimizer, "sharded_state_dict", None)
+    if make is not None:
+        knows = "is_loading" in inspect.signature(make).parameters
+        return dict(make(dict(model), is_loading=is_loading) if knows else make(dict(model)))
+    init_optim_state(optimizer)
+    state = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors: dict[int, dict[str, Any]] = {}
+    scalars: dict[str, Any] = {}
+    for number, values in state["state"].items():
+        tensors[number] = {}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameters[number].shape:
+                tensors[number][name] = value
+            elif isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise CheckpointingException(
+                    f"the optimizer's {name} is of shape {tuple(value.shape)}, and its parameter of "
+                    f"{tuple(parameters[number].shape)}: how it is cut is not known"
+                )
+            elif plain(scalars.setdefault(name, copied(value))) != plain(value):
+                raise CheckpointingException(
+                    f"the optimizer's {name} is {plain(value)} of one parameter, and {plain(scalars[name])} "
+                    "of others: one for all is saved"
+                )
+    state["state"] = tensors
+    parts = get_param_id_to_sharded_param_map(structure_of(dict(model)), parameters)
+    optim_state_to_sharding_state(state, parts)
+    groups = resolved(optimizer.state_dict()["param_groups"], "param_groups")
+    del state["param_groups"]
+    state[NAMED] = [
+        {**group, "params": [name_of(parts[number]) for number in group["params"] if number in parts]}
+        for group in groups
+    ]
+    state[SCALARS] = scalars
+    return dict(state)
+
+
+def name_of(part: Any) -> str:
+    """Return the name of a parameter on every rank: its key, and its layer where layers are stacked."""
+    places = tuple(getattr(part, "global_offset", ()))[: getattr(part, "prepend_axis_num", 0)]
+    return ".".join(map(str, (part.key, *places)))
+
+
+def saved_groups(state: Mapping[str, Any], current: Sequence[Options]) -> Sequence[Options]:
+    """Return the param groups of an optimizer's saved state.
+
+    Raises:
+        CheckpointingException: a save without the parameters' keys, of another number of groups.
+    """
+    if NAMED in state:
+        return state[NAMED]  # type: ignore[no-any-return]
+    # An earlier save has the groups of the first rank alone, by their places.
+    groups = state.get("param_groups", ())
+    if len(groups) != len(current):
+        raise CheckpointingException(
+            f"the optimizer was saved with {len(groups)} param groups, and has {len(current)} now"
+        )
+    return [{**group, "params": own["params"]} for group, own in zip(groups, current)]
+
+
+def copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def text_of(config: Any) -> str:
+    """Return a dataclass as JSON, without callables; values that JSON cannot express as their `str`."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return json.dumps(
+        {name: value for name, value in values.items() if not callable(value)}, indent=2, default=str
+    )

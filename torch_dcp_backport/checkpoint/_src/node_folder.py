@@ -1,0 +1,174 @@
+"""The folder of a node: parts of saved steps. A part is what one rank saved of one step, or a copy of it.
+
+    FOLDER/rank_3/step_20.1f6a09c2/    the rank's place in its group; the step, and the name of the save
+        manifest.json                  step, ranks, order, size and CRC32 of every file
+        part.json                      which part of which save this is
+        dist_ckpt/                     the rank's values, as `dist_checkpointing` writes them
+
+A part appears whole or not at all, and no save replaces another's. Runs on one rank; removes only what this
+package wrote. Must never import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+from torch_dcp_backport.checkpoint._src import manifest, retention, store
+from torch_dcp_backport.checkpoint._src.manifest import BadManifest, Manifest
+from torch_dcp_backport.checkpoint._src.store import ListedStep
+from torch_dcp_backport.publish import disk
+
+PART = "part.json"
+FORMAT = 1
+RANK = re.compile(r"rank_(\d+)")
+SAVE = re.compile(r"step_(\d+)\.[0-9a-f]{8}")
+
+
+class Part(NamedTuple):
+    """A part that is in the folder, whole by the sizes of its files."""
+
+    #: The rank that saved it, by its place in the group.
+    owner: int
+    #: The save, of which every rank's part has this name.
+    save: str
+    step: int
+    #: Saves sort by it as they were made: after a step back, a lower step may be newer.
+    order: int
+    #: The number of ranks that saved.
+    world: int
+
+
+class Contents(NamedTuple):
+    """What a folder has."""
+
+    parts: list[Part]
+    #: Why others are no parts, a text for each.
+    faults: list[str]
+    #: The order of the next save, as far as this folder tells.
+    next_order: int
+
+
+def described(owner: int, save: str, world: int) -> bytes:
+    """Return the content of part.json."""
+    return json.dumps({"format": FORMAT, "rank": owner, "save": save, "world": world}).encode()
+
+
+class NodeFolder:
+    """A folder that all ranks of one node see."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def place_of(self, owner: int, save: str) -> Path:
+        return self.root / f"rank_{owner}" / save
+
+    def sign(self, node: str, token: str) -> None:
+        """Write the node's name into the folder.
+
+        Args:
+            token: what tells this process from all others.
+
+        Raises:
+            OSError: the folder cannot be made, or cannot be written into.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        disk.publish(self.root / f".node-{zlib.crc32(node.encode()):08x}", token.encode(), is_synced=False)
+
+    def signed_by(self, tokens: Collection[str]) -> list[str]:
+        """Return which of some tokens the folder has: it is the folder of their nodes, too."""
+        found = set()
+        for path in self.root.glob(".node-*"):
+            # Another program's file may have such a name.
+            with contextlib.suppress(OSError, ValueError):
+                found.add(disk.read_whole(path, 64).decode())
+        return [token for token in tokens if token in found]
+
+    def contents(self) -> Contents:
+        """Return all parts. Reads their small files."""
+        parts, faults, order = list[Part](), list[str](), 0
+        for owner, entry in self._listed():
+            order = max(order, entry.order)
+            fault = entry.reason
+            if not fault:
+                try:
+                    parts.append(part_in(entry, owner))
+                except BadManifest as error:
+                    fault = str(error)
+            if fault:
+                faults.append(f"{entry.path}: {fault}")
+        return Contents(parts, faults, order + 1)
+
+    def saves_of(self, owner: int) -> list[tuple[int, str]]:
+        """Return (order, save) of the parts of one rank that are whole."""
+        saves = []
+        for _, entry in self._listed(owner):
+            with contextlib.suppress(BadManifest):
+                if not entry.foreign:
+                    saves.append((part_in(entry, owner).order, entry.path.name))
+        return saves
+
+    def clean(self) -> None:
+        """Remove what dead writers and removals left."""
+        for folder in self._ranks():
+            store.clean(folder, SAVE)
+
+    def retire(self, before: int) -> list[str]:
+        """Remove the parts of an older order; return why some could not be removed."""
+        return self._remove(entry for _, entry in self._listed() if entry.order < before)
+
+    def give_up(self, save: str) -> list[str]:
+        """Remove the parts of a save; return why some could not be removed."""
+        return self._remove(entry for _, entry in self._listed() if entry.path.name == save)
+
+    def _remove(self, entries: Iterator[ListedStep]) -> list[str]:
+        failures = [retention.remove(entry) for entry in list(entries) if not entry.foreign]
+        return [failure for failure in failures if failure]
+
+    def _ranks(self) -> list[Path]:
+        folders = [path for path in store.paths_in(self.root) if RANK.fullmatch(path.name)]
+        return sorted(path for path in folders if path.is_dir() and not path.is_symlink())
+
+    def _listed(self, owner: Optional[int] = None) -> Iterator[tuple[int, ListedStep]]:
+        """Yield (owner, part) of all ranks or of one, as the manifest alone tells."""
+        for folder in self._ranks() if owner is None else [self.root / f"rank_{owner}"]:
+            for path in sorted(store.paths_in(folder)):
+                match = SAVE.fullmatch(path.name)
+                if match is not None and os.path.isdir(path):
+                    yield int(folder.name[len("rank_") :]), store.listed_of(path, int(match[1]))
+
+
+def part_in(entry: ListedStep, owner: int) -> Part:
+    """Return the part in a folder.
+
+    Raises:
+        Damaged: it is not whole, or was not saved under this name.
+    """
+    content = manifest.read(entry.path)
+    for fault in manifest.faults(entry.path, content):
+        raise BadManifest(fault)
+    check_name(entry.path, content, owner, entry.path.name)
+    return Part(owner, entry.path.name, content.step, content.order, content.world)
+
+
+def check_name(folder: Path, content: Manifest, owner: int, save: str) -> None:
+    """Compare the name of a part with what the folder holds.
+
+    Raises:
+        Damaged: it is another rank's, or another save's.
+    """
+    match = SAVE.fullmatch(save)
+    if match is None or int(match[1]) != content.step:
+        raise BadManifest(f"{save} is of step {content.step}")
+    try:
+        said = disk.read_whole(folder / PART)
+    except OSError as error:
+        raise BadManifest(f"{PART} cannot be read: {error.strerror}") from error
+    if said != described(owner, save, content.world):
+        raise BadManifest(f"{PART} is not that of rank {owner} and {save}: {said[:200]!r}")

@@ -1,0 +1,116 @@
+"""The saves of a manager or handler, one at a time: published at once, or when the background is done.
+
+Collective. Must never lose a save silently.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Optional
+
+from torch_dcp_backport.checkpoint._src import together
+from torch_dcp_backport.checkpoint._src.store import Shelf
+from torch_dcp_backport.checkpoint._src.together import Begun, SaveArguments
+from torch_dcp_backport.dist_checkpointing.strategies.async_utils import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    as_exception,
+)
+from torch_dcp_backport.transfer import Group
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+#: Seconds that a save may wait for the save before without a warning.
+SHORT = 1.0
+
+
+class Saves:
+    """The saves of a manager or handler, of which at most one is under way."""
+
+    def __init__(self, process_group: Group = None) -> None:
+        self.process_group = process_group
+        self._queue = AsyncCallsQueue(process_group=process_group)
+        self._final: Optional[Path] = None
+
+    def save(
+        self,
+        wanted: SaveArguments,
+        write: Callable[[Path], None],
+        shelf_of: Callable[[Path], Optional[Shelf]],
+        then: Sequence[Callable[[Path], None]],
+    ) -> Path:
+        """Write a folder, or begin to, once the save before is published.
+
+        Args:
+            wanted, write, shelf_of, then: as of `together.begin_folder` and `finish_folder`.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointingException: this save failed, or the save before failed and this was not begun; the
+                same on every rank. Older checkpoints are as they were.
+        """
+        before, began = self._final, time.monotonic()
+        self.finish()
+        if before is not None:
+            seconds = time.monotonic() - began
+            level = logging.WARNING if seconds > SHORT else logging.INFO
+            logger.log(level, "waited %.1f s for %s, the save before", seconds, before)
+        begun = together.begin_folder(wanted, write, shelf_of, self.process_group)
+        if not begun.requests:
+            together.finish_folder(begun, shelf_of, then, self.process_group)
+            return begun.final
+        self._final = begun.final
+        _unfinished.add(self)
+        self._queue.schedule_async_request(
+            AsyncRequest(write_all, (begun,), [lambda: self._publish(begun, shelf_of, then)])
+        )
+        return begun.final
+
+    def finish(self, blocking: bool = True) -> bool:
+        """Publish the save under way once every rank has written its part; return whether none is left.
+
+        Raises:
+            CheckpointingException: the save failed; the same on every rank. It is not tried again.
+        """
+        self._queue.maybe_finalize_async_calls(blocking)
+        return not self._queue.get_num_unfinalized_calls()
+
+    def _publish(
+        self,
+        begun: Begun,
+        shelf_of: Callable[[Path], Optional[Shelf]],
+        then: Sequence[Callable[[Path], None]],
+    ) -> None:
+        self._final = None
+        _unfinished.discard(self)
+        together.finish_folder(begun, shelf_of, then, self.process_group)
+
+    def warn(self) -> None:
+        if self._final is not None:
+            logger.error("%s was never published: call finish() before the process ends", self._final)
+
+
+def write_all(begun: Begun) -> None:
+    """Write the parts that were left for the background, in a thread. `finish_folder` raises failures."""
+    for request in begun.requests:
+        try:
+            if request.async_fn is not None:
+                request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+        except BaseException as error:
+            begun.writing.failures.append(as_exception(error))
+
+
+#: Held here, as their managers may be gone before.
+_unfinished: set[Saves] = set()
+
+
+@atexit.register
+def _warn() -> None:
+    for saves in list(_unfinished):
+        saves.warn()

@@ -1,0 +1,673 @@
+"""The step folders of a run: written under hidden names, published by a rename, listed, removed.
+
+Runs on one rank. A folder with a step's own name is complete, or was damaged later; folders that are being
+written or removed have hidden names. Must never import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import logging
+import operator
+import os
+import re
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Optional, Union
+
+from torch_dcp_backport.checkpoint._src import manifest
+from torch_dcp_backport.checkpoint._src.manifest import BadManifest, Manifest
+from torch_dcp_backport.publish import disk, owners
+from torch_dcp_backport.publish.drafts import discarding
+from torch_dcp_backport.publish.hidden import (
+    HIDDEN,
+    Hidden,
+    as_kind,
+    hidden_name,
+    make_hidden,
+    remove_if_empty,
+)
+from torch_dcp_backport.publish.owners import OWNER, is_alive
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+TRACKER = "latest_checkpointed_iteration.txt"
+STEP = re.compile(r"global_step_(\d+)")
+#: Files in a step: the URL that it was uploaded to; the process that uploads it now.
+UPLOADED, UPLOADING = "uploaded.txt", "uploading.json"
+#: File in a step that could not be loaded where an older step could: retention does not count it.
+NOT_LOADED = "could-not-be-loaded.txt"
+#: File in a step that stays, whatever the policy of retention.
+PINNED = "pinned.txt"
+#: Seconds: file systems with coarse times may give two files of such a time the same.
+COARSE = 3.0
+#: Files beside those that the manifest lists.
+MARKS = (UPLOADED, UPLOADING, NOT_LOADED, PINNED, OWNER)
+#: Held while a step is hidden, and while a step is marked as being uploaded.
+_taking = threading.Lock()
+
+
+class AnotherWriter(Exception):
+    """Another process published the folder of a step while it was written here."""
+
+
+@dataclass(frozen=True)
+class Step:
+    step: int
+    path: Path
+    #: None where it cannot be read.
+    manifest: Optional[Manifest]
+    #: Why it must not be loaded; "" where nothing speaks against it.
+    fault: str
+    #: Why retention leaves it alone: "not ours", "newer", "damaged", ...; "" for what this package published.
+    foreign: str = ""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Key to sort steps as they were published: after a step back, a lower step may be newer."""
+        if self.manifest is None or self.manifest.step != self.step:
+            return 0, self.step
+        return self.manifest.order, self.step
+
+
+class Identity(NamedTuple):
+    """The save whose folder has a name. File systems give a new folder the inode of a removed one."""
+
+    inode: int
+    #: Order and time in the manifest; None where it cannot be read.
+    made: Optional[tuple[int, str]]
+
+
+class ListedStep(NamedTuple):
+    """A step folder, of which only the manifest was read."""
+
+    step: int
+    path: Path
+    #: The manifest's; 0 where it cannot be read, or is of another step.
+    order: int
+    #: As of `Step`, and why in full.
+    foreign: str
+    reason: str
+    identity: Optional[Identity]
+    metric: Optional[float] = None
+
+
+class Stamp(NamedTuple):
+    """Numbers of which some change when another manifest is published in a root's folder."""
+
+    #: Of the folder in the root; all others are the manifest's.
+    folder: int
+    device: int
+    inode: int
+    nbytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """The places of a run's folders: root/global_step_N, or a path below it."""
+
+    root: Path
+    below: Path = Path()
+    #: Name in the root -> the folder as it was listed: a run of 10,000 steps reads each manifest once.
+    known: dict[str, tuple[Stamp, ListedStep]] = field(default_factory=dict, compare=False, repr=False)
+
+    def steps(self) -> list[Step]:
+        """Return every folder, newest first, with its faults: looks at every file of every step."""
+        steps = [examined(entry.path, entry.step) for entry in self.listed()]
+        return sorted(steps, key=lambda step: step.age, reverse=True)
+
+    def listed(self) -> list[ListedStep]:
+        """Return every folder, newest first; reads the manifests that are not those of the last call."""
+        try:
+            with os.scandir(self.root) as entries:
+                inodes = {entry.name: entry.inode() for entry in entries}
+        except (FileNotFoundError, NotADirectoryError):
+            inodes = {}
+        listed: list[ListedStep] = []
+        known: dict[str, tuple[Stamp, ListedStep]] = {}
+        for name, inode in inodes.items():
+            step = step_named(name)
+            if step is None:
+                continue
+            path = self.root / name / self.below
+            # Before the manifest is read: a change in between is seen by the next call.
+            stamp = stamp_of(path, inode)
+            former, entry = self.known.get(name, (None, None))
+            if stamp is None or stamp != former:
+                entry = listed_of(path, step) if os.path.isdir(path) else None
+            if entry is None:
+                continue
+            listed.append(entry)
+            if stamp is not None and not entry.foreign:
+                # What could not be read may be read the next time.
+                known[name] = stamp, entry
+        self.known.clear()
+        self.known.update(known)
+        return sorted(listed, key=lambda entry: (entry.order, entry.step), reverse=True)
+
+    def next_order(self) -> int:
+        """Return the order of the step that is published next.
+
+        Raises:
+            ValueError: a step has the last order that there is.
+        """
+        newest = next(iter(self.listed()), None)
+        order = 1 if newest is None else newest.order + 1
+        if newest is not None and order >= manifest.LARGEST:
+            raise ValueError(
+                f"{newest.path} has order {newest.order}, after which there is none: no step of a training "
+                "has it, move the folder away"
+            )
+        return order
+
+    def newest_complete(self) -> Optional[ListedStep]:
+        """Return the newest step that nothing speaks against, as far as sizes tell."""
+        return next((entry for entry in self.listed() if not examined(entry.path, entry.step).fault), None)
+
+    def clean(self) -> list[str]:
+        """Remove what dead writers and removals left, in the folders of all steps; as `clean`."""
+        if not self.below.name:
+            return clean(self.root)
+        steps = [path for path in paths_in(self.root) if step_named(path.name) is not None]
+        names = re.compile(re.escape(self.below.name))
+        return [text for path in steps for text in clean((path / self.below).parent, names)]
+
+
+def shelf_of(path: Path) -> Optional[Shelf]:
+    """Return the shelf that holds a trainer's path and those of other steps; None without a step in it."""
+    for folder in (path, *path.parents):
+        if STEP.fullmatch(folder.name):
+            return Shelf(folder.parent, path.relative_to(folder))
+    return None
+
+
+def name_of(step: int) -> str:
+    return f"global_step_{step}"
+
+
+def step_named(name: str) -> Optional[int]:
+    """Return the step whose folder has a name; None for any other name, such as a copy's, global_step_003."""
+    match = STEP.fullmatch(name)
+    return int(match[1]) if match is not None and name == name_of(int(match[1])) else None
+
+
+def is_step_or_root(path: Path, root: Path) -> bool:
+    """Return whether a folder is the root of steps, or in a step."""
+    parts = path.relative_to(root).parts if root in path.parents else ()
+    return path == root or any(STEP.fullmatch(part) for part in parts)
+
+
+def steps_in(root: Path) -> list[Step]:
+    """Return every step folder of a root, newest first."""
+    return Shelf(root).steps()
+
+
+def stamp_of(path: Path, folder: int) -> Optional[Stamp]:
+    """Return the stamp of a step's manifest; None where the next manifest might have the same.
+
+    Args:
+        path: of the step.
+        folder: inode of its folder in the root.
+    """
+    try:
+        seen = os.stat(path / manifest.NAME)
+    except OSError:
+        return None
+    if time.time() - seen.st_mtime < COARSE:
+        return None
+    return Stamp(folder, seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns)
+
+
+def listed_of(path: Path, step: int) -> ListedStep:
+    """Return a step folder by its manifest alone."""
+    try:
+        content = manifest.read(path)
+    except BadManifest as error:
+        return ListedStep(step, path, 0, error.kind, str(error), None)
+    foreign = foreign_of(path, step, content)
+    order = content.order if content.step == step else 0
+    return ListedStep(step, path, order, foreign, foreign, identity_of(path, content), content.metric)
+
+
+def foreign_of(path: Path, step: int, content: Manifest) -> str:
+    """Return why a folder with a manifest of ours is not what was published; "" where it is."""
+    if content.step != step:
+        return f"its manifest is of step {content.step}"
+    return "a link" if os.path.islink(path) else ""
+
+
+def examined(path: Path, step: int) -> Step:
+    """Return a step folder with its faults: no manifest, another step's, files missing or cut off."""
+    try:
+        content = manifest.read(path)
+    except BadManifest as error:
+        return Step(step, path, None, str(error), error.kind)
+    foreign = foreign_of(path, step, content)
+    if content.step != step:
+        return Step(step, path, content, foreign, foreign)
+    wrong = list(itertools.islice(manifest.faults(path, content), 4))
+    return Step(step, path, content, "; ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else ""), foreign)
+
+
+def fault_by_checksums(step: Step, read: Callable[[int], None] = lambda nbytes: None) -> str:
+    """Return the files of a step that hold other bytes than when they were saved; reads all of them.
+
+    Args:
+        step: the step.
+        read: called with the number of bytes of each block that was read.
+    """
+    if step.manifest is None:
+        return ""
+    return "; ".join(manifest.wrong_checksums(step.path, step.manifest, read=read))
+
+
+def checked_step(step: object) -> int:
+    """Return the number of a step.
+
+    Raises:
+        ValueError: it is no number that a folder's name could have.
+    """
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"step={step!r}: expected a whole number from 0 on")
+    return number
+
+
+def identity_of(path: Path, content: Optional[Manifest] = None) -> Optional[Identity]:
+    """Return the save whose folder has a name; None where there is none.
+
+    Args:
+        content: the folder's manifest, if it was read.
+    """
+    try:
+        # Of a link, the link itself: that is renamed.
+        inode = path.lstat().st_ino
+    except FileNotFoundError:
+        return None
+    if content is None:
+        with contextlib.suppress(BadManifest):
+            content = manifest.read(path)
+    return Identity(inode, None if content is None else (content.order, str(content.made_at)))
+
+
+def is_replaced(before: Optional[Identity], now: Optional[Identity]) -> bool:
+    """Return whether a name has another save's folder than before; a damaged manifest tells nothing."""
+    if now is None or before is None:
+        return now is not None
+    is_known = now.made is not None and before.made is not None
+    return now.inode != before.inode or (is_known and now.made != before.made)
+
+
+class StepDraft(Hidden):
+    """The draft of a step folder that this process writes."""
+
+    def __init__(self, final: Path) -> None:
+        """Make the draft; drafts of dead writers are removed before.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        clean(final.parent, re.compile(re.escape(final.name)))
+        super().__init__(make_hidden(final), final)
+        with discarding(self):
+            #: What has the name now: no other folder is replaced.
+            self.before = identity_of(final)
+
+
+def publish(draft: StepDraft, synced: Collection[str] = ()) -> None:
+    """Give a complete draft the folder's name; from then on readers see it.
+
+    Args:
+        synced: files that are on disk, by their paths below the draft; the others are put there.
+
+    Raises:
+        AnotherWriter: another folder has got the name since the draft was made.
+    """
+    final, now = draft.target, identity_of(draft.target)
+    if is_replaced(draft.before, now):
+        raise AnotherWriter(f"another writer published {final.name} in {final.parent}")
+    # Retention may have removed it.
+    replaced = None if now is None else hidden_name(final, "was")
+    draft.sync(synced)
+    try:
+        draft.take_place(replaced)
+    except OSError as error:
+        if is_replaced(now, identity_of(final)):
+            raise AnotherWriter(f"another writer published {final.name} in {final.parent}") from error
+        raise
+    # From here on readers see it: an error must not say that the save failed.
+    try:
+        disk.step("sync the root")
+        disk.sync_folder(final.parent)
+        disk.remove([final / OWNER])
+    except OSError:
+        logger.exception("%s is published; a loss of power may take it back", final)
+    if replaced is not None:
+        disk.step("remove the folder that was replaced")
+        for reason in replaced_away(replaced, final)[:1]:
+            logger.error("%s was replaced, and still takes its room on the disk: %s", final, reason)
+
+
+def write_tracker(root: Path, step: int) -> None:
+    """Write the tracker, as verl and Megatron do: a hint for other programs, which is never believed here.
+
+    They do believe it: it is on disk before it has its name, and a loss of power leaves no empty file.
+    """
+    disk.publish(root / TRACKER, str(step).encode())
+
+
+def tracked(root: Path) -> Optional[int]:
+    """Return the step that the tracker names; None where there is no tracker, or no number in it."""
+    try:
+        return int(disk.read_whole(root / TRACKER))
+    except (OSError, ValueError):
+        return None
+
+
+@contextlib.contextmanager
+def uploading(folder: Path) -> Iterator[None]:
+    """Mark a step as being uploaded: retention keeps it, in any process."""
+    mark = folder / UPLOADING
+    with _taking:
+        owners.mark(mark)
+    owners.keep_young(mark)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            mark.unlink()
+
+
+def is_uploading(folder: Path) -> bool:
+    return is_alive(folder, UPLOADING)
+
+
+def mark_uploaded(folder: Path, url: str, mark: bytes) -> None:
+    """Record the URL that a step was uploaded to, and its manifest then: a step may be saved again."""
+    record = json.dumps({"url": url, "manifest": zlib.crc32(mark)})
+    disk.publish(folder / UPLOADED, record.encode(), is_synced=False)
+
+
+def uploaded_to(folder: Path) -> str:
+    """Return the URL that a step was uploaded to; "" where it was not."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        record = json.loads(disk.read_whole(folder / UPLOADED))
+        if record["manifest"] == zlib.crc32(disk.read_whole(folder / manifest.NAME)):
+            return str(record["url"])
+    return ""
+
+
+def is_pinned(folder: Path) -> bool:
+    return os.path.lexists(folder / PINNED)
+
+
+def pin(folder: Path) -> None:
+    """Pin a step: no policy removes it, and a save in its place keeps it beside the new one.
+
+    Raises:
+        ValueError: it is no step that this package published.
+        OSError: the mark cannot be written.
+    """
+    content = published(folder)
+    if isinstance(content, str):
+        raise ValueError(f"{folder}: {content}")
+    disk.publish(folder / PINNED, b"no policy removes this step: `checkpoint unpin` takes this back\n")
+
+
+def unpin(folder: Path) -> None:
+    """Take a pin back.
+
+    Raises:
+        ValueError: the folder is not pinned.
+        OSError: the mark cannot be removed.
+    """
+    try:
+        (folder / PINNED).unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{folder} is not pinned") from None
+
+
+def replaced_away(hidden: Path, final: Path) -> list[str]:
+    """Remove a folder that another one has replaced, unless it is pinned; return why it is still there."""
+    if is_pinned(hidden):
+        return set_aside(hidden, final, "it is pinned, and the step was saved again")
+    return removed(given_up(hidden), final)
+
+
+def taken(folder: Path, trash: Optional[Path] = None) -> Optional[Path]:
+    """Hide a folder, and return its new name; None where it is being uploaded and stays.
+
+    Args:
+        trash: the folder that it is moved into, on the same disk; None hides it where it is.
+    """
+    hidden = hidden_name(folder, "old")
+    if trash is not None:
+        trash.mkdir(parents=True, exist_ok=True)
+        # By no name that a step has, or that is cleaned up: the trash may be in the root of another run.
+        hidden = trash / f"{folder.absolute().parent.name}.{folder.name}.{secrets.token_hex(4)}"
+    with _taking:
+        if is_uploading(folder):
+            return None
+        os.rename(folder, hidden)
+    return hidden
+
+
+def given_up(replaced: Path) -> Path:
+    """Rename a replaced folder so that it is never put back, as half of it may be left; return the name.
+
+    What this package did not publish keeps its name: it is not removed.
+    """
+    hidden = as_kind(replaced, "old")
+    if isinstance(published(replaced), str):
+        return replaced
+    try:
+        os.rename(replaced, hidden)
+    except OSError:
+        # Another process cleans up, too; or the folder cannot be removed either.
+        return replaced
+    return hidden
+
+
+def published(folder: Path) -> Union[Manifest, str]:
+    """Return the manifest by which this package published a folder; or why that cannot be proved."""
+    if os.path.islink(folder):
+        return "it is a link"
+    try:
+        return manifest.read(folder)
+    except BadManifest as error:
+        return str(error)
+
+
+def removed(hidden: Path, final: Path) -> list[str]:
+    """Remove a hidden folder that was published before, as far as possible: what its manifest lists, and our
+    marks. The manifest goes last, so that another process can go on where this one is killed.
+
+    A folder that this package did not publish, and files that it did not write, are given a name that is seen
+    again, and named in the log.
+
+    Args:
+        final: the name that the folder had.
+
+    Returns:
+        Why parts of it are still there.
+    """
+    content = published(hidden)
+    if isinstance(content, Manifest):
+        marks = (*MARKS, *(f"{mark}.new" for mark in MARKS))
+        # With the manifest goes the proof that the rest is ours: it stays while anything of it does.
+        reasons = [reason for name in content.files for reason in _removed_file(hidden, name)]
+        folders = [] if reasons else folders_of(hidden, content)
+        reasons += [reason for folder in folders for reason in _removed_folder(folder)]
+        for name in (*marks, manifest.NAME):
+            reasons = reasons or _removed_file(hidden, name)
+        if reasons:
+            return reasons
+    # Without a manifest, another process may have removed all that it lists.
+    if remove_if_empty(hidden):
+        return []
+    others = list(itertools.islice(_held(hidden), 4))
+    if isinstance(content, str) and not others and not os.path.islink(hidden):
+        # The draft of another process, which has no name yet: the next clean-up comes to it if that is dead.
+        return []
+    reasons = _removed_folder(hidden)
+    if reasons:
+        return reasons
+    text = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+    unknown = f"this package did not write {text or 'what it holds'}"
+    return set_aside(hidden, final, unknown if isinstance(content, Manifest) else content)
+
+
+def _held(folder: Path) -> Iterator[str]:
+    """Yield the paths below a folder of what is no folder, but for the mark of an owner."""
+    for _, entries in disk.walk(folder):
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False) and entry.name not in (OWNER, f"{OWNER}.new"):
+                yield Path(entry.path).relative_to(folder).as_posix()
+
+
+def _removed_file(folder: Path, name: str) -> list[str]:
+    """Remove a file, if no link leads out of the folder to it; return why it is still there."""
+    path = folder / name
+    if any(map(os.path.islink, between(folder, path))):
+        return []
+    try:
+        disk.step(f"remove {name}")
+        path.unlink(missing_ok=True)
+    except NotADirectoryError:
+        pass
+    except OSError as error:
+        if not os.path.isdir(path):
+            return [str(error)]
+    return []
+
+
+def folders_of(folder: Path, content: Manifest) -> list[Path]:
+    """Return the folders that a step was saved with, those within others first; none that a link leads to."""
+    parents = {parent for name in content.files for parent in between(folder, folder / name)}
+    within = [parent for parent in parents if not any(map(os.path.islink, between(folder, parent)))]
+    return sorted(within, key=lambda parent: len(parent.parts), reverse=True)
+
+
+def between(folder: Path, path: Path) -> list[Path]:
+    """Return the folders in a folder that a path in it leads through."""
+    return [parent for parent in path.parents if folder in parent.parents]
+
+
+def _removed_folder(folder: Path) -> list[str]:
+    """Remove a folder if it is empty, and return why it is still there; what is in it is no reason."""
+    try:
+        os.rmdir(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST):
+            return [str(error)]
+    return []
+
+
+def remove_empty_parents(final: Path, root: Path) -> None:
+    """Remove the folders between a root and a folder that was in it, where nothing is left in them."""
+    with contextlib.suppress(OSError):
+        for parent in final.parents:
+            if root not in parent.parents:
+                return
+            os.rmdir(parent)
+
+
+def set_aside(folder: Path, final: Path, reason: str) -> list[str]:
+    """Give a folder that is not ours to remove the name that it had, or a new name beside that.
+
+    Returns:
+        Why it cannot be given a name.
+    """
+    name = final
+    if os.path.lexists(final):
+        name = final.with_name(f"{final.name}.kept-{secrets.token_hex(4)}")
+    try:
+        os.rename(folder, name)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [str(error)]
+    logger.warning("%s is kept, and no longer a step: %s", name, reason)
+    return []
+
+
+def paths_in(folder: Path) -> list[Path]:
+    """Return what is in a folder; nothing where it is none, or gone."""
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def clean(root: Path, names: re.Pattern[str] = STEP) -> list[str]:
+    """Remove what dead writers of folders of some names left, and put back a folder that lost its name.
+
+    Folders that cannot be removed stay; those that cannot be put back are logged, and so are hidden folders
+    of which nothing proves that this package made them.
+
+    Returns:
+        What stays, and why it could not be removed; it is in the log, too.
+    """
+    hidden = {path: HIDDEN.fullmatch(path.name) for path in paths_in(root)}
+    left = {path: match for path, match in hidden.items() if match and names.fullmatch(match["name"])}
+    drafts = [path for path, match in left.items() if match["kind"] == "tmp" and not os.path.islink(path)]
+    alive = {left[path]["name"]: path for path in drafts if is_alive(path)}
+    failures: list[str] = []
+    # What lost its name gets it back before anything is removed: this process may be killed, too.
+    for path, match in sorted(left.items(), key=lambda item: item[1]["kind"] != "was"):
+        final = path.with_name(match["name"])
+        is_lost = match["kind"] == "was" and not os.path.lexists(final)
+        if match["name"] in alive and match["kind"] in ("tmp", "was"):
+            # Being written, or between the two renames of its writer.
+            if is_lost:
+                draft = alive[match["name"]].name
+                logger.warning("%s is no step, and is %s, until the writer of %s is done", final, path, draft)
+            continue
+        if is_lost:
+            _put_back(path, final)
+            continue
+        for reason in _cleaned(path, match["kind"], final)[:1]:
+            logger.error("%s still takes its room on the disk: %s", path, reason)
+            failures.append(f"{path}: {reason}")
+    return failures
+
+
+def _put_back(hidden: Path, final: Path) -> None:
+    try:
+        logger.warning("%s: put back, as what was to replace it was never published", final)
+        os.rename(hidden, final)
+    except OSError as error:
+        logger.error("%s: cannot be put back: %s", final, error)
+
+
+def _cleaned(path: Path, kind: str, final: Path) -> list[str]:
+    """Remove a hidden folder that no process writes, if it is ours; return why it is still there."""
+    if kind in ("was", "old") and is_pinned(path) and not os.path.lexists(final):
+        # A process was killed that had seen the pin too late.
+        _put_back(path, final)
+        return []
+    if kind == "was":
+        return replaced_away(path, final)
+    if kind == "old":
+        return removed(path, final)
+    if os.path.islink(path):
+        logger.warning("%s: left alone, as it is a link, which this package never makes", path)
+    elif os.path.lexists(path / OWNER):
+        logger.info("%s: left behind by a writer that is gone; removed", path)
+        return Hidden(path, final).discard()
+    elif not remove_if_empty(path):
+        logger.warning("%s: left alone, as it has no %s: nothing says who made it", path, OWNER)
+    return []

@@ -1,0 +1,360 @@
+"""Folders that ranks write or read together, with the same outcome on every rank.
+
+Collective. Every rank hears of any rank's failure; ranks but the first must never name or remove a folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Optional, TypeVar
+
+import torch.distributed as dist
+
+from torch_dcp_backport.checkpoint._src import manifest, store
+from torch_dcp_backport.checkpoint._src.manifest import Manifest, ManifestEntry
+from torch_dcp_backport.checkpoint._src.store import Shelf
+from torch_dcp_backport.checkpoint._src.writing import Writing
+from torch_dcp_backport.dist_checkpointing import begin
+from torch_dcp_backport.dist_checkpointing.core import SHARDED, CheckpointingException
+from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch_dcp_backport.publish import disk
+from torch_dcp_backport.publish.drafts import discarding
+from torch_dcp_backport.publish.owners import OWNER
+from torch_dcp_backport.transfer import (
+    NOTHING,
+    Call,
+    Common,
+    Group,
+    Meter,
+    Problem,
+    Topic,
+    at_first,
+    meet,
+    saying,
+    settings,
+)
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+#: The same texts at every depth: ranks hear of an early failure of another rank where they next agree.
+CANNOT_SAVE, CANNOT_LOAD = "cannot save the checkpoint", "cannot load the checkpoint"
+CANNOT_UPLOAD = "cannot upload the checkpoint"
+#: Seconds between two meetings of ranks that wait for the first rank: less than any group's timeout.
+PATIENCE = 2.0
+#: Files that a rank writes, by its number: of dist_checkpointing and torch, data loaders, verl's own manager.
+OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|data_(\d+)\.pt|\w+_rank_(\d+)\.pt")
+
+
+T = TypeVar("T")
+
+
+def place_in(group: Group) -> tuple[int, int]:
+    """Return this rank in a process group, and the number of ranks."""
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+
+
+def waited_for(call: Call, topic: Topic, make: Callable[[], T], common: Common = NOTHING) -> T:
+    """Return what the first rank makes, which may take longer than the group's timeout: till then ranks meet.
+
+    `make` runs in a thread of the first rank.
+
+    Raises:
+        CheckpointingException: it failed, a rank has a problem or is gone, or another value in `common`; the
+            same on every rank.
+    """
+    made: Optional[Future[T]] = None
+    with contextlib.ExitStack() as stack:
+        while True:
+            with at_first(call, topic, common=common) as meeting:
+                if meeting.decides:
+                    if made is None:
+                        pool = ThreadPoolExecutor(1)
+                        # If another rank is gone, this rank must not wait for a result that no rank needs.
+                        stack.callback(pool.shutdown, wait=False)
+                        made = pool.submit(make)
+                    if made in wait([made], PATIENCE).done:
+                        meeting.answer((made.result(),))
+            if meeting.result is not None:
+                result: T = meeting.result[0]
+                return result
+
+
+class SaveArguments(NamedTuple):
+    """The arguments of a save."""
+
+    #: Returns the folder's final path; an older folder of this name stays until it is replaced.
+    locate: Callable[[], Path]
+    step: int
+    #: Other values that must be the same on every rank.
+    common: Common = NOTHING
+    #: The number that the program gives the step.
+    metric: Optional[float] = None
+
+    def place(self) -> tuple[Path, int]:
+        """Return the folder's final path, and the step.
+
+        Raises:
+            ValueError: no step.
+        """
+        # The working directory may change before the rest is written.
+        return self.locate().absolute(), store.checked_step(self.step)
+
+    def agreed(self, place: tuple[Path, int]) -> Common:
+        """Return all that must be the same on every rank."""
+        final, step = place
+        return {"folder": str(final), "step": str(step), **self.common}
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A folder that is being written."""
+
+    final: Path
+    step: int
+    #: On the first rank; others neither name nor remove it.
+    draft: Optional[store.StepDraft]
+    #: The requests are empty on every rank, or on none.
+    writing: Writing
+    metric: Optional[float] = None
+
+    @property
+    def requests(self) -> Sequence[AsyncRequest]:
+        return self.writing.requests
+
+
+def begin_folder(
+    wanted: SaveArguments,
+    write: Callable[[Path], None],
+    shelf_of: Callable[[Path], Optional[Shelf]],
+    group: Group = None,
+) -> Begun:
+    """Make the draft of a folder, and begin to write it. Collective.
+
+    Args:
+        write: called on every rank with the draft, which is there. It gives parts that are to be written in
+            the background to `Writing.requests`.
+        shelf_of: returns the shelf that the folder is on; called on the first rank.
+
+    Raises:
+        CheckpointingException: the same on every rank; nothing is left.
+    """
+    with begin(CANNOT_SAVE, "save", group) as call:
+        place = call.attempt(wanted.place)
+        draft: Optional[store.StepDraft] = None
+        with at_first(call, Topic("making a folder"), common=call.attempt(wanted.agreed, place)) as meeting:
+            if meeting.decides:
+                final, step = place.value
+                outlook, name = outlook_of(final, step, shelf_of(final)), ""
+                try:
+                    draft = store.StepDraft(final)
+                    name = str(draft.folder)
+                except OSError as error:
+                    # Raised in the next meeting, which knows the outlook on every rank.
+                    call.record(call.problem_of(error), error)
+                meeting.answer((name, outlook))
+        name, outlook = meeting.result
+        if not name:
+            meet(call, Topic("making the draft", outlook))
+        final, step = place.value
+        writing = Writing(Path(name), outlook)
+        with discarding(draft), saying(outlook):
+            with call.guard(), writing.is_open():
+                write(writing.draft)
+            meet(call, Topic("writing"), common={"saves in the background": str(len(writing.requests))})
+    return Begun(final, step, draft, writing, wanted.metric)
+
+
+def outlook_of(final: Path, step: int, shelf: Optional[Shelf]) -> str:
+    """Return what is on the disk if a save fails from here on: a failure at night must not read as a loss."""
+    if shelf is None:
+        return f"{final} was not saved, and is as it was"
+    try:
+        newest = shelf.newest_complete()
+    except OSError as error:
+        # Not that there are none: a disk elsewhere may be away for a moment.
+        return f"step {step} was not saved, and the steps in {shelf.root} could not be listed ({error})"
+    if newest is None:
+        return f"step {step} was not saved, and {shelf.root} has no other complete step"
+    return f"step {step} was not saved; the newest complete step is {newest.step}"
+
+
+class FolderWork(NamedTuple):
+    """The first rank's answer to what each rank knows of the files in a draft."""
+
+    is_published: bool
+    #: The files of which a rank is to compute the checksums.
+    names: Sequence[str] = ()
+
+
+def finish_folder(
+    begun: Begun,
+    shelf_of: Callable[[Path], Optional[Shelf]],
+    then: Iterable[Callable[[Path], None]] = (),
+    group: Group = None,
+) -> None:
+    """Give a folder its name, once every rank has written its part. Collective.
+
+    Args:
+        shelf_of: as of `begin_folder`.
+        then: called on the first rank, in order, when the folder has its name; errors are only logged.
+
+    Raises:
+        CheckpointingException: the same on every rank; older folders are as they were.
+    """
+    folder, final, so_far = begun.writing.draft, begun.final, begun.writing.outlook
+    unheard = f"list the steps to see whether {final.name} is one"
+    with begin(CANNOT_SAVE, "save", group) as call, discarding(begun.draft):
+        if begun.requests:
+            call.problems += map(call.problem_of, begun.writing.failures)
+            # Once all have written: a file may be written by another rank than its name says.
+            meet(call, Topic("writing in the background", so_far))
+            with call.guard(), saying(so_far):
+                complete(begun.requests)
+        noted = call.attempt(begun.writing.noted)
+        with at_first(call, Topic("publishing", so_far, unheard), noted) as meeting:
+            if meeting.decides:
+                # Only the first rank lists the draft; what no rank knows the checksum of is shared out.
+                names = unknown_in(folder, meeting.heard, call.rank)
+                if any(names[rank] for rank in names if rank != call.rank):
+                    meeting.answer_each({rank: FolderWork(False, names[rank]) for rank in names})
+                else:
+                    read = {name: manifest.entry_of(folder / name) for name in names[call.rank]}
+                    publish(begun, shelf_of(final), then, meeting.heard, read)
+                    meeting.answer(FolderWork(True))
+        work: FolderWork = meeting.result
+        if work.is_published:
+            return
+        own = noted.value
+        with call.guard():
+            for name in work.names:
+                own[name] = manifest.entry_of(folder / name)
+                disk.sync_file(folder / name)
+        with at_first(call, Topic("publishing what was read", so_far, unheard), own) as meeting:
+            if meeting.decides:
+                publish(begun, shelf_of(final), then, meeting.heard)
+
+
+def unknown_in(
+    draft: Path, noted_by_rank: Mapping[int, Mapping[str, ManifestEntry]], first: int
+) -> dict[int, list[str]]:
+    """Return the files of a draft without a known checksum, by the rank that is to compute it."""
+    names: dict[int, list[str]] = {rank: [] for rank in noted_by_rank}
+    known = {name for noted in noted_by_rank.values() for name in noted}
+    for name in manifest.paths_in(draft):
+        if name not in known and name != OWNER:
+            match = OF_RANK.fullmatch(name.rpartition("/")[2])
+            rank = first if match is None else int(match[match.lastindex or 0])
+            names.get(rank, names[first]).append(name)
+    return names
+
+
+def publish(
+    begun: Begun,
+    shelf: Optional[Shelf],
+    then: Iterable[Callable[[Path], None]],
+    own_by_rank: Mapping[int, Mapping[str, ManifestEntry]],
+    more: Mapping[str, ManifestEntry] = {},
+) -> None:
+    """Write the manifest of all ranks' files, and give the folder its name. Runs on the first rank."""
+    assert begun.draft is not None, "runs on the first rank"
+    order = 1 if shelf is None else shelf.next_order()
+    listed = {name: ManifestEntry(*entry) for own in own_by_rank.values() for name, entry in own.items()}
+    content = Manifest(begun.step, len(own_by_rank), time.time(), order, {**listed, **more}, begun.metric)
+    manifest.write(begun.draft.folder, content)
+    store.publish(begun.draft, set(listed))
+    for follow in then:
+        try:
+            follow(begun.final)
+        except Exception:
+            # On a full disk the tracker fails, and retention, which follows, makes room.
+            logger.exception("%s is saved; what was to follow failed", begun.final)
+
+
+def complete(requests: Iterable[AsyncRequest]) -> None:
+    for request in requests:
+        for finalize in request.finalize_fns:
+            finalize()
+
+
+def put_back(
+    locate: Callable[[], Optional[Path]], common: Common = NOTHING, group: Group = None
+) -> Optional[Path]:
+    """Put back a folder that lost its name to a dead writer, and return its path. Collective.
+
+    Args:
+        locate: returns the path, or None for no folder. Its errors are raised on all ranks.
+        common: other values that must be the same on every rank.
+
+    Raises:
+        CheckpointingException: the same on every rank.
+    """
+    with begin(CANNOT_LOAD, "load", group) as call:
+        folder = call.attempt(locate)
+        same = call.attempt(lambda path: {"folder": str(path), **common}, folder)
+        with at_first(call, Topic("looking"), common=same) as meeting:
+            if meeting.decides and folder.value is not None:
+                shelf = store.shelf_of(folder.value)
+                if shelf is None:
+                    store.clean(folder.value.parent, re.compile(re.escape(folder.value.name)))
+                else:
+                    shelf.clean()
+    return folder.value
+
+
+def read_folder(
+    folder: Path, read: Callable[[Path], None], *, is_verified: bool, group: Group = None
+) -> None:
+    """Read a folder; with `is_verified` compare its checksums before. Collective.
+
+    Raises:
+        CheckpointingException: a rank failed, or a file is not as it was saved; the same on every rank.
+    """
+    with begin(CANNOT_LOAD, "load", group) as call:
+        if is_verified:
+            with call.guard():
+                content = manifest.read(folder)
+                names = manifest.share_of(content, call.ranks.index(call.rank), len(call.ranks))
+                meter = Meter("verify", settings.progress())
+                meter.expect(lambda: sum(content.files[name].nbytes for name in names))
+                for name in names:
+                    wrong = manifest.wrong_checksums(folder, content, [name])
+                    call.problems += [Problem("not what was saved", str(folder), text) for text in wrong]
+                    meter.add(content.files[name].nbytes)
+            meet(call, Topic("verifying the files"))
+        else:
+            with at_first(call, Topic("looking at the files")) as meeting:
+                if meeting.decides:
+                    check_sizes(folder)
+        with call.guard():
+            read(folder)
+        meet(call, Topic("loading", "values may have been loaded in part"))
+
+
+def check_sizes(folder: Path) -> None:
+    """Compare the files of a sharded checkpoint with the manifest by their sizes, if the folder has one.
+
+    A file that grew may be without end: it is not read. What is not there, the load misses by itself.
+
+    Raises:
+        CheckpointingException: naming files that are not as they were saved.
+    """
+    with contextlib.suppress(manifest.BadManifest):
+        content = manifest.read(folder)
+        listed = ((name, folder / name, entry) for name, entry in content.files.items())
+        faults = (
+            f"{name}{manifest.fault_of(path, entry)}"
+            for name, path, entry in listed
+            if name.startswith(f"{SHARDED}/") and os.path.exists(path) and manifest.fault_of(path, entry)
+        )
+        wrong = list(itertools.islice(faults, 3))
+        if wrong:
+            raise CheckpointingException(f"{folder} is not what was saved: {'; '.join(wrong)}")

@@ -1,0 +1,362 @@
+"""Saves that are due by a policy, on a signal, and of the last complete step after an exception.
+
+Must never save a state that is no step's: after an exception the state is compared with that of the step, and
+is not saved where it changed since.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+
+import torch
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.checkpoint._src import user_state
+from torch_dcp_backport.checkpoint._src.expiry import SaveSignals
+from torch_dcp_backport.checkpoint._src.loaders import has_state
+from torch_dcp_backport.checkpoint._src.manager import BaseCheckpointManager
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, begin, digest_of, values, values_of
+from torch_dcp_backport.transfer import (
+    Group,
+    Topic,
+    TransferError,
+    group_ranks,
+    groups_of,
+    meet,
+    meet_numbers,
+)
+
+if TYPE_CHECKING:
+    from torch_dcp_backport.checkpoint._src.handler import CheckpointHandler
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+CANNOT_ASK = "cannot agree on a save"
+#: Seconds between two looks at the ranks that have come.
+PAUSE = 0.05
+#: Ranks of a group -> the watches that they agreed on so far: the same number on every rank.
+_watches: Counter[tuple[int, ...]] = Counter()
+
+
+#: The keys that lead to a tensor.
+Name = tuple[Any, ...]
+
+
+class Due(NamedTuple):
+    """The ranks' answer to whether a step is to be saved."""
+
+    is_due: bool
+    #: Whether a rank got a signal.
+    is_stopping: bool
+
+
+class Mark:
+    """What tells whether the state of a training is still that of a complete step.
+
+    Tensors are held, not copied: by their versions, and where other memory is in their place by their values.
+    """
+
+    def __init__(self, handler: CheckpointHandler, step: int, metric: Any) -> None:
+        self.step = step
+        self.metric = metric
+        self.tensors = {name: held(tensor) for name, tensor in tensors_in(handler)}
+        self.digests = digests_in(handler)
+        self.random_state = handler.engine.get_rng_state()
+        #: The state of this rank's data loader, packed: by the time of an exception it may be further.
+        self.loader: Optional[bytes] = None
+        if handler.is_data_source and has_state(handler.train_dataloader):
+            self.loader = values.dumps(handler.train_dataloader.state_dict())
+        #: What began to change the state since.
+        self.touched = ""
+
+    def changed(self, handler: CheckpointHandler) -> str:
+        """Return what is no longer as it was; "" where all is."""
+        if self.touched:
+            return self.touched
+        now = dict(tensors_in(handler))
+        names = [
+            ".".join(map(str, name))
+            for name in {**self.tensors, **now}
+            if not self.is_same(name, now.get(name))
+        ]
+        digests = digests_in(handler)
+        names += [
+            name for name in sorted({*digests, *self.digests}) if digests.get(name) != self.digests.get(name)
+        ]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(names[:3]) + more
+
+    def is_same(self, name: Name, now: Optional[torch.Tensor]) -> bool:
+        if now is None or name not in self.tensors:
+            return False
+        before, version = self.tensors[name]
+        if before.shape != now.shape or before.dtype != now.dtype or version != version_of(before):
+            return False
+        if before.data_ptr() == now.data_ptr():
+            return version == version_of(now)
+        # Other memory, or a copy that the object makes each time.
+        return bool(torch.equal(before, now))
+
+
+def tensors_in(handler: CheckpointHandler) -> Iterator[tuple[Name, torch.Tensor]]:
+    """Yield the tensors that a save of a handler would read, with names."""
+    manager = handler.engine
+    for number, chunk in enumerate(listed(manager.model)):
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
+            yield ("model", number, name), local(tensor)
+    for number, optimizer in enumerate(listed(manager.optimizer)):
+        for place, state in enumerate(optimizer.state.values()):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    yield ("optimizer", number, place, key), local(value)
+                else:
+                    yield from tensors_below(("optimizer", number, place, key), value)
+    for name, value in sorted(handler.state.items()):
+        yield from tensors_below((f"state[{name!r}]",), value.state_dict())
+
+
+def tensors_below(name: Name, value: Any) -> Iterator[tuple[Name, torch.Tensor]]:
+    for path, tensor in user_state.leaves(value):
+        if isinstance(tensor, torch.Tensor):
+            yield (*name, *path), local(tensor)
+
+
+def digests_in(handler: CheckpointHandler) -> dict[str, bytes]:
+    """Return the digests of the other values that a save would read, by name."""
+    manager = handler.engine
+    groups = [
+        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        for optimizer in listed(manager.optimizer)
+    ]
+    found: dict[str, Any] = {"param_groups": groups}
+    if manager.lr_scheduler is not None:
+        found["lr_scheduler"] = manager.lr_scheduler.state_dict()
+    for name, value in handler.state.items():
+        state = value.state_dict()
+        tensors = {path: None for path, leaf in user_state.leaves(state) if isinstance(leaf, torch.Tensor)}
+        found[f"state[{name!r}]"] = user_state.with_values(state, tensors)
+    return {name: digest_of(values_of(value)) for name, value in found.items()}
+
+
+def held(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return a tensor with its version; of one that counts none, a copy, which is compared by its values."""
+    kept = tensor.clone() if tensor.is_inference() else tensor
+    return kept, version_of(kept)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return compat.local_part(tensor) if isinstance(tensor, compat.DTensor) else tensor
+
+
+def listed(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+class Watch:
+    """A context of a training's loop: records signals, and saves the complete step after an exception."""
+
+    def __init__(self, handler: CheckpointHandler) -> None:
+        self._handler = handler
+        self._signals: Optional[SaveSignals] = None
+        self._mark: Optional[Mark] = None
+        self._stack = ExitStack()
+        #: The place of this watch's entries in the store.
+        self._prefix = ""
+
+    def __enter__(self) -> Watch:
+        handler = self._handler
+        with begin(CANNOT_ASK, "save", handler.process_group) as call, ExitStack() as stack:
+            with call.guard():
+                check_policy(handler)
+                if handler.is_watched:
+                    raise CheckpointingException("the handler is within watching() already")
+                policy = handler.save_policy
+                if policy is not None and policy.signals:
+                    self._signals = stack.enter_context(SaveSignals(policy.signals, handler.process_group))
+                if policy is not None and policy.on_exception:
+                    for optimizer in listed(handler.engine.optimizer):
+                        stack.callback(optimizer.register_step_pre_hook(self._begin_step).remove)
+            meet(call, Topic("comparing the policies"), common={"save_policy": str(handler.save_policy)})
+            self._stack = stack.pop_all()
+            _watches[call.ranks] += 1
+            digest = zlib.crc32(json.dumps(call.ranks).encode())
+            self._prefix = f"torch_dcp_backport/watch/{digest}/{_watches[call.ranks]}"
+        return self
+
+    def __exit__(self, kind: Any, error: Optional[BaseException], traceback: Any) -> None:
+        policy, mark = self._handler.save_policy, self._mark
+        try:
+            if error is None:
+                self._warn_of_signal()
+            elif policy is not None and policy.on_exception and mark is not None and is_for_all(error):
+                self._save_complete(mark, policy.patience)
+        finally:
+            self._mark = None
+            self._stack.close()
+
+    def completed(self, step: int, metric: Any) -> None:
+        """Remember the state of a step that is complete, for a save after an exception."""
+        policy = self._handler.save_policy
+        if policy is not None and policy.on_exception:
+            self._mark = Mark(self._handler, step, metric)
+
+    def take_signal(self) -> bool:
+        """Return whether this rank got a signal since the last call."""
+        return self._signals is not None and self._signals.take()
+
+    def _begin_step(self, *step: Any) -> None:
+        if self._mark is not None:
+            self._mark.touched = "an optimizer's step had begun"
+
+    def _warn_of_signal(self) -> None:
+        if self.take_signal():
+            logger.warning("a signal came after the last save_if_due: no step was saved for it")
+
+    def _save_complete(self, mark: Mark, patience: float) -> None:
+        """Save the last complete step, if all ranks have left the loop and have its state. Never raises."""
+        handler = self._handler
+        try:
+            others = roll_call(handler.process_group, self._prefix, str(mark.step), patience)
+            if set(others.values()) != {str(mark.step)}:
+                texts = ", ".join(f"rank {rank}: {step}" for rank, step in sorted(others.items()))
+                raise CheckpointingException(f"ranks are not at the same step ({texts})")
+            if handler.last_saved != mark.step:
+                self._check_unchanged(mark)
+                logger.warning("saving step %d, which was complete before the exception", mark.step)
+            handler.save_last(mark)
+        except Exception as error:
+            if handler.last_saved != mark.step:
+                logger.error("step %d was complete, and is not saved: %s", mark.step, error)
+            else:
+                logger.error("after step %d: %s", mark.step, error)
+
+    def _check_unchanged(self, mark: Mark) -> None:
+        """Raise on every rank, if the state of any rank is not that of the mark. Collective."""
+        handler = self._handler
+        for chunk in listed(handler.engine.model):
+            # FSDP2 has whole parameters in the middle of a pass.
+            compat.abandon_pass(chunk)
+        with begin(CANNOT_ASK, "save", handler.process_group) as call:
+            changed = call.attempt(mark.changed, handler)
+            texts_by_rank = meet(call, Topic("comparing the state with that of the step"), changed)
+        for rank, text in sorted(texts_by_rank.items()):
+            if text:
+                raise CheckpointingException(f"the state of rank {rank} has changed since: {text}")
+
+
+def is_for_all(error: BaseException) -> bool:
+    """Return whether other ranks may have left the loop, too, and agreements be in step."""
+    if isinstance(error, TransferError):
+        return False
+    if isinstance(error, CheckpointingException):
+        return error.is_agreed
+    return not isinstance(error, GeneratorExit)
+
+
+def check_policy(handler: CheckpointHandler) -> None:
+    """Refuse to watch what could not be saved.
+
+    Raises:
+        CheckpointingException: no policy; `on_exception` with an engine whose state cannot be compared.
+    """
+    policy = handler.save_policy
+    if policy is None:
+        raise CheckpointingException("the handler has no save_policy: there is nothing to go by")
+    if not policy.on_exception:
+        return
+    if not isinstance(handler.engine, BaseCheckpointManager):
+        kind = type(handler.engine).__name__
+        raise CheckpointingException(
+            f"on_exception=True needs a checkpoint manager, whose state can be compared; got {kind}"
+        )
+    for optimizer in listed(handler.engine.optimizer):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise CheckpointingException(
+                f"on_exception=True needs optimizers of torch.optim; got a {type(optimizer).__name__}"
+            )
+
+
+def ask(
+    handler: CheckpointHandler, watch: Optional[Watch], step: int, metric: Any, minutes_since: float
+) -> Due:
+    """Return whether a step is to be saved, the same on every rank. Collective: one small all-gather.
+
+    The watch remembers the state of the step.
+
+    Args:
+        handler: the handler.
+        watch: its watch; None outside of one.
+        step: the step that is complete.
+        metric: its metric.
+        minutes_since: minutes since the last save; those of the first rank count.
+
+    Raises:
+        CheckpointingException: no policy, or ranks with another policy or step; on every rank.
+    """
+    policy = handler.save_policy
+
+    def numbers() -> list[float]:
+        check_policy(handler)
+        assert policy is not None, "it was checked"
+        if watch is None and (policy.signals or policy.on_exception):
+            raise CheckpointingException(f"save_if_due outside of watching(): {policy} would see nothing")
+        is_late = policy.minutes is not None and minutes_since >= policy.minutes
+        is_due = is_late or (policy.steps is not None and step % policy.steps == 0)
+        if watch is not None:
+            # Code of the program's own objects, which may fail on a rank alone.
+            watch.completed(step, metric)
+        signalled = watch is not None and watch.take_signal()
+        return [float(zlib.crc32(str(policy).encode())), float(step), float(is_due), float(signalled)]
+
+    with begin(CANNOT_ASK, "save", handler.process_group) as call:
+        own = call.attempt(numbers)
+        if call.groups:
+            rows = list(meet_numbers(call, own, 4).values())
+        else:
+            meet(call, Topic("asking whether to save"))
+            rows = [list(own.value)]
+        if any(row[:2] != rows[0][:2] for row in rows):
+            common = {"save_policy": str(policy), "step": str(step)}
+            meet(call, Topic("asking whether to save"), common=common)
+    is_stopping = any(row[3] for row in rows)
+    return Due(bool(rows[0][2]) or is_stopping, is_stopping)
+
+
+def roll_call(group: Group, prefix: str, text: str, patience: float) -> dict[int, str]:
+    """Return the text of every rank of a group, once all have come. No collective: ranks may never come.
+
+    All ranks have the same outcome: the store has one decision, which the first to see it makes.
+
+    Args:
+        group: the ranks.
+        prefix: the first characters of the entries of this roll call; the same on every rank.
+        text: this rank's.
+        patience: seconds to wait for the others.
+
+    Raises:
+        CheckpointingException: a rank did not come in time.
+    """
+    if not groups_of(group):
+        return {0: text}
+    store, end = compat.default_store(), time.monotonic() + patience
+    keys = {rank: f"{prefix}/{rank}" for rank in group_ranks(group)}
+    store.set(keys[torch.distributed.get_rank()], text)
+    while not (have_come := store.check(list(keys.values()))) and time.monotonic() < end:
+        time.sleep(PAUSE)
+    decision = store.compare_set(f"{prefix}/decision", "", "all came" if have_come else "too late")
+    if bytes(decision) != b"all came":
+        gone = [str(rank) for rank, key in keys.items() if not store.check([key])]
+        late = f"ranks {', '.join(gone[:5])}" if gone else "a rank"
+        raise CheckpointingException(f"{late} did not leave the loop within {patience:g} s")
+    return {rank: bytes(store.get(key)).decode() for rank, key in keys.items()}

@@ -1,0 +1,1 @@
+"""The insides of `torch_dcp_backport.dist_checkpointing`: nothing outside that room imports from here."""

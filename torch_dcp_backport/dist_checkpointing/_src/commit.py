@@ -1,0 +1,127 @@
+"""The steps that make a checkpoint, in order: the old marker is removed first, the new marker is last.
+
+Runs on the first rank alone. Between any two steps the folder is no checkpoint, or a complete one.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch_dcp_backport.dist_checkpointing._src import integrity, metadata
+from torch_dcp_backport.dist_checkpointing._src.metadata import Index
+from torch_dcp_backport.dist_checkpointing._src.writer import Output
+from torch_dcp_backport.dist_checkpointing.core import (
+    CONFIG_FNAME,
+    SHARDED_BACKEND,
+    CheckpointingConfig,
+    config_bytes,
+)
+from torch_dcp_backport.publish import disk, marked
+from torch_dcp_backport.transfer import Problem, Refusal
+
+COMMON = "common.pt"
+#: The names that this room and torch give to files of records.
+RECORDS = re.compile(r"__\d+_\d+\.distcp")
+#: Files without records.
+SMALL = (CONFIG_FNAME, metadata.NAME, COMMON)
+#: The files by which readers know a checkpoint, ours and torch's.
+MARKERS = (CONFIG_FNAME, metadata.NAME)
+MARKER = config_bytes(CheckpointingConfig(SHARDED_BACKEND))
+#: Seconds for which other ranks' files may stay unseen: network file systems cache that a name was not there.
+PATIENCE = 5.0
+
+
+def file_of(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def clear(folder: Path) -> None:
+    """Make a folder no checkpoint: a save that fails must not leave a mixture of two that loads."""
+    marked.unmark(folder, MARKERS)
+    disk.step("remove old records")
+    disk.remove(
+        [path for path in folder.iterdir() if RECORDS.fullmatch(path.name) or path.name == integrity.NAME]
+    )
+
+
+def publish(
+    folder: Path, index: Index, common: bytes, outputs: Mapping[int, Output], is_hashed: bool = False
+) -> None:
+    """Write the small files as `publish_described` does, with the `.metadata` of an index."""
+    index.is_ours, index.common = True, (len(common), zlib.crc32(common))
+    publish_described(folder, metadata.to_bytes(index), common, outputs, is_hashed)
+
+
+def publish_described(
+    folder: Path, described: bytes, common: bytes, outputs: Mapping[int, Output], is_hashed: bool = False
+) -> None:
+    """Write the small files; from the last on the folder is a checkpoint.
+
+    Args:
+        described: the content of `.metadata`.
+        is_hashed: list the SHA-256 of every file, too; `outputs` has those of the ranks' files.
+
+    Raises:
+        Refusal: a rank's file is not in this folder.
+    """
+    end = time.monotonic() + PATIENCE
+    findings = [
+        (rank, Problem("a rank's file is not seen by the first rank", output.file, got, "a shared folder"))
+        for rank, output in outputs.items()
+        for got in [unseen(folder / output.file, output.nbytes, end)]
+        if got
+    ]
+    if findings:
+        raise Refusal(findings)
+    small = {COMMON: common, metadata.NAME: described, CONFIG_FNAME: MARKER}
+    if is_hashed:
+        digests = {name: integrity.digest(data) for name, data in small.items()}
+        digests.update((output.file, output.sha256) for output in outputs.values() if output.nbytes)
+        small[integrity.NAME] = integrity.to_bytes(digests)
+    marked.publish(folder, small, CONFIG_FNAME, MARKERS)
+
+
+def forget(folder: Path, index: Index, is_forgotten: Callable[[str], bool]) -> None:
+    """Rewrite the index without some keys, and then remove the files that only they had records in."""
+    before = set(index.ends)
+    kept = Index()
+    kept.common = index.common
+    kept.tensors = {key: stored for key, stored in index.tensors.items() if not is_forgotten(key)}
+    kept.objects = {key: place for key, place in index.objects.items() if not is_forgotten(key)}
+    # torch's functions make a nested state dict of it, in this order.
+    kept.order = [key for key in index.order if not is_forgotten(key)]
+    kept.planner_data = {key: path for key, path in paths_of(index).items() if not is_forgotten(key)}
+    is_hashed = integrity.is_there(folder)
+    # A checkpoint without a list of digests is valid; with an old list it is not.
+    disk.remove([folder / integrity.NAME])
+    disk.publish(folder / metadata.NAME, metadata.to_bytes(kept))
+    disk.sync_folder(folder)
+    disk.remove([folder / name for name in before - set(kept.ends)])
+    if is_hashed:
+        integrity.write_all(folder)
+
+
+def paths_of(index: Index) -> Mapping[str, Any]:
+    """Return key -> its path in the state dict that torch saved; empty where torch did not."""
+    return index.planner_data if isinstance(index.planner_data, dict) else {}
+
+
+def unseen(path: Path, nbytes: int, end: float) -> str:
+    """Return the problem that a file of a rank still has at `end`; "" once it has all its bytes."""
+    while nbytes:
+        try:
+            size = path.stat().st_size
+            if size == nbytes:
+                break
+            text = f"{size} of {nbytes} bytes"
+        except OSError as error:
+            text = str(error.strerror)
+        if time.monotonic() > end:
+            return text
+        time.sleep(0.05)
+    return ""

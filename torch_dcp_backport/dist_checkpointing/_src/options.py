@@ -1,0 +1,69 @@
+"""The settings of a save and of a load, beside the state dict.
+
+Every function between the public functions and the engine passes them on as one value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Optional, Union
+
+from torch_dcp_backport.dist_checkpointing._src.calls import begin
+from torch_dcp_backport.dist_checkpointing._src.common import Values, values_of
+from torch_dcp_backport.dist_checkpointing._src.writer import Output
+from torch_dcp_backport.dist_checkpointing.mapping import CommonStateDict, StateDict
+from torch_dcp_backport.dist_checkpointing.validation import StrictHandling
+from torch_dcp_backport.transfer import Call, Group
+
+CANNOT_SAVE = "cannot save the checkpoint"
+
+
+class SaveOptions(NamedTuple):
+    """The settings of a save."""
+
+    is_checked: bool = True
+    #: Saved beside the common state.
+    content: Mapping[str, Any] = {}
+    is_balanced: bool = True
+    #: Whether to refuse a common state or an object that a load without `trust` would refuse.
+    must_load: bool = False
+    process_group: Group = None
+    #: Called with this rank's output, by the thread that wrote it.
+    written: Callable[[Output], None] = lambda output: None
+    #: Whether the SHA-256 of every file is saved, too.
+    is_hashed: bool = False
+    #: Whether no other rank takes part, also where there is a process group.
+    is_alone: bool = False
+    #: Whether ranks' common states are compared; and whether they have to be alike.
+    is_compared: bool = False
+    strict_common: bool = False
+    #: Turns a common state into the state that is compared.
+    preprocess: Optional[Callable[[CommonStateDict], StateDict]] = None
+
+    def compared(self, common: CommonStateDict) -> Optional[Values]:
+        """Return the values of a common state that are compared; None where they are not."""
+        if self.is_alone or not self.is_compared:
+            return None
+        state = common if self.preprocess is None else self.preprocess(common)
+        return values_of({**state, **self.content})
+
+    def begin(self) -> Call:
+        """Begin the call of this save."""
+        return begin(CANNOT_SAVE, "save", self.process_group, is_alone=self.is_alone)
+
+
+class LoadOptions(NamedTuple):
+    """The settings of a load."""
+
+    is_checked: bool = True
+    strict: Union[str, StrictHandling] = StrictHandling.ASSUME_OK_UNEXPECTED
+    trust: bool = False
+    process_group: Group = None
+    #: The process group whose ranks read together; empty where each rank reads for itself.
+    shared_in: tuple[Group, ...] = ()
+    #: Whether every file is compared with its SHA-256.
+    is_hashed: bool = False
+    #: Whether no other rank takes part, also where there is a process group.
+    is_alone: bool = False
+    #: Whether the result has the checkpoint's common state.
+    has_common: bool = True

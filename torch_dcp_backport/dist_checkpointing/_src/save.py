@@ -1,0 +1,435 @@
+"""A sharded save: rows to the first rank, shares back, files, and the commit.
+
+Collective; the caller's tensors are only read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from torch_dcp_backport.dist_checkpointing._src import commit, common, files, plans, replicas, values, writer
+from torch_dcp_backport.dist_checkpointing._src.assign import Item, WriteShare, shares_of
+from torch_dcp_backport.dist_checkpointing._src.claims import Claim
+from torch_dcp_backport.dist_checkpointing._src.table import (
+    RowTable,
+    cells_of,
+    findings_of,
+    spelled,
+    unwritable,
+)
+from torch_dcp_backport.dist_checkpointing._src.writer import Output, WriteWork
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
+from torch_dcp_backport.publish import disk
+from torch_dcp_backport.transfer import (
+    Attempt,
+    Box,
+    Call,
+    Findings,
+    Problem,
+    Refusal,
+    Topic,
+    at_first,
+    problem_of,
+    warn_once,
+)
+
+logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
+
+COMPARING, PLANNING = Topic("comparing plans"), Topic("planning")
+COMMON = Topic("comparing the common state")
+CLEARING = Topic("removing the old marker", "an older checkpoint in the folder may be gone")
+REPLICAS = CLEARING._replace(doing="comparing replicas")
+COMMITTING = Topic(
+    "committing", "the folder holds no checkpoint now", "whether the folder holds a checkpoint shows a load"
+)
+
+
+class Saving(NamedTuple):
+    """A rank's part of a save."""
+
+    folder: Path
+    table: RowTable
+    #: By row of the table; in the shape of its box.
+    data: Sequence[torch.Tensor]
+    objects: Sequence[Any]
+    #: On the first rank alone.
+    common: Any
+    #: Whether the tables of all ranks are checked together.
+    is_checked: bool = True
+    #: Whether any holder of a box may write it.
+    is_balanced: bool = True
+    #: Whether a common state or an object that a load without `trust` refuses is refused here.
+    must_load: bool = False
+    #: Whether the SHA-256 of every file is saved, too.
+    is_hashed: bool = False
+    #: Called with this rank's output, by the thread that wrote it.
+    written: Callable[[Output], None] = lambda output: None
+    #: The values of the common state that are compared; None where they are not.
+    compared: Optional[common.Values] = None
+    #: Whether ranks may not have another common state than the first rank.
+    strict_common: bool = False
+
+
+def problems_of(saving: Saving) -> list[Problem]:
+    """Return the problems that this rank knows before any rank has done anything."""
+    problems = []
+    if not saving.folder.is_dir():
+        problems.append(Problem("no such folder (make it first)", str(saving.folder)))
+    else:
+        try:
+            files.check_writable(saving.folder)
+        except OSError as error:
+            problems.append(problem_of(error))
+    for row, data in zip(saving.table.tensors, saving.data):
+        why = writer.why_not_readable(data)
+        if why:
+            problems.append(Problem("a tensor without values in memory", row.key, why))
+    return problems
+
+
+class Ready(NamedTuple):
+    """A rank's part of a save before the ranks meet: as far as the rank can tell, it can be saved."""
+
+    saving: Saving
+    claim: Claim
+    #: By number in the table, those of main replicas: as they are written.
+    objects: dict[int, bytes]
+    #: Of the first rank.
+    common: bytes
+    #: Of the table and the options; and of the common state, empty where it is not compared.
+    digest: bytes
+    compared: bytes
+    #: Of an earlier save of the same table.
+    kept: Optional[plans.KeptPlan]
+
+    @property
+    def digests(self) -> tuple[bytes, bytes, bytes]:
+        """What the other ranks' are compared with: of the table, of the kept plan, of the common state."""
+        return self.digest, self.kept.number if self.kept else b"", self.compared
+
+
+class Planned(NamedTuple):
+    """A save that can be written: the old marker is gone, and every rank knows its share."""
+
+    folder: Path
+    claim: Claim
+    share: WriteShare
+    #: This rank's boxes, and the memory that they are in.
+    works: list[WriteWork]
+    #: This rank's objects, as they are written.
+    objects: list[bytes]
+    #: Of the first rank, as is the next field.
+    common: bytes
+    plan: plans.KeptPlan
+    path: Path
+    written: Callable[[Output], None]
+    is_hashed: bool
+
+    def nothing(self) -> Output:
+        """Return the output of a rank that wrote nothing."""
+        return Output(self.path.name, 0, [], [])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of this rank's tensors."""
+        return sum(work.form.nbytes for work in self.works)
+
+    def write(self, moved: Callable[[int], None]) -> Output:
+        """Write this rank's share; no other rank takes part."""
+        self.claim.begin()
+        with torch.no_grad():
+            output = writer.write(self.path, self.works, self.objects, moved, self.is_hashed)
+        self.written(output)
+        return output
+
+    def discard(self) -> None:
+        """Remove the file of `write`, where it will never be a part of a checkpoint."""
+        with contextlib.suppress(OSError):
+            if self.claim.is_held:
+                disk.remove([self.path])
+
+
+def save(call: Call, saving: Attempt[Saving]) -> Output:
+    """Save the parts of all ranks.
+
+    Returns:
+        This rank's output.
+
+    Raises:
+        CheckpointingException: the same on every rank. Until the first rank has removed the old marker
+            nothing was touched; from then on the folder holds no checkpoint.
+    """
+    planned = plan_together(call, saving)
+    call.tally.meter.expect(lambda: planned.nbytes)
+    output = planned.nothing()
+    if not call.problems:
+        with call.tally.phase("writing"), call.guard(planned.path.name):
+            output = planned.write(call.tally.meter.add)
+    return commit_together(call, planned, output)
+
+
+def plan_together(call: Call, saving: Attempt[Saving]) -> Planned:
+    """Agree on each rank's share, and make the folder no checkpoint.
+
+    A problem of this rank that came up after that is in the call, for the next meeting.
+
+    Raises:
+        CheckpointingException: the same on every rank.
+    """
+    made = call.attempt(ready_of, call, saving)
+    try:
+        share, plan, shared = planned_share(call, made)
+    except Exception:
+        if made.error is None:
+            made.value.claim.return_it()
+        raise
+    ready = made.value
+    ready.claim.keep()
+    with call.tally.phase("comparing replicas"):
+        digests = call.attempt(replicas.digests_of, ready.saving.data, shared)
+    with at_first(call, CLEARING, digests) as meeting:
+        if meeting.decides:
+            unlike = replicas.unlike(meeting.heard)
+            if unlike:
+                meeting.answer(unlike)
+            else:
+                commit.clear(ready.saving.folder)
+    if meeting.result:
+        rows = [row for group in meeting.result for row in shared.get(group, ())]
+        share, plan = from_first_holders(call, ready.saving, rows)
+    path = ready.saving.folder / commit.file_of(call.rank)
+    works: list[WriteWork] = []
+    with call.guard(path.name):
+        works = [work_of(ready.saving, item) for item in share.tensors]
+    return Planned(
+        ready.saving.folder,
+        ready.claim,
+        share,
+        works,
+        [ready.objects[number] for number in share.objects],
+        ready.common,
+        plan,
+        path,
+        ready.saving.written,
+        ready.saving.is_hashed,
+    )
+
+
+def ready_of(call: Call, saving: Saving) -> Ready:
+    """Return this rank's part, with the folder claimed; what cannot be saved is among the call's problems.
+
+    Raises:
+        CheckpointingException: another save to the folder is under way.
+    """
+    call.problems += problems_of(saving)
+    objects: dict[int, bytes] = {}
+    for number, value in enumerate(saving.objects):
+        entry = saving.table.objects[number]
+        if entry.is_main:
+            with call.guard(entry.unique_key):
+                # A list, as Megatron has it: of the values that a rank has under this key.
+                objects[number] = values.dumps([value])
+                check_trust(objects[number], saving.must_load, entry.unique_key)
+    state = b""
+    if call.is_first:
+        with call.guard("common state"):
+            state = values.dumps(saving.common)
+            check_trust(state, saving.must_load, "the common state")
+    compared = b"" if saving.compared is None else common.digest_of(saving.compared)
+    digest = plans.digest_of(saving.table, call.rank, saving.is_checked, saving.is_balanced)
+    # Last: a claim that is taken is returned where the ranks do not go on.
+    claim = Claim(saving.folder)
+    claim.take()
+    return Ready(saving, claim, objects, state, digest, compared, plans.find(call.ranks, digest))
+
+
+def from_first_holders(call: Call, saving: Saving, rows: Sequence[int]) -> tuple[WriteShare, plans.KeptPlan]:
+    """Plan a save of replicas that differ, clear the folder, and warn: each tensor is its main replica's.
+
+    Args:
+        rows: this rank's rows among which some differ from another rank's.
+
+    Returns:
+        This rank's share, and a plan that is not kept.
+
+    Raises:
+        CheckpointingException: as `planned_share`.
+    """
+    own = call.attempt(lambda: (saving.table, replicas.row_digests(saving.data, rows)))
+    description: Optional[plans.Description] = None
+    with at_first(call, REPLICAS, own) as meeting:
+        if meeting.decides:
+            tables = {rank: table for rank, (table, _) in meeting.heard.items()}
+            cells = cells_of(tables)
+            rows_by_rank = {rank: digests for rank, (_, digests) in meeting.heard.items()}
+            problems = replicas.problems_of(replicas.replicas_in(cells), rows_by_rank)
+            warn_of_replicas(saving.folder, problems)
+            shares = shares_of(tables, cells, saving.is_balanced, fixed=problems)
+            commit.clear(saving.folder)
+            description = plans.Description(tables, shares)
+            meeting.answer_each(shares)
+    return meeting.result, plans.KeptPlan(b"", b"", {}, description)
+
+
+def warn_of_replicas(folder: Path, problems: Mapping[str, Problem]) -> None:
+    """Warn of replicas that differ, once of the same keys."""
+    # Buffers of a model differ at every save.
+    keys = tuple(sorted(problems))
+    texts, more = "; ".join(str(problems[key]) for key in keys[:5]), ", ..." if len(keys) > 5 else ""
+    what = f"{len(keys)} tensors differ between the ranks that hold them; the first of these ranks is saved"
+    warn_once(logger, f"{folder}: {what}: {texts}{more}", about=keys)
+
+
+def planned_share(call: Call, made: Attempt[Ready]) -> tuple[WriteShare, plans.KeptPlan, replicas.Shared]:
+    """Return this rank's share, the plan, and what this rank shares with others: the last ones where every
+    rank has what it had.
+
+    Raises:
+        CheckpointingException: the ranks together have problems; the same on every rank.
+    """
+    with at_first(call, COMPARING, call.attempt(lambda ready: ready.digests, made)) as meeting:
+        if meeting.decides:
+            kept, compared = made.value.kept, made.value.compared
+            digests = {rank: own for rank, (own, _, _) in meeting.heard.items()}
+            numbers = {number for _, number, _ in meeting.heard.values()}
+            is_known = kept is not None and kept.digests == digests and numbers == {kept.number}
+            is_alike = not compared or {state for _, _, state in meeting.heard.values()} == {compared}
+            meeting.answer((is_known, is_alike))
+    is_known, is_alike = meeting.result
+    ready = made.value
+    if not is_alike:
+        compare_common(call, ready.saving)
+    if is_known and ready.kept is not None:
+        share, shared = pickle.loads(ready.kept.share)
+        return share, ready.kept, shared
+    return new_share(call, ready)
+
+
+def new_share(call: Call, ready: Ready) -> tuple[WriteShare, plans.KeptPlan, replicas.Shared]:
+    """Plan with the tables of all ranks, and keep the plan; return as `planned_share`.
+
+    Raises:
+        CheckpointingException: as `planned_share`.
+    """
+    digests: dict[int, bytes] = {}
+    description: Optional[plans.Description] = None
+    with at_first(call, PLANNING, (ready.saving.table, ready.digest)) as meeting:
+        if meeting.decides:
+            saving, tables = ready.saving, {rank: table for rank, (table, _) in meeting.heard.items()}
+            digests = {rank: own for rank, (_, own) in meeting.heard.items()}
+            findings = findings_of(tables) if saving.is_checked else unwritable(tables)
+            cells = {} if findings else cells_of(tables)
+            shares = shares_of(tables, cells, saving.is_balanced)
+            findings = findings or clashes(tables, shares)
+            if findings:
+                raise Refusal(findings)
+            description = plans.Description(tables, shares)
+            number = plans.number_of(digests)
+            held = replicas.replicas_in(cells) if saving.is_checked else []
+            shared = replicas.shared_by(held, tables)
+            meeting.answer_each({rank: (share, number, shared[rank]) for rank, share in shares.items()})
+    share, number, shared = meeting.result
+    plan = plans.KeptPlan(number, pickle.dumps((share, shared)), digests, description)
+    plans.keep(call.ranks, ready.digest, plan)
+    return share, plan, shared
+
+
+def compare_common(call: Call, saving: Saving) -> None:
+    """Warn of common values that differ between ranks.
+
+    Raises:
+        CheckpointingException: they may not; the same on every rank.
+    """
+    with at_first(call, COMMON, saving.compared or {}) as meeting:
+        if meeting.decides:
+            findings = common.findings_of(meeting.heard)
+            if findings and saving.strict_common:
+                raise Refusal(findings)
+            for rank, problem in findings:
+                logger.warning(
+                    "%s: only the first rank's common state is saved; rank %d: %s",
+                    saving.folder,
+                    rank,
+                    problem,
+                )
+            first = call.rank
+            meeting.answer_each(
+                {
+                    rank: common.told(rank, values, first, meeting.heard[first])
+                    for rank, values in meeting.heard.items()
+                }
+            )
+    if meeting.result:
+        logger.warning("%s", meeting.result)
+
+
+def commit_together(call: Call, planned: Planned, output: Output) -> Output:
+    """Make a checkpoint of every rank's records; return this rank's output.
+
+    Raises:
+        CheckpointingException: some rank has problems; the same on every rank. There is no checkpoint then.
+    """
+    try:
+        with at_first(call, COMMITTING, output) as meeting:
+            if meeting.decides:
+                description = planned.plan.description
+                assert description is not None, "the first rank has it"
+                outputs = meeting.heard
+                described = description.to_bytes(outputs, (len(planned.common), zlib.crc32(planned.common)))
+                commit.publish_described(
+                    planned.folder, described, planned.common, outputs, planned.is_hashed
+                )
+    except CheckpointingException as error:
+        # Where the first rank is gone, its last step may have made this file a part of a checkpoint.
+        if error.is_agreed:
+            planned.discard()
+        raise
+    finally:
+        planned.claim.end()
+    return output
+
+
+def check_trust(state: bytes, must_load: bool, name: str) -> None:
+    """Report at the save that a load would refuse a value.
+
+    Raises:
+        CheckpointingException: it has to load.
+    """
+    reason = values.why_not_loadable(state)
+    if reason and must_load:
+        raise CheckpointingException(f"would not load again: {reason}")
+    if reason:
+        logger.warning("%s will not load as it is: %s", name, reason)
+
+
+def work_of(saving: Saving, item: Item) -> WriteWork:
+    data, row = saving.data[item.number], saving.table.tensors[item.number]
+    # A piece of the size of this rank's data is all of the data.
+    holds = item.box if item.box.size == row.size else row.box
+    if 0 in item.box.size:
+        # A tensor without elements is written in full, whatever part this rank has.
+        data, holds = data.new_empty(item.box.size), item.box
+    return WriteWork(data, holds, item.box)
+
+
+def clashes(tables: Mapping[int, RowTable], shares: Mapping[int, WriteShare]) -> Findings:
+    """Return findings of records that the index could not tell apart: it knows them by their offset."""
+    findings: Findings = []
+    known: dict[tuple[str, tuple[int, ...]], tuple[int, Box]] = {}
+    for rank, share in shares.items():
+        for item in share.tensors:
+            key = tables[rank].tensors[item.number].key
+            first, box = known.setdefault((key, item.box.offset), (rank, item.box))
+            if box != item.box:
+                what = "different boxes that begin at one place"
+                got, expected = spelled(item.box), f"{spelled(box)} as rank {first}"
+                findings.append((rank, Problem(what, key, got, expected)))
+    return findings

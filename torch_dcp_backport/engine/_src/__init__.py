@@ -1,0 +1,1 @@
+"""The insides of `torch_dcp_backport.engine`: nothing outside that room imports from here."""

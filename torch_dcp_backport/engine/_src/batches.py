@@ -1,0 +1,626 @@
+"""Rows of a batch as micro-batches: the same number on every rank, and results in the order of the rows.
+
+Takes a mapping of tensors with rows first, padded or jagged (a TensorDict too), and of values of the rows or
+of the batch. Knows no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from torch_dcp_backport.engine._src.checks import flag, whole
+from torch_dcp_backport.transfer import Call, Group, Problem, meet_numbers, raise_together
+
+TITLE = "cannot run this batch"
+IDS, MASK, LOSS_MASK, RESPONSES = "input_ids", "attention_mask", "loss_mask", "response_mask"
+#: Whether a language model also returns the entropies of its tokens.
+ENTROPY = "calculate_entropy"
+POSITIONS, TEMPERATURE = "position_ids", "temperature"
+#: What ranks with the same rows compare, in the order of the numbers that each sends.
+COMPARED = (
+    "another number of micro-batches",
+    f"another sum of {LOSS_MASK}",
+    f"other rows ({IDS})",
+    f"other masks or positions ({MASK}, {LOSS_MASK}, {POSITIONS})",
+    f"another cut into micro-batches, or another use_remove_padding, {ENTROPY} or temperature",
+)
+
+#: First column of a row that is no padding, and the column behind the last.
+Span = tuple[int, int]
+
+
+class Limit(NamedTuple):
+    """The size of a micro-batch: rows, or tokens with the padding that is left. Exactly one of them is given.
+
+    Args:
+        rows: the most rows of a micro-batch.
+        tokens: the most tokens of a micro-batch: its rows times its columns, or the sum of packed rows.
+    """
+
+    rows: Optional[int] = None
+    tokens: Optional[int] = None
+
+
+class Plan(NamedTuple):
+    """The parts that a batch is cut into; as many on every rank.
+
+    Args:
+        parts: the numbers of the rows of each micro-batch, from 0; an empty list where the rank only takes
+            part in the collectives.
+        spans: for each row its first column that is no padding, and the column behind its last.
+        tokens: the number of tokens with a loss on all ranks; of a mask of weights their sum.
+        width: columns of padded rows; None where the rows are jagged.
+        is_packed: whether the rows of a micro-batch run in one sequence.
+        has_entropy: whether the batch asks for entropies.
+    """
+
+    parts: list[list[int]]
+    spans: list[Span]
+    tokens: float
+    width: Optional[int]
+    is_packed: bool = False
+    has_entropy: bool = False
+
+
+class Micro(NamedTuple):
+    """A micro-batch.
+
+    Args:
+        data: the batch's entries, of these rows; padded columns that no row needs are gone.
+        rows: the numbers of the rows in the batch, from 0; empty where the rank has none.
+        columns: the first of the batch's columns that is in `data`, and the column behind the last.
+    """
+
+    data: dict[str, Any]
+    rows: list[int]
+    columns: Span
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether the rank has no row here, and only takes part in the collectives."""
+        return not self.rows
+
+
+def plan(
+    data: Any,
+    limit: Union[Limit, Callable[[], Limit]],
+    group: Group = None,
+    *,
+    needs_tokens: bool = True,
+    copies: int = 1,
+    packs: Union[bool, Callable[[Limit], bool]] = False,
+) -> Plan:
+    """Cut a batch into the same number of micro-batches on every rank. Collective.
+
+    Args:
+        data: rows of this rank: a mapping with `input_ids`, padded (rows, columns) or jagged, and where there
+            are a loss and padding with `loss_mask` and `attention_mask` of the same shape.
+        limit: the size of a micro-batch, or a function that finds it; an error of the function is raised on
+            every rank.
+        group: the ranks that take part; None is the default process group.
+        needs_tokens: whether a batch without any token of a loss is an error.
+        copies: the number of consecutive ranks that have the same rows (tensor or sequence parallelism).
+        packs: whether the rows of a micro-batch run in one sequence without padding, or a function that finds
+            it out by the limit.
+
+    Raises:
+        RuntimeError: a row above the limit, no rows, no tokens, columns that do not fit, other rows than the
+            copies have, ...; on every rank.
+
+    Example:
+        Within a process group:
+
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> ids = torch.arange(15).view(3, 5)
+        >>> data = {"input_ids": ids, "loss_mask": torch.ones_like(ids)}
+        >>> plan = engine.plan(data, engine.Limit(tokens=10))
+        >>> plan.parts, plan.tokens
+        ([[0, 1], [2]], 15.0)
+    """
+    call = Call(TITLE, "plan", (group,), plain=(ValueError, KeyError))
+    # Errors of any kind: the other ranks wait in the meeting.
+    own = call.attempt(lambda: _planned(data, limit, needs_tokens, packs))
+    counts = call.attempt(lambda made: numbers_of(data, made, copies > 1), own)
+    rows = list(meet_numbers(call, counts, len(COMPARED)).values())
+    count, tokens = int(max(row[0] for row in rows)), sum(row[1] for row in rows[::copies])
+    ranks = call.ranks
+    findings = []
+    for place, rank in enumerate(ranks):
+        first = place - place % copies
+        unlike = [what for what, own_, other in zip(COMPARED, rows[place], rows[first]) if own_ != other]
+        if unlike:
+            text = f"{'; '.join(unlike[::-1])} than rank {ranks[first]}, with which it computes the same rows"
+            findings.append(
+                (rank, Problem(f"{text} (tensor parallelism, or ulysses_sequence_parallel_size)"))
+            )
+        elif not count:
+            findings.append((rank, Problem("no rows on any rank")))
+        elif needs_tokens and not tokens:
+            findings.append((rank, Problem(f"no token on any rank has a loss: {LOSS_MASK} is zero")))
+    raise_together(TITLE, findings)
+    return own.value._replace(parts=spread(own.value.parts, count), tokens=tokens)
+
+
+def _planned(data: Any, limit: Any, needs_tokens: bool, packs: Any) -> Plan:
+    checked_batch(data)
+    most = checked_limit(limit() if callable(limit) else limit)
+    return plan_alone(data, most, needs_tokens, packs(most) if callable(packs) else packs)
+
+
+def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True, packs: bool = False) -> Plan:
+    """Cut this rank's rows, as `plan` does for all ranks.
+
+    Raises:
+        ValueError: a row above the limit, an invalid limit, columns that do not fit.
+        KeyError: a batch without a key that is needed.
+    """
+    limit = checked_limit(limit)
+    keys = set(data.keys())
+    check_offered(data, keys)
+    for key in (IDS, LOSS_MASK) if needs_tokens else (IDS,):
+        if key not in keys:
+            raise KeyError(f"the batch has no {key}; it has {', '.join(sorted(map(str, keys)))}")
+    ids = data[IDS]
+    spans = spans_of(data)
+    check_positions(data, keys)
+    if packs:
+        check_packable(data, keys, spans)
+    tokens = 0.0
+    if needs_tokens:
+        # verl's policy losses mask responses alone, and the mask of a loss is that.
+        if not (RESPONSES in keys and same_values(data[LOSS_MASK], data[RESPONSES])):
+            check_alike(LOSS_MASK, data[LOSS_MASK], ids)
+        tokens = float(values_of(data[LOSS_MASK]).sum(dtype=torch.float64))
+    if limit.rows is not None:
+        rows = list(range(len(spans)))
+        parts = [rows[start : start + limit.rows] for start in range(0, len(rows), limit.rows)]
+    else:
+        parts = (by_lengths if packs else by_tokens)(spans, limit.tokens or 0)
+    width = None if ids.is_nested else int(ids.shape[1])
+    return Plan(parts, spans, tokens, width, packs, flag_of(data, ENTROPY, False))
+
+
+def checked_batch(data: Any) -> Any:
+    """Return a batch. Raises a TypeError for what is no mapping, such as a tensor of token ids."""
+    if not callable(getattr(data, "keys", None)):
+        raise TypeError(f"the batch is a {type(data).__name__}: expected a mapping with {IDS}")
+    return data
+
+
+def checked_limit(limit: Limit) -> Limit:
+    """Return a limit as a whole number, which may be given as text.
+
+    Raises:
+        ValueError: no number, or two of them.
+    """
+    with contextlib.suppress(ValueError):
+        sizes = {name: whole(1)(name, size) for name, size in limit._asdict().items() if size is not None}
+        if len(sizes) == 1:
+            return Limit(**sizes)
+    raise ValueError(f"{limit}: expected a positive number of either rows or tokens")
+
+
+def check_offered(data: Any, keys: set[Any]) -> None:
+    """Refuse what verl's own engines read of a batch, and which would have no effect.
+
+    Raises:
+        ValueError: images, or rows that have to stay together.
+    """
+    if "multi_modal_inputs" in keys and any(len(row or ()) for row in data["multi_modal_inputs"]):
+        raise ValueError("multi_modal_inputs: images and the like are not offered")
+    if "force_group_size" in keys and data["force_group_size"] not in (None, 1):
+        got = data["force_group_size"]
+        raise ValueError(f"force_group_size={got}: rows that stay together in a micro-batch are not offered")
+
+
+def unwrapped(value: Any) -> Any:
+    """Return what a wrapper of tensordict holds: a value for the batch, or a list of a value for each row."""
+    while type(value).__name__ == "NonTensorData":
+        value = value.data
+    return value.tolist() if type(value).__name__ == "NonTensorStack" else value
+
+
+def value_in(data: Any, name: str, default: Any = None) -> Any:
+    """Return a setting of a batch: one value, also where joined batches have it for each row.
+
+    Raises:
+        ValueError: rows have other values than others.
+    """
+    if name not in set(data.keys()):  # a TensorDict iterates over rows
+        return default
+    value = unwrapped(data[name])
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        return value
+    values = [unwrapped(part) for part in value]
+    others = [part for part in values if part != values[0]]
+    if others:
+        raise ValueError(
+            f"{name} is {values[0]!r} for some rows and {others[0]!r} for others: one is for all"
+        )
+    return values[0] if values else default
+
+
+def flag_of(data: Any, name: str, default: bool) -> bool:
+    """Return a flag of a batch, which joined batches have for each row.
+
+    Raises:
+        ValueError: something else than a flag, or rows with different ones.
+    """
+    value = value_in(data, name)
+    return default if value is None else flag(name, value)
+
+
+def numbers_of(data: Any, plan: Plan, is_compared: bool) -> list[float]:
+    """Return the numbers of `COMPARED`: of what a rank runs, and checksums where ranks compare their rows."""
+    sums: list[float] = [0, 0, 0]
+    if is_compared:
+        keys = set(data.keys())
+        masks = [data[key] for key in (MASK, LOSS_MASK, POSITIONS) if key in keys]
+        temperature = unwrapped(data[TEMPERATURE]) if TEMPERATURE in keys else None
+        if isinstance(temperature, torch.Tensor):
+            temperature = temperature.tolist()
+        shape = data[IDS].offsets() if data[IDS].is_nested else torch.tensor(data[IDS].shape)
+        asked = repr((plan.parts, plan.is_packed, plan.has_entropy, temperature))
+        sums = [digest_of([data[IDS], shape]), digest_of(masks), zlib.crc32(asked.encode())]
+    return [len(plan.parts), plan.tokens, *sums]
+
+
+def digest_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Return a checksum of tensors' values."""
+    digest = 0
+    for tensor in tensors:
+        # As numbers: ranks may have a mask as flags, or as whole numbers.
+        values = values_of(tensor).detach().to("cpu", torch.float64).contiguous()
+        digest = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), digest)
+    return digest
+
+
+def same_values(mask: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two masks, jagged or not, are the same."""
+    return mask.is_nested == other.is_nested and torch.equal(values_of(mask), values_of(other))
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.values() if tensor.is_nested else tensor
+
+
+def check_alike(name: str, mask: Any, ids: Any) -> None:
+    """Refuse a mask that has no value for some id.
+
+    Raises:
+        ValueError: another shape, or other rows.
+    """
+    if ids.is_nested and mask.is_nested:
+        check_jagged(name, mask)
+        if not torch.equal(mask.offsets(), ids.offsets()):
+            got, expected = mask.offsets().diff().tolist(), ids.offsets().diff().tolist()
+            raise ValueError(f"{name} has rows of {got} tokens, {IDS} of {expected}")
+    elif ids.is_nested or mask.is_nested or mask.shape != ids.shape:
+        shapes = [
+            "jagged" if tensor.is_nested else f"of shape {tuple(tensor.shape)}" for tensor in (mask, ids)
+        ]
+        raise ValueError(f"{name} is {shapes[0]}: expected that of {IDS}, {shapes[1]}")
+
+
+def check_jagged(name: str, tensor: Any) -> None:
+    """Refuse a nested tensor whose values are not its rows in sequence.
+
+    Raises:
+        ValueError: it is strided, or narrowed.
+    """
+    if tensor.layout is not torch.jagged:
+        raise ValueError(f"{name} is nested and {tensor.layout}: expected torch.jagged")
+    if tensor.lengths() is not None:
+        raise ValueError(f"{name} is a part of another tensor's rows: call contiguous()")
+
+
+def spans_of(data: Any) -> list[Span]:
+    """Return the columns of each row between the padding on both sides.
+
+    Raises:
+        ValueError: a mask of another shape, or a row that is padding alone.
+    """
+    ids = data[IDS]
+    if ids.is_nested:
+        check_jagged(IDS, ids)
+        lengths = ids.offsets().diff().tolist()
+        if 0 in lengths:
+            raise ValueError(f"row {lengths.index(0)} has no tokens")
+        return [(0, length) for length in lengths]
+    if ids.dim() != 2 or (len(ids) and not ids.shape[1]):
+        raise ValueError(f"{IDS} of shape {tuple(ids.shape)}: expected rows and columns")
+    keys = set(data.keys())  # a TensorDict iterates over rows
+    if MASK not in keys:
+        return [(0, int(ids.shape[1]))] * len(ids)
+    mask = data[MASK]
+    if mask.shape != ids.shape:
+        raise ValueError(f"{MASK} of shape {tuple(mask.shape)}: expected that of {IDS}, {tuple(ids.shape)}")
+    if not len(ids):
+        return []
+    there = mask.bool()
+    if not there.any(1).all():
+        raise ValueError(f"row {there.any(1).tolist().index(False)} is padding alone")
+    first = there.int().argmax(1)
+    behind = ids.shape[1] - there.flip(1).int().argmax(1)
+    return list(zip(first.tolist(), behind.tolist()))
+
+
+def check_positions(data: Any, keys: set[Any]) -> None:
+    """Refuse positions that are not one number for each token.
+
+    Raises:
+        ValueError: another shape than that of the ids.
+    """
+    if POSITIONS not in keys or data[POSITIONS] is None:
+        return
+    positions = data[POSITIONS]
+    if positions.dim() != 2:
+        raise ValueError(f"{POSITIONS} has {positions.dim()} dimensions: expected a number for each token")
+    check_alike(POSITIONS, positions, data[IDS])
+
+
+def check_packable(data: Any, keys: set[Any], spans: Sequence[Span]) -> None:
+    """Refuse rows that have other values without padding.
+
+    Raises:
+        ValueError: padding between a row's tokens, or positions that do not count its tokens from 0.
+    """
+    ids, lengths = data[IDS], torch.tensor([stop - start for start, stop in spans])
+    there = None
+    if not ids.is_nested:
+        there = (data[MASK] != 0).cpu() if MASK in keys else torch.ones(ids.shape, dtype=torch.bool)
+        holes = there.sum(1) != lengths
+        if holes.any():
+            row = holes.tolist().index(True)
+            raise ValueError(
+                f"row {row} has padding between its tokens, which use_remove_padding=True would remove; "
+                "use_remove_padding=False would do"
+            )
+    if POSITIONS not in keys or data[POSITIONS] is None or not len(lengths):
+        return
+    found = data[POSITIONS]
+    flat = (found.values().cpu() if there is None else found.cpu()[there]).long()
+    ends = lengths.cumsum(0)
+    expected = torch.arange(len(flat)) - (ends - lengths).repeat_interleave(lengths)
+    wrong = (flat != expected).nonzero()
+    if len(wrong):
+        row = int((ends <= wrong[0]).sum())
+        got = flat[ends[row] - lengths[row] : ends[row]][:8].tolist()
+        raise ValueError(
+            f"{POSITIONS} of row {row} do not count its tokens from 0, which use_remove_padding=True needs: "
+            f"got {got}; use_remove_padding=False would do"
+        )
+
+
+def by_lengths(spans: Sequence[Span], most: int) -> list[list[int]]:
+    """Group rows of at most `most` tokens in all: each row goes where it first fits, the longest before.
+
+    Raises:
+        ValueError: a row that is longer than that.
+    """
+    parts: list[list[int]] = []
+    left: list[int] = []
+    lengths = [stop - start for start, stop in spans]
+    for row in sorted(range(len(spans)), key=lambda row: -lengths[row]):
+        if lengths[row] > most:
+            raise ValueError(f"row {row} has {lengths[row]} tokens, more than the {most} of a micro-batch")
+        place = next((place for place, room in enumerate(left) if room >= lengths[row]), len(parts))
+        if place == len(parts):
+            parts.append([])
+            left.append(most)
+        parts[place].append(row)
+        left[place] -= lengths[row]
+    return parts
+
+
+def by_tokens(spans: Sequence[Span], most: int) -> list[list[int]]:
+    """Group rows of like length; rows x columns of a part are at most `most`.
+
+    Raises:
+        ValueError: a row that is longer than that.
+    """
+    parts: list[list[int]] = []
+    columns = (0, 0)
+    for row in sorted(range(len(spans)), key=lambda row: spans[row][0] - spans[row][1]):
+        start, stop = spans[row]
+        if stop - start > most:
+            raise ValueError(f"row {row} has {stop - start} tokens, more than the {most} of a micro-batch")
+        wider = (min(columns[0], start), max(columns[1], stop))
+        if parts and (len(parts[-1]) + 1) * (wider[1] - wider[0]) <= most:
+            parts[-1].append(row)
+            columns = wider
+        else:
+            parts.append([row])
+            columns = (start, stop)
+    return parts
+
+
+def spread(parts: Sequence[list[int]], count: int) -> list[list[int]]:
+    """Return the same rows in `count` parts: the fullest are halved, and parts without rows are empty."""
+    spread = [list(part) for part in parts]
+    while len(spread) < count:
+        fullest = max(range(len(spread)), key=lambda place: len(spread[place]), default=None)
+        if fullest is None or len(spread[fullest]) < 2:
+            spread.append([])
+            continue
+        part = spread[fullest]
+        spread[fullest : fullest + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
+    return spread
+
+
+def micro_batches(data: Any, plan: Plan) -> Iterator[Micro]:
+    """Yield the micro-batches of a plan; each is made when it is asked for.
+
+    A tensor, array, list or tuple that is as long as the batch has rows is cut with the rows, also a tensor
+    or array in a dict within the batch. Each micro-batch gets the whole of everything else, and of a list
+    that a TensorDict has a single time for all rows.
+
+    Args:
+        data: the batch that the plan was made of.
+        plan: the result of `plan` on this rank.
+
+    Example:
+        Within a process group:
+
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> data = {"input_ids": torch.tensor([[1, 2], [3, 4], [5, 6]]), "temperature": 0.5}
+        >>> plan = engine.plan(data, engine.Limit(rows=2), needs_tokens=False)
+        >>> for micro in engine.micro_batches(data, plan):
+        ...     print(micro.rows, micro.data)
+        [0, 1] {'input_ids': tensor([[1, 2],
+                [3, 4]]), 'temperature': 0.5}
+        [2] {'input_ids': tensor([[5, 6]]), 'temperature': 0.5}
+    """
+    for rows in plan.parts:
+        spans = [plan.spans[row] for row in rows] or [(0, 1)]
+        columns = min(start for start, _ in spans), max(stop for _, stop in spans)
+        micro = {}
+        for key in list(data.keys()):  # a TensorDict iterates over rows
+            # Otherwise a list that happens to be as long as the batch would be cut.
+            is_common = type(data.get(key)).__name__ == "NonTensorData"
+            value = unwrapped(data[key])
+            micro[key] = value if is_common else _selected(key, value, rows, columns, plan)
+        yield Micro(micro, rows, columns)
+
+
+def _selected(key: str, value: Any, rows: list[int], columns: Span, plan: Plan) -> Any:
+    """Return the rows of a value; for a filler a single row of zeros of tensors, and nothing of all else."""
+    count = len(plan.spans)
+    if isinstance(value, torch.Tensor):
+        return _selected_tensor(key, value, rows, columns, plan)
+    if isinstance(value, (list, tuple)):
+        return [value[row] for row in rows] if len(value) == count else value
+    if type(value) is dict or (isinstance(value, Mapping) and hasattr(value, "batch_size")):
+        parts = {name: value[name] for name in list(value.keys())}
+        return {
+            name: part if isinstance(part, (list, tuple)) else _selected(name, part, rows, columns, plan)
+            for name, part in parts.items()
+        }
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray) or not value.ndim or len(value) != count:
+        return value
+    picked = value[rows]
+    is_padded = plan.width is not None and value.ndim > 1 and value.shape[1] == plan.width
+    return picked[:, slice(*columns)] if is_padded else picked
+
+
+def _selected_tensor(key: str, value: Any, rows: list[int], columns: Span, plan: Plan) -> Any:
+    if value.is_nested:
+        made = value.unbind()
+        picked = [made[row] for row in rows] or [value.values().new_zeros((1, *value.values().shape[1:]))]
+        return torch.nested.as_nested_tensor(picked, layout=torch.jagged)
+    if not value.dim() or len(value) != len(plan.spans):
+        return value
+    picked_rows = value[rows] if rows else value.new_full((1, *value.shape[1:]), key == MASK)
+    if plan.width is not None and value.dim() > 1 and value.shape[1] == plan.width:
+        return picked_rows[:, slice(*columns)]
+    return picked_rows
+
+
+def on_device(data: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a micro-batch with its tensors on a device, also those in dicts within it."""
+    moved: dict[str, Any] = {}
+    for name, value in data.items():
+        if type(value) is dict:
+            moved[name] = on_device(value, device)
+        else:
+            moved[name] = value.to(device) if isinstance(value, torch.Tensor) else value
+    return moved
+
+
+def model_inputs(data: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return a micro-batch's inputs for a model of transformers: ids, mask and positions, padded.
+
+    Args:
+        data: a micro-batch's data: `input_ids`, padded (rows, columns) or jagged, and where it has them
+            `attention_mask` and `position_ids`.
+        device: the device of the inputs.
+
+    Returns:
+        `input_ids`, `attention_mask` and `position_ids`, each an integer tensor (rows, columns).
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> data = {"input_ids": torch.tensor([[0, 7, 8]]), "attention_mask": torch.tensor([[0, 1, 1]])}
+        >>> engine.model_inputs(data, torch.device("cpu"))["position_ids"]
+        tensor([[0, 0, 1]])
+    """
+    ids = data[IDS]
+    if ids.is_nested:
+        rows = ids.unbind()
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        ids = pad_sequence(list(rows), batch_first=True)
+    else:
+        mask = data[MASK] if MASK in data else torch.ones_like(ids)
+    positions = data.get(POSITIONS)
+    if positions is None:
+        # A jagged row begins with its first token.
+        positions = (mask.long().cumsum(1) - 1).clamp_min(0)
+    elif positions.is_nested:
+        positions = pad_sequence(list(positions.unbind()), batch_first=True)
+    inputs = {IDS: ids, MASK: mask, POSITIONS: positions}
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def like_rows(padded: torch.Tensor, data: Mapping[str, Any]) -> torch.Tensor:
+    """Return a result per token in the form of a micro-batch's rows: padded, or jagged."""
+    ids = data[IDS]
+    if not ids.is_nested:
+        return padded
+    offsets = ids.offsets().to(padded.device)
+    lengths = offsets.diff()
+    there = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
+    return torch.nested.nested_tensor_from_jagged(padded[there], offsets)
+
+
+def restored(outputs: Sequence[Mapping[str, torch.Tensor]], plan: Plan) -> dict[str, torch.Tensor]:
+    """Return all micro-batches' results, in the order and width of the batch; zeros where padding was cut.
+
+    Args:
+        outputs: for each micro-batch name -> tensor with a result for each row, or for each token of a row.
+        plan: the plan that the micro-batches were made by.
+
+    Example:
+        Within a process group:
+
+        >>> import torch
+        >>> from torch_dcp_backport import engine
+        >>> mask = torch.tensor([[0, 1, 0], [1, 1, 1]])
+        >>> data = {"input_ids": torch.tensor([[0, 5, 0], [1, 2, 3]]), "attention_mask": mask}
+        >>> plan = engine.plan(data, engine.Limit(rows=1), needs_tokens=False)
+        >>> outputs = [{"twice": 2 * micro.data["input_ids"]} for micro in engine.micro_batches(data, plan)]
+        >>> engine.restored(outputs, plan)["twice"]
+        tensor([[ 0, 10,  0],
+                [ 2,  4,  6]])
+    """
+    results: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(name for output in outputs for name in output):
+        rows_of: dict[int, torch.Tensor] = {}
+        for rows, output in zip(plan.parts, outputs):
+            if not rows:
+                continue
+            columns = min(plan.spans[row][0] for row in rows), max(plan.spans[row][1] for row in rows)
+            for row, part in zip(rows, output[name].unbind()):
+                if plan.width is not None and part.dim() and part.shape[0] == columns[1] - columns[0]:
+                    full = part.new_zeros((plan.width, *part.shape[1:]))
+                    full[slice(*columns)] = part
+                    part = full
+                rows_of[row] = part
+        ordered = [rows_of[row] for row in sorted(rows_of)]
+        if ordered:
+            jagged = plan.width is None and ordered[0].dim()
+            make: Any = torch.nested.as_nested_tensor if jagged else torch.stack
+            results[name] = make(ordered, layout=torch.jagged) if jagged else make(ordered)
+    return results

@@ -1,0 +1,565 @@
+"""The engine: mesh, model, batches, step, moves and export under the names of verl 0.7.
+
+Composes the functions of the other modules; each of these serves a trainer's own loop as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Optional, Union
+
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport import compat, rooms
+from torch_dcp_backport.engine._src import (
+    attention,
+    batches,
+    build,
+    determinism,
+    heads,
+    lora,
+    move,
+    packing,
+    reach,
+    tensor_parallel,
+    verl,
+)
+from torch_dcp_backport.engine._src import step as steps
+from torch_dcp_backport.engine._src.base import BaseEngine, EngineRegistry, default_device
+from torch_dcp_backport.engine._src.config import (
+    EngineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    dtype_of,
+    settings,
+    spelled,
+)
+from torch_dcp_backport.engine._src.export import whole_tensors
+from torch_dcp_backport.engine._src.mesh import Grid, arrange
+from torch_dcp_backport.transfer import Call, Terms, groups_of
+
+BACKENDS, DEVICES = ["fsdp", "fsdp2"], ["cuda", "npu", "xpu", "hpu", "cpu"]
+
+
+class FSDPEngine(BaseEngine):
+    """A model of transformers under FSDP2, with its optimizer; subclasses define its outputs.
+
+    `FSDPEngineWithLMHead` has an example.
+    """
+
+    #: Makes the model, within `build.parameters_on_meta`.
+    make_model = staticmethod(build.language_model)
+    #: Parameters that the files need not have.
+    fresh: Mapping[str, build.Draw] = {}
+
+    def __init__(
+        self,
+        model_config: Any,
+        engine_config: Any = None,
+        optimizer_config: Any = None,
+        checkpoint_config: Any = None,
+        *,
+        device: Optional[str] = None,
+    ) -> None:
+        """Check the settings, and arrange the ranks where there are any. Collective.
+
+        Args:
+            model_config: a `ModelConfig`, a mapping of its settings, or verl's object.
+            engine_config: an `EngineConfig`, a mapping of its settings, or verl's object; None takes the
+                defaults.
+            optimizer_config: an `OptimizerConfig`, a mapping of its settings, or verl's object; None is the
+                defaults. It is read by `initialize`.
+            checkpoint_config: the settings of the checkpoint manager.
+            device: a type of device; None is this machine's accelerator, or the CPU.
+
+        Raises:
+            ValueError: a setting that is not offered or cannot be, or two that exclude each other; on every
+                rank.
+        """
+        with Call("cannot make the engine", "settings", groups_of()) as call:
+            with call.guard():
+                self.model_config = settings(ModelConfig, model_config)
+                self.engine_config = settings(EngineConfig, engine_config)
+            call.settle(kind=ValueError)
+        #: A tokenizer or processor, where verl's object has it: its files go into every checkpoint.
+        self.processing_class = getattr(model_config, "processor", None) or getattr(
+            model_config, "tokenizer", None
+        )
+        #: Read by `initialize`: until then verl's trainers still write the number of steps into it.
+        self.optimizer_config = optimizer_config
+        self.checkpoint_config = checkpoint_config
+        self.device = device or default_device()
+        self.is_param_offload_enabled = self.engine_config.param_offload
+        self.is_optimizer_offload_enabled = self.engine_config.optimizer_offload
+        #: Steps that were not taken, since a gradient was not finite.
+        self.skipped_steps = 0
+        self.module: Any = None
+        self.lr_scheduler: Any = None
+        self.checkpoint_manager: Any = None
+        if dist.is_initialized():
+            _ = self.grid
+
+    @functools.cached_property
+    def grid(self) -> Grid:  # type: ignore[override]
+        """The arrangement of ranks; the first use arranges them. Collective."""
+        own = self.engine_config
+        return arrange(self.device, own.fsdp_size, own.tp_size, own.ulysses_sequence_parallel_size)
+
+    @property
+    def is_packing(self) -> bool:
+        """Whether rows run in one sequence without padding, unless a batch says otherwise."""
+        said = (self.model_config.use_remove_padding, self.engine_config.use_remove_padding)
+        return True in said and False not in said
+
+    def initialize(self) -> None:
+        """Make the model, each rank its own slices, and its optimizer. Collective.
+
+        Raises:
+            RuntimeError: as `build.fill`, `mesh.arrange` and `step.divisor_of`; on every rank.
+        """
+        own = self.engine_config
+        self.module = self.build()
+        #: Factor of losses, so that gradients are means.
+        self.scale = 1.0
+        if not own.forward_only:
+            self.scale = steps.divisor_of(self.grid, own.sharding) / self.grid.dp_size
+            asked = self.optimizer_config
+            trained = [param for param in self.module.parameters() if param.requires_grad]
+            self.optimizer = asked.made(trained)
+            self.lr_scheduler = steps.schedule(
+                self.optimizer,
+                asked.lr_scheduler_type,
+                warmup=asked.warmup,
+                total=asked.total_training_steps,
+                least=asked.min_lr_ratio or 0.0,
+                cycles=asked.num_cycles,
+            )
+        manager = rooms.offered("the manager of FSDP2 models")
+        self.checkpoint_manager = manager(
+            self.module,
+            self.optimizer,
+            self.lr_scheduler,
+            self.processing_class,
+            self.checkpoint_config,
+            like=self.model_config.path,
+        )
+        if own.param_offload or own.optimizer_offload:
+            self.to("cpu", model=own.param_offload, optimizer=own.optimizer_offload, grad=own.param_offload)
+
+    def build(self) -> Any:
+        """Make the model, sharded and filled. Collective."""
+        own, asked = self.engine_config, self.model_config
+        blocks = own.wrap_policy.get("transformer_layer_cls_to_wrap")
+        model: Any = None
+        with Call("cannot build the model", "build", groups_of()) as call:
+            dtype = dtype_of(own.model_dtype)
+            with call.guard():
+                if not own.forward_only:
+                    self.optimizer_config = settings(OptimizerConfig, self.optimizer_config)
+                    # Whether it takes its settings: before anything large is made.
+                    self.optimizer_config.made([torch.nn.Parameter(torch.zeros(1, 1))])
+                if own.full_determinism:
+                    determinism.enable(own.seed)
+            saved = call.attempt(lora.opened, asked, key="lora_adapter_path")
+            with call.guard(), build.parameters_on_meta(dtype):
+                model = self.make_model(asked, dtype)
+                if self.is_packing:
+                    packing.check(model, self.grid.sizes.ulysses)
+                elif self.grid.sizes.ulysses > 1:
+                    shared = f"ulysses_sequence_parallel_size={self.grid.sizes.ulysses}"
+                    raise ValueError(f"{shared} needs use_remove_padding=True")
+                if asked.enable_gradient_checkpointing:
+                    model.gradient_checkpointing_enable({"use_reentrant": False})
+                if asked.has_adapters and saved.error is None:
+                    model = lora.adapted(model, asked, saved.value)
+                if saved.error is None and saved.value is not None:
+                    call.problems += lora.problems_of(model, saved.value)
+                build.units_of(model, blocks)
+                if not own.forward_only:
+                    build.check_layers(model)
+                    tensor_parallel.check_dropout(model, self.grid)
+                tensor_parallel.styles_of(model, self.grid)
+            parts = [own, asked, *(() if own.forward_only else (self.optimizer_config,))]
+            settings_by_type = {} if call.problems else {type(part).__name__: spelled(part) for part in parts}
+            adapter = saved.value.digest if saved.error is None and saved.value is not None else "none"
+            common = {**settings_by_type, "lora_adapter_path": adapter, **build.outline(model)}
+            call.agree(terms=Terms(common=common))
+        tensor_parallel.parallelize(model, self.grid)
+        build.shard(model, self.grid, own.sharding, blocks, lora.apart(model) if asked.has_adapters else ())
+        kind = "cpu" if own.offload_policy else self.device
+        build.materialize(model, compat.current_device(kind), buffers=compat.current_device(self.device))
+        fresh = {**self.fresh, **lora.FRESH}
+        build.fill(model, asked.path, fresh=fresh, hf_name=lora.base_name, seed=own.seed)
+        if saved.value is not None:
+            lora.fill(model, saved.value)
+        return model
+
+    def forward_backward_batch(
+        self, data: Any, loss_function: Optional[Callable[..., Any]], forward_only: bool = False
+    ) -> dict[str, Any]:
+        """Run the model on a batch, and the loss backwards. Collective.
+
+        All ranks run the same number of micro-batches. A rank that has fewer runs the missing ones on a row
+        of zeros; the loss function is not called for them, and they do not appear in `loss` or `metrics`.
+
+        Args:
+            data: rows of this rank, padded or jagged, with `input_ids`, `loss_mask` and what the loss reads.
+            loss_function: called with `model_output=`, `data=` (of a micro-batch, with `batch_num_tokens` of
+                all ranks and `dp_size`) and `dp_group=`; returns the loss, whose mean over ranks is trained,
+                and metrics. None computes no loss.
+            forward_only: whether there is no backward pass.
+
+        Returns:
+            `model_output` in the order of the rows, `loss` and `metrics` of each micro-batch.
+
+        Raises:
+            RuntimeError: as `batches.plan`; on every rank.
+        """
+        limit = functools.partial(self.engine_config.limit, data, forward_only)
+        plan = batches.plan(
+            data,
+            limit,
+            needs_tokens=loss_function is not None,
+            copies=self.grid.copies,
+            packs=functools.partial(self.packs, data),
+        )
+        common = {"batch_num_tokens": plan.tokens, "dp_size": self.grid.dp_size}
+        if batches.ENTROPY in set(data.keys()):
+            # Joined batches have it for each row, and a micro-batch without rows would have none.
+            common[batches.ENTROPY] = plan.has_entropy
+        if plan.is_packed:
+            attention.install(self.module, self.grid.sp_group, self.grid.sizes.ulysses)
+        outputs, losses, metrics = [], [], {}  # type: ignore[var-annotated]
+        for number, micro in enumerate(batches.micro_batches(data, plan), 1):
+            if not forward_only and self.engine_config.gradient_sync == "last":
+                self.module.set_requires_gradient_sync(number == len(plan.parts))
+            try:
+                loss, output = self.forward_step(micro, common, loss_function, plan.is_packed)
+                if not forward_only:
+                    # In one process there is no such row, and its tokens reach no expert.
+                    is_company = reach.uncounted(self.module) if micro.is_filler else contextlib.nullcontext()
+                    with is_company:
+                        torch.autograd.backward(loss * self.scale)
+            except BaseException:
+                reach.abandon_pass(self.module)
+                raise
+            outputs.append({name: value.detach() for name, value in output["model_output"].items()})
+            if not micro.is_filler:
+                losses.append(loss.item())
+                collect(metrics, output["metrics"])
+        if forward_only:
+            # The root is unsharded until a backward pass: a step before the next pass would not be seen.
+            compat.reshard(self.module)
+        return {"model_output": batches.restored(outputs, plan), "loss": losses, "metrics": metrics}
+
+    def packs(self, data: Any, limit: batches.Limit) -> bool:
+        """Return whether a batch's rows run in one sequence.
+
+        Args:
+            data: the batch, whose own setting goes first.
+            limit: the size of its micro-batches.
+
+        Raises:
+            ValueError: the batch asks for what this model, or the arrangement of ranks, does not go with.
+        """
+        shared = self.grid.sizes.ulysses
+        if not batches.flag_of(data, "use_remove_padding", self.is_packing):
+            if shared > 1:
+                raise ValueError(
+                    f"ulysses_sequence_parallel_size={shared} needs use_remove_padding=True; "
+                    "the batch says False"
+                )
+            return False
+        packing.check(self.module, shared)
+        rope = packing.rope_by_length(getattr(self.module, "config", None))
+        if rope and limit.tokens is not None:
+            raise ValueError(
+                f"use_dynamic_bsz=True with use_remove_padding=True: rope_scaling of type {rope!r} computes "
+                "by the longest row of a micro-batch, and packing puts other rows together; "
+                f"use_dynamic_bsz=False, or {packing.INSTEAD}"
+            )
+        return True
+
+    def forward_step(
+        self,
+        micro: batches.Micro,
+        common: Mapping[str, Any],
+        loss_function: Optional[Callable[..., Any]],
+        is_packed: bool = False,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return loss, and outputs with metrics, of a micro-batch. Collective.
+
+        Args:
+            micro: the micro-batch.
+            common: further entries of its data, the same in each micro-batch.
+            loss_function: as of `forward_backward_batch`.
+            is_packed: whether the rows run in one sequence.
+        """
+        device = compat.current_device(self.device)
+        data = {**batches.on_device(micro.data, device), **common}
+        if is_packed:
+            group, size = self.grid.sp_group, self.grid.sizes.ulysses
+            packed = packing.packed(data, device, group, size)
+            with attention.within(packed.rows) as rows:
+                logits = self.module(**packed.inputs, use_cache=False).logits
+            packing.check_asked(rows, self.module, size > 1)
+            found = self.prepare_model_outputs(logits, {**packed.inputs, **packed.more}, data)
+            outputs = {name: packed.unpacked(value, data) for name, value in found.items()}
+        else:
+            inputs = batches.model_inputs(data, device)
+            logits = self.module(**inputs, use_cache=False).logits
+            found = self.prepare_model_outputs(logits, inputs, data)
+            outputs = {name: batches.like_rows(value, data) for name, value in found.items()}
+        # The other ranks wait for this rank's part of the gradients, whatever its loss is of.
+        nothing = torch.stack([value.float().sum() * 0 for value in found.values()]).sum()
+        if micro.is_filler:
+            return nothing, {"model_output": {}, "metrics": {}}
+        loss, metrics = logits.new_zeros(()), {}
+        if loss_function is not None:
+            group = self.get_data_parallel_group()
+            loss, metrics = loss_function(model_output=outputs, data=data, dp_group=group)
+            if not loss.requires_grad:
+                loss = loss + nothing
+        return loss, {"model_output": outputs, "metrics": metrics}
+
+    def prepare_model_outputs(
+        self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor], data: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Return the outputs that losses read, by row and column; subclasses define it.
+
+        Args:
+            logits: the model's logits, (rows, columns, classes); of packed rows (1, tokens, classes), with
+                this rank's tokens.
+            inputs: the model's inputs, as of `model_inputs`; of packed rows with `labels`, the token behind
+                each token (-100 where there is none), and `rows`, the number of its row in the data.
+            data: the micro-batch's data.
+        """
+        raise NotImplementedError
+
+    def optimizer_step(self) -> float:
+        """Clip and step; return the norm before the clipping. Collective.
+
+        A step with a gradient that is not finite is skipped, and counted in `skipped_steps`.
+        """
+        assert self.optimizer is not None, "forward_only"
+        done = steps.step(self.optimizer, self.optimizer_config.clip_grad)
+        self.skipped_steps += done.is_skipped
+        return done.grad_norm
+
+    def lr_scheduler_step(self) -> float:
+        """Step the schedule, and return the new learning rate."""
+        self.lr_scheduler.step()
+        return float(self.lr_scheduler.get_last_lr()[0])
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move parameters (with their gradients) and optimizer states to "cpu" or to the device.
+
+        Args:
+            device: "cpu", or the type of the engine's device.
+            model: whether the parameters are moved.
+            optimizer: whether the optimizer's states are moved.
+            grad: verl's, and without effect: gradients go with their parameters.
+
+        Raises:
+            RuntimeError: FSDP2 has them on the host by its own policy.
+            ValueError: another device.
+        """
+        if device not in ("cpu", self.device):
+            raise ValueError(f"cannot move to {device!r}: expected 'cpu' or {self.device!r}")
+        where = compat.current_device(device)
+        if model:
+            move.move_model(self.module, where)
+        if optimizer and self.optimizer is not None:
+            move.move_optimizer(self.optimizer, where)
+
+    def save_checkpoint(
+        self,
+        local_path: Any,
+        hdfs_path: Optional[str] = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: Optional[int] = None,
+        **unknown: Any,
+    ) -> None:
+        """Save as `checkpoint.FSDPCheckpointManager.save_checkpoint` does. Collective.
+
+        Args:
+            local_path: the folder, which every rank sees.
+            hdfs_path: a URL of fsspec that the first rank uploads the folder to; None uploads nothing.
+            global_step: the step of the training.
+            max_ckpt_to_keep: the number of good folders to keep; None keeps all.
+            unknown: options of other releases of verl, which are named in a warning and have no effect.
+        """
+        verl.say_unknown("save_checkpoint", unknown)
+        self.checkpoint_manager.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    def load_checkpoint(
+        self,
+        local_path: Any,
+        hdfs_path: Optional[str] = None,
+        del_local_after_load: bool = False,
+        **unknown: Any,
+    ) -> None:
+        """Load as `checkpoint.FSDPCheckpointManager.load_checkpoint` does. Collective.
+
+        Args:
+            local_path: the folder, the same on every rank.
+            hdfs_path: the URL that the folder is brought from, if it is absent or incomplete.
+            del_local_after_load: whether a folder that this load has brought is removed once it is loaded.
+            unknown: options of other releases of verl, which are named in a warning and have no effect.
+        """
+        verl.say_unknown("load_checkpoint", unknown)
+        self.checkpoint_manager.load_checkpoint(local_path, hdfs_path, del_local_after_load)
+
+    def get_per_tensor_param(
+        self,
+        layered_summon: bool = False,
+        base_sync_done: bool = False,
+        *,
+        to: Optional[int] = None,
+        dtype: Union[torch.dtype, str, None] = "as verl",
+        **unknown: Any,
+    ) -> tuple[Iterator[tuple[str, torch.Tensor]], Optional[dict[str, Any]]]:
+        """Return full tensors for a rollout, in buckets, and peft's configuration. Collective as it is read.
+
+        Args:
+            layered_summon: verl's, and without effect: buckets take no more memory for all layers.
+            base_sync_done: whether a model with adapters gives the adapters alone, instead of its own weights
+                as vLLM names them below adapters: `base_layer` in those of layers that it wraps. With the
+                model's `lora={"merge": True}` it gives neither, but the weights with the adapter in them,
+                under the files' names, and no configuration.
+            to: the global rank that receives; None is every rank.
+            dtype: the dtype of floating tensors; None is that of the parameters. By default as verl's:
+                bfloat16, and of adapters alone their own.
+            unknown: options of other releases of verl, which are named in a warning and have no effect.
+
+        Returns:
+            An iterator over (name, full tensor), and the adapter's configuration; None where there is none.
+        """
+        verl.say_unknown("get_per_tensor_param", unknown)
+        adapter = lora.config_of(self.module)
+        tensors = build.tensors_of(self.module)
+        device = compat.current_device(self.device)
+        is_alone = adapter is not None and base_sync_done and not self.model_config.is_merged
+        cast = dtype_of(dtype) if dtype != "as verl" else None if is_alone else torch.bfloat16
+        if adapter is not None and self.model_config.is_merged:
+            return lora.merged(self.module, to=to, dtype=cast, device=device), None
+        if adapter is not None:
+            tensors = lora.adapters(tensors) if is_alone else lora.rollout_names(self.module, tensors)
+        return whole_tensors(tensors, to=to, dtype=cast, device=device), adapter
+
+    def save_adapter(self, folder: Any) -> None:
+        """Write the adapters alone, as peft opens them. Collective.
+
+        Args:
+            folder: the folder for the adapters.
+
+        Raises:
+            RuntimeError: no adapters, a folder that cannot be written, ...; on every rank.
+        """
+        lora.save(self.module, folder)
+
+    def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context: the model without its adapters."""
+        context: contextlib.AbstractContextManager[Any] = self.module.disable_adapter()
+        return context
+
+
+def collect(metrics: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Add a micro-batch's metrics to those before; verl's own metrics make their list."""
+    for name, value in new.items():
+        if name not in metrics:
+            metrics[name] = value.init_list() if hasattr(value, "init_list") else []
+        (metrics[name].extend if isinstance(value, list) else metrics[name].append)(value)
+
+
+@EngineRegistry.register("language_model", BACKENDS, DEVICES)
+class FSDPEngineWithLMHead(FSDPEngine):
+    """An engine for language models: `log_probs` of the next tokens, and with `calculate_entropy` `entropy`.
+
+    Example:
+        Within a process group. A module stands in for a model of transformers; leave out `make_model` where
+        transformers makes it.
+
+        >>> from collections import namedtuple
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch_dcp_backport import engine, hf
+        >>> Output = namedtuple("Output", ["logits"])
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        ...     def forward(self, input_ids, attention_mask, position_ids, use_cache):
+        ...         return Output(self.head(self.embed(input_ids)))
+        >>> class Engine(engine.FSDPEngineWithLMHead):
+        ...     def make_model(self, config, dtype):
+        ...         return Model()
+        >>> _ = hf.save_state_dict(Model().state_dict(), "model", like={"model_type": "small"})
+        >>> settings = {"forward_only": True, "max_token_len_per_gpu": 64}
+        >>> trained = Engine({"path": "model"}, settings, device="cpu")
+        >>> trained.initialize()
+        >>> tensors, adapter = trained.get_per_tensor_param()
+        >>> [(name, tuple(tensor.shape)) for name, tensor in tensors]
+        [('embed.weight', (8, 4)), ('head.weight', (8, 4))]
+
+        A step, without `forward_only`; on the CPU FSDP2 needs torch 2.7 for it:
+
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> with trained.train_mode():  # doctest: +SKIP
+        ...     trained.train_batch({"input_ids": ids, "loss_mask": torch.ones_like(ids)}, engine.sft_loss)
+    """
+
+    def prepare_model_outputs(
+        self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor], data: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Return `log_probs`, and with `calculate_entropy` in the data `entropy`: float32, (rows, columns).
+
+        Args:
+            logits: the model's logits, (rows, columns, vocabulary); divided by the data's `temperature`.
+            inputs: as of `FSDPEngine.prepare_model_outputs`.
+            data: the micro-batch's data.
+        """
+        temperature = data.get("temperature", 1.0)
+        if isinstance(temperature, torch.Tensor):
+            factor = temperature.clamp(min=1e-8).to(logits)
+            # Half precision has no 1e-8; rows without tokens have no temperature.
+            factor = factor.where(factor > 0, 1.0).view(-1, 1, 1)
+            if packing.ROWS in inputs and len(factor) > 1:
+                factor = factor.squeeze(-1)[inputs[packing.ROWS].squeeze(0)][None]
+            logits = logits / factor
+        elif temperature != 1.0:
+            logits = logits / max(temperature, 1e-8)
+        if packing.LABELS in inputs:
+            outputs = {"log_probs": heads.log_probs(logits, inputs[packing.LABELS])}
+        else:
+            outputs = {"log_probs": heads.next_log_probs(logits, inputs[batches.IDS], inputs[batches.MASK])}
+        if data.get(batches.ENTROPY, False):
+            outputs["entropy"] = heads.entropy(logits)
+        return outputs
+
+
+@EngineRegistry.register("value_model", BACKENDS, DEVICES)
+class FSDPEngineWithValueHead(FSDPEngine):
+    """An engine for value models: `values` of the tokens. The head is drawn where the files have none.
+
+    It is used as `FSDPEngineWithLMHead` is.
+    """
+
+    make_model = staticmethod(build.value_model)
+    #: No file of a language model has it.
+    fresh: Mapping[str, build.Draw] = {"*score.weight": build.as_linear, "*score.bias": build.zeros}
+
+    def prepare_model_outputs(
+        self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor], data: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Return `values`: float32, (rows, columns).
+
+        Args:
+            logits: the model's output, (rows, columns, 1).
+            inputs: as of `FSDPEngine.prepare_model_outputs`.
+            data: the micro-batch's data.
+        """
+        return {"values": heads.values(logits)}

@@ -1,0 +1,243 @@
+"""The settings of verl's configuration objects, and what the engine does with each.
+
+No setting is accepted and forgotten: it is served, refused by name unless it asks for nothing, or known to
+change no value of the training. Must never import verl.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Optional
+
+from torch_dcp_backport.transfer import warn_once
+
+logger = logging.getLogger("torch_dcp_backport.engine")
+
+SERVED = "serves it"
+#: verl's object does it before the engine sees it; in a mapping nothing does.
+BEFORE = "finds it done"
+#: Speed, memory, or files beside the weights.
+NO_VALUE = "needs it not"
+REFUSED = "refuses it"
+
+
+class Known(NamedTuple):
+    """The treatment of a setting of verl's by the engine."""
+
+    does: str
+    #: For the page of documentation.
+    text: str = ""
+    #: The values that ask for nothing; None is any value.
+    idle: Optional[tuple[Any, ...]] = (None, False)
+    #: Of settings within settings: those that ask for something.
+    inner: tuple[str, ...] = ()
+
+    def asked(self, name: str, value: Any) -> dict[str, Any]:
+        """Return the settings that ask for something, by name."""
+        if self.inner:
+            found = {f"{name}.{part}": _within(value, part) for part in self.inner}
+            return {part: asked for part, asked in found.items() if asked and asked not in (self.idle or ())}
+        return {} if self.idle is None or value in self.idle else {name: value}
+
+
+def _within(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+MODEL = {
+    "path": Known(SERVED, "a folder; `local_path` of verl's object goes first"),
+    "local_path": Known(SERVED, "the folder that verl has copied `path` to"),
+    "hf_config_path": Known(SERVED, "a folder with another config.json"),
+    "local_hf_config_path": Known(SERVED, "as `hf_config_path`"),
+    "hf_config": Known(SERVED, "the configuration of the model, except its `attn_implementation`"),
+    "override_config": Known(
+        SERVED, 'also within "model_config"; without `attn_implementation` transformers chooses'
+    ),
+    "trust_remote_code": Known(SERVED),
+    "enable_gradient_checkpointing": Known(SERVED, "not reentrant"),
+    "lora_rank": Known(SERVED),
+    "lora_alpha": Known(SERVED),
+    "target_modules": Known(SERVED),
+    "exclude_modules": Known(SERVED),
+    "architectures": Known(
+        NO_VALUE, "the class of the engine decides between a language model and a value model", idle=None
+    ),
+    "tokenizer": Known(SERVED, "its files go into every checkpoint; else those in the model's folder"),
+    "processor": Known(SERVED, "as `tokenizer`, which is in it"),
+    "tokenizer_path": Known(BEFORE, "`tokenizer` is read from it"),
+    "local_tokenizer_path": Known(BEFORE, "`tokenizer` is read from it"),
+    "load_tokenizer": Known(
+        NO_VALUE, "without `tokenizer` its files in the model's folder are taken", idle=None
+    ),
+    "generation_config": Known(NO_VALUE, "a file beside the weights, from the model's folder", idle=None),
+    "custom_chat_template": Known(BEFORE, "`tokenizer` or `processor` has it"),
+    "external_lib": Known(BEFORE, "it imports the library"),
+    "use_shm": Known(BEFORE, "`local_path` is the copy"),
+    "share_embeddings_and_output_weights": Known(BEFORE, "the configuration has it as `tie_word_embeddings`"),
+    "use_remove_padding": Known(
+        SERVED,
+        "for the [families that were compared](#packed-rows); an error for the others, until it is False",
+    ),
+    "enable_activation_offload": Known(NO_VALUE, "saves memory in verl; not here"),
+    "use_liger": Known(NO_VALUE, "speed and memory; the layers of transformers run"),
+    "use_fused_kernels": Known(NO_VALUE, "speed and memory; log-probabilities are computed in chunks"),
+    "fused_kernel_options": Known(NO_VALUE, "as `use_fused_kernels`", idle=None),
+    "tiled_mlp": Known(NO_VALUE, "saves memory in verl; not here", inner=("enabled",)),
+    "target_parameters": Known(REFUSED, "there are adapters of modules only", idle=(None, [], ())),
+    "lora_adapter_path": Known(SERVED, "a folder with peft's files; its rank and modules"),
+    "lora": Known(SERVED, "`merge`; `rank` is refused, and the other keys are Megatron's"),
+    "mtp": Known(REFUSED, "if `enable` or `enable_train` is set", inner=("enable", "enable_train")),
+}
+
+ENGINE = {
+    "fsdp_size": Known(SERVED),
+    "reshard_after_forward": Known(SERVED),
+    "offload_policy": Known(SERVED),
+    "param_offload": Known(SERVED),
+    "optimizer_offload": Known(SERVED),
+    "forward_only": Known(SERVED, "verl also takes CPUOffloadPolicy then; here `offload_policy` asks for it"),
+    "model_dtype": Known(SERVED, "float16 only with `forward_only`"),
+    "mixed_precision": Known(SERVED, "float16 only with `forward_only`; `buffer_dtype` only float32"),
+    "dtype": Known(SERVED, "`param_dtype`, if `mixed_precision` has none"),
+    "wrap_policy": Known(
+        SERVED, "`transformer_layer_cls_to_wrap`; `min_num_params` and `disable` change no value"
+    ),
+    "use_dynamic_bsz": Known(SERVED),
+    "max_token_len_per_gpu": Known(SERVED),
+    "micro_batch_size_per_gpu": Known(SERVED),
+    "infer_max_token_len_per_gpu": Known(SERVED),
+    "infer_micro_batch_size_per_gpu": Known(SERVED),
+    "seed": Known(
+        SERVED, "for heads and adapters that no file has; with `full_determinism` for all random numbers"
+    ),
+    "full_determinism": Known(SERVED, "seeds the process, and takes deterministic algorithms"),
+    "ulysses_sequence_parallel_size": Known(SERVED, "with `use_remove_padding`; not with `tp_size`"),
+    "grad_offload": Known(NO_VALUE, "gradients go with their parameters"),
+    "forward_prefetch": Known(NO_VALUE, "speed; FSDP2 prefetches on its own"),
+    "use_orig_params": Known(NO_VALUE, "FSDP1 has it", idle=None),
+    "use_torch_compile": Known(NO_VALUE, "speed; the entropy is not compiled", idle=None),
+    "entropy_from_logits_with_chunking": Known(NO_VALUE, "memory; the entropy is always computed in chunks"),
+    "entropy_checkpointing": Known(
+        NO_VALUE, "memory; large chunks are always computed again in the backward pass"
+    ),
+    "use_remove_padding": Known(SERVED, "as of `HFModelConfig`; False in one of the two is False"),
+    "use_fused_kernels": Known(NO_VALUE, "speed and memory; log-probabilities are computed in chunks"),
+    "strategy": Known(REFUSED, "except fsdp and fsdp2; both are FSDP2", idle=(None, "fsdp", "fsdp2")),
+    "router_replay": Known(REFUSED, "if `mode` is not disabled", idle=("disabled",), inner=("mode",)),
+    "qat": Known(REFUSED, "if `enable` is set", inner=("enable",)),
+}
+
+OPTIMIZER = {
+    "optimizer": Known(SERVED, "a class of torch.optim"),
+    "lr": Known(SERVED),
+    "betas": Known(SERVED, "for Adam and its variants"),
+    "weight_decay": Known(SERVED),
+    "override_optimizer_config": Known(SERVED),
+    "clip_grad": Known(SERVED, "above 0; None does not clip"),
+    "lr_scheduler_type": Known(SERVED, "constant or cosine"),
+    "lr_warmup_steps": Known(SERVED),
+    "lr_warmup_steps_ratio": Known(SERVED),
+    "total_training_steps": Known(SERVED, "read by `initialize()`"),
+    "min_lr_ratio": Known(SERVED),
+    "num_cycles": Known(SERVED),
+    "grad_clip": Known(BEFORE, "`clip_grad` has it"),
+    "warmup_style": Known(BEFORE, "`lr_scheduler_type` has it"),
+    "optimizer_impl": Known(REFUSED, "except torch.optim", idle=(None, "torch.optim")),
+    "zero_indexed_step": Known(REFUSED, "if False", idle=(None, True)),
+}
+
+CHECKPOINT = {
+    "save_contents": Known(SERVED, "by the [checkpoint manager](checkpoint.md)"),
+    "load_contents": Known(SERVED, "by the checkpoint manager"),
+    "async_save": Known(SERVED, "by the checkpoint manager"),
+    "mbridge_config": Known(NO_VALUE, "Megatron has it", idle=None),
+}
+
+#: Class of verl -> its settings.
+CLASSES = {
+    "HFModelConfig": MODEL,
+    "FSDPEngineConfig": ENGINE,
+    "FSDPOptimizerConfig": OPTIMIZER,
+    "CheckpointConfig": CHECKPOINT,
+}
+
+
+def check_object(given: Any, known: Mapping[str, Known]) -> None:
+    """Check each setting of verl's object.
+
+    Raises:
+        ValueError: a setting that is refused, or that is not known and has another value than its default.
+    """
+    for name, value, default in _entries(given):
+        if name in known:
+            _check(name, value, known[name])
+        elif value != default:
+            raise ValueError(
+                f"{name}={value!r} is not known: this engine may do something else than what it asks for"
+            )
+        else:
+            warn_once(logger, f"{name}={value!r}, which is not known, has no effect here")
+
+
+def check_mapping(given: Mapping[str, Any], known: Mapping[str, Known], kind: str, fields: list[str]) -> None:
+    """Check each entry of a mapping that is no field of our class.
+
+    Args:
+        kind, fields: name and fields of the class.
+
+    Raises:
+        ValueError: a setting that is refused, that only verl's objects serve, or that is not known.
+    """
+    # Of a file of verl's, "_target_" is its class.
+    others = {str(name): value for name, value in given.items() if name not in (*fields, "_target_")}
+    unknown = sorted(set(others) - set(known))
+    if unknown:
+        raise ValueError(f"no setting of a {kind}: {', '.join(unknown)}; there are {fields}")
+    for name, value in others.items():
+        if known[name].does in (BEFORE, SERVED) and known[name].asked(name, value):
+            raise ValueError(f"{name}={value!r}: only verl's own objects have it ({known[name].text})")
+        _check(name, value, known[name])
+
+
+def _check(setting: str, value: Any, known: Known) -> None:
+    for name, asked in known.asked(setting, value).items():
+        if known.does == REFUSED:
+            raise ValueError(f"{name} is not offered: got {asked!r}")
+        if known.does == NO_VALUE:
+            warn_once(logger, f"{name}={asked!r} has no effect here: {known.text}")
+
+
+def say_unknown(method: str, options: Mapping[str, Any]) -> None:
+    """Say that a method of the engine does not know options, which a later release of verl may have."""
+    for name, value in options.items():
+        warn_once(logger, f"{method}: {name}={value!r} is not known, and has no effect here")
+
+
+def _entries(given: Any) -> Iterator[tuple[str, Any, object]]:
+    """Yield name, value and default of an object's settings; names that begin with "_" are its own."""
+    if not dataclasses.is_dataclass(given):
+        for name, value in vars(given).items():
+            if not name.startswith("_"):
+                yield name, value, None
+        return
+    for entry in dataclasses.fields(given):
+        if entry.name.startswith("_"):
+            continue
+        default: object = entry.default
+        if entry.default_factory is not dataclasses.MISSING:
+            default = entry.default_factory()
+        yield entry.name, getattr(given, entry.name, None), default
+
+
+def table() -> str:
+    """Return the settings of all classes as a table for docs/engine.md."""
+    lines = ["| setting | the engine | |", "|---|---|---|"]
+    for kind, known in CLASSES.items():
+        lines.append(f"| **{kind}** | | |")
+        for does in (SERVED, BEFORE, NO_VALUE, REFUSED):
+            for name, entry in known.items():
+                if entry.does == does:
+                    lines.append(f"| `{name}` | {does} | {entry.text}".rstrip() + " |")
+    return "\n".join(lines)

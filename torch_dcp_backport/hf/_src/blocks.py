@@ -1,0 +1,162 @@
+"""The rectangles ("blocks") of HF tensors that each rank holds, and this rank's views of its own.
+
+Two blocks of a tensor are equal (then they are replicas) or have nothing in common. Knows neither files nor
+models; must never move data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
+
+import torch
+
+from torch_dcp_backport.transfer import (
+    Box,
+    Boxes,
+    Piece,
+    Problem,
+    TensorInfo,
+    chunks,
+    intersection,
+    overlaps,
+    part_of,
+    whole,
+)
+
+
+class Part(NamedTuple):
+    """A block that this rank holds, and its memory.
+
+    Args:
+        box: the block in the HF tensor's own coordinates, in elements.
+        into: a view of a parameter, of the block's shape; any strides, any dtype.
+    """
+
+    box: Box
+    into: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Share:
+    """HF tensors that are spread over ranks, as this rank sees them.
+
+    All fields but `parts` are the same on every rank.
+
+    Args:
+        tensors: HF key -> shape and dtype (of the files, or of an export), in the order in which they move.
+        spreads: HF key -> the blocks of every rank.
+        parts: HF key -> this rank's parts. Two of them may be the same block.
+        relayed: HF key -> the dtype that all ranks hold it in; replicas may pass on these tensors.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    spreads: Mapping[str, Boxes]
+    parts: Mapping[str, Sequence[Part]]
+    relayed: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def view(self, key: str, box: Box) -> torch.Tensor:
+        """Return this rank's memory of a box that lies in a single block of the rank.
+
+        Args:
+            key: the HF key of a tensor that this rank has parts of.
+            box: a box in the tensor's own coordinates, in elements.
+        """
+        part = next(part for part in self.parts[key] if intersection(part.box, box) == box)
+        return part_of(part.into, part.box, box)
+
+    def copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (to, from) for each block that this rank holds again: its memory, and that of the first."""
+        for parts in self.parts.values():
+            first: dict[Box, torch.Tensor] = {}
+            for box, into in parts:
+                if box in first:
+                    yield into, first[box]
+                first.setdefault(box, into)
+
+
+def spread_of(shape: tuple[int, ...], blocks: Mapping[int, Iterable[Box]]) -> Boxes:
+    """Return a tensor's blocks by rank, each block once.
+
+    Args:
+        shape: the shape of the full tensor.
+        blocks: global rank -> the boxes that it holds, in elements of the full tensor.
+
+    Example:
+        >>> from torch_dcp_backport import hf
+        >>> from torch_dcp_backport.transfer import Box
+        >>> top, bottom = Box((0, 0), (1, 2)), Box((1, 0), (1, 2))
+        >>> spread = hf.spread_of((2, 2), {1: [bottom], 0: [top, top]})
+        >>> [(rank, len(boxes)) for rank, boxes in spread.by_rank]
+        [(0, 1), (1, 1)]
+    """
+    return Boxes(shape, tuple((rank, tuple(dict.fromkeys(boxes))) for rank, boxes in sorted(blocks.items())))
+
+
+def gaps(key: str, spread: Boxes) -> list[Problem]:
+    """Return the problems of a tensor's blocks: some overlap, or no rank holds an element.
+
+    Args:
+        key: the HF key of the tensor, for the text of a problem.
+        spread: the blocks of all ranks.
+
+    Example:
+        >>> from torch_dcp_backport import hf
+        >>> from torch_dcp_backport.transfer import Box
+        >>> half = hf.spread_of((4,), {0: [Box((0,), (2,))]})
+        >>> [problem.what for problem in hf.gaps("w", half)]
+        ['no rank holds all of it']
+    """
+    distinct = list(dict.fromkeys(box for _, boxes in spread.by_rank for box in boxes if box.numel))
+    for box, other in overlaps(distinct):
+        ranks = [[rank for rank, boxes in spread.by_rank if block in boxes] for block in (box, other)]
+        what = f"ranks {ranks[0]} and {ranks[1]} hold different blocks with elements in common"
+        return [Problem(what, key, f"{box} and {other}", "equal blocks, or nothing in common")]
+    held, numel = sum(box.numel for box in distinct), math.prod(spread.shape)
+    if held < numel:
+        return [Problem("no rank holds all of it", key, f"{held} elements", f"{numel} of {spread.shape}")]
+    return []
+
+
+#: HF key -> the pieces that move between two agreements.
+Window = dict[str, list[Piece]]
+
+
+def windows(
+    tensors: Mapping[str, TensorInfo], nbytes: int, only: Optional[Mapping[str, Sequence[Box]]] = None
+) -> Iterator[Window]:
+    """Yield all tensors, or only some boxes, in windows of `nbytes`: large ones are cut, first along dim 0.
+
+    The pieces of a window do not overlap in a buffer of `nbytes`.
+    """
+    boxes = {key: (whole(info.shape),) for key, info in tensors.items()} if only is None else only
+    keyed = ((key, box, tensors[key].dtype) for key in boxes for box in boxes[key])
+    for pieces in chunks(keyed, nbytes):
+        window: Window = {}
+        for piece in pieces:
+            window.setdefault(str(piece.key), []).append(piece)
+        yield window
+
+
+def nbytes_of_window(window: Window, tensors: Mapping[str, TensorInfo]) -> int:
+    return sum(
+        piece.box.numel * tensors[key].dtype.itemsize for key, pieces in window.items() for piece in pieces
+    )
+
+
+def clipped(spread: Boxes, pieces: Sequence[Piece]) -> Boxes:
+    """Return the part of a spread that lies in some pieces of the tensor."""
+    rows = []
+    for rank, boxes in spread.by_rank:
+        parts = (intersection(box, piece.box) for box in boxes for piece in pieces)
+        kept = tuple(part for part in parts if part is not None)
+        if kept:
+            rows.append((rank, kept))
+    return Boxes(spread.shape, tuple(rows))
+
+
+def within(pieces: Sequence[Piece], box: Box) -> Piece:
+    """Return the piece that a box lies in."""
+    return next(piece for piece in pieces if intersection(piece.box, box) == box)

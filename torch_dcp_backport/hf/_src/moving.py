@@ -1,0 +1,110 @@
+"""Moves of windows of HF tensors between the first rank and the ranks that hold their blocks.
+
+Knows shares and the call; must never allocate a full tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch_dcp_backport.hf._src.blocks import Share, Window, clipped
+from torch_dcp_backport.transfer import (
+    DOUBTFUL,
+    UNCHANGED,
+    Agreement,
+    Box,
+    Boxes,
+    Call,
+    Key,
+    Lane,
+    Memories,
+    Memory,
+    Route,
+    backend_of,
+    lane_of,
+    move,
+)
+
+
+def send_window(call: Call, agreement: Agreement, share: Share, window: Window, read: Memory) -> None:
+    """Bring a window from the first rank, which reads it, to every rank's parts.
+
+    A replicated block goes to a single holder: after every turn twice as many have it, from a neighbour. If
+    the window is broadcast, all have it at once.
+    """
+    want = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
+    relayed = () if goes_to_all(call, agreement) else share.relayed
+    turns = {key: turns_of(want[key], call.ranks[0]) for key in window if key in relayed}
+    have = {key: pieces_at_first(call, share, window, key) for key in window}
+    direct = {key: turns[key][0][1] if key in turns else want[key] for key in window}
+    move(call, agreement, _routes(share, have, direct), Memories(read, share.view, DOUBTFUL))
+    for number in range(1, max(map(len, turns.values()), default=0)):
+        routes: dict[Key, Route] = {
+            key: Route(*turns[key][number], share.relayed[key]) for key in turns if number < len(turns[key])
+        }
+        move(call, agreement, routes, Memories(share.view, share.view, DOUBTFUL))
+
+
+def goes_to_all(call: Call, agreement: Agreement) -> bool:
+    """Return whether the first rank broadcasts the tensors that it sends."""
+    return (
+        len(call.ranks) > 1 and lane_of(backend_of(call.group, agreement.device), senders=1) is Lane.BROADCAST
+    )
+
+
+def turns_of(want: Boxes, first: int) -> list[tuple[Boxes, Boxes]]:
+    """Return (senders' boxes, receivers' boxes) of every turn; in the first all comes from the first rank."""
+    holders: dict[Box, list[int]] = {}
+    for rank, boxes in want.by_rank:
+        for box in boxes:
+            holders.setdefault(box, []).append(rank)
+    turns: list[tuple[dict[int, list[Box]], dict[int, list[Box]]]] = [({}, {})]
+    for box, ranks in holders.items():
+        others = [rank for rank in ranks if rank != first]
+        for rank in others[:1] + [rank for rank in ranks if rank == first]:
+            turns[0][1].setdefault(rank, []).append(box)
+        step, number = 1 << (len(others) - 1).bit_length() if others else 0, 1
+        while step > 1:
+            # The ranks halfway between two that have the block.
+            step //= 2
+            if number == len(turns):
+                turns.append(({}, {}))
+            for part, start in zip(turns[number], (0, step)):
+                for rank in others[start :: 2 * step]:
+                    part.setdefault(rank, []).append(box)
+            number += 1
+    return [(_boxes(want.shape, senders), _boxes(want.shape, receivers)) for senders, receivers in turns]
+
+
+def _boxes(shape: tuple[int, ...], by_rank: Mapping[int, Sequence[Box]]) -> Boxes:
+    return Boxes(shape, tuple((rank, tuple(boxes)) for rank, boxes in sorted(by_rank.items())))
+
+
+def bring_window(call: Call, agreement: Agreement, share: Share, window: Window, write: Memory) -> None:
+    """Bring a window to the first rank, into the memory of `write`; it is cast before it travels.
+
+    Every element comes from the nearest of its holders.
+    """
+    have = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
+    want = {key: pieces_at_first(call, share, window, key) for key in window}
+    move(call, agreement, _routes(share, have, want), Memories(share.view, write, UNCHANGED))
+
+
+def bring_to_all(call: Call, agreement: Agreement, share: Share, window: Window, write: Memory) -> None:
+    """Bring a window to every rank, into the memory of its `write`."""
+    have = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
+    want = {}
+    for key, pieces in window.items():
+        boxes = tuple(piece.box for piece in pieces)
+        want[key] = Boxes(share.tensors[key].shape, tuple((rank, boxes) for rank in call.ranks))
+    move(call, agreement, _routes(share, have, want), Memories(share.view, write, UNCHANGED))
+
+
+def pieces_at_first(call: Call, share: Share, window: Window, key: str) -> Boxes:
+    """Return the window's pieces of a tensor as boxes of the first rank."""
+    boxes = tuple(piece.box for piece in window[key])
+    return Boxes(share.tensors[key].shape, ((call.ranks[0], boxes),))
+
+
+def _routes(share: Share, have: Mapping[str, Boxes], want: Mapping[str, Boxes]) -> dict[Key, Route]:
+    return {key: Route(have[key], want[key], share.tensors[key].dtype) for key in have}

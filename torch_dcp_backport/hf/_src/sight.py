@@ -1,0 +1,93 @@
+"""The ranks that see the files of a model, and the check that they see the same files.
+
+Decides how a load goes; must never read a tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional
+
+from torch_dcp_backport.hf._src.source import Source
+from torch_dcp_backport.transfer import Attempt, Call, Problem, TensorInfo, Terms, spell
+
+WAYS = ("auto", "shared", "rank0")
+CONFIG = ("config.json",)
+
+
+class Sight(NamedTuple):
+    """The model to load; `tensors` and `config` are the same on every rank.
+
+    Args:
+        source: the source that this rank reads; None where the first rank reads for it.
+        is_shared: whether every rank reads for itself.
+        tensors: HF key -> shape and dtype.
+        config: the model's config.json.
+    """
+
+    source: Optional[Source]
+    is_shared: bool
+    tensors: dict[str, TensorInfo]
+    config: dict[str, Any]
+
+
+def look(call: Call, source: Attempt[Source], files: str = "auto") -> Sight:
+    """Find out which ranks see the source, and send to the others what the first rank sees. Collective.
+
+    Args:
+        call: the call under which all ranks raise the same problems.
+        source: the attempt to open this rank's source.
+        files: "shared": every rank must see it; "rank0": only the first rank looks; "auto": every rank must
+            see it, unless the first is alone with it.
+
+    Returns:
+        The tensors and the configuration, the same on every rank, and whether this rank reads for itself.
+
+    Raises:
+        RuntimeError: a file is torn, ranks see different files or ask for different ways, ...; on every rank.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import hf
+        >>> from torch_dcp_backport.transfer import Call
+        >>> tensors = {"w": torch.zeros(2)}
+        >>> with Call("cannot load", "fill", ()) as call:
+        ...     source = call.attempt(hf.Given, tensors, {"model_type": "small"})
+        ...     sight = hf.look(call, source)
+        >>> sight.is_shared, list(sight.tensors)
+        (True, ['w'])
+    """
+    with call.guard():
+        if files not in WAYS:
+            raise ValueError(f"files={files!r}: expected one of {', '.join(map(repr, WAYS))}")
+    is_first, only_first = call.is_first, files == "rank0"
+    digest = absent = ""
+    if source.error is None and (is_first or not only_first):
+        mine = source.value
+        call.problems += mine.problems
+        absent = mine.absent
+        with call.guard():
+            digest = "" if absent or mine.problems else mine.digest()
+    elif not call.problems:
+        absent = "not asked"
+    note = digest, absent
+    agreement = call.agree(terms=Terms(condition=" ".join(note), note=note, common={"files": repr(files)}))
+    seen = [(table.ranks, *table.note) for table in agreement.tables]
+    digests = {digest for _, digest, _ in seen}
+    is_shared = len(digests) == 1 and "" not in digests and not only_first
+    by_first = next(digest for ranks, digest, _ in seen if call.ranks[0] in ranks)
+    alone = all(not digest or call.ranks[0] in ranks for ranks, digest, _ in seen)
+    if not is_shared and not (by_first and files != "shared" and (alone or only_first)):
+        got = "; ".join(f"{spell(ranks)}: {digest[:8] or absent}" for ranks, digest, absent in seen)
+        expected = "the same files on every rank" + (
+            "" if files == "shared" else ", or on the first rank alone"
+        )
+        what = "no model here" if digests == {""} else "the ranks see different files"
+        expected = "a folder with config.json and safetensors files" if digests == {""} else expected
+        call.problems.append(Problem(what, got=got, expected=expected))
+    call.settle()
+    if is_shared:
+        return Sight(source.value, True, source.value.tensors, source.value.config)
+    mine = source.value
+    inventory = call.publish({**mine.tensors, CONFIG: mine.config} if is_first else None)
+    config = inventory.pop(CONFIG)
+    return Sight(mine if is_first else None, False, inventory, config)

@@ -1,0 +1,294 @@
+"""Sources of tensors, folders of safetensors files or dicts: described at once, read slice by slice.
+
+One rank's view; must never talk to other ranks, nor read a full tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, Union, runtime_checkable
+
+import torch
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.hf._src.format import FileEntry, FormatError, read_header
+from torch_dcp_backport.transfer import Box, Problem, TensorInfo, has_slices, is_freed, part_of, whole
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+#: The places of a file, and the bytes at each, that distinguish it from another revision of the same model.
+SAMPLES, SAMPLE_BYTES = 16, 64
+
+
+@runtime_checkable
+class Source(Protocol):
+    """HF tensors that a rank can read parts of.
+
+    `Folder` and `Given` are such sources. Any object with these attributes and methods is one.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import hf
+        >>> isinstance(hf.Given({"w": torch.zeros(2)}, config={}), hf.Source)
+        True
+    """
+
+    #: HF key -> shape and dtype, in the order in which they are best read.
+    tensors: dict[str, TensorInfo]
+    #: The model's config.json.
+    config: dict[str, Any]
+    #: Why this rank does not see the model; "" where it does.
+    absent: str
+    #: Problems of the model that this rank sees.
+    problems: list[Problem]
+
+    def part(self, key: str, box: Box) -> torch.Tensor:
+        """Return the part of a tensor in a box, as a view where possible. Callers must not write to it.
+
+        Args:
+            key: an HF key of `tensors`.
+            box: a box in the tensor's own coordinates, in elements.
+        """
+
+    def digest(self) -> str:
+        """Return a text that is the same on every rank that sees the same model."""
+
+
+class Folder:
+    """A folder as `from_pretrained` reads it: config.json, and a safetensors file or several with an index.
+
+    Files are mapped when they are first read. A file that another program cuts short after that ends the
+    process (SIGBUS): write a new model into a new folder.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import hf
+        >>> from torch_dcp_backport.transfer import Box
+        >>> _ = hf.save_state_dict({"w": torch.arange(6.0).view(2, 3)}, "model", like={"model_type": "small"})
+        >>> source = hf.Folder("model")
+        >>> source.tensors["w"].shape, source.config["model_type"]
+        ((2, 3), 'small')
+        >>> source.part("w", Box(offset=(1, 0), size=(1, 2)))
+        tensor([[3., 4.]])
+    """
+
+    def __init__(self, path: Union[str, Path]) -> None:
+        """Read the index and all headers. Errors in them go to `problems`.
+
+        Args:
+            path: the folder. If it has no model, `absent` says why.
+        """
+        self.path = Path(path)
+        self.tensors: dict[str, TensorInfo] = {}
+        self.config: dict[str, Any] = {}
+        self.problems: list[Problem] = []
+        self.absent = ""
+        self._entries: dict[str, tuple[str, FileEntry]] = {}
+        self._files: dict[str, int] = {}
+        self._mapped: dict[str, torch.Tensor] = {}
+        if not self.path.is_dir():
+            self.absent = f"{self.path} is no folder"
+        elif not (self.path / CONFIG).is_file():
+            self.absent = f"{self.path} has no {CONFIG}"
+        else:
+            self.config = self._json(CONFIG)
+            self._read(self._index())
+
+    def part(self, key: str, box: Box) -> torch.Tensor:
+        """Return the part of a tensor in a box: a view of the file, or a copy of rows not aligned in it.
+
+        Args:
+            key: an HF key of `tensors`.
+            box: a box in the tensor's own coordinates, in elements.
+        """
+        name, entry = self._entries[key]
+        shape, dtype = entry.info
+        data = self._map(name)[entry.start : entry.stop]
+        holds = whole(shape)
+        if entry.start % dtype.itemsize:
+            # torch has no tensors at such addresses, and some writers do not align: a copy of the box's rows.
+            if shape and shape[0]:
+                row = data.numel() // shape[0]
+                data = data.narrow(0, box.offset[0] * row, box.size[0] * row)
+                holds = Box((box.offset[0], *holds.offset[1:]), (box.size[0], *shape[1:]))
+            data = data.clone()
+        return part_of(data.view(dtype).view(holds.size), holds, box)
+
+    @property
+    def files(self) -> int:
+        """The number of files with tensors."""
+        return len(self._files)
+
+    @property
+    def copied(self) -> set[str]:
+        """Keys of tensors that are read as copies: they begin at no multiple of their element's size."""
+        return {key for key, (_, entry) in self._entries.items() if entry.start % entry.info.dtype.itemsize}
+
+    def digest(self) -> str:
+        """Return a digest of headers, config and bytes of each file: another revision has the same shapes."""
+        rows = [f"{key} {info} {self._entries[key][0]}" for key, info in self.tensors.items()]
+        rows.append(json.dumps(self.config, sort_keys=True))
+        digest = hashlib.blake2b("\n".join(rows).encode(), digest_size=16)
+        for name, size in self._files.items():
+            digest.update(f"{name} {size}".encode())
+            with open(self.path / name, "rb") as file:
+                for number in range(SAMPLES):
+                    # The last sample ends with the file: headers of equal length have the same first bytes.
+                    file.seek(max(0, size * (number + 1) // SAMPLES - SAMPLE_BYTES))
+                    digest.update(file.read(SAMPLE_BYTES))
+        return digest.hexdigest()
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            value = json.loads((self.path / name).read_bytes())
+        except (OSError, ValueError) as error:
+            self.problems.append(Problem("cannot be read", str(self.path / name), got=str(error)))
+            return {}
+        if not isinstance(value, dict):
+            self.problems.append(Problem("no JSON object", str(self.path / name)))
+            return {}
+        return value
+
+    def _index(self) -> dict[str, str]:
+        """Return HF key -> its file in the index, empty without an index; note the files to be read."""
+        has_index, has_single = (self.path / INDEX).is_file(), (self.path / SINGLE).is_file()
+        if not has_index:
+            if has_single:
+                self._files[SINGLE] = 0
+            else:
+                self.absent = f"{self.path} has neither {SINGLE} nor {INDEX}"
+            return {}
+        index = self._json(INDEX).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+            self.problems.append(Problem("no weight_map", str(self.path / INDEX)))
+            return {}
+        names = sorted(set(index.values()))
+        outside = [name for name in names if os.path.isabs(name) or ".." in Path(name).parts]
+        if outside:
+            self.problems.append(
+                Problem("a file outside of the folder", str(self.path / INDEX), got=outside[0])
+            )
+            return {}
+        self._files.update(dict.fromkeys(names, 0))
+        if has_single and SINGLE not in self._files:
+            # transformers would take the single file, and others the index.
+            what = f"two models in one folder: {SINGLE}, and the files of {INDEX}"
+            self.problems.append(Problem(what, str(self.path)))
+        return index
+
+    def _read(self, index: Mapping[str, str]) -> None:
+        for name in self._files:
+            path = self.path / name
+            try:
+                entries = read_header(path)
+                self._files[name] = path.stat().st_size
+            except (FormatError, OSError) as error:
+                self.problems.append(Problem("no whole safetensors file", str(path), got=str(error)))
+                continue
+            for key, entry in entries.items():
+                if key in self._entries:
+                    files = f"{self._entries[key][0]} and {name}"
+                    self.problems.append(Problem("in two files", key, got=files, expected="one"))
+                self._entries[key] = name, entry
+                self.tensors[key] = entry.info
+        if self.problems:
+            return
+        for key, name in index.items():
+            real = self._entries[key][0] if key in self._entries else "none"
+            if real != name:
+                self.problems.append(Problem("not in the file that the index says", key, real, name))
+
+    def _map(self, name: str) -> torch.Tensor:
+        """Return a file's bytes, in the system's page cache, which all processes of a machine share."""
+        if name not in self._mapped:
+            self._mapped[name] = torch.from_file(
+                str(self.path / name), shared=False, size=self._files[name], dtype=torch.uint8
+            )
+        return self._mapped[name]
+
+
+def source_of(source: object) -> Source:
+    """Return the source that a caller passes, or that of the folder that it names.
+
+    Raises:
+        TypeError: neither a folder nor a source.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        return Folder(os.fspath(source))
+    if not isinstance(source, Source):
+        raise TypeError(f"a {type(source).__name__} is neither a folder nor an hf.Source")
+    return source
+
+
+class Given:
+    """A dict of full tensors, or of slices of files as safetensors' `get_slice` gives them.
+
+    Example:
+        >>> import torch
+        >>> from torch_dcp_backport import hf
+        >>> source = hf.Given({"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, config={})
+        >>> model = torch.nn.Linear(2, 1)
+        >>> hf.load_state_dict(model.state_dict(), source).keys
+        ('weight', 'bias')
+        >>> model.weight.data
+        tensor([[1., 1.]])
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], config: Mapping[str, Any], absent: str = "") -> None:
+        """Describe the tensors. A value that is not a tensor goes to `problems`.
+
+        Args:
+            tensors: HF key -> full tensor, or slice of a file.
+            config: the model's configuration, as config.json has it.
+            absent: why this rank has no tensors; "" where it has them.
+        """
+        self.tensors: dict[str, TensorInfo] = {}
+        self.config = dict(config)
+        self.problems: list[Problem] = []
+        self.absent = absent
+        self._values: dict[str, Any] = {}
+        for key, value in tensors.items():
+            if hasattr(value, "get_shape"):
+                dtype = compat.STORED_DTYPES.get(str(value.get_dtype()))
+                usable, shape = dtype is not None, tuple(value.get_shape())
+            else:
+                usable = torch.is_tensor(value) and not isinstance(value, compat.DTensor)
+                usable = usable and not value.is_meta and has_slices(value) and not is_freed(value)
+                shape, dtype = tuple(getattr(value, "shape", ())), getattr(value, "dtype", None)
+            if not usable or dtype is None:
+                self.problems.append(Problem("not a tensor with values", key, f"{type(value).__name__}"))
+                continue
+            self.tensors[key] = TensorInfo(shape, dtype)
+            self._values[key] = value
+
+    def part(self, key: str, box: Box) -> torch.Tensor:
+        """Return the part of a tensor in a box: a view of a tensor, or the part of a file's slice.
+
+        Args:
+            key: an HF key of `tensors`.
+            box: a box in the tensor's own coordinates, in elements.
+
+        Raises:
+            RuntimeError: the tensor has another shape now.
+        """
+        value, shape = self._values[key], self.tensors[key].shape
+        limits, shape_now = whole(shape), tuple(value.shape if torch.is_tensor(value) else value.get_shape())
+        if shape_now != shape:
+            raise RuntimeError(f"{key} was changed while it was read: it was {shape} and is {shape_now}")
+        if torch.is_tensor(value):
+            return part_of(value.detach(), limits, box)
+        part: torch.Tensor = value[box.within(limits)]
+        return part
+
+    def digest(self) -> str:
+        """Return a digest of keys, shapes and dtypes: the values are the caller's."""
+        return digest_of(f"{key} {info}" for key, info in sorted(self.tensors.items()))
+
+
+def digest_of(rows: Iterable[str]) -> str:
+    return hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()

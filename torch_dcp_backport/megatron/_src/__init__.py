@@ -1,0 +1,1 @@
+"""The insides of `torch_dcp_backport.megatron`: nothing outside that room imports from here."""

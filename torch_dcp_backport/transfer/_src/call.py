@@ -1,0 +1,376 @@
+"""One collective call: its title, its ranks, and the problems so far.
+
+A rank that fails inside it still takes part in the call's agreement, and every rank hears of it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Generic, Optional, TypeVar, Union
+
+import torch.distributed as dist
+
+from torch_dcp_backport import compat
+from torch_dcp_backport.transfer._src import settings
+from torch_dcp_backport.transfer._src.chunks import Key
+from torch_dcp_backport.transfer._src.consensus import Mark, agree_on_mark, agree_on_mesh, share_findings
+from torch_dcp_backport.transfer._src.errors import (
+    UNCHANGED,
+    CollectiveError,
+    Finding,
+    Problem,
+    TransferError,
+    differences,
+    problem_of,
+    raise_together,
+    spell_key,
+)
+from torch_dcp_backport.transfer._src.groups import Group, comm_device_type, exclusive, group_ranks
+from torch_dcp_backport.transfer._src.plan import Agreement, Terms, Want, publish, share_tables
+from torch_dcp_backport.transfer._src.report import Tally
+
+logger = logging.getLogger("torch_dcp_backport.transfer")
+
+BAD_BUDGET = "not a staging budget"
+NO_TERMS = Terms()
+NO_WANTS: Mapping[Key, Want] = {}
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Attempt(Generic[T_co]):
+    """What a rank made, or the error that kept it from that."""
+
+    def __init__(self, value: Optional[T_co] = None, error: Optional[Exception] = None) -> None:
+        self._value = value
+        self.error = error
+
+    @property
+    def value(self) -> T_co:
+        """What was made. After an agreement it is there: this rank's problem would have been raised.
+
+        Raises:
+            Exception: nothing was made.
+        """
+        if self.error is not None:
+            raise self.error
+        return self._value  # type: ignore[return-value]
+
+
+def made_of(value: object) -> Any:
+    """The value itself; of an attempt, what was made."""
+    return value.value if isinstance(value, Attempt) else value
+
+
+class Call:
+    """One collective call; as a context, it keeps the groups for the transfers of the calling thread.
+
+    Example:
+        Within a process group:
+
+        >>> from torch_dcp_backport.transfer import Call
+        >>> with Call("cannot load", "scatter") as call:
+        ...     with call.guard("w"):
+        ...         raise ValueError("no such file")
+        ...     call.agree({})
+        Traceback (most recent call last):
+            ...
+        RuntimeError: cannot load: 1 problem(s), nothing was changed.
+          rank 0: ValueError: no such file: w
+    """
+
+    def __init__(
+        self,
+        title: str,
+        operation: str,
+        groups: Sequence[Group] = (None,),
+        problems: Optional[list[Problem]] = None,
+        kind: type[Exception] = RuntimeError,
+        plain: tuple[type[Exception], ...] = (),
+    ) -> None:
+        """Begin a call without any agreement.
+
+        Args:
+            title: the first words of every error.
+            operation: the operation of the report.
+            groups: one process group, or those of a mesh's dimensions where only agreements are needed; none
+                where no other rank takes part. None in it is the default group.
+            problems: this rank's problems so far; the list is used as it is.
+            kind: the class of the errors that meetings raise.
+            plain: errors whose text stands alone in a problem, without their type; of a kind that is a
+                `CollectiveError` these as well.
+
+        Raises:
+            ValueError: this rank is not in a group.
+        """
+        outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+        if any(group is outside for group in groups):
+            raise ValueError(f"{title}: this rank is not in the process group")
+        self.title = title
+        self.kind = kind
+        self.plain = (*plain, CollectiveError) if issubclass(kind, CollectiveError) else plain
+        self.groups = tuple(groups)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.tally = Tally(operation)
+        self.problems: list[Problem] = [] if problems is None else problems
+        #: The exception behind the last of the problems.
+        self.cause: Optional[Exception] = None
+        #: Whether code outside torch takes part in what is left to do, on any rank.
+        self.user_code = False
+        #: Whether all ranks are in the same collective: a failure reaches them there, or nothing could.
+        self.is_settled = False
+        self._held = contextlib.ExitStack()
+
+    @property
+    def group(self) -> Group:
+        """The first process group."""
+        return self.groups[0]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the group; this one alone where there is none."""
+        return group_ranks(self.group) if self.groups else (self.rank,)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of the group."""
+        return self.rank == self.ranks[0]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """This rank's problems, each with the rank: the form in which the other ranks get them."""
+        return [(self.rank, problem) for problem in self.problems]
+
+    def __enter__(self) -> Call:
+        with contextlib.ExitStack() as stack:
+            for group in self.groups:
+                stack.enter_context(exclusive(group, self.title))
+            # All of them, or none.
+            self._held = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: Optional[type[BaseException]],
+        error: Optional[BaseException],
+        traceback: Optional[TracebackType],
+    ) -> None:
+        # An error that its own traceback holds on to keeps alive what it touched.
+        self.cause = None
+        self._held.__exit__(kind, error, traceback)
+
+    # --- what fails on this rank ---
+
+    @contextlib.contextmanager
+    def guard(self, key: Key = "") -> Iterator[None]:
+        """Turn an exception into a problem: the other ranks wait in the agreement.
+
+        Args:
+            key: the key of the tensor that the code in the context is about.
+
+        Raises:
+            CollectiveError: every rank of this call has it already. One that a narrower group agreed on is a
+                problem of its ranks: the others wait in the agreement.
+        """
+        try:
+            yield
+        except Exception as error:
+            heard_by = getattr(error, "heard_by", ())
+            if heard_by and isinstance(error, self.kind) and set(self.ranks) <= set(heard_by):
+                raise
+            self.record(self.problem_of(error, key), error)
+
+    def attempt(self, function: Callable[..., T], *args: Any, key: Key = "") -> Attempt[T]:
+        """Call a function; its error is a problem, as within `guard`.
+
+        Args:
+            function: makes this rank's value.
+            key: the key of the tensor that the function is about.
+            args: its arguments; an attempt among them stands for its value. Where that failed, so does this,
+                and there is no second problem.
+        """
+        for arg in args:
+            if isinstance(arg, Attempt) and arg.error is not None:
+                return Attempt(error=arg.error)
+        with self.guard(key):
+            return Attempt(function(*map(made_of, args)))
+        return Attempt(error=self.cause)
+
+    def problem_of(self, error: Exception, key: Key = "") -> Problem:
+        """Return an error of this rank as a problem.
+
+        Args:
+            error: the exception.
+            key: the key of the tensor that it is about.
+        """
+        if isinstance(error, self.plain):
+            return Problem(str(error), spell_key(key))
+        return problem_of(error, key)
+
+    def record(self, problem: Problem, cause: Exception) -> None:
+        """Add a problem of this rank.
+
+        Args:
+            problem: the problem, as the other ranks get it.
+            cause: the exception behind it.
+        """
+        self.problems.append(problem)
+        self.cause = cause
+
+    @contextlib.contextmanager
+    def room_for(self, what: str) -> Iterator[None]:
+        """Turn a lack of memory into a problem: the other ranks wait where all have theirs.
+
+        Args:
+            what: what is allocated in the context, for the problem.
+        """
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            self.problems.append(Problem("could not allocate", what, got=str(error).partition("\n")[0]))
+            self.cause = error
+
+    def raise_alone(self) -> None:
+        """Raise this rank's problems here, where no message follows in which all could hear of them.
+
+        Raises:
+            RuntimeError: this rank has problems.
+        """
+        raise_together(self.title, self.findings, self.cause)
+
+    # --- what the ranks tell each other ---
+
+    def publish(self, inventory: Optional[Mapping[Any, object]]) -> dict[Any, Any]:
+        """Return the first rank's inventory, on every rank. Collective.
+
+        The problems of other ranks are raised by `agree`, which every rank must call next.
+
+        Args:
+            inventory: on the first rank, key -> `TensorInfo`, or a small value itself; None on the others.
+
+        Raises:
+            RuntimeError: the first rank has problems; on every rank.
+        """
+        if not self.groups:
+            self.raise_alone()
+            return dict(inventory or {})
+        with self.tally.phase("inventory"):
+            return publish(inventory, self.problems, self.title, self.group)
+
+    def agree(
+        self,
+        wants: Mapping[Key, Want] = NO_WANTS,
+        terms: Union[Terms, Attempt[Terms]] = NO_TERMS,
+        *,
+        staging_bytes: Optional[int] = None,
+        so_far: str = UNCHANGED,
+    ) -> Agreement:
+        """Raise every rank's problems on every rank, or return what every rank wants. Collective.
+
+        Where nothing is wrong and all want the same, it takes one small message from and to each rank.
+
+        Args:
+            wants: key -> this rank's want.
+            terms: this rank's part in the agreement besides its wants, such as its device type; or the
+                attempt to make it.
+            staging_bytes: this rank's budget in bytes; None is that of the settings.
+            so_far: what an error says of what was written.
+
+        Raises:
+            RuntimeError: some rank has problems, or another value in the terms' `common`; the same message on
+                every rank.
+            ValueError: nothing is wrong but some rank's budget; on every rank as well.
+            TransferError: a rank is gone, or the group's timeout is over.
+        """
+        if isinstance(terms, Attempt):
+            terms = NO_TERMS if terms.error is not None else terms.value
+        if not self.groups:
+            self.raise_alone()
+            return Agreement([terms.table(wants, self.ranks)], 0, terms.device or "cpu")
+        with self.tally.phase("agree"):
+            budget, findings = settings.DEFAULT, self.findings
+            try:
+                budget = (
+                    settings.staging_bytes() if staging_bytes is None else settings.checked(staging_bytes)
+                )
+            except ValueError as error:
+                # The other ranks wait in the collective below.
+                findings.append((self.rank, Problem(BAD_BUDGET, got=str(error))))
+            digest = terms.digest(wants)
+            mark = Mark(digest, bool(findings), terms.user_code, budget, terms.device)
+            common = self.compare(mark, findings, so_far)
+            tables = [terms.table(wants, self.ranks)]
+            if common.digest != digest:
+                tables = share_tables(tables[0], digest, self.title, self.group, so_far)
+        if len(tables) > 1:
+            # Every rank computes the same findings from the same tables.
+            common_by_rank = {rank: table.common for table in tables for rank in table.ranks}
+            raise_together(self.title, differences(common_by_rank))
+        self.user_code = common.user_code
+        device = comm_device_type(self.group, common.device or "cpu")
+        return Agreement(tables, common.staging_bytes, device)
+
+    def compare(self, mark: Mark, findings: Sequence[Finding], so_far: str = UNCHANGED) -> Mark:
+        """Return the common mark of all ranks. Collective.
+
+        Args:
+            mark: this rank's mark; `troubled` where it has findings.
+            findings: this rank's problems, with the rank.
+            so_far: what an error says of what was written.
+
+        Raises:
+            RuntimeError: some rank has findings; on every rank.
+            ValueError: all findings are of budgets.
+        """
+        common = agree_on_mark(mark, self.group, so_far)
+        if common.troubled:
+            findings = share_findings(findings, self.group)
+            is_budget = all(problem.what == BAD_BUDGET for _, problem in findings)
+            raise_together(
+                self.title, findings, self.cause, ValueError if is_budget else RuntimeError, so_far
+            )
+        return common
+
+    def settle(
+        self,
+        so_far: str = UNCHANGED,
+        *,
+        lost: str = "",
+        kind: Optional[type[Exception]] = None,
+        user_code: bool = False,
+    ) -> None:
+        """Raise the problems that came up on any rank of all groups, on every rank. Collective.
+
+        Args:
+            so_far: a text about what was written on some rank; the same on every rank.
+            lost: the text to use instead if a rank is gone; "" uses `so_far`.
+            kind: the class of the error; by default as below.
+            user_code: whether code outside torch takes part in what this rank does next.
+
+        Raises:
+            RuntimeError: some rank has problems, and nothing was changed.
+            TransferError: some rank has problems after something was written; or a rank is gone.
+        """
+        findings, self.user_code = agree_on_mesh(self.findings, self.groups, user_code, so_far=lost or so_far)
+        kind = kind or (RuntimeError if so_far == UNCHANGED else TransferError)
+        raise_together(self.title, findings, self.cause, kind, so_far)
+
+    def tell(self, error: Exception, so_far: Callable[[], str]) -> None:
+        """Tell the other ranks, in the last agreement, that user code failed on this one.
+
+        Args:
+            error: the exception; it gets a note that says what was written.
+            so_far: returns the text of what was written on this rank.
+        """
+        if not self.user_code or not self.groups or self.is_settled:
+            return
+        problem = problem_of(error)
+        # Now, in case that the other ranks never reach the agreement.
+        logger.error("%s: %s", self.title, problem)
+        with contextlib.suppress(Exception):
+            agree_on_mesh([(self.rank, problem)], self.groups, so_far=so_far())
+        compat.add_note(error, so_far())

@@ -1,0 +1,272 @@
+"""The meeting: what a rank has, or its problem, goes to the first rank, and an answer comes back to each.
+
+A rank that fails still comes to the next meeting, with its problem. Problems of ranks, those that the first
+rank finds, and ranks that are gone: one error, on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, NoReturn, Union
+
+import torch
+
+from torch_dcp_backport.transfer._src.call import Attempt, Call, made_of
+from torch_dcp_backport.transfer._src.consensus import share_findings
+from torch_dcp_backport.transfer._src.errors import (
+    NOTHING,
+    UNCHANGED,
+    CollectiveError,
+    Common,
+    Finding,
+    Problem,
+    TransferError,
+    compose,
+    differences,
+    spell,
+)
+from torch_dcp_backport.transfer._src.groups import is_silent
+from torch_dcp_backport.transfer._src.rounds import Heard, answer, ask
+from torch_dcp_backport.transfer._src.wire import MOST, absent, device_for, gather_rows
+
+#: Bytes that a message has around its content.
+SPARE = 4096
+
+
+class Topic(NamedTuple):
+    """The matter of a meeting."""
+
+    #: The step under way: a phase of the report, and words of errors.
+    doing: str
+    #: An error's words on the state of the files or tensors.
+    so_far: str = UNCHANGED
+    #: The same, where the first rank is gone before it answered; by default as above.
+    unheard: str = ""
+
+
+#: Said instead of a topic's own words on the state of the files, within `saying`; "" for none.
+_outlook: ContextVar[str] = ContextVar("outlook", default="")
+
+
+@contextlib.contextmanager
+def saying(so_far: str) -> Iterator[None]:
+    """Have errors of all calls within say this of the state of the files: together they are one save."""
+    token = _outlook.set(so_far)
+    try:
+        yield
+    finally:
+        _outlook.reset(token)
+
+
+class Refusal(Exception):
+    """The first rank refuses to go on: the findings go to every rank."""
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        super().__init__(compose("refused", findings))
+        self.findings = list(findings)
+
+
+class Meeting:
+    """A meeting under way."""
+
+    def __init__(self) -> None:
+        #: On the first rank, where no rank has a problem: every rank's value, by global rank. Else empty.
+        self.heard: Mapping[int, Any] = {}
+        #: This rank's answer, once the meeting is over.
+        self.result: Any = None
+        self._answers: Mapping[int, Any] = {}
+
+    @property
+    def decides(self) -> bool:
+        """Whether this rank is to answer: it is the first, and no rank has a problem."""
+        return bool(self.heard)
+
+    def answer(self, value: object) -> None:
+        """Answer all ranks alike. On the first rank."""
+        self._answers = dict.fromkeys(self.heard, value)
+
+    def answer_each(self, answers: Mapping[int, Any]) -> None:
+        """Give each rank its own answer, by global rank; None where it has none. On the first rank."""
+        self._answers = answers
+
+
+def meet(
+    call: Call, topic: Topic, own: object = None, common: Union[Common, Attempt[Common]] = NOTHING
+) -> Mapping[int, Any]:
+    """Raise every rank's problems on every rank, or return every rank's value, by global rank.
+
+    All that any rank has goes to every rank: for what is large, see `at_first`.
+
+    Args:
+        own: this rank's value, or the attempt to make it; it is pickled. None on every rank costs no traffic.
+        common: what must be the same on every rank, or the attempt to make it.
+
+    Raises:
+        the call's kind of error: a rank has a problem or is gone; the same on every rank.
+    """
+    with at_first(call, topic, own, common) as meeting:
+        if any(value is not None for value in meeting.heard.values()):
+            meeting.answer(meeting.heard)
+    return meeting.result or dict.fromkeys(call.ranks)
+
+
+def meet_numbers(call: Call, own: Attempt[Sequence[float]], count: int) -> dict[int, list[float]]:
+    """Do as `meet` for so many numbers of each rank, in one small all-gather: for every step of a training.
+
+    Problems travel only where a rank has some.
+    """
+    if not call.groups:
+        call.raise_alone()
+        return {call.rank: list(own.value)}
+    numbers = [0.0] * count if own.error is not None else list(own.value)
+    row = torch.tensor([*numbers, len(call.problems)], dtype=torch.float64, device="cpu")
+    if is_silent(call.group):
+        rows = [row.tolist()] * len(call.ranks)
+    else:
+        sent = row.view(torch.uint8).to(device_for(call.group))
+        rows = gather_rows(sent, call.group).cpu().view(torch.float64).tolist()
+    if any(problems for *_, problems in rows):
+        fail(call, share_findings(call.findings, call.group))
+    return {rank: numbers for rank, (*numbers, _) in zip(call.ranks, rows)}
+
+
+@contextlib.contextmanager
+def at_first(
+    call: Call, topic: Topic, own: object = None, common: Union[Common, Attempt[Common]] = NOTHING
+) -> Iterator[Meeting]:
+    """Meet at the first rank, which hears every rank's value, and answers inside the `with`.
+
+    Where a rank has a problem, no rank decides: all get to the end of the `with`, which raises.
+
+        with at_first(call, Topic("counting"), len(parts)) as meeting:
+            if meeting.decides:
+                meeting.answer(sum(meeting.heard.values()))
+        total = meeting.result
+
+    Args:
+        own: this rank's value, or the attempt to make it; it is pickled.
+        common: what must be the same on every rank, or the attempt to make it.
+
+    Raises:
+        the call's kind of error: a rank has a problem or is gone, or what is inside the `with` failed on the
+            first rank; the same on every rank. A `Refusal` has findings of several ranks.
+    """
+    if _outlook.get():
+        topic = Topic(topic.doing, _outlook.get())
+    with call.tally.phase(topic.doing):
+        content = b""
+        with call.guard():
+            if not call.problems:
+                content = _packed((made_of(common), made_of(own)))
+        problems = list(map(tuple, call.problems))
+        message = pickle.dumps((topic.doing, problems, content if not problems else b""))
+        with _telling_who_is_gone(call, topic):
+            heard = Heard({call.rank: message}) if len(call.ranks) == 1 else ask(message, call.group)
+        meeting, findings, answers = Meeting(), list[Finding](), dict[int, bytes]()
+        if heard is not None:
+            try:
+                meeting.heard = _values_in(heard, topic.doing)
+            except Exception as error:
+                findings = _findings_of(call, error)
+        try:
+            yield meeting
+            answers = _packed_each(meeting)
+        except Exception as error:
+            if not meeting.decides:
+                # No other rank hears of it: what is inside the `with` is for the rank that decides.
+                raise
+            findings = _findings_of(call, error)
+        # What the ranks have sent is not kept until the caller is done.
+        meeting.heard, meeting._answers = {}, {}
+        replies = None if heard is None else _replies(heard, findings, answers)
+        with _telling_who_is_gone(call, topic):
+            reply = replies[call.rank] if replies and len(call.ranks) == 1 else answer(replies, call.group)
+    findings, result = pickle.loads(reply)
+    if findings:
+        fail(call, [(rank, Problem(*problem)) for rank, problem in findings], topic.so_far)
+    meeting.result = pickle.loads(result)
+
+
+def fail(call: Call, findings: Sequence[Finding], so_far: str = UNCHANGED) -> NoReturn:
+    """Raise the findings, which every rank has, as the call's kind of error."""
+    error = call.kind(compose(call.title, findings, so_far))
+    if isinstance(error, CollectiveError):
+        error.heard_by = call.ranks
+    raise error from call.cause
+
+
+@contextlib.contextmanager
+def _telling_who_is_gone(call: Call, topic: Topic) -> Iterator[None]:
+    """Name the ranks that did not come, in place of a backend's error."""
+    try:
+        yield
+    except RuntimeError as error:
+        first, late = call.ranks[0], absent(call.group)
+        what = f"rank {first} is gone, or too late, while {topic.doing}"
+        if late and first not in late:
+            what = f"no answer from rank {first} while {topic.doing}, and {spell(late)} did not come"
+        kind = call.kind if issubclass(call.kind, CollectiveError) else TransferError
+        raise kind(f"{call.title}: {what}; {topic.unheard or topic.so_far}") from error
+
+
+def _values_in(heard: Heard, doing: str) -> dict[int, Any]:
+    """Return every rank's value, by global rank.
+
+    Raises:
+        Refusal: ranks are gone, have problems, are somewhere else, or differ where they must not.
+    """
+    unpacked = {rank: pickle.loads(message) for rank, message in sorted(heard.messages.items())}
+    findings = [(rank, Problem(f"the rank is gone, or too late, while {doing}")) for rank in heard.gone]
+    for rank, (_, problems, _) in unpacked.items():
+        findings += [(rank, Problem(*problem)) for problem in problems]
+    if not findings:
+        # What is for another meeting would be taken for what is for this one.
+        findings = [
+            (rank, Problem("the rank is somewhere else in its calls", "", other, doing))
+            for rank, (other, _, _) in unpacked.items()
+            if other != doing
+        ]
+    if findings:
+        raise Refusal(findings)
+    contents = {rank: pickle.loads(content) for rank, (_, _, content) in unpacked.items()}
+    findings = differences({rank: common for rank, (common, _) in contents.items()})
+    if findings:
+        raise Refusal(findings)
+    return {rank: own for rank, (_, own) in contents.items()}
+
+
+def _findings_of(call: Call, error: Exception) -> list[Finding]:
+    """Return the findings of an error of the first rank."""
+    if isinstance(error, Refusal):
+        return error.findings
+    call.cause = error
+    return [(call.rank, call.problem_of(error))]
+
+
+def _packed_each(meeting: Meeting) -> dict[int, bytes]:
+    """Return the bytes of each rank's answer; ranks often have the same one."""
+    answers = {rank: meeting._answers.get(rank) for rank in meeting.heard}
+    packed = {id(value): _packed(value) for value in answers.values()}
+    return {rank: packed[id(value)] for rank, value in answers.items()}
+
+
+def _replies(heard: Heard, findings: Sequence[Finding], answers: Mapping[int, bytes]) -> dict[int, bytes]:
+    """Return the message to each rank: the findings for every rank, or its own answer."""
+    plain = [(rank, tuple(problem)) for rank, problem in findings]
+    replies = {id(data): pickle.dumps((plain, data)) for data in (*answers.values(), b"")}
+    return {rank: replies[id(answers.get(rank, b""))] for rank in heard.messages}
+
+
+def _packed(value: object) -> bytes:
+    """Return a value as bytes that fit into a message.
+
+    Raises:
+        CollectiveError: there are too many.
+    """
+    data = pickle.dumps(value)
+    if len(data) > MOST - SPARE:
+        raise CollectiveError(f"a message of {len(data)} bytes, where {MOST - SPARE} are the most")
+    return data
