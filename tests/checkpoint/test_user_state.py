@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from test_ranks import sharded
+from torch.distributed.device_mesh import DeviceMesh
 from trainer import Trainer
 
 from torch_dcp_backport import compat
@@ -227,7 +227,7 @@ def test_shards_are_never_given_whole_to_an_object_without_state(ranks, tmp_path
 
 
 def on_own_meshes(api: Any, root: Path, are_copies: bool, config: Any) -> tuple[list[float], str]:
-    """Save and load a DTensor of one name on two meshes: the second has other values, and maybe another shape."""
+    """Save and load a DTensor of one name on two meshes, with other values or as copies."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = rank * 2 // world
     meshes = [

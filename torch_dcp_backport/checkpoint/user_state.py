@@ -165,9 +165,9 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
     """Save the states of objects into a step. Collective.
 
     A DTensor is saved by its shards. All else that is the same on every rank is saved once, and loads on any
-    number of ranks; where it differs, each rank's is saved, and loads on as many ranks. DTensors of one name on
-    meshes of other ranks are copies if they hold the same values, as under DDP, and else each a tensor of its
-    own, as of the stages of a pipeline.
+    number of ranks; where it differs, each rank's is saved, and loads on as many ranks. DTensors of one name
+    on meshes of other ranks are copies if they hold the same values, as under DDP, and else each a tensor of
+    its own, as of the stages of a pipeline.
 
     Args:
         objects: name -> object; the same names on every rank.

@@ -22,6 +22,7 @@ from torch_dcp_backport.checkpoint import user_state
 from torch_dcp_backport.checkpoint.expiry import SaveSignals
 from torch_dcp_backport.checkpoint.loaders import has_state
 from torch_dcp_backport.checkpoint.manager import BaseCheckpointManager
+from torch_dcp_backport.checkpoint.store import checked_step
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.engine import values
 from torch_dcp_backport.dist_checkpointing.engine.calls import begin
@@ -58,7 +59,8 @@ class Mark:
 
     def __init__(self, handler: CheckpointHandler, step: int, metric: Any) -> None:
         self.step = step
-        self.metric = metric
+        # The program's own tensor may be changed in place, and leads to the graph of the whole pass.
+        self.metric = metric.detach().clone() if isinstance(metric, torch.Tensor) else metric
         self.tensors = {name: (tensor, tensor._version) for name, tensor in tensors_in(handler)}
         self.digests = digests_in(handler)
         self.random_state = handler.engine.get_rng_state()
@@ -119,6 +121,10 @@ def digests_in(handler: CheckpointHandler) -> dict[str, bytes]:
         for optimizer in listed(manager.optimizer)
     ]
     found: dict[str, Any] = {"param_groups": groups}
+    for number, chunk in enumerate(listed(manager.model)):
+        for name, module in chunk.named_modules():
+            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+                found[f"model.{number}.{name}._extra_state"] = module.get_extra_state()
     if manager.lr_scheduler is not None:
         found["lr_scheduler"] = manager.lr_scheduler.state_dict()
     for name, value in handler.state.items():
@@ -275,12 +281,13 @@ def ask(handler: CheckpointHandler, watch: Optional[Watch], step: int, minutes_s
     def numbers() -> list[float]:
         check_policy(handler)
         assert policy is not None, "it was checked"
+        number = checked_step(step)
         if watch is None and (policy.signals or policy.on_exception):
             raise CheckpointingException(f"save_if_due outside of watching(): {policy} would see nothing")
         is_late = policy.minutes is not None and minutes_since >= policy.minutes
-        is_due = is_late or (policy.steps is not None and step % policy.steps == 0)
+        is_due = is_late or (policy.steps is not None and number % policy.steps == 0)
         signalled = watch is not None and watch.take_signal()
-        return [float(zlib.crc32(str(policy).encode())), float(step), float(is_due), float(signalled)]
+        return [float(zlib.crc32(str(policy).encode())), float(number), float(is_due), float(signalled)]
 
     with begin(CANNOT_ASK, "save", handler.process_group) as call:
         own = call.attempt(numbers)
