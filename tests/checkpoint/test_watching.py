@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import signal
 import time
 import weakref
@@ -316,6 +317,34 @@ def test_a_step_that_is_saved_is_published_and_not_saved_again(tmp_path: Path) -
         trainer.handler.save_checkpoint(2)
         raise SystemExit
     assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("is_heard_before", [True, False])
+def test_a_step_whose_save_failed_in_the_background_is_saved(tmp_path: Path, is_heard_before: bool) -> None:
+    trainer = Trainer(tmp_path, save_policy=ON_EXCEPTION, config={"async_save": True})
+    with left_by(Boom, trainer.handler):
+        trainer.train()
+        trainer.handler.save_if_due(1)
+        trainer.handler.save_checkpoint(1)
+        (draft,) = tmp_path.glob(".global_step_1.tmp-*")
+        shutil.rmtree(draft)
+        if is_heard_before:
+            with pytest.raises(CheckpointingException, match="step 1 was not saved"):
+                trainer.handler.finish()
+        raise Boom
+    assert steps(tmp_path) == [1]
+
+
+def test_not_a_number_is_no_change(tmp_path: Path) -> None:
+    class Copying(Holder):
+        def state_dict(self) -> Any:
+            return {"mean": self.value.clone()}
+
+    trainer = Trainer(tmp_path, save_policy=ON_EXCEPTION, state={"own": Copying(torch.tensor(torch.nan))})
+    with left_by(Boom, trainer.handler):
+        trainer.handler.save_if_due(1)
+        raise Boom
+    assert steps(tmp_path) == [1]
 
 
 def test_a_step_after_a_load_of_an_older_one_is_not_taken_for_saved(tmp_path: Path) -> None:

@@ -341,8 +341,22 @@ class CheckpointHandler:
                     self._save(mark.step, mark.metric, is_last=True)
                 finally:
                     self._loader_state = None
-        self._saves.finish()
         self.finish()
+
+    def publish_last(self, blocking: bool = True) -> bool:
+        """Publish the save in the background; return whether none is left. Collective.
+
+        Args:
+            blocking: wait for it.
+
+        Raises:
+            CheckpointingException: it failed, so that its step does not count as saved; on every rank.
+        """
+        try:
+            return self._saves.finish(blocking)
+        except CheckpointingException:
+            self.last_saved = None
+            raise
 
     def _save(self, step: int, metric: Any, *, is_last: bool = False) -> Path:
         """Save a step; with `is_last`, whatever became of uploads before."""
@@ -402,7 +416,7 @@ class CheckpointHandler:
         Raises:
             CheckpointingException: the save failed; the same on every rank. Older steps are as they were.
         """
-        is_published = self._saves.finish(blocking)
+        is_published = self.publish_last(blocking)
         if self._remote is not None:
             with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
                 is_published = uploads.settle(call, self._uploads, blocking) and is_published

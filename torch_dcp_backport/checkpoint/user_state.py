@@ -189,8 +189,8 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
                 kinds = {}
                 for name in every[0]:
                     is_same = all(own[name].digest == every[0][name].digest for own in every)
-                    is_of_mesh = differ([own[name].shards for own in every])
-                    kinds[name] = is_same and not is_of_mesh, is_of_mesh
+                    is_differing = differ([own[name].shards for own in every])
+                    kinds[name] = is_same and not is_differing, is_differing
                 meeting.answer(kinds)
         is_alike = {name: alike for name, (alike, _) in meeting.result.items()}
         is_of_mesh = {name: differs for name, (_, differs) in meeting.result.items()}
@@ -254,10 +254,11 @@ def marks_of(name: str, state: Any, group: Group) -> Marks:
     """Return what ranks compare of an object's state."""
     _, world = place_in(group)
     shards: dict[tuple[Any, ...], int] = {}
-    for key, (_, tensor) in parts_of(name, state, sharded_alone=True).tensors.items():
+    tensors: Mapping[str, tuple[Keys, Any]] = parts_of(name, state, sharded_alone=True).tensors
+    for key, (_, tensor) in tensors.items():
         if len(ranks_of(tensor)) < world:
             part = part_of_this_rank(key, tensor, group)
-            crc = zlib.crc32(memoryview(as_bytes(part.local.contiguous().cpu()).numpy()))
+            crc = zlib.crc32(as_bytes(part.local.contiguous().cpu()).numpy().data)
             layout = tuple(tensor.shape), tuple(tensor.device_mesh.mesh.shape), str(tensor.placements)
             shards[key, layout, tuple(part.box.offset), tuple(part.box.size)] = crc
     return Marks(digest(name, state), shards)

@@ -30,6 +30,7 @@ from torch_dcp_backport.dist_checkpointing.engine.common import digest_of, value
 from torch_dcp_backport.transfer import TransferError
 from torch_dcp_backport.transfer.groups import Group, group_ranks, groups_of
 from torch_dcp_backport.transfer.meet import Topic, meet, meet_numbers
+from torch_dcp_backport.transfer.staging import as_bytes
 
 if TYPE_CHECKING:
     from torch_dcp_backport.checkpoint.handler import CheckpointHandler
@@ -93,7 +94,7 @@ class Mark:
         if before.data_ptr() == now.data_ptr():
             return before._version == now._version
         # Other memory, or a copy that the object makes each time.
-        return bool(torch.equal(before, now))
+        return bool(torch.equal(*(as_bytes(side.contiguous()) for side in (before, now))))
 
 
 def tensors_in(handler: CheckpointHandler) -> Iterator[tuple[str, torch.Tensor]]:
@@ -208,6 +209,13 @@ class Watch:
             if set(others.values()) != {str(mark.step)}:
                 texts = ", ".join(f"rank {rank}: {step}" for rank, step in sorted(others.items()))
                 raise CheckpointingException(f"ranks are not at the same step ({texts})")
+            if handler.last_saved == mark.step:
+                try:
+                    handler.publish_last()
+                except CheckpointingException as error:
+                    if not error.is_agreed:
+                        raise
+                    logger.error("%s", error)
             if handler.last_saved != mark.step:
                 self._check_unchanged(mark)
                 logger.warning("saving step %d, which was complete before the exception", mark.step)
