@@ -11,12 +11,11 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from torch_dcp_backport.dist_checkpointing.adopt import adopted
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.dict_utils import nested_values
-from torch_dcp_backport.dist_checkpointing.engine.calls import begin
+from torch_dcp_backport.dist_checkpointing.engine.calls import begin, world_size
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 from torch_dcp_backport.dist_checkpointing.offers import refusing
 from torch_dcp_backport.dist_checkpointing.sharded_tensor import (
@@ -159,7 +158,7 @@ def determine_main_replica_uniform_distribution(
         CheckpointingException: a rank's part contradicts itself, or a shard differs from rank to rank; the
             same on every rank.
     """
-    if dist.get_world_size(parallelization_group) <= 1:
+    if world_size(parallelization_group) <= 1:
         return None
     with begin("cannot share out the shards", "save", parallelization_group) as call:
         mine = call.attempt(checked, sharded_state_dict)
