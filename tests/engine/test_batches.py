@@ -187,7 +187,7 @@ def planned(api: Any, faults: dict[int, str], limit: tuple[Any, Any] = (2, None)
         data["input_ids"] = data["loss_mask"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
     if fault == "narrowed":
         places = torch.tensor([0, 1]), torch.tensor([2, 3])
-        data["input_ids"] = torch.nested.narrow(torch.zeros(2, 6), 1, *places, layout=torch.jagged)
+        data["input_ids"] = torch.nested.narrow(torch.zeros(2, 6).long(), 1, *places, layout=torch.jagged)
     try:
         plan = batches.plan(data, batches.Limit(*limit), copies=copies)
     except RuntimeError as error:

@@ -269,7 +269,7 @@ def temperature_of(data: Any, count: Optional[int] = None) -> Union[float, torch
     Raises:
         ValueError: no number, or as many numbers as there are no rows.
     """
-    value = unwrapped(data[TEMPERATURE]) if TEMPERATURE in set(data.keys()) else None
+    value: Any = unwrapped(data[TEMPERATURE]) if TEMPERATURE in set(data.keys()) else None
     if value is None:
         return 1.0
     if not isinstance(value, (list, tuple)) and not getattr(value, "ndim", 0):
