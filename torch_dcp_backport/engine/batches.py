@@ -333,7 +333,7 @@ def numbers_of(data: Any, plan: Plan, is_compared: bool) -> list[float]:
     if is_compared:
         keys = set(data.keys())
         masks = [data[key] for key in (MASK, LOSS_MASK, POSITIONS) if key in keys]
-        temperature = temperature_of(data)
+        temperature: Any = temperature_of(data)
         if isinstance(temperature, torch.Tensor):
             temperature = temperature.tolist()
         shape = data[IDS].offsets() if data[IDS].is_nested else torch.tensor(data[IDS].shape)
