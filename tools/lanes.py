@@ -219,7 +219,7 @@ WHOLE = "TESTS_WHOLE"
 # Seconds that one run of pytest may take. At nine tenths of it pytest ends by itself and shows its results; a
 # run that cannot do even that says where it hangs, and is killed with all that it started.
 LIMIT = "LANES_LIMIT"
-LIMIT_SECONDS = 3000.0
+LIMIT_SECONDS = 4000.0
 # Between the signal that asks for the stacks and the one that ends everything.
 LAST_WORDS_SECONDS = 10.0
 

@@ -263,6 +263,13 @@ def fsdp2_states(model: torch.nn.Module) -> list[Any]:
     return [module._get_fsdp_state() for module in modules]
 
 
+def unsharded_class(module: torch.nn.Module) -> type:
+    """Return a module's class; of a module that FSDP2 shards, the class that it had before."""
+    kind = type(module)
+    # FSDP2 makes a class of (FSDPModule, kind), whose `__module__` is that of the code that makes it.
+    return kind.__bases__[-1] if issubclass(kind, FSDPModule) else kind
+
+
 def mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(mesh shape, global ranks in row-major order)."""
     # torch 2.13 makes the tensor at each access: in a mode of the caller (FakeTensorMode) one without values.

@@ -420,7 +420,11 @@ def test_a_parameter_that_is_frozen_when_it_is_resumed(tmp_path: Path, caplog) -
     again = Trainer(tmp_path)
     again.model[0].weight.requires_grad_(False)
     assert again.handler.load_checkpoint() == 2
-    assert Trainer(tmp_path).handler.load_checkpoint() == 1  # the trained one has no states in step 2
+    unfrozen = Trainer(tmp_path)
+    assert unfrozen.handler.load_checkpoint() == 2
+    state = unfrozen.optimizer.state[unfrozen.model[0].weight]
+    assert not any(value.any() for value in state.values())  # step 2 has none: it begins anew
+    assert "optimizer.state.0.weight.exp_avg" in caplog.records[-1].getMessage()
 
 
 class NamedByRank(BaseCheckpointManager):

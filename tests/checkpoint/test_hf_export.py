@@ -159,7 +159,7 @@ def test_a_damaged_checkpoint_gives_no_model(tmp_path: Path, capsys, harm, says)
 
 def test_what_cannot_be_exported(tmp_path: Path) -> None:
     saved(tmp_path / "a")
-    with pytest.raises(CheckpointingException, match=r"has no config\.json: name a model's folder"):
+    with pytest.raises(CheckpointingException, match=r"has no huggingface/config\.json: is it a checkpoint"):
         export_checkpoint(tmp_path / "a", tmp_path / "b")
     with pytest.raises(CheckpointingException, match=r"'x' is no torch\.dtype"):
         export_checkpoint(tmp_path / "a", tmp_path / "b", like=CONFIG, how=hf.Export("x"))  # type: ignore[arg-type]

@@ -200,6 +200,66 @@ def test_wishes_of_a_load_that_is_none_are_refused(tmp_path: Path) -> None:
         MegatronCheckpointManager(model=[Base()]).load_checkpoint(tmp_path, exclude=["head.*"])
 
 
+def scheduled(model: nn.Module, groups: list[tuple[str, float]], config: Any = None) -> Any:
+    """A manager with a param group for each module, with a rate that halves at each step."""
+    made = [{"params": list(model.get_submodule(name).parameters()), "lr": lr} for name, lr in groups]
+    optimizer = torch.optim.SGD(made)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    return FSDPCheckpointManager(model, optimizer, schedule, checkpoint_config=config)
+
+
+def rates_after_a_step(manager: Any) -> list[float]:
+    manager.optimizer.step()
+    manager.lr_scheduler.step()
+    return [group["lr"] for group in manager.optimizer.param_groups]
+
+
+def test_the_rates_of_a_schedule_follow_their_groups(tmp_path: Path) -> None:
+    before = scheduled(Base(), [("body", 8.0), ("head", 4.0)])
+    assert rates_after_a_step(before) == [4.0, 2.0]
+    before.save_checkpoint(str(tmp_path / "global_step_1"), None, 1)
+
+    turned = scheduled(Base(), [("head", 4.0), ("body", 8.0)])
+    turned.load_checkpoint(str(tmp_path / "global_step_1"))
+    assert rates_after_a_step(turned) == [1.0, 2.0]
+
+    tuned = scheduled(Adapted(), [("lora_a", 16.0), ("head", 4.0), ("body", 8.0)])
+    tuned.load_checkpoint(str(tmp_path / "global_step_1"), exclude=["lora_a.*"])
+    # 16 x 0.5 ** 2: the schedule is at its second step.
+    assert rates_after_a_step(tuned) == [4.0, 1.0, 2.0]
+
+
+def test_rates_of_groups_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    config = {"save_contents": ["model", "extra"], "load_contents": ["model", "extra"]}
+    before = scheduled(Base(), [("body", 8.0), ("head", 4.0)], config)
+    before.save_checkpoint(str(tmp_path / "global_step_1"), None, 1)
+    other = scheduled(Base(1), [("body", 8.0)], config)
+    weight = other.model.body.weight.clone()
+    with pytest.raises(CheckpointingException, match="base_lrs has 1 entries here, and 2 in the checkpoint"):
+        other.load_checkpoint(str(tmp_path / "global_step_1"))
+    assert torch.equal(other.model.body.weight, weight)
+
+
+class Tied(Base):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.copy = nn.Linear(3, 3)
+        self.copy.weight = self.body.weight
+
+
+@pytest.mark.parametrize("excluded", ["copy.weight", "body.*"])
+def test_one_of_two_tied_names_is_not_left_out(tmp_path: Path, excluded: str) -> None:
+    folder, _ = saved(tmp_path, Tied())
+    model = Tied(1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    manager = manager_of(model)
+    with pytest.raises(CheckpointingException, match=r"is tied to .* exclude both, or none"):
+        manager.load_checkpoint(folder, exclude=[excluded])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    manager.load_checkpoint(folder, exclude=["copy.weight", "body.weight"])
+    assert torch.equal(model.copy.weight, before["copy.weight"])
+
+
 def save_on_ranks(api: Any, root: Path) -> None:
     model = Base()
     fully_shard(model)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 from trainer import Trainer
 
 from torch_dcp_backport.__main__ import main
@@ -80,6 +81,43 @@ def test_a_policy_that_would_remove_the_only_good_step_removes_nothing(tmp_path:
     trainer.handler.save_checkpoint(8)
     trainer.handler.finish()
     assert steps(tmp_path) == [8]
+
+
+@pytest.mark.parametrize("count", [0, 2.5, "2", True])
+def test_a_number_to_keep_that_is_none_is_refused(tmp_path: Path, count: Any) -> None:
+    with pytest.raises(ValueError, match="max_ckpt_to_keep="):
+        Trainer(tmp_path, max_ckpt_to_keep=count)
+
+
+@on_ranks(world=2)
+def test_a_number_to_keep_that_one_rank_changed_is_an_error_of_all(api: Any, tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, config=SMALL, max_ckpt_to_keep=2)
+    trainer.handler.max_ckpt_to_keep = 2.5 if dist.get_rank() else 2
+    with pytest.raises(CheckpointingException, match=r"rank 1: ValueError: last=2\.5"):
+        trainer.handler.save_checkpoint(1)
+
+
+def test_only_a_pin_of_a_step_is_taken_back(tmp_path: Path, capsys) -> None:
+    (tmp_path / "pinned.txt").write_text("my own notes")
+    assert main(["checkpoint", "unpin", str(tmp_path)]) == 1
+    assert "no mark of this package" in capsys.readouterr().err
+    assert (tmp_path / "pinned.txt").read_text() == "my own notes"
+
+
+def test_prune_says_that_there_is_no_such_run(tmp_path: Path, capsys) -> None:
+    assert main(["checkpoint", "prune", str(tmp_path / "none"), "--keep", "1"]) == 1
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_trash_has_the_name_of_the_run_and_is_in_no_step(tmp_path: Path, monkeypatch, capsys) -> None:
+    saved(tmp_path / "run", {1: None, 2: None})
+    (tmp_path / "link").symlink_to("run")
+    monkeypatch.chdir(tmp_path / "run")
+    for trash in ("../link", "../link/global_step_2/trash"):
+        assert main(["checkpoint", "prune", ".", "--keep", "1", "--trash", trash]) == 2
+    assert main(["checkpoint", "prune", ".", "--keep", "1", "--trash", "../trash"]) == 0
+    (name,) = [path.name for path in (tmp_path / "trash").iterdir()]
+    assert name.startswith("run.global_step_1.")
 
 
 def test_a_pinned_step_stays_and_is_not_counted(tmp_path: Path, capsys) -> None:

@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_ranks import sharded
+from torch.distributed.device_mesh import DeviceMesh
 from trainer import Trainer
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint._src import store
-from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.dist_checkpointing import CheckpointingException, load_common_state_dict
 
 
 class Holder:
@@ -66,6 +68,17 @@ def test_every_kind_of_value_comes_back(tmp_path: Path) -> None:
     assert other.handler.load_checkpoint() == 1
     assert repr(other.handler.state["odd"].value) == repr(odd_values())
     assert other.handler.state["none"].value is None
+
+
+@pytest.mark.parametrize("config", [None, {"async_save": True}])
+def test_names_with_dots_are_not_mixed_up(tmp_path: Path, config: Any) -> None:
+    saved = {"a": {"b.c": torch.ones(2)}, "a.b": {"c": torch.zeros(2)}, "a%2Eb": {"c": torch.full((3,), 2.0)}}
+    trainer = Trainer(tmp_path, config=config, state={name: Holder(value) for name, value in saved.items()})
+    trainer.handler.save_checkpoint(1)
+    trainer.handler.finish()
+    other = Trainer(tmp_path, state={name: Holder({}) for name in saved})
+    assert other.handler.load_checkpoint() == 1
+    assert repr({name: holder.value for name, holder in other.handler.state.items()}) == repr(saved)
 
 
 def test_a_resume_draws_the_numbers_of_the_run(tmp_path: Path) -> None:
@@ -211,3 +224,39 @@ def test_shards_are_never_given_whole_to_an_object_without_state(ranks, tmp_path
     ranks(save_moments, tmp_path, world=2)
     (text,) = set(ranks(load_moments, tmp_path, world=2))
     assert all(part in text for part in ("make its state before the load", "exp_avg"))
+
+
+def on_own_meshes(api: Any, root: Path, are_copies: bool, config: Any) -> tuple[list[float], str]:
+    """Save and load a DTensor of one name on two meshes, with other values or as copies."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = rank * 2 // world
+    meshes = [
+        DeviceMesh("cpu", list(range(world))[half * world // 2 : (half + 1) * world // 2]) for half in (0, 1)
+    ]
+
+    def spread(number: float) -> Any:
+        rows = 4 if are_copies else 4 + 2 * (world == 2) * mine
+        return compat.DTensor.from_local(
+            torch.full((rows * 2 // world, 2), number), meshes[mine], [compat.Shard(0)]
+        )
+
+    trainer = Trainer(
+        root, config=config, state={"ema": Holder({"w": spread(1.0 if are_copies else mine + 1.0)})}
+    )
+    trainer.handler.save_checkpoint(1)
+    trainer.handler.finish()
+    trainer.handler.state = {"ema": Holder({"w": spread(9.0)})}
+    trainer.handler.load_checkpoint()
+    worlds = load_common_state_dict(root / "global_step_1" / "user_state")["worlds"]
+    return trainer.handler.state["ema"].value["w"].to_local().unique().tolist(), str(worlds)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("config", [None, {"async_save": True}])
+def test_stages_with_the_same_names_keep_their_own_values(
+    ranks, tmp_path: Path, world: int, config: Any
+) -> None:
+    found = ranks(on_own_meshes, tmp_path / "stages", False, config, world=world)
+    assert found == [([rank * 2 // world + 1.0], str({"ema": world})) for rank in range(world)]
+    found = ranks(on_own_meshes, tmp_path / "copies", True, config, world=world)
+    assert found == [([1.0], str({"ema": 0}))] * world

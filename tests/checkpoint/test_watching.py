@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import signal
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,39 @@ def test_a_signal_saves_the_next_step_and_is_restored(tmp_path: Path) -> None:
     assert steps(tmp_path) == [2]
 
 
+def test_an_interrupt_saves_the_next_step_before_the_loop_ends(tmp_path: Path) -> None:
+    handler = Trainer(tmp_path, save_policy=SavePolicy(signals=[signal.SIGINT])).handler
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with handler.watching():
+            signal.raise_signal(signal.SIGINT)
+            assert handler.save_if_due(1) is not None
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_metric_of_a_step_is_that_at_its_end(tmp_path: Path) -> None:
+    handler, mean = Trainer(tmp_path, save_policy=ON_EXCEPTION).handler, torch.tensor(1.0)
+    loss = torch.ones(3, requires_grad=True).sum()
+    graph = weakref.ref(loss)
+    with left_by(Boom, handler):
+        handler.save_if_due(1, metric=loss)
+        del loss
+        assert graph() is None
+        handler.save_if_due(2, metric=mean)
+        mean += 1
+        raise Boom
+    assert [step.manifest.metric for step in store.steps_in(tmp_path)] == [1.0]
+
+
+@pytest.mark.parametrize("step", [None, "2", 1.5, float("nan"), -1, True])
+def test_a_step_that_is_none_is_refused_also_where_it_is_not_due(tmp_path: Path, step: Any) -> None:
+    handler = Trainer(tmp_path, save_policy=SavePolicy(steps=4)).handler
+    with pytest.raises(CheckpointingException, match="expected a whole number from 0 on"):
+        handler.save_if_due(step)
+
+
 def test_signals_that_cannot_be_watched_leave_none_watched() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises((OSError, ValueError)), SaveSignals([signal.SIGUSR1, signal.SIGKILL]):
@@ -131,6 +166,8 @@ def test_a_policy_that_watches_is_nothing_outside_of_it(tmp_path: Path) -> None:
         {"signals": ["SIGTERM"]},
         {"on_exception": "yes"},
         {"on_exception": True, "patience": 0},
+        {"on_exception": True, "patience": None},
+        {"minutes": True},
     ],
 )
 def test_a_policy_that_says_nothing_is_refused(options: Any) -> None:
@@ -160,6 +197,13 @@ class Dropping(nn.Module):
         torch.manual_seed(0)
         self.layer = nn.Linear(6, 5)
         self.register_buffer("mean", torch.zeros(5))
+        self.count = torch.zeros(1)
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
 
 
 def before_a_step(trainer: Trainer) -> None:
@@ -185,6 +229,10 @@ def a_step_that_fails(trainer: Trainer) -> None:
 
 def a_buffer(trainer: Trainer) -> None:
     trainer.model.mean.add_(1)
+
+
+def extra_state(trainer: Trainer) -> None:
+    trainer.model.count.add_(1)
 
 
 def the_rate(trainer: Trainer) -> None:
@@ -214,6 +262,7 @@ def other_memory(trainer: Trainer) -> None:
         (half_a_step, False),
         (a_step_that_fails, False),
         (a_buffer, False),
+        (extra_state, False),
         (the_rate, False),
         (an_option, False),
         (own_state, False),
@@ -263,6 +312,34 @@ def test_a_step_that_is_saved_is_published_and_not_saved_again(tmp_path: Path) -
         trainer.handler.save_checkpoint(2)
         raise SystemExit
     assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("is_heard_before", [True, False])
+def test_a_step_whose_save_failed_in_the_background_is_saved(tmp_path: Path, is_heard_before: bool) -> None:
+    trainer = Trainer(tmp_path, save_policy=ON_EXCEPTION, config={"async_save": True})
+    with left_by(Boom, trainer.handler):
+        trainer.train()
+        trainer.handler.save_if_due(1)
+        trainer.handler.save_checkpoint(1)
+        (draft,) = tmp_path.glob(".global_step_1.tmp-*")
+        shutil.rmtree(draft)
+        if is_heard_before:
+            with pytest.raises(CheckpointingException, match="step 1 was not saved"):
+                trainer.handler.finish()
+        raise Boom
+    assert steps(tmp_path) == [1]
+
+
+def test_not_a_number_is_no_change(tmp_path: Path) -> None:
+    class Copying(Holder):
+        def state_dict(self) -> Any:
+            return {"mean": self.value.clone()}
+
+    trainer = Trainer(tmp_path, save_policy=ON_EXCEPTION, state={"own": Copying(torch.tensor(torch.nan))})
+    with left_by(Boom, trainer.handler):
+        trainer.handler.save_if_due(1)
+        raise Boom
+    assert steps(tmp_path) == [1]
 
 
 def test_a_step_after_a_load_of_an_older_one_is_not_taken_for_saved(tmp_path: Path) -> None:

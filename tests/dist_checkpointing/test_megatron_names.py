@@ -361,6 +361,89 @@ def test_a_wrapper_shares_the_work_of_the_strategy_inside(ranks: Any, tmp_path: 
     assert second["ours"] == {"large": 6.0, "small": 5.0, "own": 2.0}
 
 
+class Failing(TorchDistSaveShardedStrategy):
+    """Saves, and fails afterwards on rank 1."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        super().save(sharded_state_dict, checkpoint_dir)
+        if dist.get_rank() == 1:
+            raise OSError("the disk is gone")
+
+
+class Returning(TorchDistLoadShardedStrategy):
+    """Returns on rank 1 something else than what it was asked for."""
+
+    def __init__(self, returned: Any) -> None:
+        super().__init__()
+        self.returned = returned
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "mcore") -> Any:
+        loaded = super().load(sharded_state_dict, checkpoint_dir)
+        return self.returned(loaded) if dist.get_rank() == 1 else loaded
+
+
+def in_groups_unlike(api: Any, folder: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Three ranks, two of which are a group, and one alone: what they load, and their errors."""
+    rank = dist.get_rank()
+    groups = [dist.new_group(members) for members in ([0, 1], [2])]
+    group = groups[rank // 2]
+
+    def state(value: Any = None) -> dict[str, Any]:
+        return {
+            "all": ShardedTensor.from_rank_offsets(
+                "all", torch.full((3,), float(value or 0)), replica_id=rank
+            ),
+            "own": ShardedTensor.from_rank_offsets("own", torch.full((2,), float(rank)), (0, rank, 3)),
+            "o": ShardedObject("o", value, (1,), (0,), replica_id=rank),
+        }
+
+    FullyParallelSaveStrategyWrapper(None, group).save(state(7), folder)
+    found = FullyParallelLoadStrategyWrapper(None, group).load(state(), folder)
+    values = {key: value if key == "o" else value.tolist() for key, value in found.items()}
+
+    def saving(strategy: Any, given: Any = None) -> Any:
+        return lambda: FullyParallelSaveStrategyWrapper(strategy, group).save(given or state(7), folder)
+
+    def loading(returned: Any, given: Any = None) -> Any:
+        loader = FullyParallelLoadStrategyWrapper(Returning(returned), group)
+        return lambda: loader.load(given or state(), folder)
+
+    plain = {**state(), "number": 3} if rank == 1 else None
+    calls = {
+        "fails": saving(Failing()),
+        "has no save": saving(object() if rank == 1 else None),
+        "no state dict": saving(None, 5 if rank == 1 else None),
+        "returns None": loading(lambda loaded: None),
+        "returns a number": loading(lambda loaded: dict.fromkeys(loaded, 3)),
+        "no shard": loading(dict, plain),
+    }
+    errors = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except CheckpointingException as error:
+            errors[name] = str(error)
+    return values, errors
+
+
+def test_a_wrapper_in_groups_of_other_sizes_and_what_fails_on_one_rank(ranks: Any, tmp_path: Path) -> None:
+    given = ranks(in_groups_unlike, str(tmp_path), world=3)
+    for rank, (values, errors) in enumerate(given):
+        assert values == {"all": [7.0] * 3, "own": [float(rank)] * 2, "o": 7}
+        assert "rank 1: OSError: the disk is gone" in errors["fails"]
+        assert "rank 1: AttributeError: 'object' object has no attribute 'save'" in errors["has no save"]
+        assert "'int' object is not iterable" in errors["no state dict"]
+        assert "Returning.load returned a NoneType, expected a dict" in errors["returns None"]
+        assert "Returning.load returned a int for own, expected a tensor" in errors["returns a number"]
+        assert "rank 1: a int among the shards of a load" in errors["no shard"]
+
+
+def test_a_wrapper_in_one_process_alone(tmp_path: Path) -> None:
+    FullyParallelSaveStrategyWrapper(None).save({"w": tensor("w", [1, 2])}, tmp_path)
+    loaded = FullyParallelLoadStrategyWrapper(None).load({"w": tensor("w", [0, 0])}, tmp_path)
+    assert loaded["w"].tolist() == [1, 2]
+
+
 def test_what_makes_no_difference_is_said(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     TorchDistSaveShardedStrategy(separation_hint="a_prefix")
     assert "separation_hint='a_prefix' makes no difference" in caplog.text

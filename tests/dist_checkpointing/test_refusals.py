@@ -146,6 +146,49 @@ def test_a_save_that_cannot_be(ranks: Any, tmp_path: Path, case: str) -> None:
     assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()} == before
 
 
+#: (What rank 1 says in a save, and in a load) -> words of the error.
+UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "SHA-256, saved": (
+        {"verify_integrity": True},
+        {},
+        r"rank 1: not the same on every rank: verify_integrity \(expected False as on rank 0, got True\)",
+    ),
+    "SHA-256, loaded": (
+        {},
+        {"verify_integrity": True},
+        r"rank 1: not the same on every rank: verify_integrity \(expected False as on rank 0, got True\)",
+    ),
+    "strictness": (
+        {},
+        {"strict": "raise_all"},
+        r"strict \(expected assume_ok_unexpected as on rank 0, got raise_all\)",
+    ),
+    "content metadata that is no dict": (
+        {"content_metadata": 3},
+        {},
+        "rank 1: content_metadata=3: expected a dict, got a int",
+    ),
+}
+
+
+def unlike(room: Any, folder: str, case: str) -> str:
+    saves, loads, _ = UNLIKE[case]
+    rank = dist.get_rank()
+
+    def there_and_back() -> None:
+        room.save({"w": rows(rank)}, folder, **(saves if rank == 1 else {}))
+        room.load({"w": rows(rank)}, folder, **(loads if rank == 1 else {}))
+
+    return error_of(there_and_back)
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_what_one_rank_alone_says(ranks: Any, tmp_path: Path, case: str) -> None:
+    errors = ranks(unlike, str(tmp_path), case)
+    assert len(set(errors)) == 1
+    assert re.search(UNLIKE[case][2], errors[0])
+
+
 def outside(rank: int, start: int, size: int) -> ShardedTensor:
     return ShardedTensor(
         "w", torch.ones(size, 3), torch.float32, (size, 3), (8, 3), (start, 0), None, 0, 0, True

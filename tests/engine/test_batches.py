@@ -133,11 +133,13 @@ def test_a_filler_has_no_rows_of_arrays() -> None:
     [
         ({"multi_modal_inputs": [{}, {"pixel_values": torch.ones(1)}, *[{}] * 7]}, "images"),
         ({"force_group_size": 2}, "force_group_size=2"),
+        ({"force_group_size": [2] * 9}, "force_group_size=2"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(said: Any, says: str) -> None:
     nothing = {"multi_modal_inputs": [{}] * 9, "force_group_size": 1}
-    batches.plan_alone({**small.batch(0), **nothing}, batches.Limit(rows=2))
+    for told in (nothing, {"multi_modal_inputs": None, "force_group_size": torch.ones(9)}):
+        batches.plan_alone({**small.batch(0), **told}, batches.Limit(rows=2))
     with pytest.raises(ValueError, match=says):
         batches.plan_alone({**small.batch(0), **said}, batches.Limit(rows=2))
 
@@ -162,17 +164,30 @@ def planned(api: Any, faults: dict[int, str], limit: tuple[Any, Any] = (2, None)
         data["loss_mask"] = data["loss_mask"][:, :1]
     if fault == "a list":
         data["loss_mask"] = data["loss_mask"].tolist()
-    if fault in ("other rows", "no length", "narrowed"):
+    if fault == "no number":
+        data["loss_mask"] = data["loss_mask"] * float("nan")
+    if fault == "other numbers":
+        data["attention_mask"] = data["attention_mask"] * 3
+    if fault == "fractions":
+        data["input_ids"] = data["input_ids"].float()
+    if fault in ("two temperatures", "a cold one"):
+        data["temperature"] = torch.ones(2) if fault == "two temperatures" else -1.0
+    if fault in ("other rows", "no length", "narrowed", "fewer jagged rows", "jagged padding"):
         data = small.jagged(small.batch(0))
     if fault == "other rows":
         rows = data["loss_mask"].unbind()[::-1]
         data["loss_mask"] = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+    if fault == "fewer jagged rows":
+        rows = data["loss_mask"].unbind()[1:]
+        data["said"] = {"advantages": torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)}
+    if fault == "jagged padding":
+        data["attention_mask"] = data["input_ids"] * 0
     if fault == "no length":
         rows = [torch.zeros(2, dtype=torch.long), torch.zeros(0, dtype=torch.long)]
         data["input_ids"] = data["loss_mask"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
     if fault == "narrowed":
         places = torch.tensor([0, 1]), torch.tensor([2, 3])
-        data["input_ids"] = torch.nested.narrow(torch.zeros(2, 6), 1, *places, layout=torch.jagged)
+        data["input_ids"] = torch.nested.narrow(torch.zeros(2, 6).long(), 1, *places, layout=torch.jagged)
     try:
         plan = batches.plan(data, batches.Limit(*limit), copies=copies)
     except RuntimeError as error:
@@ -197,7 +212,14 @@ def test_every_rank_has_as_many_micro_batches(ranks) -> None:
         ({3: "padding"}, (2, None), r"rank 3: row 0 is padding alone"),
         ({1: "narrow"}, (2, None), r"rank 1: attention_mask of shape \(1, 10\).*\(1, 11\)"),
         ({1: "mask of one column"}, (2, None), r"rank 1: loss_mask is of shape \(1, 1\)"),
-        ({2: "a list"}, (2, None), r"rank 2: AttributeError"),
+        ({2: "a list"}, (2, None), r"rank 2: loss_mask is a list: expected a tensor"),
+        ({1: "fewer jagged rows"}, (2, None), r"rank 1: said.advantages has 8 rows, input_ids has 9"),
+        ({1: "no number"}, (2, None), r"rank 1: the sum of loss_mask is nan: expected finite numbers"),
+        ({3: "other numbers"}, (2, None), r"rank 3: attention_mask has \[3\]: expected 0 for padding"),
+        ({3: "jagged padding"}, (2, None), r"rank 3: attention_mask is jagged and not 1 everywhere"),
+        ({0: "fractions"}, (2, None), r"rank 0: input_ids is torch.float32: expected whole numbers"),
+        ({1: "two temperatures"}, (2, None), r"rank 1: temperature has the shape \(2,\): .* of 1 rows"),
+        ({1: "a cold one"}, (2, None), r"rank 1: temperature=-1.0: expected a number at least 0"),
         ({0: "other rows"}, (2, None), r"rank 0: loss_mask has rows of .* tokens, input_ids of"),
         ({0: "no length"}, (2, None), r"rank 0: row 1 has no tokens"),
         ({3: "narrowed"}, (2, None), r"rank 3: input_ids is a part of another tensor's rows"),

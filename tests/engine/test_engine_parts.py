@@ -334,6 +334,11 @@ def test_chunks_keep_no_second_copy_of_the_logits() -> None:
     assert sum(kept.values()) < logits.nbytes
 
 
+def test_token_ids_of_32_bits() -> None:
+    logits, ids = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    assert torch.equal(engine.next_log_probs(logits, ids.int()), engine.next_log_probs(logits, ids))
+
+
 def test_next_tokens_need_no_copy_of_the_logits() -> None:
     logits, ids = torch.randn(3, 5, 7).bfloat16(), torch.randint(0, 7, (3, 5))
     sizes: list[int] = []

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_dcp_backport import engine
+from torch_dcp_backport import compat, engine
 from torch_dcp_backport.engine._src import attention, packing
 
 transformers = pytest.importorskip("transformers")
@@ -190,7 +190,8 @@ def inferred(api: Any, folder: Path, kind: str, options: Any) -> Any:
     data = {**data, "temperature": torch.linspace(0.5, 2, count), "calculate_entropy": [True] * count}
     is_there = data["attention_mask"].bool()
     found = []
-    for more in ({}, {"use_remove_padding": False}):
+    listed = {"temperature": data["temperature"].tolist()}
+    for more in ({}, {"use_remove_padding": False}, listed, {**listed, "use_remove_padding": False}):
         outputs = built.infer_batch({**data, **more})["model_output"]
         found.append({name: value.where(is_there, 0.0) for name, value in outputs.items()})
     both = {**small.jagged({name: data[name] for name in ("input_ids", "attention_mask", "loss_mask")})}
@@ -199,7 +200,9 @@ def inferred(api: Any, folder: Path, kind: str, options: Any) -> Any:
     rows = {name: [row[keep] for row, keep in zip(value, is_there)] for name, value in found[0].items()}
     for name, value in last.items():
         torch.testing.assert_close(value.values(), torch.cat(rows[name]), atol=1e-6, rtol=1e-6)
-    return found
+    assert all(torch.equal(found[0][name], value) for name, value in found[2].items())
+    assert all(torch.equal(found[1][name], value) for name, value in found[3].items())
+    return found[:2]
 
 
 @pytest.mark.parametrize("kind", ["language_model", "value_model"])
@@ -293,6 +296,21 @@ def test_code_that_calls_itself_by_a_familys_name() -> None:
     with pytest.raises(
         ValueError, match=r"test_packing.Borrowed is none of transformers' own.*=False would do"
     ):
+        packing.check(model)
+
+
+def test_a_sharded_module_is_of_the_package_that_its_own_class_is_of() -> None:
+    """FSDP2 makes a class for each module that it shards; of peft's layers this class is of `abc`."""
+    model = tiny.model("llama")
+
+    def shard(module: nn.Module, package: str) -> None:
+        module.__class__ = type("Sharded", (compat.FSDPModule, type(module)), {"__module__": package})
+
+    shard(model.lm_head, "abc")
+    packing.check(model)
+    model.model.layers[0].mlp.up_proj = Borrowed(16, 24, bias=False)
+    shard(model.model.layers[0].mlp.up_proj, "torch.distributed.fsdp")
+    with pytest.raises(ValueError, match=r"test_packing.Borrowed is none of transformers' own"):
         packing.check(model)
 
 

@@ -104,6 +104,9 @@ def prune(argv: list[str], prog: str) -> int:
         step, verb = verdict.entry.step, verbs.get(verdict.action, verdict.action)
         print(inspection.printable(f"{verb:<12}  {step:>10}  {verdict.reason}"))
 
+    if not args.root.is_dir():
+        print(inspection.printable(f"{prog}: there is no folder {args.root}"), file=sys.stderr)
+        return 1
     failures = retention.prune(args.root, policy, report, args.dry_run, trash)
     for failure in failures:
         print(inspection.printable(f"{prog}: {failure}"), file=sys.stderr)

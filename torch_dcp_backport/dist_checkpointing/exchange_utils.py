@@ -11,10 +11,9 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from torch_dcp_backport.dist_checkpointing._src.adopt import adopted
-from torch_dcp_backport.dist_checkpointing._src.calls import begin
+from torch_dcp_backport.dist_checkpointing._src.calls import begin, world_size
 from torch_dcp_backport.dist_checkpointing._src.offers import refusing
 from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import (
     check_memory,
@@ -169,7 +168,7 @@ def determine_main_replica_uniform_distribution(
         CheckpointingException: a rank's part contradicts itself, or a shard differs from rank to rank; the
             same on every rank.
     """
-    if dist.get_world_size(parallelization_group) <= 1:
+    if world_size(parallelization_group) <= 1:
         return None
     with begin("cannot share out the shards", "save", parallelization_group) as call:
         mine = call.attempt(checked, sharded_state_dict)

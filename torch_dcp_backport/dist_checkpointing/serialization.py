@@ -18,7 +18,7 @@ from torch_dcp_backport.dist_checkpointing._src.load import Opened
 from torch_dcp_backport.dist_checkpointing._src.loading import Loading, PlanRefused, agree_on_load, boxed
 from torch_dcp_backport.dist_checkpointing._src.metadata import Stored
 from torch_dcp_backport.dist_checkpointing._src.offers import refusing
-from torch_dcp_backport.dist_checkpointing._src.options import LoadOptions, SaveOptions
+from torch_dcp_backport.dist_checkpointing._src.options import CONTENT_METADATA, LoadOptions, SaveOptions
 from torch_dcp_backport.dist_checkpointing._src.save import Saving
 from torch_dcp_backport.dist_checkpointing._src.save import save as save_together
 from torch_dcp_backport.dist_checkpointing.core import SHARDED_BACKEND, CheckpointingException, Folder
@@ -38,7 +38,6 @@ from torch_dcp_backport.dist_checkpointing.strategies.base import (
     refuse_strategies,
     sharing_groups,
 )
-from torch_dcp_backport.dist_checkpointing.utils import _clean_metadata_for_serialization
 from torch_dcp_backport.dist_checkpointing.validation import (
     StrictHandling,
     check_digests,
@@ -54,7 +53,6 @@ __getattr__ = refusing(__name__, "get_default_save_common_strategy", ": the comm
 CkptShardedMetadata = dict[str, ShardedBase]
 
 CANNOT_LOAD = "cannot load the checkpoint"
-CONTENT_METADATA = "content_metadata"
 
 
 @either_order(
@@ -125,9 +123,6 @@ def save(
         >>> dist_checkpointing.load_plain_tensors("step_1")["w"]
         tensor([0, 1, 2, 3])
     """
-    content = {}
-    if content_metadata is not None:
-        content = {CONTENT_METADATA: _clean_metadata_for_serialization(content_metadata)}
 
     def make() -> ShardedStateDict:
         refuse_strategies(sharded_strategy, common_strategy, called="save")
@@ -137,7 +132,7 @@ def save(
 
     options = SaveOptions(
         validate_access_integrity,
-        content,
+        content_metadata,
         balanced,
         process_group=process_group,
         is_hashed=verify_integrity,
@@ -203,7 +198,7 @@ def saving_of(parts: Split, folder: Path, options: SaveOptions) -> Saving:
         table_of(parts.tensors, parts.objects),
         [boxed(part, part.data) for part in parts.tensors if part.data is not None],
         [part.data for part in parts.objects],
-        {**parts.common, **options.content},
+        {**parts.common, **options.beside()},
         options.is_checked,
         options.is_balanced,
         options.must_load,
@@ -290,6 +285,11 @@ def load_made(
         return _load_made(make, checkpoint_dir, options)
 
 
+def alike_in(mode: StrictHandling, is_hashed: bool) -> dict[str, str]:
+    """Return what the ranks of a load must have said alike, for it decides what they do together."""
+    return {"strict": mode.value, "verify_integrity": str(bool(is_hashed))}
+
+
 def _load_made(
     make: Callable[[Opened], ShardedStateDict], checkpoint_dir: Folder, options: LoadOptions
 ) -> Any:
@@ -297,7 +297,8 @@ def _load_made(
     with begin(CANNOT_LOAD, "load", options.process_group, is_alone=options.is_alone) as call:
         folder = call.attempt(Path, checkpoint_dir)
         mode = call.attempt(parse_strict_flag, options.strict)
-        checkpoint = engine.open_together(call, folder)
+        same = call.attempt(alike_in, mode, options.is_hashed)
+        checkpoint = engine.open_together(call, folder, same)
         if options.is_hashed:
             digests = read_digests(call, folder.value)
             check_digests(call, folder.value, digests, checkpoint.value.holds.ends)

@@ -22,8 +22,9 @@ from torch_dcp_backport.megatron.families.towers import TOWERS
 from torch_dcp_backport.transfer import Progress
 
 HELP = """\
-Convert Hugging Face files to a sharded checkpoint that GPTModel.sharded_state_dict() of megatron-core loads,
-or such a checkpoint to files for from_pretrained. One process, without a GPU and without building a model, in
+Convert Hugging Face files to a sharded checkpoint that megatron-core's
+GPTModel.sharded_state_dict() loads, or such a checkpoint to files for
+from_pretrained. One process, without a GPU and without building a model, in
 bounded memory.
 """
 CODES = "exit codes: 0 fine; 1 it does not fit, is damaged, or has no room; 2 wrong usage"

@@ -54,6 +54,8 @@ def should_save_ckpt_esi(
 class SaveSignals:
     """A context that records SIGTERM and SIGUSR1 until all ranks ask; former handlers are called as well.
 
+    The handler that Python itself has for SIGINT, which raises KeyboardInterrupt, is not called.
+
     Args:
         signals: the signals that are recorded.
         process_group: the ranks that ask together; None is the default group.
@@ -95,7 +97,8 @@ class SaveSignals:
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
         self._received = True
         former = self._former.get(signal.Signals(number))
-        if callable(former):
+        # Python's own for SIGINT would end the loop before the step that is to be saved.
+        if callable(former) and former is not signal.default_int_handler:
             former(number, frame)
 
     def take(self) -> bool:

@@ -20,6 +20,7 @@ from torch_dcp_backport.checkpoint._src import beside, extra, flat, verl
 from torch_dcp_backport.checkpoint._src.layout import (
     ADAPTER,
     SAVED,
+    SCHEDULER,
     SCHEDULERS_WORLD,
     TIED,
     VERL_ADAPTER,
@@ -27,7 +28,7 @@ from torch_dcp_backport.checkpoint._src.layout import (
 )
 from torch_dcp_backport.checkpoint._src.manager import CONTENTS, VERL
 from torch_dcp_backport.checkpoint._src.partial import View
-from torch_dcp_backport.checkpoint._src.sharded import ShardedManager
+from torch_dcp_backport.checkpoint._src.sharded import ShardedManager, schedule_of
 from torch_dcp_backport.checkpoint._src.together import CANNOT_LOAD, CANNOT_SAVE
 from torch_dcp_backport.checkpoint._src.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import (
@@ -353,11 +354,21 @@ class FSDPCheckpointManager(ShardedManager):
         is_full = set(self.checkpoint_load_contents) >= set(common[SAVED])
         frozen |= others.frozen
         made: list[View] = []
+        schedules: list[Any] = []
 
         def make(checkpoint: Opened) -> ShardedStateDict:
             asked = asked_of(views, checkpoint, self.process_group, self.trust)
             view = View(self.partial, checkpoint.holds.tensors, {*keys_of(asked), *others.tensors})
             made.append(view)
+            if not self.partial.is_whole:
+                check_tied(view, views.get(MODEL, {}))
+            if self.should_load_extra and self.lr_scheduler is not None:
+                stored = checkpoint.common_state(self.trust)
+                if SCHEDULER in stored:
+                    groups = view.groups(stored.get(OPTIMIZER, {}).get(GROUPS, []))
+                    current = state.get(OPTIMIZER, {}).get(GROUPS, [])
+                    today = self.lr_scheduler.state_dict()
+                    schedules.append(schedule_of(stored[SCHEDULER], today, groups, current))
             asked.update(self.schedule_wanted(common))
             if view.changes:
                 asked = view.selected(asked)
@@ -385,7 +396,7 @@ class FSDPCheckpointManager(ShardedManager):
         if self.left_out:
             logger.warning("%s: left out, and as they were: %s", folder, ", ".join(self.left_out))
         if self.should_load_extra:
-            schedule = self.schedule_in_load(loaded)
+            schedule = schedules[0] if schedules else self.schedule_in_load(loaded)
             if self.lr_scheduler is not None and schedule is not None:
                 self.lr_scheduler.load_state_dict(schedule)
             if rank == 0:
@@ -584,6 +595,26 @@ class FSDPCheckpointManager(ShardedManager):
         while isinstance(getattr(model, "module", None), nn.Module):
             model = model.module
         return model
+
+
+def check_tied(view: View, model: Mapping[str, Any]) -> None:
+    """Refuse to leave out one name of a parameter that is loaded by another.
+
+    Args:
+        view: the checkpoint.
+        model: the state dict of today's model.
+
+    Raises:
+        CheckpointingException: naming both.
+    """
+    held = {key: unchecked(value) for key, value in tensors_of(model).items()}
+    for names in tied_names(held).items():
+        left_out = [name for name in names if view.is_excluded(f"{MODEL}.{name}")]
+        if len(left_out) == 1:
+            (other,) = set(names) - set(left_out)
+            raise CheckpointingException(
+                f"exclude: {left_out[0]} is tied to {other}, which is loaded: exclude both, or none"
+            )
 
 
 def fsdp_version(model: nn.Module) -> int:

@@ -185,8 +185,8 @@ class CheckpointHandler:
                 "the data loader has no state_dict() and load_state_dict(): its data would start from the "
                 "beginning after a resume (take torchdata's StatefulDataLoader, or say on_data='restart')"
             )
-        if max_ckpt_to_keep is not None and max_ckpt_to_keep < 1:
-            raise ValueError(f"max_ckpt_to_keep={max_ckpt_to_keep}: keep at least 1, or None for all")
+        if max_ckpt_to_keep is not None:
+            checked_keep(max_ckpt_to_keep)
         if max_ckpt_to_keep is not None and preserve is not None:
             raise ValueError(f"max_ckpt_to_keep={max_ckpt_to_keep} and preserve={preserve}: give one of them")
         if preserve is not None and not isinstance(preserve, PreservationPolicy):
@@ -335,8 +335,22 @@ class CheckpointHandler:
                     self._save(mark.step, mark.metric, is_last=True)
                 finally:
                     self._loader_state = None
-        self._saves.finish()
         self.finish()
+
+    def publish_last(self, blocking: bool = True) -> bool:
+        """Publish the save in the background; return whether none is left. Collective.
+
+        Args:
+            blocking: wait for it.
+
+        Raises:
+            CheckpointingException: it failed, so that its step does not count as saved; on every rank.
+        """
+        try:
+            return self._saves.finish(blocking)
+        except CheckpointingException:
+            self.last_saved = None
+            raise
 
     def _save(self, step: int, metric: Any, *, is_last: bool = False) -> Path:
         """Save a step; with `is_last`, whatever became of uploads before."""
@@ -354,6 +368,8 @@ class CheckpointHandler:
                     raise
                 logger.error("%s", error)
             metric_of(metric)
+            # The program may have changed it since, on some rank.
+            str(self.preservation)
             return root / store.name_of(store.checked_step(step))
 
         def shelf_of(final: Path) -> Shelf:
@@ -373,7 +389,7 @@ class CheckpointHandler:
             "default_hdfs_dir": str(self.default_hdfs_dir),
             "metric": spelled_metric(metric),
             "max_ckpt_to_keep": str(self.max_ckpt_to_keep),
-            "preserve": str(self.preserve),
+            "preserve": spelled_policy(self),
             "trash_dir": str(self.trash_dir),
         }
         wanted = SaveArguments(locate, step, common, rating)
@@ -395,7 +411,7 @@ class CheckpointHandler:
         Raises:
             CheckpointingException: the save failed; the same on every rank. Older steps are as they were.
         """
-        is_published = self._saves.finish(blocking)
+        is_published = self.publish_last(blocking)
         if self._remote is not None:
             with begin(together.CANNOT_UPLOAD, "upload", self.process_group) as call:
                 is_published = uploads.settle(call, self._uploads, blocking) and is_published
@@ -639,6 +655,24 @@ class CheckpointHandler:
         if asked is not None:
             return int(asked())
         return together.place_in(self.process_group)[1]
+
+
+def checked_keep(count: object) -> None:
+    """Refuse a number of steps to keep that is none.
+
+    Raises:
+        ValueError: it is no whole number from 1 on.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"max_ckpt_to_keep={count!r}: keep at least 1, a whole number, or None for all")
+
+
+def spelled_policy(handler: CheckpointHandler) -> str:
+    """Return what a handler keeps as ranks compare it. Never raises."""
+    try:
+        return str(handler.preservation)
+    except Exception as error:
+        return f"{type(error).__name__} for {handler.max_ckpt_to_keep!r:.60}"
 
 
 def log_skipped(failures: Sequence[str], step: int, tracked: Optional[int]) -> None:

@@ -108,7 +108,10 @@ class SavePolicy:
             checked_count("steps", self.steps, 1)
         for name in ("minutes", "patience"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+            is_known = (
+                isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+            )
+            if not is_known and (value is not None or name == "patience"):
                 raise ValueError(f"{name}={value!r}: expected a number above 0")
         if not isinstance(self.on_exception, bool):
             raise ValueError(f"on_exception={self.on_exception!r}: expected True or False")

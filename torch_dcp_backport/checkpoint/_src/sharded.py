@@ -13,6 +13,7 @@ from torch_dcp_backport.checkpoint._src.store import checked_step
 from torch_dcp_backport.checkpoint._src.together import CANNOT_LOAD, CANNOT_SAVE, place_in
 from torch_dcp_backport.checkpoint._src.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import (
+    PARAMS,
     CheckpointingException,
     SaveOptions,
     ShardedObject,
@@ -35,6 +36,52 @@ def spelled(error: Exception) -> str:
     """Return an error as text; the agreed errors of exports have all that there is to say."""
     is_plain = isinstance(error, (RuntimeError, CheckpointingException))
     return str(error) if is_plain and str(error) else f"{type(error).__name__}: {error}"
+
+
+#: The entries of a schedule's state that have one value for each param group.
+OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs")
+
+
+def schedule_of(
+    saved: Any, today: Any, groups: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]]
+) -> Any:
+    """Return the saved state of a schedule with its rates at the places of today's param groups.
+
+    A group takes the values of the saved group that its parameters were in; one of new parameters keeps its
+    own.
+
+    Args:
+        saved: the state of the schedule in the checkpoint.
+        today: that of the schedule of today.
+        groups: the param groups in the checkpoint, under today's names; none where they are not known.
+        current: the param groups of today.
+
+    Raises:
+        CheckpointingException: unlike rates of another number of groups, which are not known.
+    """
+    if not (isinstance(saved, Mapping) and isinstance(today, Mapping)):
+        return saved
+    result = dict(saved)
+    place_of = {name: place for place, group in enumerate(groups) for name in group[PARAMS]}
+    places = [next((place_of[name] for name in group[PARAMS] if name in place_of), None) for group in current]
+    for key in OF_GROUPS:
+        rates, own = saved.get(key), today.get(key)
+        if not (isinstance(rates, list) and isinstance(own, list)):
+            continue
+        if len(rates) == len(groups) and len(own) == len(current):
+            result[key] = [now if at is None else rates[at] for now, at in zip(own, places)]
+        elif rates and all(rate == rates[0] for rate in rates):
+            # One of a pipeline's stages has fewer groups than the whole model.
+            result[key] = rates[:1] * len(own)
+        elif len(rates) != len(own):
+            raise CheckpointingException(
+                f"the schedule: {key} has {len(own)} entries here, and {len(rates)} in the checkpoint: give "
+                "the optimizer the param groups of then, or load without extra"
+            )
+    nested, own = saved.get("_schedulers"), today.get("_schedulers")
+    if isinstance(nested, list) and isinstance(own, list) and len(nested) == len(own):
+        result["_schedulers"] = [schedule_of(*pair, groups, current) for pair in zip(nested, own)]
+    return result
 
 
 class ShardedManager(BaseCheckpointManager):

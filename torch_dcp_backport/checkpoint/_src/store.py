@@ -202,7 +202,8 @@ def step_named(name: str) -> Optional[int]:
 
 
 def is_step_or_root(path: Path, root: Path) -> bool:
-    """Return whether a folder is the root of steps, or in a step."""
+    """Return whether a folder is the root of steps, or in a step; links are followed."""
+    path, root = (Path(os.path.realpath(folder)) for folder in (path, root))
     parts = path.relative_to(root).parts if root in path.parents else ()
     return path == root or any(STEP.fullmatch(part) for part in parts)
 
@@ -428,12 +429,14 @@ def pin(folder: Path) -> None:
 
 
 def unpin(folder: Path) -> None:
-    """Take a pin back.
+    """Take a pin back, also of a step that was damaged since.
 
     Raises:
-        ValueError: the folder is not pinned.
+        ValueError: the folder is not pinned, or no step.
         OSError: the mark cannot be removed.
     """
+    if is_pinned(folder) and not os.path.lexists(folder / manifest.NAME):
+        raise ValueError(f"{folder}: {manifest.ABSENT}, so that {PINNED} is no mark of this package")
     try:
         (folder / PINNED).unlink()
     except (FileNotFoundError, NotADirectoryError):
@@ -457,7 +460,8 @@ def taken(folder: Path, trash: Optional[Path] = None) -> Optional[Path]:
     if trash is not None:
         trash.mkdir(parents=True, exist_ok=True)
         # By no name that a step has, or that is cleaned up: the trash may be in the root of another run.
-        hidden = trash / f"{folder.absolute().parent.name}.{folder.name}.{secrets.token_hex(4)}"
+        run = os.path.basename(os.path.abspath(folder.parent))
+        hidden = trash / f"{run}.{folder.name}.{secrets.token_hex(4)}"
     with _taking:
         if is_uploading(folder):
             return None

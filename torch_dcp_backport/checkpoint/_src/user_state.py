@@ -7,8 +7,9 @@ ranks have read what they need for all objects.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -28,12 +29,13 @@ from torch_dcp_backport.dist_checkpointing import (
     begin,
     digest_of,
     load_common_state_dict,
+    part_of_this_rank,
     values,
     values_of,
 )
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict
 from torch_dcp_backport.dist_checkpointing.serialization import begin_made, load_made, save_made
-from torch_dcp_backport.transfer import Call, Group, Problem, Topic, at_first, groups_of, meet
+from torch_dcp_backport.transfer import Call, Group, Problem, Topic, as_bytes, at_first, groups_of, meet
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -98,6 +100,11 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, compat.DTensor)
 
 
+def ranks_of(value: Any) -> list[int]:
+    """Return the ranks of a DTensor's mesh."""
+    return sorted(value.device_mesh.mesh.flatten().tolist())
+
+
 def is_plain(value: Any) -> bool:
     """Return whether a value is a tensor that a sharded checkpoint can have, the same on every rank."""
     is_known = type(value) in (torch.Tensor, torch.nn.Parameter)
@@ -125,18 +132,24 @@ def with_values(value: Any, replaced: Mapping[Keys, Any], path: Keys = ()) -> An
     return replaced.get(path, value)
 
 
-def parts_of(name: str, state: Any, *, sharded_alone: bool) -> Parts:
+def parts_of(name: str, state: Any, *, sharded_alone: bool, is_of_mesh: bool = False) -> Parts:
     """Take a state apart.
 
     Args:
         name: the name of the object.
         state: the result of its `state_dict()`.
         sharded_alone: leave plain tensors in the rest.
+        is_of_mesh: a DTensor of another mesh is another tensor, and has the ranks of its mesh in its key.
     """
     tensors: dict[str, tuple[Keys, torch.Tensor]] = {}
+    # A name ends at the first dot: "a" with "b.c" is no other object's, such as "a.b" with "c".
+    first = name.replace("%", "%25").replace(".", "%2E")
     for path, value in leaves(state):
         if is_sharded(value) or (not sharded_alone and is_plain(value)):
-            key = stem = ".".join(map(str, (name, *path)))
+            key = ".".join(map(str, (first, *path)))
+            if is_of_mesh and is_sharded(value):
+                key = f"{key}@{'-'.join(map(str, ranks_of(value)))}"
+            stem = key
             # Two paths may be spelled alike: ("a.b",) and ("a", "b"), or the keys 0 and "0".
             while key in tensors:
                 stem, key = key, f"{stem}'"
@@ -151,7 +164,9 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
     """Save the states of objects into a step. Collective.
 
     A DTensor is saved by its shards. All else that is the same on every rank is saved once, and loads on any
-    number of ranks; where it differs, each rank's is saved, and loads on as many ranks.
+    number of ranks; where it differs, each rank's is saved, and loads on as many ranks. DTensors of one name
+    on meshes of other ranks are copies if they hold the same values, as under DDP, and else each a tensor of
+    its own, as of the stages of a pipeline.
 
     Args:
         objects: name -> object; the same names on every rank.
@@ -165,13 +180,19 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
     rank, world = place_in(group)
     with begin(CANNOT_SAVE, "save", group) as call:
         states = call.attempt(states_of, objects)
-        own = call.attempt(lambda known: {name: digest(name, known[name]) for name in known}, states)
+        own = call.attempt(lambda known: {name: marks_of(name, known[name], group) for name in known}, states)
         common = {"state": ", ".join(sorted(objects))}
         with at_first(call, Topic("comparing the user's state"), own, common) as meeting:
             if meeting.decides:
                 every = list(meeting.heard.values())
-                meeting.answer({name: all(own[name] == every[0][name] for own in every) for name in every[0]})
-        is_alike: Mapping[str, bool] = meeting.result
+                kinds = {}
+                for name in every[0]:
+                    is_same = all(own[name].digest == every[0][name].digest for own in every)
+                    is_differing = differ([own[name].shards for own in every])
+                    kinds[name] = is_same and not is_differing, is_differing
+                meeting.answer(kinds)
+        is_alike = {name: alike for name, (alike, _) in meeting.result.items()}
+        is_of_mesh = {name: differs for name, (_, differs) in meeting.result.items()}
     if not objects:
         return
     writing = writing_in(draft)
@@ -180,7 +201,12 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
         writing.make_folder(draft / USER_STATE)
         alike, differing, tensors = dict[str, bytes](), dict[str, Any](), dict[str, Any]()
         for name in sorted(objects):
-            parts = parts_of(name, states.value[name], sharded_alone=not is_alike[name])
+            parts = parts_of(
+                name,
+                states.value[name],
+                sharded_alone=not is_alike[name],
+                is_of_mesh=is_of_mesh[name],
+            )
             packed = parts.packed()
             reason = "" if trust else values.why_not_loadable(packed)
             if reason:
@@ -212,6 +238,41 @@ def digest(name: str, state: Any) -> bytes:
     """Return the digest of a state, in which a DTensor stands for its place alone."""
     parts = parts_of(name, state, sharded_alone=True)
     return digest_of(values_of([parts.rest, parts.places]))
+
+
+class Marks(NamedTuple):
+    """What ranks compare of an object's state."""
+
+    #: Of the state, in which a DTensor stands for its place alone.
+    digest: bytes
+    #: Key, layout and box of this rank's shards -> a checksum: of DTensors whose mesh lacks a rank.
+    shards: Mapping[tuple[Any, ...], int]
+
+
+def marks_of(name: str, state: Any, group: Group) -> Marks:
+    """Return what ranks compare of an object's state."""
+    _, world = place_in(group)
+    shards: dict[tuple[Any, ...], int] = {}
+    tensors: Mapping[str, tuple[Keys, Any]] = parts_of(name, state, sharded_alone=True).tensors
+    for key, (_, tensor) in tensors.items():
+        if len(ranks_of(tensor)) < world:
+            part = part_of_this_rank(key, tensor, group)
+            crc = zlib.crc32(as_bytes(part.local.contiguous().cpu()).numpy().data)
+            layout = tuple(tensor.shape), tuple(tensor.device_mesh.mesh.shape), str(tensor.placements)
+            shards[key, layout, tuple(part.box.offset), tuple(part.box.size)] = crc
+    return Marks(digest(name, state), shards)
+
+
+def differ(shards_by_rank: Iterable[Mapping[tuple[Any, ...], int]]) -> bool:
+    """Return whether ranks have other values, or another layout, under the same key."""
+    crcs: dict[tuple[Any, ...], int] = {}
+    layouts: dict[str, Any] = {}
+    for shards in shards_by_rank:
+        for place, crc in shards.items():
+            key, layout, *_ = place
+            if crcs.setdefault(place, crc) != crc or layouts.setdefault(key, layout) != layout:
+                return True
+    return False
 
 
 # --- Loading ---

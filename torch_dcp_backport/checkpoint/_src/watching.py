@@ -22,11 +22,13 @@ from torch_dcp_backport.checkpoint._src import user_state
 from torch_dcp_backport.checkpoint._src.expiry import SaveSignals
 from torch_dcp_backport.checkpoint._src.loaders import has_state
 from torch_dcp_backport.checkpoint._src.manager import BaseCheckpointManager
+from torch_dcp_backport.checkpoint._src.store import checked_step
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, begin, digest_of, values, values_of
 from torch_dcp_backport.transfer import (
     Group,
     Topic,
     TransferError,
+    as_bytes,
     group_ranks,
     groups_of,
     meet,
@@ -65,7 +67,8 @@ class Mark:
 
     def __init__(self, handler: CheckpointHandler, step: int, metric: Any) -> None:
         self.step = step
-        self.metric = metric
+        # The program's own tensor may be changed in place, and leads to the graph of the whole pass.
+        self.metric = metric.detach().clone() if isinstance(metric, torch.Tensor) else metric
         self.tensors = {name: held(tensor) for name, tensor in tensors_in(handler)}
         self.digests = digests_in(handler)
         self.random_state = handler.engine.get_rng_state()
@@ -102,7 +105,7 @@ class Mark:
         if before.data_ptr() == now.data_ptr():
             return version == version_of(now)
         # Other memory, or a copy that the object makes each time.
-        return bool(torch.equal(before, now))
+        return bool(torch.equal(*(as_bytes(side.contiguous()) for side in (before, now))))
 
 
 def tensors_in(handler: CheckpointHandler) -> Iterator[tuple[Name, torch.Tensor]]:
@@ -136,6 +139,10 @@ def digests_in(handler: CheckpointHandler) -> dict[str, bytes]:
         for optimizer in listed(manager.optimizer)
     ]
     found: dict[str, Any] = {"param_groups": groups}
+    for number, chunk in enumerate(listed(manager.model)):
+        for name, module in chunk.named_modules():
+            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+                found[f"model.{number}.{name}._extra_state"] = module.get_extra_state()
     if manager.lr_scheduler is not None:
         found["lr_scheduler"] = manager.lr_scheduler.state_dict()
     for name, value in handler.state.items():
@@ -231,6 +238,13 @@ class Watch:
             if set(others.values()) != {str(mark.step)}:
                 texts = ", ".join(f"rank {rank}: {step}" for rank, step in sorted(others.items()))
                 raise CheckpointingException(f"ranks are not at the same step ({texts})")
+            if handler.last_saved == mark.step:
+                try:
+                    handler.publish_last()
+                except CheckpointingException as error:
+                    if not error.is_agreed:
+                        raise
+                    logger.error("%s", error)
             if handler.last_saved != mark.step:
                 self._check_unchanged(mark)
                 logger.warning("saving step %d, which was complete before the exception", mark.step)
@@ -309,15 +323,16 @@ def ask(
     def numbers() -> list[float]:
         check_policy(handler)
         assert policy is not None, "it was checked"
+        number = checked_step(step)
         if watch is None and (policy.signals or policy.on_exception):
             raise CheckpointingException(f"save_if_due outside of watching(): {policy} would see nothing")
         is_late = policy.minutes is not None and minutes_since >= policy.minutes
-        is_due = is_late or (policy.steps is not None and step % policy.steps == 0)
+        is_due = is_late or (policy.steps is not None and number % policy.steps == 0)
         if watch is not None:
             # Code of the program's own objects, which may fail on a rank alone.
-            watch.completed(step, metric)
+            watch.completed(number, metric)
         signalled = watch is not None and watch.take_signal()
-        return [float(zlib.crc32(str(policy).encode())), float(step), float(is_due), float(signalled)]
+        return [float(zlib.crc32(str(policy).encode())), float(number), float(is_due), float(signalled)]
 
     with begin(CANNOT_ASK, "save", handler.process_group) as call:
         own = call.attempt(numbers)

@@ -10,7 +10,7 @@ import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
@@ -31,7 +31,7 @@ from torch_dcp_backport.dist_checkpointing.core import (
     parse_config,
 )
 from torch_dcp_backport.publish import disk
-from torch_dcp_backport.transfer import Attempt, Box, Call, Problem, Topic, at_first
+from torch_dcp_backport.transfer import NOTHING, Attempt, Box, Call, Common, Problem, Topic, at_first
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
@@ -131,14 +131,19 @@ def opened(folder: Path, content: Mapping[str, bytes]) -> Opened:
     return Opened(folder, index, common)
 
 
-def open_together(call: Call, folder: Attempt[Path]) -> Attempt[Opened]:
+def open_together(
+    call: Call, folder: Attempt[Path], common: Union[Common, Attempt[Common]] = NOTHING
+) -> Attempt[Opened]:
     """Open the same checkpoint on every rank; only the first rank reads the small files.
 
+    Args:
+        common: what must be the same on every rank, or the attempt to make it.
+
     Raises:
-        CheckpointingException: there is none, or it is incomplete; the same on every rank.
+        CheckpointingException: there is none, or it is incomplete, or ranks differ; the same on every rank.
     """
     checkpoint: Optional[Opened] = None
-    with at_first(call, Topic("opening")) as meeting:
+    with at_first(call, Topic("opening"), common=common) as meeting:
         if meeting.decides:
             content = small_files(folder.value)
             # Here, so that only one rank reports their problems.

@@ -5,25 +5,28 @@ Every function between the public functions and the engine passes them on as one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, Optional, Union
 
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.common import Values, values_of
 from torch_dcp_backport.dist_checkpointing._src.writer import Output
+from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.mapping import CommonStateDict, StateDict
+from torch_dcp_backport.dist_checkpointing.utils import _clean_metadata_for_serialization
 from torch_dcp_backport.dist_checkpointing.validation import StrictHandling
 from torch_dcp_backport.transfer import Call, Group
 
 CANNOT_SAVE = "cannot save the checkpoint"
+CONTENT_METADATA = "content_metadata"
 
 
 class SaveOptions(NamedTuple):
     """The settings of a save."""
 
     is_checked: bool = True
-    #: Saved beside the common state.
-    content: Mapping[str, Any] = {}
+    #: Saved beside the common state, as `load_content_metadata` returns it; None for none.
+    content: Optional[dict[str, Any]] = None
     is_balanced: bool = True
     #: Whether to refuse a common state or an object that a load without `trust` would refuse.
     must_load: bool = False
@@ -45,7 +48,21 @@ class SaveOptions(NamedTuple):
         if self.is_alone or not self.is_compared:
             return None
         state = common if self.preprocess is None else self.preprocess(common)
-        return values_of({**state, **self.content})
+        return values_of({**state, **self.beside()})
+
+    def beside(self) -> StateDict:
+        """Return what is saved beside the common state.
+
+        Raises:
+            CheckpointingException: content metadata that is no dict.
+        """
+        if self.content is None:
+            return {}
+        if not isinstance(self.content, dict):
+            raise CheckpointingException(
+                f"content_metadata={self.content!r}: expected a dict, got a {type(self.content).__name__}"
+            )
+        return {CONTENT_METADATA: _clean_metadata_for_serialization(self.content)}
 
     def begin(self) -> Call:
         """Begin the call of this save."""

@@ -295,7 +295,8 @@ def planned_share(call: Call, made: Attempt[Ready]) -> tuple[WriteShare, plans.K
     Raises:
         CheckpointingException: the ranks together have problems; the same on every rank.
     """
-    with at_first(call, COMPARING, call.attempt(lambda ready: ready.digests, made)) as meeting:
+    same = call.attempt(lambda ready: {"verify_integrity": str(bool(ready.saving.is_hashed))}, made)
+    with at_first(call, COMPARING, call.attempt(lambda ready: ready.digests, made), same) as meeting:
         if meeting.decides:
             kept, compared = made.value.kept, made.value.compared
             digests = {rank: own for rank, (own, _, _) in meeting.heard.items()}

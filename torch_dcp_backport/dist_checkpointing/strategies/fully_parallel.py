@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport.dist_checkpointing._src.adopt import adopted
-from torch_dcp_backport.dist_checkpointing._src.calls import begin, told_to
+from torch_dcp_backport.dist_checkpointing._src.calls import begin, told_to, world_size
+from torch_dcp_backport.dist_checkpointing._src.options import CANNOT_SAVE
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from torch_dcp_backport.dist_checkpointing.exchange_utils import (
@@ -45,6 +46,8 @@ from torch_dcp_backport.transfer import DOUBTFUL, Group, Topic, meet
 
 READING = Topic("reading what this rank takes care of", DOUBTFUL)
 SETTLING = Topic("settling", DOUBTFUL)
+SHARING = Topic("sharing out what is written")
+WRITING = Topic("writing", "whether the folder holds a checkpoint shows a load")
 
 
 class FullyParallelSaveStrategyWrapper:
@@ -88,21 +91,42 @@ class FullyParallelSaveStrategyWrapper:
         Replica ids of the state dict's tensors are set: 0 where this rank writes, else 1.
 
         Raises:
-            CheckpointingException: a rank's part contradicts itself, or the ranks' parts do not fit; the same
-                on every rank.
+            CheckpointingException: a rank's part contradicts itself, the ranks' parts do not fit, or the
+                strategy inside failed on a rank; the same on every rank.
         """
-        self.apply_saving_parallelization(sharded_state_dict)
-        return self.base_strategy.save(sharded_state_dict, checkpoint_dir)
+        return self._saved("save", sharded_state_dict, checkpoint_dir)
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Folder, *options: Any, **more: Any
     ) -> Any:
         """Do as `save`, in the background; return the request of the strategy inside. Collective."""
-        self.apply_saving_parallelization(sharded_state_dict)
-        return self.base_strategy.async_save(sharded_state_dict, checkpoint_dir, *options, **more)
+        return self._saved("async_save", sharded_state_dict, checkpoint_dir, *options, **more)
+
+    def _saved(self, name: str, sharded_state_dict: ShardedStateDict, *options: Any, **more: Any) -> Any:
+        """Share the shards out, and call a method of the strategy inside, by its name. Collective."""
+        with begin(CANNOT_SAVE, "save") as call:
+            call.attempt(self.apply_saving_parallelization, sharded_state_dict)
+            method = call.attempt(getattr, self.base_strategy, name)
+            # A rank without that method does not leave the others in theirs.
+            meet(call, SHARING)
+            made = call.attempt(lambda: method.value(sharded_state_dict, *options, **more))
+            meet(call, WRITING)
+        return made.value
 
     def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
         """Set the replica ids of a state dict's tensors, in place. Collective."""
+        share_out = told_to(None, self.parallelization_group, self._shared_out)
+        with begin(CANNOT_SAVE, "save") as call:
+            distribution = call.attempt(share_out, sharded_state_dict)
+            # Before what is collective among all, for a rank that failed does not come there.
+            meet(call, SHARING)
+            if self.cached_distribution is None and self.validate_access_integrity:
+                validate_sharding_integrity(determine_global_metadata(sharded_state_dict)[1])
+        if self.do_cache_distribution:
+            self.cached_distribution = distribution.value
+
+    def _shared_out(self, sharded_state_dict: ShardedStateDict) -> Optional[ShardDistribution]:
+        """Set the replica ids, in place; return the distribution. Collective in the group."""
         distribution = self.cached_distribution if self.do_cache_distribution else None
         if distribution is None:
             distribution = determine_main_replica_uniform_distribution(
@@ -111,10 +135,7 @@ class FullyParallelSaveStrategyWrapper:
         distribute_main_replicas_with_precomputed_distribution(
             sharded_state_dict, self.parallelization_group, distribution
         )
-        if self.cached_distribution is None and self.validate_access_integrity:
-            validate_sharding_integrity(determine_global_metadata(sharded_state_dict)[1])
-        if self.do_cache_distribution:
-            self.cached_distribution = distribution
+        return distribution
 
 
 class FullyParallelLoadStrategyWrapper:
@@ -173,14 +194,15 @@ class FullyParallelLoadStrategyWrapper:
 
         def read(parts: Any) -> dict[ShardId, Any]:
             loaded: dict[Any, Any] = self.base_strategy.load(parts, checkpoint_dir, *options, **more)
+            check_loaded(loaded, parts, f"{type(self.base_strategy).__name__}.load")
             return loaded
 
         group = self.parallelization_group
-        if dist.get_world_size(group) <= 1:
+        # Objects go to ranks of other groups, too: also from a rank that is its whole group.
+        everyone = group if self.per_rank_object_load else None
+        if world_size(group) <= 1 and world_size(everyone) <= 1:
             alone: StateDict = self.base_strategy.load(sharded_state_dict, checkpoint_dir, *options, **more)
             return alone
-        # Objects go to ranks of other groups, too.
-        everyone = group if self.per_rank_object_load else None
         with begin(CANNOT_LOAD, "load", everyone) as call:
             loaded = call.attempt(told_to(everyone, group, self._loaded), sharded_state_dict, read)
             if self.per_rank_object_load:
@@ -196,21 +218,26 @@ class FullyParallelLoadStrategyWrapper:
     def _loaded(self, sharded_state_dict: ShardedStateDict, read: Callable[[Any], dict[ShardId, Any]]) -> Own:
         """Return this rank's tensors, and the objects that it has read. Collective in the group."""
         group = self.parallelization_group
+        is_alone = world_size(group) <= 1
         distribution = self.apply_loading_parallelization(sharded_state_dict)
-        with begin(CANNOT_LOAD, "load", group) as call:
+        with begin(CANNOT_LOAD, "load", group, is_alone=is_alone) as call:
             own, others = Own({}, {}), Own({}, {})
             with call.guard():
                 for part in nested_values(sharded_state_dict):
+                    check_shard(part)
                     half = own if is_main_replica(adopted(part).replica_id) else others
                     if isinstance(adopted(part), ShardedTensor):
+                        half = own if is_alone else half
                         half.tensors[_sharded_tensor_shard_id(part)] = part
-                    elif isinstance(adopted(part), ShardedObject):
+                    else:
                         half = own if self.per_rank_object_load else half
                         half.objects[_sharded_object_id(part)] = part
                 # Tensors last, as in Megatron's: a strategy may note what it has read last.
                 objects = read(own.objects)
                 loaded = Own(read(own.tensors), objects)
             meet(call, READING)
+        if is_alone:
+            return loaded
         tensors = exchange_by_distribution(
             loaded.tensors, others.tensors, distribution, group, self.exchange_algo
         )
@@ -248,6 +275,32 @@ class Own(NamedTuple):
     objects: dict[ShardId, Any]
 
 
+def check_shard(value: Any) -> None:
+    """Refuse what is no shard.
+
+    Raises:
+        CheckpointingException: naming its class.
+    """
+    if not isinstance(adopted(value), (ShardedTensor, ShardedObject)):
+        raise CheckpointingException(f"a {type(value).__name__} among the shards of a load")
+
+
+def check_loaded(loaded: Any, parts: Mapping[ShardId, Any], what: str) -> None:
+    """Check that a strategy has returned a dict, with a tensor for each sharded tensor in it.
+
+    Raises:
+        CheckpointingException: naming the strategy's method, and what it returned.
+    """
+    if not isinstance(loaded, Mapping):
+        raise CheckpointingException(f"{what} returned a {type(loaded).__name__}, expected a dict")
+    for shard, value in loaded.items():
+        part = adopted(parts.get(shard))
+        if isinstance(part, ShardedTensor) and not isinstance(value, torch.Tensor):
+            raise CheckpointingException(
+                f"{what} returned a {type(value).__name__} for {part.key}, expected a tensor"
+            )
+
+
 def filled_in(
     sharded_state_dict: ShardedStateDict,
     tensors: Mapping[ShardId, torch.Tensor],
@@ -260,13 +313,12 @@ def filled_in(
     """
 
     def value_of(value: Any) -> Any:
+        check_shard(value)
         part = adopted(value)
         if isinstance(part, ShardedTensor):
             shard, values = _sharded_tensor_shard_id(part), tensors
-        elif isinstance(part, ShardedObject):
-            shard, values = _sharded_object_id(part), objects
         else:
-            raise CheckpointingException(f"a {type(value).__name__} among the shards of a load")
+            shard, values = _sharded_object_id(part), objects
         if shard not in values:
             raise CheckpointingException(
                 f"a shard that no rank has loaded: {part.key} at {part.global_offset}"
@@ -292,7 +344,7 @@ def distribute_main_replicas_with_precomputed_distribution(
     Raises:
         ValueError: no distribution, in a group of several ranks.
     """
-    if dist.get_world_size(parallelization_group) <= 1:
+    if world_size(parallelization_group) <= 1:
         return
     if precomputed_distribution is None:
         raise ValueError("no precomputed_distribution, in a group of several ranks")

@@ -7,6 +7,7 @@ of the batch. Knows no model.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from torch_dcp_backport.engine._src.checks import flag, whole
+from torch_dcp_backport.engine._src.checks import flag, number, whole
 from torch_dcp_backport.transfer import Call, Group, Problem, meet_numbers, raise_together
 
 TITLE = "cannot run this batch"
@@ -168,9 +169,12 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True, packs: bool =
     for key in (IDS, LOSS_MASK) if needs_tokens else (IDS,):
         if key not in keys:
             raise KeyError(f"the batch has no {key}; it has {', '.join(sorted(map(str, keys)))}")
+    check_tensors(data, keys, needs_tokens)
     ids = data[IDS]
     spans = spans_of(data)
     check_positions(data, keys)
+    check_rows(data, len(spans))
+    temperature_of(data, len(spans))
     if packs:
         check_packable(data, keys, spans)
     tokens = 0.0
@@ -179,6 +183,8 @@ def plan_alone(data: Any, limit: Limit, needs_tokens: bool = True, packs: bool =
         if not (RESPONSES in keys and same_values(data[LOSS_MASK], data[RESPONSES])):
             check_alike(LOSS_MASK, data[LOSS_MASK], ids)
         tokens = float(values_of(data[LOSS_MASK]).sum(dtype=torch.float64))
+        if not math.isfinite(tokens):
+            raise ValueError(f"the sum of {LOSS_MASK} is {tokens}: expected finite numbers")
     if limit.rows is not None:
         rows = list(range(len(spans)))
         parts = [rows[start : start + limit.rows] for start in range(0, len(rows), limit.rows)]
@@ -214,11 +220,70 @@ def check_offered(data: Any, keys: set[Any]) -> None:
     Raises:
         ValueError: images, or rows that have to stay together.
     """
-    if "multi_modal_inputs" in keys and any(len(row or ()) for row in data["multi_modal_inputs"]):
+    images = data["multi_modal_inputs"] if "multi_modal_inputs" in keys else None
+    if images is not None and any(len(row or ()) for row in images):
         raise ValueError("multi_modal_inputs: images and the like are not offered")
-    if "force_group_size" in keys and data["force_group_size"] not in (None, 1):
-        got = data["force_group_size"]
+    got = value_in(data, "force_group_size")
+    if got not in (None, 1):
         raise ValueError(f"force_group_size={got}: rows that stay together in a micro-batch are not offered")
+
+
+def check_tensors(data: Any, keys: set[Any], needs_tokens: bool) -> None:
+    """Refuse ids, masks and positions that are no tensors, such as lists or arrays.
+
+    Raises:
+        ValueError: no tensor, or ids that are no whole numbers.
+    """
+    for key in (IDS, MASK, *((LOSS_MASK,) if needs_tokens else ()), POSITIONS):
+        if key not in keys or (key == POSITIONS and data[key] is None):
+            continue
+        if not isinstance(data[key], torch.Tensor):
+            raise ValueError(f"{key} is a {type(data[key]).__name__}: expected a tensor")
+    if data[IDS].is_floating_point():
+        raise ValueError(f"{IDS} is {data[IDS].dtype}: expected whole numbers")
+
+
+def check_rows(data: Any, count: int, within: str = "") -> None:
+    """Refuse jagged entries of other rows than the batch has, also those in dicts within the batch.
+
+    Raises:
+        ValueError: another number of rows.
+    """
+    for key in list(data.keys()):  # a TensorDict iterates over rows
+        value = data[key]
+        if type(value) is dict:
+            check_rows(value, count, f"{within}{key}.")
+        elif isinstance(value, torch.Tensor) and value.is_nested and value.size(0) != count:
+            raise ValueError(f"{within}{key} has {value.size(0)} rows, {IDS} has {count}")
+
+
+def temperature_of(data: Any, count: Optional[int] = None) -> Union[float, torch.Tensor]:
+    """Return the temperature of a batch: one for all rows, or a float32 tensor with one for each row.
+
+    Args:
+        data: the batch, or a micro-batch's data; without a temperature it is 1.
+        count: the number of the batch's rows; None does not check it.
+
+    Raises:
+        ValueError: no number, or as many numbers as there are no rows.
+    """
+    value: Any = unwrapped(data[TEMPERATURE]) if TEMPERATURE in set(data.keys()) else None
+    if value is None:
+        return 1.0
+    if not isinstance(value, (list, tuple)) and not getattr(value, "ndim", 0):
+        return float(number(0)(TEMPERATURE, value.item() if hasattr(value, "item") else value))
+    if isinstance(value, (list, tuple)):
+        value = [float(number(0)(TEMPERATURE, unwrapped(part))) for part in value]
+    found = torch.as_tensor(value, dtype=torch.float32)
+    if not (found.isfinite() & (found >= 0)).all():
+        raise ValueError(f"{TEMPERATURE}={found.tolist()}: expected numbers at least 0")
+    if count is not None and found.numel() != 1 and tuple(found.shape) not in ((count,), (count, 1)):
+        raise ValueError(
+            f"{TEMPERATURE} has the shape {tuple(found.shape)}: expected one number, or one for each of "
+            f"{count} rows"
+        )
+    # A micro-batch without rows has none of a list.
+    return found.flatten() if found.numel() else 1.0
 
 
 def unwrapped(value: Any) -> Any:
@@ -266,7 +331,7 @@ def numbers_of(data: Any, plan: Plan, is_compared: bool) -> list[float]:
     if is_compared:
         keys = set(data.keys())
         masks = [data[key] for key in (MASK, LOSS_MASK, POSITIONS) if key in keys]
-        temperature = unwrapped(data[TEMPERATURE]) if TEMPERATURE in keys else None
+        temperature: Any = temperature_of(data)
         if isinstance(temperature, torch.Tensor):
             temperature = temperature.tolist()
         shape = data[IDS].offsets() if data[IDS].is_nested else torch.tensor(data[IDS].shape)
@@ -336,6 +401,10 @@ def spans_of(data: Any) -> list[Span]:
         lengths = ids.offsets().diff().tolist()
         if 0 in lengths:
             raise ValueError(f"row {lengths.index(0)} has no tokens")
+        if MASK in set(data.keys()) and data[MASK].is_nested:
+            check_alike(MASK, data[MASK], ids)
+            if not (data[MASK].values() == 1).all():
+                raise ValueError(f"{MASK} is jagged and not 1 everywhere: jagged rows have no padding")
         return [(0, length) for length in lengths]
     if ids.dim() != 2 or (len(ids) and not ids.shape[1]):
         raise ValueError(f"{IDS} of shape {tuple(ids.shape)}: expected rows and columns")
@@ -348,6 +417,9 @@ def spans_of(data: Any) -> list[Span]:
     if not len(ids):
         return []
     there = mask.bool()
+    if not torch.equal(mask.to(torch.float32), there.to(torch.float32)):
+        got = sorted(set(mask.unique().tolist()) - {0, 1})
+        raise ValueError(f"{MASK} has {got[:4]}: expected 0 for padding and 1 for tokens")
     if not there.any(1).all():
         raise ValueError(f"row {there.any(1).tolist().index(False)} is padding alone")
     first = there.int().argmax(1)

@@ -522,7 +522,7 @@ class FSDPEngineWithLMHead(FSDPEngine):
             inputs: as of `FSDPEngine.prepare_model_outputs`.
             data: the micro-batch's data.
         """
-        temperature = data.get("temperature", 1.0)
+        temperature = batches.temperature_of(data)
         if isinstance(temperature, torch.Tensor):
             factor = temperature.clamp(min=1e-8).to(logits)
             # Half precision has no 1e-8; rows without tokens have no temperature.

@@ -144,7 +144,7 @@ def _in_chunks(function: Callable[..., torch.Tensor], chunk: int, *tensors: torc
 
 def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     losses = torch.nn.functional.cross_entropy(
-        logits.float(), labels, reduction="none", ignore_index=NO_LABEL
+        logits.float(), labels.long(), reduction="none", ignore_index=NO_LABEL
     )
     return (-losses).where(labels != NO_LABEL, 0.0)
 

@@ -82,7 +82,8 @@ def check(model: nn.Module, size: int = 1) -> None:
     config: Any = getattr(unwrap(), "config", None)
     family = str(getattr(config, "model_type", ""))
     kind = type(unwrap()).__name__
-    foreign = [type(m) for m in model.modules() if type(m).__module__.partition(".")[0] not in OURS]
+    kinds = [compat.unsharded_class(module) for module in model.modules()]
+    foreign = [found for found in kinds if found.__module__.partition(".")[0] not in OURS]
     if foreign:
         names = sorted({f"{found.__module__}.{found.__qualname__}" for found in foreign})
         raise ValueError(f"{asked}: {', '.join(names)} is none of transformers' own modules; {instead}")
