@@ -73,6 +73,7 @@ def devices_of_torch() -> list[str]:
 
 def staging() -> str:
     """The budget that transfers will have, or its error."""
+    # Not at the head: a report has to be possible where torch cannot be imported.
     from torch_dcp_backport.transfer import settings
 
     try:
