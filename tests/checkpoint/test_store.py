@@ -345,8 +345,8 @@ def test_a_copy_with_a_number_of_its_own_spelling_is_no_step(tmp_path: Path) -> 
 
 def dead_draft(root: Path) -> Path:
     """As a process leaves it that is killed."""
-    code = "import sys; from pathlib import Path; from torch_dcp_backport.checkpoint import store\n"
-    code += "print(store.Draft(Path(sys.argv[1]) / 'global_step_5').folder)"
+    code = "import sys; from pathlib import Path; from torch_dcp_backport.checkpoint._src import store\n"
+    code += "print(store.StepDraft(Path(sys.argv[1]) / 'global_step_5').folder)"
     done = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, check=True)
     return Path(done.stdout.split()[-1])
 

@@ -198,6 +198,7 @@ def refused(api: Any, folder: Path, out: Path, what: str) -> str:
         ("one rank", "not the same on every rank"),
         ("rank", "lora_rank=8, and the adapter in "),
         ("dora", "use_dora=True: such an adapter is not merged"),
+        ("bias", "lora_bias=True is not offered: adapters alone are trained"),
         ("half", "missing in the adapter: base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"),
     ],
 )
@@ -213,6 +214,7 @@ def test_an_adapter_that_is_not_the_same_or_not_whole_is_one_error(
     for name in ("out", "other"):
         opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
         config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], use_dora=what == "dora")
+        config.lora_bias = what == "bias"
         peft.get_peft_model(opened, config).save_pretrained(tmp_path / name)
     path = tmp_path / "out" / "adapter_model.safetensors"
     if what == "half":

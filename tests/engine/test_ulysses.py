@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torch_dcp_backport import engine
-from torch_dcp_backport.engine._src import packing, ulysses
+from torch_dcp_backport.engine._src import attention, packing, ulysses
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -206,3 +206,11 @@ def test_what_ranks_cannot_share(
     texts = ranks(differing, tmp_path, options, "")
     assert len(set(texts)) == 1, texts
     assert re.search(says, texts[0], re.DOTALL), texts[0]
+
+
+def test_a_call_outside_of_the_engine_is_refused() -> None:
+    """It would exchange heads for tokens between ranks that have whole rows each: other values, silently."""
+    model = tiny.model("qwen2", scale=0.1).eval()
+    attention.install(model, None, 2)
+    with pytest.raises(RuntimeError, match="outside of the engine"):
+        model(torch.arange(1, 9)[None])

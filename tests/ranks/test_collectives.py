@@ -180,7 +180,7 @@ def casts(api: Any) -> None:
         infos = {"w": transfer.TensorInfo((8, 6), torch.float32)}
         inventory = call.publish(infos if rank == 0 else None)
         agreement = call.agree({"w": transfer.Want(layout, dtype)}, staging_bytes=64)
-        reader = test_transfer.Source({"w": full}) if rank == 0 else None
+        reader = test_transfer.StateSource({"w": full}) if rank == 0 else None
         transfer.scatter(call, test_transfer.Offer(inventory, reader), {"w": target}, agreement)
     assert torch.equal(target.tensor, full.chunk(4)[rank].to(dtype))
 

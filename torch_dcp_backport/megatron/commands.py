@@ -24,8 +24,9 @@ from torch_dcp_backport.transfer import Progress
 HELP = """\
 Convert Hugging Face files to a sharded checkpoint that megatron-core's
 GPTModel.sharded_state_dict() loads, or such a checkpoint to files for
-from_pretrained. One process, without a GPU and without building a model, in
-bounded memory.
+from_pretrained. One process, without a GPU and without building a model. Files
+are mapped; weights in fp8 towards a checkpoint are held in memory, as the plan
+says.
 """
 CODES = "exit codes: 0 fine; 1 it does not fit, is damaged, or has no room; 2 wrong usage"
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

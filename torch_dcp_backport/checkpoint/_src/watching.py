@@ -13,11 +13,12 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.checkpoint._src import handler as handlers  # under way: it imports this module
 from torch_dcp_backport.checkpoint._src import user_state
 from torch_dcp_backport.checkpoint._src.expiry import SaveSignals
 from torch_dcp_backport.checkpoint._src.loaders import has_state
@@ -34,9 +35,6 @@ from torch_dcp_backport.transfer import (
     meet,
     meet_numbers,
 )
-
-if TYPE_CHECKING:
-    from torch_dcp_backport.checkpoint._src.handler import CheckpointHandler
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -65,7 +63,7 @@ class Mark:
     Tensors are held, not copied: by their versions, and where other memory is in their place by their values.
     """
 
-    def __init__(self, handler: CheckpointHandler, step: int, metric: Any) -> None:
+    def __init__(self, handler: handlers.CheckpointHandler, step: int, metric: Any) -> None:
         self.step = step
         # The program's own tensor may be changed in place, and leads to the graph of the whole pass.
         self.metric = metric.detach().clone() if isinstance(metric, torch.Tensor) else metric
@@ -79,7 +77,7 @@ class Mark:
         #: What began to change the state since.
         self.touched = ""
 
-    def changed(self, handler: CheckpointHandler) -> str:
+    def changed(self, handler: handlers.CheckpointHandler) -> str:
         """Return what is no longer as it was; "" where all is."""
         if self.touched:
             return self.touched
@@ -108,7 +106,7 @@ class Mark:
         return bool(torch.equal(*(as_bytes(side.contiguous()) for side in (before, now))))
 
 
-def tensors_in(handler: CheckpointHandler) -> Iterator[tuple[Name, torch.Tensor]]:
+def tensors_in(handler: handlers.CheckpointHandler) -> Iterator[tuple[Name, torch.Tensor]]:
     """Yield the tensors that a save of a handler would read, with names."""
     manager = handler.engine
     for number, chunk in enumerate(listed(manager.model)):
@@ -131,7 +129,7 @@ def tensors_below(name: Name, value: Any) -> Iterator[tuple[Name, torch.Tensor]]
             yield (*name, *path), local(tensor)
 
 
-def digests_in(handler: CheckpointHandler) -> dict[str, bytes]:
+def digests_in(handler: handlers.CheckpointHandler) -> dict[str, bytes]:
     """Return the digests of the other values that a save would read, by name."""
     manager = handler.engine
     groups = [
@@ -173,7 +171,7 @@ def listed(value: Any) -> list[Any]:
 class Watch:
     """A context of a training's loop: records signals, and saves the complete step after an exception."""
 
-    def __init__(self, handler: CheckpointHandler) -> None:
+    def __init__(self, handler: handlers.CheckpointHandler) -> None:
         self._handler = handler
         self._signals: Optional[SaveSignals] = None
         self._mark: Optional[Mark] = None
@@ -278,7 +276,7 @@ def is_for_all(error: BaseException) -> bool:
     return not isinstance(error, GeneratorExit)
 
 
-def check_policy(handler: CheckpointHandler) -> None:
+def check_policy(handler: handlers.CheckpointHandler) -> None:
     """Refuse to watch what could not be saved.
 
     Raises:
@@ -302,7 +300,7 @@ def check_policy(handler: CheckpointHandler) -> None:
 
 
 def ask(
-    handler: CheckpointHandler, watch: Optional[Watch], step: int, metric: Any, minutes_since: float
+    handler: handlers.CheckpointHandler, watch: Optional[Watch], step: int, metric: Any, minutes_since: float
 ) -> Due:
     """Return whether a step is to be saved, the same on every rank. Collective: one small all-gather.
 

@@ -90,7 +90,7 @@ def install(model: nn.Module, group: Group = None, size: int = 1) -> None:
     masks, functions = compat.attention_registries()
     base = implementation(model)
     name = f"{PREFIX}{base}" if size == 1 else f"{PREFIX}{base}_on_{size}"
-    masks.register(name, functools.partial(mask, base))
+    masks.register(name, functools.partial(mask, base, size))
     functions.register(name, functools.partial(attend, base, group if size > 1 else None, size))
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -98,15 +98,25 @@ def install(model: nn.Module, group: Group = None, size: int = 1) -> None:
             config._attn_implementation = name
 
 
-def mask(base: str, **given: Any) -> Any:
+def mask(base: str, size: int, **given: Any) -> Any:
     """Return the mask of an implementation of transformers, without what is of other rows.
 
     Args:
         base: the implementation.
+        size: the number of ranks that share a sequence.
         given: as transformers gives them to each function of its registry of masks.
+
+    Raises:
+        RuntimeError: ranks share a sequence, and no batch of the engine is under way.
     """
     make = compat.attention_registries()[0]()[base]
     rows = _under_way.get()
+    if rows is None and size > 1:
+        # The exchange of heads would take the tokens of all ranks for one sequence: other values, silently.
+        raise RuntimeError(
+            f"{size} ranks share the model's sequences (ulysses_sequence_parallel_size), and it was called "
+            "outside of the engine: call train_batch, infer_batch or forward_backward_batch"
+        )
     if rows is None:
         return make(**given)
     rows.masked += 1

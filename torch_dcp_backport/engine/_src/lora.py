@@ -59,7 +59,7 @@ def opened(asked: ModelConfig) -> Optional[Saved]:
             raise FileNotFoundError(f"{name} has no {file}")
     settings = merging.as_settings(folder)
     merging.check_mergeable(settings)
-    for setting, idle in (("bias", "none"), ("modules_to_save", None)):
+    for setting, idle in (("bias", "none"), ("lora_bias", False), ("modules_to_save", None)):
         if settings.get(setting) not in (idle, None, []):
             raise ValueError(
                 f"{name}: {setting}={settings[setting]!r} is not offered: adapters alone are trained"
