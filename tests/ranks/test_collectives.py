@@ -24,8 +24,8 @@ from torch_dcp_backport.transfer._src.consensus import share_findings
 from torch_dcp_backport.transfer._src.exchange import Route
 from torch_dcp_backport.transfer._src.memories import Memories, move
 from torch_dcp_backport.transfer._src.scatter import PLAN_BYTES
-from torch_dcp_backport.transfer._src.spread import Boxes
-from torch_dcp_backport.transfer._src.staging import Staging
+from torch_dcp_backport.transfer._src.spread import Boxes, intersection
+from torch_dcp_backport.transfer._src.staging import Staging, part_of
 
 KINDS = list(test_transfer.PLACEMENTS)
 #: Bytes: an element at a time, some of the tensors at a time, all at once.
@@ -224,8 +224,8 @@ def boxes_of_one_holder(api: Any, holder: int) -> int:
         return full[box.within(Box((0, 0), (12, 5)))]
 
     def target(_: str, box: Box) -> torch.Tensor:
-        around = next(one for one in out if transfer.spread.intersection(one, box) == box)
-        return transfer.staging.part_of(out[around], around, box)
+        around = next(one for one in out if intersection(one, box) == box)
+        return part_of(out[around], around, box)
 
     with Call("test", "reshard") as call:
         agreement = call.agree({}, staging_bytes=200)
