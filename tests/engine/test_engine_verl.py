@@ -339,7 +339,7 @@ def flagged(api: Any, folder: Path) -> dict[str, list[str]]:
     said = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "temperature": 1.0}
 
     def outputs_of(flag: Any) -> list[str]:
-        data = {name: value[:rows] for name, value in own(drawn(0), rank).items()}
+        data = {name: value[:rows] for name, value in own(drawn(0), built).items()}
         ids = torch.cat([data["prompts"], data["responses"]], 1)
         made = {"input_ids": ids, "attention_mask": data["attention_mask"], "calculate_entropy": flag(rows)}
         settings = {name: plain(value, rows) for name, value in said.items()}
