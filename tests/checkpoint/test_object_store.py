@@ -127,7 +127,7 @@ def test_a_step_comes_back_where_the_local_ones_are_gone(tmp_path: Path, far: st
     states = saved(root, far, 3)
     assert faults(far) == {3: "", 2: "", 1: ""}
     assert main(["checkpoint", "list", str(root)]) == 0
-    assert f"uploaded to {far}/global_step_3" in capsys.readouterr().out
+    assert f"uploaded to {far}/global_step_3" in " ".join(capsys.readouterr().out.split())
     shutil.rmtree(root)
     fresh = Trainer(root, default_hdfs_dir=far)
     assert fresh.handler.load_checkpoint() == 3
