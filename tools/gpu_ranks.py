@@ -9,34 +9,29 @@ by torch.chunk: no code that is tested takes part in the check.
 from __future__ import annotations
 
 import collections.abc
-import contextlib
 import faulthandler
 import functools
 import gc
 import importlib
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_dcp_backport import compat, dist_checkpointing, transfer
 
-from gpu_place import Place, shared_folder  # isort: skip
+from gpu_place import MIB, Place, shared_folder  # isort: skip
 import gpu_rooms  # isort: skip
 
 MODULES = {"ours": "torch_dcp_backport.state_dict", "stock": "torch.distributed.checkpoint.state_dict"}

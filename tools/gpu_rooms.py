@@ -250,7 +250,8 @@ def run_nearby(place: Place, api: Any, size: str) -> None:
         place.outside()
         other, target = odd(place, 2)
         loaded = NearbyCheckpoints(folder / str(place.rank), **own).load(state(other, target))
-        assert loaded is not None and loaded.step == 2, loaded
+        assert loaded is not None
+        assert loaded.step == 2, loaded
         assert loaded.state["mine"] == place.rank
         set_state_dict(
             other,
