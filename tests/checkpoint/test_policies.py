@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch_dcp_backport.checkpoint import PreservationPolicy
 from torch_dcp_backport.checkpoint._src import manifest, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.publish import disk
-from torch_dcp_backport.transfer._src import once
 
 #: Save only the model: saves take a tenth of the time.
 SMALL = {"save_contents": ["model"], "load_contents": ["model"]}
@@ -44,7 +42,7 @@ def steps(root: Path) -> list[int]:
         (PreservationPolicy(last=1, every=3), [3, 6]),
         (PreservationPolicy(last=1, best=2), [2, 5, 6]),
         (PreservationPolicy(last=1, best=2, mode="max"), [1, 3, 6]),
-        (PreservationPolicy(last=0, best=1), [2]),
+        (PreservationPolicy(last=0, best=1), [2, 6]),
     ],
 )
 def test_what_stays(tmp_path: Path, policy: PreservationPolicy, left: list[int]) -> None:
@@ -72,15 +70,14 @@ def test_the_policy_of_the_publication_counts(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2]
 
 
-def test_a_policy_that_would_remove_the_only_good_step_removes_nothing(tmp_path: Path, caplog) -> None:
-    once.forget()
-    with caplog.at_level(logging.WARNING):
-        trainer = saved(tmp_path, {3: None, 5: None}, preserve=PreservationPolicy(last=0, every=4))
-    assert steps(tmp_path) == [3, 5]
-    assert caplog.text.count("nothing is removed") == 1
-    trainer.handler.save_checkpoint(8)
-    trainer.handler.finish()
-    assert steps(tmp_path) == [8]
+def test_the_newest_good_step_stays_by_every_policy(tmp_path: Path) -> None:
+    trainer = saved(tmp_path, {3: None, 4: None, 5: None}, preserve=PreservationPolicy(last=0, every=4))
+    assert steps(tmp_path) == [4, 5]
+    (tmp_path / "global_step_5" / "manifest.json").unlink()
+    for step, left in ((6, [4, 6]), (8, [4, 8])):
+        trainer.handler.save_checkpoint(step)
+        trainer.handler.finish()
+        assert steps(tmp_path) == left
 
 
 @pytest.mark.parametrize("count", [0, 2.5, "2", True])
