@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cpu_fsdp
 import pytest
@@ -22,8 +23,9 @@ from test_user_state import Holder
 from torch import nn
 from trainer import Trainer, same
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager, SavePolicy, SaveSignals
-from torch_dcp_backport.checkpoint._src import store
+from torch_dcp_backport.checkpoint._src import store, watching
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.publish import disk
 
@@ -431,6 +433,49 @@ def test_ranks_save_together_or_not_at_all(ranks, tmp_path: Path, what: str, say
     texts = ranks(train_on_ranks, tmp_path, what, world=2)
     assert steps(tmp_path) == ([] if says else [2])
     assert says in "".join(texts[0])
+
+
+def called(api: Any, prefix: str, absent: int, odd: int) -> tuple[str, set[str]]:
+    """The outcome of a roll call, and the entries that this rank asked for while it waited for it."""
+    asked, native = set[str](), compat.default_store()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native, name)
+
+        def check(self, keys: list[str]) -> bool:
+            asked.update(keys)
+            return native.check(keys)
+
+    rank = dist.get_rank()
+    if rank == absent:
+        return "", asked
+    # One of them comes last.
+    time.sleep(0.3 * (rank == 2))
+    with mock.patch.object(compat, "default_store", Counting):
+        try:
+            watching.roll_call(None, prefix, str(7 + (rank == odd)), 1.0)
+        except CheckpointingException as error:
+            return str(error), asked
+    return "agreed", asked
+
+
+@pytest.mark.parametrize(
+    ("absent", "odd", "outcome"),
+    [
+        (-1, -1, "agreed"),
+        (-1, 1, "ranks are not at the same step (rank 0: 7; rank 1: 8)"),
+        (1, -1, "ranks 1 did not leave the loop within 1 s"),
+    ],
+)
+def test_ranks_that_wait_ask_for_one_entry_and_have_one_outcome(
+    ranks, tmp_path, absent, odd, outcome
+) -> None:
+    seen = ranks(called, str(tmp_path), absent, odd, world=3)
+    assert [text for text, _ in seen] == ["" if rank == absent else outcome for rank in range(3)]
+    alone = [asked for _, asked in seen if asked <= {f"{tmp_path}/decision"}]
+    # Of all ranks one asks who has come: a thousand that did would ask a million times.
+    assert len(alone) == 2
 
 
 @on_ranks(world=2)

@@ -39,8 +39,12 @@ from torch_dcp_backport.transfer import (
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 CANNOT_ASK = "cannot agree on a save"
-#: Seconds between two looks at the ranks that have come.
+#: Seconds between two looks at whether the ranks' roll call is decided.
 PAUSE = 0.05
+#: Seconds in which a rank that is late finds out who else is.
+GRACE = 5.0
+#: The decision of a roll call of ranks that have all come with the same text.
+ALL_ALIKE = "all alike"
 #: Ranks of a group -> the watches that they agreed on so far: the same number on every rank.
 _watches: Counter[tuple[int, ...]] = Counter()
 
@@ -232,10 +236,7 @@ class Watch:
         """Save the last complete step, if all ranks have left the loop and have its state. Never raises."""
         handler = self._handler
         try:
-            others = roll_call(handler.process_group, self._prefix, str(mark.step), patience)
-            if set(others.values()) != {str(mark.step)}:
-                texts = ", ".join(f"rank {rank}: {step}" for rank, step in sorted(others.items()))
-                raise CheckpointingException(f"ranks are not at the same step ({texts})")
+            roll_call(handler.process_group, self._prefix, str(mark.step), patience)
             if handler.last_saved == mark.step:
                 try:
                     handler.publish_last()
@@ -346,10 +347,11 @@ def ask(
     return Due(bool(rows[0][2]) or is_stopping, is_stopping)
 
 
-def roll_call(group: Group, prefix: str, text: str, patience: float) -> dict[int, str]:
-    """Return the text of every rank of a group, once all have come. No collective: ranks may never come.
+def roll_call(group: Group, prefix: str, text: str, patience: float) -> None:
+    """Wait until all ranks of a group have come with the same text. No collective: ranks may never come.
 
-    All ranks have the same outcome: the store has one decision, which the first to see it makes.
+    All ranks have the same outcome: the store has one decision, made by the last rank to come, or the first
+    to run out of patience. The others ask for that one entry.
 
     Args:
         group: the ranks.
@@ -358,18 +360,36 @@ def roll_call(group: Group, prefix: str, text: str, patience: float) -> dict[int
         patience: seconds to wait for the others.
 
     Raises:
-        CheckpointingException: a rank did not come in time.
+        CheckpointingException: a rank did not come in time, or with another text; the same on every rank.
     """
     if not groups_of(group):
-        return {0: text}
-    store, end = compat.default_store(), time.monotonic() + patience
-    keys = {rank: f"{prefix}/{rank}" for rank in group_ranks(group)}
-    store.set(keys[torch.distributed.get_rank()], text)
-    while not (have_come := store.check(list(keys.values()))) and time.monotonic() < end:
-        time.sleep(PAUSE)
-    decision = store.compare_set(f"{prefix}/decision", "", "all came" if have_come else "too late")
-    if bytes(decision) != b"all came":
-        gone = [str(rank) for rank, key in keys.items() if not store.check([key])]
-        late = f"ranks {', '.join(gone[:5])}" if gone else "a rank"
-        raise CheckpointingException(f"{late} did not leave the loop within {patience:g} s")
-    return {rank: bytes(store.get(key)).decode() for rank, key in keys.items()}
+        return
+    store, decision = compat.default_store(), f"{prefix}/decision"
+    ranks = group_ranks(group)
+
+    def is_decided(seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not (is_there := store.check([decision])) and time.monotonic() < end:
+            time.sleep(PAUSE)
+        return bool(is_there)
+
+    def reason() -> str:
+        gone = [str(rank) for rank in ranks if not store.check([f"{prefix}/{rank}"])]
+        if gone:
+            return f"ranks {', '.join(gone[:5])} did not leave the loop within {patience:g} s"
+        texts = {rank: bytes(store.get(f"{prefix}/{rank}")).decode() for rank in ranks}
+        first = texts[ranks[0]]
+        others = [f"rank {rank}: {text}" for rank, text in texts.items() if text != first]
+        at = "; ".join([f"rank {ranks[0]}: {first}", *others[:5]])
+        return f"ranks are not at the same step ({at})" if others else ALL_ALIKE
+
+    store.set(f"{prefix}/{torch.distributed.get_rank()}", text)
+    is_last = store.add(f"{prefix}/count", 1) == len(ranks)
+    # Of ranks that run out of patience one finds out who is late; the others do where it is gone meanwhile.
+    if is_last or (
+        not is_decided(patience) and (store.add(f"{prefix}/late", 1) == 1 or not is_decided(GRACE))
+    ):
+        store.compare_set(decision, "", reason())
+    outcome = bytes(store.get(decision)).decode()
+    if outcome != ALL_ALIKE:
+        raise CheckpointingException(outcome)
