@@ -375,6 +375,28 @@ def test_a_save_that_fails_leaves_the_exception_as_it_was(tmp_path: Path, monkey
     assert "No space left" in caplog.text
 
 
+@on_ranks(world=2)
+def test_the_exception_is_logged_before_ranks_wait_for_each_other(api: Any, tmp_path: Path) -> None:
+    handler, records = Trainer(tmp_path, save_policy=ON_EXCEPTION).handler, list[logging.LogRecord]()
+
+    def never(*text: Any) -> None:
+        assert [record.getMessage() for record in records] == [
+            f"the loop ends after step 1, with Boom: rank {dist.get_rank()}"
+        ]
+        assert "raise Boom(" in logging.Formatter().formatException(records[0].exc_info)
+        raise OSError("no store")
+
+    watched = logging.getLogger("torch_dcp_backport.checkpoint")
+    with (
+        mock.patch.object(watched, "handle", records.append),
+        mock.patch.object(watching, "roll_call", never),
+        left_by(Boom, handler),
+    ):
+        handler.save_if_due(1)
+        raise Boom(f"rank {dist.get_rank()}")
+    assert "no store" in records[1].getMessage()
+
+
 def test_an_upload_that_failed_does_not_keep_it_from_being_saved(tmp_path: Path, caplog) -> None:
     root = tmp_path / "run"
     (tmp_path / "store").write_text("no folder")
@@ -406,6 +428,8 @@ def train_on_ranks(api: Any, root: Path, what: str) -> list[str]:
                 trainer.handler.save_if_due(step)
             if what == "one leaves" and rank:
                 return texts
+            if what == "one has saved it by itself" and rank:
+                trainer.handler.last_saved = 2
             if what == "one has changed" and rank:
                 trainer.train()
             if what == "in the middle of a pass":
@@ -425,6 +449,10 @@ def train_on_ranks(api: Any, root: Path, what: str) -> list[str]:
     [
         ("all raise", ""),
         pytest.param("in the middle of a pass", "", marks=CPU_PASS),
+        (
+            "one has saved it by itself",
+            "rank 0: step 2, saved last: None; rank 1: step 2, saved last: 2)",
+        ),
         ("one leaves", "ranks 1 did not leave the loop within 1 s"),
         ("one has changed", "the state of rank 1 has changed since: an optimizer's step had begun"),
     ],

@@ -209,6 +209,10 @@ class Watch:
             if error is None:
                 self._warn_of_signal()
             elif policy is not None and policy.on_exception and mark is not None and is_for_all(error):
+                # Now: with NCCL an agreement with ranks that are somewhere else may never end.
+                trace = type(error), error, traceback
+                text = "the loop ends after step %d, with %s: %s"
+                logger.error(text, mark.step, type(error).__name__, error, exc_info=trace)
                 self._save_complete(mark, policy.patience)
         finally:
             self._mark = None
@@ -236,7 +240,9 @@ class Watch:
         """Save the last complete step, if all ranks have left the loop and have its state. Never raises."""
         handler = self._handler
         try:
-            roll_call(handler.process_group, self._prefix, str(mark.step), patience)
+            # What follows is collective, and goes by both.
+            place = f"step {mark.step}, saved last: {handler.last_saved}"
+            roll_call(handler.process_group, self._prefix, place, patience)
             if handler.last_saved == mark.step:
                 try:
                     handler.publish_last()
