@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,25 @@ def test_a_pin_in_the_last_moment_is_seen(tmp_path: Path, monkeypatch) -> None:
     assert steps(tmp_path) == [1, 2]
 
 
+def test_a_pin_in_the_last_moment_is_seen_where_the_step_is_saved_again(tmp_path: Path, monkeypatch) -> None:
+    trainer = saved(tmp_path, {1: None}, max_ckpt_to_keep=1)
+    native = store.taken
+
+    def taken(folder: Path, trash: Any = None) -> Any:
+        # Another process pins the step, and one more saves it again, around the rename.
+        store.pin(folder)
+        hidden = native(folder, trash)
+        shutil.copytree(tmp_path / "global_step_2", folder)
+        return hidden
+
+    monkeypatch.setattr(store, "taken", taken)
+    trainer.handler.save_checkpoint(2)
+    trainer.handler.finish()
+    (beside,) = tmp_path.glob("global_step_1.kept-*")
+    assert store.is_pinned(beside)
+    assert not list(tmp_path.glob(".*"))
+
+
 @pytest.mark.parametrize("kind", ["was", "old"])
 def test_a_pinned_step_that_a_dead_process_hid_gets_its_name_back(tmp_path: Path, kind: str) -> None:
     saved(tmp_path, {1: None})
@@ -239,6 +259,31 @@ def differing(api: Any, root: Path, what: str) -> str:
     with pytest.raises(CheckpointingException) as caught:
         trainer.handler.save_checkpoint(1, metric=float(odd) if what == "metric" else None)
     return str(caught.value)
+
+
+class Odd:
+    """What neither is a number nor can be printed."""
+
+    def __float__(self) -> float:
+        raise KeyError("no number")
+
+    def __repr__(self) -> str:
+        raise KeyError("no text")
+
+
+@on_ranks(world=2)
+def test_a_metric_that_one_rank_cannot_make_a_number_of_is_refused_on_every_rank(
+    api: Any, tmp_path: Path
+) -> None:
+    handler = Trainer(tmp_path, config=SMALL).handler
+    for odd, says in [
+        (10**400, "type int: too large"),
+        (10**5000, "type int: too large"),
+        (Odd(), "KeyError"),
+    ]:
+        with pytest.raises(CheckpointingException, match=f"rank 1: .*{says}"):
+            handler.save_checkpoint(1, metric=odd if dist.get_rank() else 1.0)
+    handler.save_checkpoint(1, metric=1.0)
 
 
 @pytest.mark.parametrize("what", ["max_ckpt_to_keep", "preserve", "trash_dir", "metric"])

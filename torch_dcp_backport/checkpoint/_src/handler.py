@@ -356,8 +356,8 @@ class CheckpointHandler:
         """Save a step; with `is_last`, whatever became of uploads before."""
         root = self.default_local_dir
         rating: Optional[float] = None
-        # What is no number is an error of every rank, below.
-        with contextlib.suppress(ValueError):
+        # What is no number is an error of every rank, below: also one that cannot be printed.
+        with contextlib.suppress(Exception):
             rating = metric_of(metric)
 
         def locate() -> Path:

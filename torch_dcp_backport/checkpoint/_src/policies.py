@@ -140,7 +140,9 @@ def metric_of(value: Any) -> Optional[float]:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except OverflowError as error:
+        raise ValueError(f"metric, of type {type(value).__name__}: too large a number to compare") from error
+    except Exception as error:
         raise ValueError(f"metric={value!r:.60}: expected a number") from error
     return number if math.isfinite(number) else None
 

@@ -248,6 +248,9 @@ def hide(entry: ListedStep, trash: Optional[Path] = None) -> Optional[Path]:
         # Saved again, or pinned, between the look and the rename.
         os.rename(hidden, folder)
         return None
+    elif store.is_pinned(hidden):
+        store.set_aside(hidden, folder, "it is pinned, and the step was saved again")
+        return None
     return hidden
 
 
