@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from decoders import inner, read_folder
+from decoders import aligned, inner, read_folder
 from family_models import FAMILIES, SIZES, Rank, config_of, held, stage_module, stage_of, tensors_of, write
 
 from torch_dcp_backport import megatron
@@ -239,13 +239,13 @@ def in_fp8(value: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, 
 
 
 def quantised(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(files, what they stand for) with each projection in fp8."""
+    """(files, what they stand for) with each projection in fp8, behind everything else."""
     files, stand = {}, {}
     for key, value in tensors.items():
         files[key] = stand[key] = value
         if "_proj" in key:
             files[key], files[key + "_scale_inv"], stand[key] = in_fp8(value, 5, 3)
-    return files, stand
+    return dict(sorted(files.items(), key=lambda entry: "_proj" in entry[0])), stand
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [5, 3]}
@@ -267,7 +267,11 @@ def test_blocks_in_fp8_are_dequantised_as_they_are_read(ranks, tmp_path: Path) -
     files, stand = quantised(tensors_of("deepseek_v3"))
     write("deepseek_v3", tmp_path / "hf", files, quantization_config=FP8)
     assert ranks(fills, str(tmp_path / "hf"), stand) == [[]] * 4
-    convert(tmp_path / "hf", tmp_path / "ckpt")
+    aligned(tmp_path / "hf")
+    said = convert(tmp_path / "hf", tmp_path / "ckpt")
+    assert said.memory == sum(
+        2 * stand[key[: -len("_scale_inv")]].numel() for key in files if "_scale" in key
+    )
     convert(tmp_path / "ckpt", tmp_path / "back")
     back = read_folder(tmp_path / "back")
     assert set(back) == set(stand)
