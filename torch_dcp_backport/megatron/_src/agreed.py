@@ -37,6 +37,7 @@ from torch_dcp_backport.megatron._src.plan import (
     left_alone,
 )
 from torch_dcp_backport.megatron._src.shape import Shape, shape_of
+from torch_dcp_backport.megatron.families.table import digest_of
 from torch_dcp_backport.transfer import (
     Agreement,
     Attempt,
@@ -175,6 +176,8 @@ def _describe_to_all(
 def _terms_of(local: Local, shape: Shape, options: Mapping[str, object]) -> Terms:
     common = {name: repr(value) for name, value in options.items()}
     common.update((f"{name} of {CONFIG}", repr(value)) for name, value in shape.described.items())
+    # Each process has tables of its own.
+    common[f"the table of {shape.kind}"] = digest_of(shape.family)
     return Terms(local.device, f"{local.stand}", note=local.stand, common=common)
 
 

@@ -5,6 +5,7 @@ Data and small arithmetic on it; must never look at a tensor, a module or a rank
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -167,6 +168,11 @@ class Family:
     def tensors(self) -> dict[str, Tensor]:
         """Return key -> tensor of a layer, in the order of an export."""
         return {tensor.key: tensor for row in self.every_row() for tensor in row.tensors}
+
+
+def digest_of(family: Family) -> str:
+    """Return a text that is the same on every rank that has the same table."""
+    return hashlib.blake2b(repr(family).encode(), digest_size=8).hexdigest()
 
 
 def problems_of(family: Family) -> list[str]:
