@@ -432,6 +432,18 @@ TABLES: dict[str, tuple[dict[str, Any], str]] = {
         "has no {}",
     ),
     "parts": ({"rows": (megatron.row("w", "qkv", "a: hidden", "b: hidden"),)}, "has 2 tensors, not 1 or 3"),
+    "a size that is cut": (
+        {"rows": (megatron.row("w", "rows", "x: 128, hidden"),)},
+        "w is cut as rows, and dimension 0 of x has the size 128, not a number of the table in each term",
+    ),
+    "a size that is cut, in a sum": (
+        {"rows": (megatron.row("w", "columns", "x: vocab, 2*hidden+1"),)},
+        r"w is cut as columns, and dimension 1 of x has the size 2\*hidden\+1",
+    ),
+    "no size that is cut": (
+        {"rows": (megatron.row("w", "columns", "x: hidden"),)},
+        "w is cut as columns, and dimension 1 of x has the size None",
+    ),
     "known": ({"kinds": ("llama",), "rows": ()}, "llama is known already"),
     "dense": ({"rows": (), "dense": ("every_other",)}, "every_other says nothing of dense layers"),
 }
