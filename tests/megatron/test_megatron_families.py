@@ -128,6 +128,25 @@ def filled_and_merged(
         del sys.modules["megatron.core.parallel_state"]
 
 
+@pytest.mark.parametrize(
+    ("merge", "kinds"),
+    [
+        ("_mixtral", "mixtral"),
+        ("_dpskv3", "deepseek_v3"),
+        ("_qwen_moe", "qwen2_moe or qwen3_moe"),
+        ("_qwen2_5_vl", "qwen2_5_vl"),
+    ],
+)
+def test_a_function_of_other_families_names_the_kind_of_the_model(merge: str, kinds: str) -> None:
+    """Of a model that could be merged."""
+    tensors, config = tensors_of("mistral"), config_of("mistral")
+    module = stage_module(stage_of("mistral", tensors, Rank(0, 1), [0, 1, 2, 3], False), [0, 1, 2, 3])
+    assert set(megatron.merge_megatron_ckpt_gptmodel([module], config, torch.float32)) == set(tensors)
+    says = f"rank 0: ValueError: the configuration has the model_type 'mistral', and not {kinds}$"
+    with pytest.raises(RuntimeError, match=says):
+        getattr(megatron, f"merge_megatron_ckpt_gptmodel{merge}")([module], config, torch.float32)
+
+
 @pytest.mark.parametrize("name", MERGES)
 def test_verls_functions_fill_and_merge(ranks, name: str) -> None:
     assert ranks(filled_and_merged, name, tensors_of(name), config_of(name)) == [[]] * 4
