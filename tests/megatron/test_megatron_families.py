@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from decoders import aligned, inner, read_folder
 from family_models import FAMILIES, SIZES, Rank, config_of, held, stage_module, stage_of, tensors_of, write
+from heard import heard
 
 from torch_dcp_backport import megatron
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, load_tensors_metadata, verify
@@ -393,6 +394,37 @@ def test_layers_of_multi_token_prediction_are_left_where_no_rank_holds_them(tmp_
     megatron.save_hf(module, tmp_path / "saved", like=tmp_path / "hf", parallel=megatron.Parallel(0, 1))
     assert "1 layer(s) of multi-token prediction, and no rank holds them" in caplog.text
     assert set(read_folder(tmp_path / "saved")) == set(tensors) - fifth
+
+
+def says(api: Any, name: str, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> list[str]:
+    """The warnings of this rank at gathers of a model whose ranks hold its layers and no others."""
+    rank, layers = Rank(dist.get_rank() % 2, 2), [[0, 1], [2, 3]][dist.get_rank() // 2]
+    module = stage_module(stage_of(name, tensors, rank, layers, False), layers)
+    if name == "qwen2_5_vl":
+        module = torch.nn.ModuleDict({"language_model": inner(module), "vision_model": torch.nn.Linear(2, 2)})
+    with heard("megatron") as said:
+        for _ in range(2):
+            api.gather_hf(module, config=config, parallel=api.Parallel(*rank))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "text"),
+    [
+        ("qwen2_5_vl", {}, "of a ModuleDict the language_model alone is loaded and saved, not vision_model"),
+        (
+            "deepseek_v3",
+            PREDICTED,
+            "config.json has 1 layer(s) of multi-token prediction, and no rank holds ",
+        ),
+    ],
+)
+def test_what_concerns_every_rank_is_said_by_the_first_alone(
+    ranks, name: str, more: dict[str, Any], text: str
+) -> None:
+    first, *others = ranks(says, name, tensors_of(name), {**config_of(name), **more})
+    assert [said.startswith(text) for said in first] == [True]
+    assert others == [[]] * 3
 
 
 # --- a family of one's own ---
