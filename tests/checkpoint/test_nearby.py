@@ -206,6 +206,26 @@ def test_a_torn_copy_that_is_asked_for_is_refused_by_its_digest(api: Any, tmp_pa
         )
 
 
+@on_ranks()
+def test_a_load_does_not_go_back_behind_the_shared_folder(api: Any, tmp_path: Path) -> None:
+    expected, tier = trained(tmp_path, 3), on_nodes(tmp_path)
+    for node in ("n0", "n1"):
+        once(lambda node=node: flip(files_of(tmp_path, node, 0, 3)))
+    training = Training(1)
+    before = training.values()
+    assert tier.latest() == 3
+    assert tier.load(training.state(), newer_than=2) is None
+    assert equal(training.values(), before)
+    state = training.state()
+    assert tier.load(state, newer_than=1).step == 2
+    assert equal(training.values()[:-1], expected[2][:-1])
+    rank = dist.get_rank()
+    text = refused(lambda: tier.load(state, newer_than=1 + (rank == 2)))
+    assert "not the same on every rank: newer_than (expected 1 as on rank 0, got 2)" in text
+    text = refused(lambda: tier.load(state, newer_than=-1 if rank == 2 else 1))
+    assert "rank 2: ValueError: newer_than=-1: expected a whole number from 0 on" in text
+
+
 def save_four(api: Any, root: Path) -> None:
     trained(root)
 
@@ -216,6 +236,7 @@ def load_two(api: Any, root: Path) -> tuple[Any, str]:
     before, latest = training.values(), tier.latest()
     text = refused(training.resume, tier)
     assert equal(training.values(), before)
+    assert tier.load(training.state(), newer_than=3) is None
     training.train(9)
     # A save of these ranks is newer than what they cannot load, and removes it where two steps are kept.
     assert tier.save(training.state(), 9)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
@@ -40,6 +40,7 @@ from torch_dcp_backport.dist_checkpointing.validation import StrictHandling
 from torch_dcp_backport.publish.drafts import discarding
 from torch_dcp_backport.publish.owners import OWNER
 from torch_dcp_backport.transfer import (
+    Attempt,
     BrokenLink,
     Call,
     Group,
@@ -96,6 +97,8 @@ class Found(NamedTuple):
     passed_over: Sequence[str]
     #: Why nothing older may be loaded in the place of a newer save; "" where nothing speaks against it.
     refused: str = ""
+    #: The step of that save.
+    refused_step: int = 0
 
 
 class NearbyStep(NamedTuple):
@@ -242,7 +245,7 @@ class NearbyCheckpoints:
                 logger.warning("%s", found.refused)
         return None if found.choice is None else found.choice.step
 
-    def load(self, state: Mapping[str, Any]) -> Optional[NearbyStep]:
+    def load(self, state: Mapping[str, Any], *, newer_than: Optional[int] = None) -> Optional[NearbyStep]:
         """Load the newest step of which every rank's part is whole on some node. Collective.
 
         A part that is not at home is brought there from a peer first. Nothing is written into the state
@@ -250,9 +253,11 @@ class NearbyCheckpoints:
 
         Args:
             state: as for `save`; its tensors are written in place.
+            newer_than: the step that was loaded from a shared folder, the same on every rank: where the
+                newest whole step here is not above it, nothing is loaded.
 
         Returns:
-            None where the nodes have no step.
+            None where the nodes have no such step.
 
         Raises:
             CheckpointingException: the newest step was saved by another number of ranks, or with another
@@ -260,7 +265,7 @@ class NearbyCheckpoints:
         """
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             try:
-                choice = self._brought(call)
+                choice = self._brought(call, newer_than)
             except BaseException:
                 self._close_links()
                 raise
@@ -473,12 +478,15 @@ class NearbyCheckpoints:
 
     # --- a load ---
 
-    def _found(self, call: Call, torn: Collection[Torn] = ()) -> Found:
+    def _found(
+        self, call: Call, torn: Collection[Torn] = (), newer_than: Union[Attempt[int], int, None] = None
+    ) -> Found:
         """Return what the nodes have together, but for parts that are known to be torn."""
         self._introduced(call)
         leads = self._is_leader(call)
         contents = call.attempt(lambda: self._here.contents() if leads else None)
-        with at_first(call, Topic("looking for steps"), contents, self._settings()) as meeting:
+        common = call.attempt(lambda known: {"newer_than": str(known), **self._settings()}, newer_than)
+        with at_first(call, Topic("looking for steps"), contents, common) as meeting:
             if meeting.decides:
                 leaders = {node: call.ranks[ranks[0]] for node, ranks in self._nodes.items()}
                 by_node = {node: meeting.heard[rank] for node, rank in leaders.items()}
@@ -486,17 +494,24 @@ class NearbyCheckpoints:
         found: Found = meeting.result
         return found
 
-    def _brought(self, call: Call) -> Optional[Choice]:
-        """Return the newest save of which every rank has its whole part at home now."""
+    def _brought(self, call: Call, newer_than: Optional[int]) -> Optional[Choice]:
+        """Return the newest save of which every rank has its whole part at home now.
+
+        None where there is none, or its step is not above `newer_than`: a save before it does not count.
+        """
         torn, texts = set[Torn](), list[str]()
+        least = None if newer_than is None else call.attempt(checked_bound, newer_than)
         while True:
-            found = self._found(call, torn)
-            if found.refused:
+            found = self._found(call, torn, least)
+            step = found.refused_step if found.choice is None else found.choice.step
+            is_old = least is not None and step <= least.value
+            if found.refused and not is_old:
                 fail(call, [(call.ranks[0], Problem(found.refused))])
-            if found.choice is None:
+            if found.choice is None or is_old:
                 texts += found.passed_over
                 if call.is_first and texts:
-                    logger.warning("no step is whole on the nodes together: %s", some(texts))
+                    than = "" if least is None else f" and above step {least.value}"
+                    logger.warning("no step is whole on the nodes together%s: %s", than, some(texts))
                 return None
             new = self._torn(call, found.choice)
             if not new:
@@ -557,6 +572,18 @@ class NearbyCheckpoints:
         except Refusal as refusal:
             call.problems += [problem for _, problem in refusal.findings]
         return loading
+
+
+def checked_bound(newer_than: object) -> int:
+    """Return the step that a load has to be above.
+
+    Raises:
+        ValueError: it is no step.
+    """
+    try:
+        return store.checked_step(newer_than)
+    except ValueError:
+        raise ValueError(f"newer_than={newer_than!r}: expected a whole number from 0 on") from None
 
 
 def position(call: Call) -> int:
@@ -633,7 +660,8 @@ def found_in(
         part, places = example[save], holders[save]
         if part.world != world:
             what = f"step {part.step} was saved nearby by {part.world} ranks, and {world} ranks are here"
-            return Found(None, passed_over, f"{what}: a part loads on its own rank alone; {ELSEWHERE}")
+            refused = f"{what}: a part loads on its own rank alone; {ELSEWHERE}"
+            return Found(None, passed_over, refused, part.step)
         absent = [rank for rank in home if rank not in places]
         if absent:
             passed_over.append(f"{save}: no node has a whole part of {spell(absent)}")
