@@ -124,7 +124,7 @@ class NearbyCheckpoints:
     Example:
         >>> import torch
         >>> from torch_dcp_backport.checkpoint import NearbyCheckpoints
-        >>> nearby = NearbyCheckpoints("node", keep=2)
+        >>> nearby = NearbyCheckpoints("node", run="a", keep=2)
         >>> weight = torch.arange(3.0)
         >>> nearby.save({"weight": weight, "seen": 640}, step=10)
         True
@@ -140,6 +140,7 @@ class NearbyCheckpoints:
         self,
         folder: Folder,
         *,
+        run: str,
         ranks_per_node: Optional[int] = None,
         node: Optional[str] = None,
         replicas: int = 1,
@@ -154,6 +155,8 @@ class NearbyCheckpoints:
         Args:
             folder: a folder of this node, such as one in /dev/shm or on a local disk; ranks of one node have
                 the same one, and ranks of two nodes must not see each other's.
+            run: the name of the training, the same on every rank and after each restart. A folder with parts
+                of another run is refused.
             ranks_per_node: the number of ranks in a row that are one node; by default ranks with the same
                 `node` are.
             node: the name of this rank's node; by default the name of the host.
@@ -176,6 +179,8 @@ class NearbyCheckpoints:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: expected a whole number from {least} on")
+        if not isinstance(run, str) or not run:
+            raise ValueError(f"run={run!r}: expected a name")
         if on_failure not in ON_FAILURE:
             raise ValueError(f"on_failure={on_failure!r}: expected {' or '.join(ON_FAILURE)}")
         if ranks_per_node is not None and node is not None:
@@ -184,6 +189,7 @@ class NearbyCheckpoints:
             raise ValueError(f"timeout={timeout!r}: expected seconds")
         # Absolute: the working directory may be another when a step is saved.
         self.folder = Path(folder).absolute()
+        self.run = run
         self.ranks_per_node = ranks_per_node
         self.node = node
         self.replicas = replicas
@@ -192,7 +198,7 @@ class NearbyCheckpoints:
         self.trust = trust
         self.timeout = timeout
         self.process_group = process_group
-        self._here = NodeFolder(self.folder)
+        self._here = NodeFolder(self.folder, run)
         #: Node -> its ranks, by their places in the group; empty before the first call.
         self._nodes: Mapping[str, Sequence[int]] = {}
         #: Connections to other ranks, kept from call to call.
@@ -214,7 +220,8 @@ class NearbyCheckpoints:
             Whether every part and every copy is whole; False only with `on_failure="warn"`.
 
         Raises:
-            CheckpointingException: the same on every rank. Steps that were saved before are as they were.
+            CheckpointingException: the same on every rank, also where a folder has parts of another run. The
+                steps before are as they were.
         """
         try:
             with begin(CANNOT_SAVE, "save", self.process_group) as call:
@@ -237,7 +244,8 @@ class NearbyCheckpoints:
         Sizes of files are compared, and no checksums: a load may find that it has to take an older step.
 
         Raises:
-            CheckpointingException: a folder cannot be read, or ranks differ; the same on every rank.
+            CheckpointingException: a folder cannot be read, or has parts of another run; ranks differ; the
+                same on every rank.
         """
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             found = self._found(call)
@@ -261,7 +269,7 @@ class NearbyCheckpoints:
 
         Raises:
             CheckpointingException: the newest step was saved by another number of ranks, or with another
-                layout; parts cannot be brought; the same on every rank.
+                layout; a folder has parts of another run; parts cannot be brought; the same on every rank.
         """
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             try:
@@ -322,6 +330,7 @@ class NearbyCheckpoints:
 
     def _settings(self) -> dict[str, str]:
         return {
+            "run": self.run,
             "replicas": str(self.replicas),
             "keep": str(self.keep),
             "on_failure": self.on_failure,
@@ -405,7 +414,7 @@ class NearbyCheckpoints:
             save_made(lambda: self._own_part(state), path, options)
             writing.write(
                 draft.folder / node_folder.PART,
-                node_folder.described(owner, place.name, content.world),
+                node_folder.described(owner, place.name, content.world, self.run),
             )
             files = writing.noted()
             synced = set(files)
@@ -454,7 +463,7 @@ class NearbyCheckpoints:
                 if copy.source == own:
                     copies.give(link, place, block, Meter("copy", settings.progress()))
                 else:
-                    copies.take(link, place, copy.owner, block)
+                    copies.take(link, place, copy.owner, self.run, block)
             except Exception as error:
                 failed[copy] = error
 
