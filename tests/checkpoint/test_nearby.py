@@ -383,6 +383,65 @@ def test_a_disk_that_is_full_on_one_rank(api: Any, tmp_path: Path, where: str, o
 
 
 @on_ranks()
+def test_saves_that_fail_do_not_fill_the_disk(api: Any, tmp_path: Path) -> None:
+    rank, tier, state = dist.get_rank(), on_nodes(tmp_path, on_failure="warn"), {"w": torch.ones(2)}
+
+    def fails(step: int, where: str) -> None:
+        def fail(name: str) -> None:
+            if name == where and (step != 9 or list(tmp_path.rglob("step_8.*"))):
+                raise OSError(28, "No space left on device")
+
+        disk.on_step = fail if rank == 2 else None
+        try:
+            assert tier.save(state, step) is False
+        finally:
+            disk.on_step = None
+        dist.barrier()
+
+    def steps() -> list[str]:
+        return sorted(path.name.partition(".")[0] for path in tmp_path.rglob("step_*"))
+
+    tier.save(state, 1)
+    for step in (2, 3, 4):
+        fails(step, "rename the draft")
+        # Three ranks have published their parts.
+        assert steps() == [*["step_1"] * 8, *[f"step_{step}"] * 3]
+        dist.barrier()
+    fails(8, "create __0_0.distcp")  # the copy that rank 2 gets
+    assert "step_4" not in steps()
+    dist.barrier()
+    fails(9, "create __2_0.distcp")  # no room beside the step before
+    assert tier.latest() == 8
+    assert tier.save(state, 9)
+    dist.barrier()
+    assert steps() == [*["step_1"] * 8, *["step_9"] * 8]
+
+
+@on_ranks()
+def test_a_part_that_cannot_be_removed_is_no_error_of_one_rank(api: Any, tmp_path: Path) -> None:
+    rank, tier = dist.get_rank(), on_nodes(tmp_path, keep=1, timeout=5.0)
+
+    def fail(name: str) -> None:
+        if name.startswith(("remove .step_1.", "remove .step_2.")):
+            raise OSError(5, "Input/output error")
+        if name == "create __1_0.distcp" and rank == 3 and not (tmp_path / "failed").exists():
+            raise OSError(28, "No space left on device")
+
+    tier.save({"w": torch.zeros(2)}, 1)
+    disk.on_step = fail
+    try:
+        refused(tier.save, {"w": torch.zeros(2)}, 2)
+        once((tmp_path / "failed").touch)
+        for step in (3, 4):
+            assert tier.save({"w": torch.full((2,), float(step))}, step)
+    finally:
+        disk.on_step = None
+    wanted = {"w": torch.zeros(2)}
+    assert tier.load(wanted).step == 4
+    assert wanted["w"].tolist() == [4.0, 4.0]
+
+
+@on_ranks()
 def test_the_newest_steps_are_kept_and_what_is_not_ours_stays(api: Any, tmp_path: Path) -> None:
     once(lambda: [(tmp_path / "n0/rank_0/step_1.mine").mkdir(parents=True), (tmp_path / "n0/file").touch()])
     once(lambda: (tmp_path / "n0/rank_0/step_1.00000000").mkdir())

@@ -205,6 +205,8 @@ class NearbyCheckpoints:
         self._links: dict[tuple[int, int], Link] = {}
         #: The last save, while its copies are not whole.
         self._incomplete = ""
+        #: Saves that the next one gives up before it writes: not published by all ranks, or in its way.
+        self._given_up: set[str] = set()
         #: Saves of which a part was torn where no copy was whole: they count for none of the steps kept.
         self._distrusted: set[str] = set()
 
@@ -348,8 +350,10 @@ class NearbyCheckpoints:
         own = position(call)
         asked = call.attempt(lambda: (store.checked_step(step), settings.staging_bytes()))
         common = call.attempt(lambda known: {"step": str(known[0]), **self._settings()}, asked)
-        leads = self._is_leader(call)
-        order = call.attempt(lambda: self._here.contents().next_order if leads else 1)
+        leading = self._here if self._is_leader(call) else None
+        # The other ranks of a node write once they have heard of the beginning.
+        self._give_up(leading)
+        order = call.attempt(lambda: 1 if leading is None else leading.contents().next_order)
         numbers = call.attempt(lambda known, next_order: (known[1], next_order), asked, order)
         with at_first(call, Topic("beginning to save"), numbers, common) as meeting:
             if meeting.decides:
@@ -364,14 +368,16 @@ class NearbyCheckpoints:
         with contextlib.ExitStack() as stack:
             if written.error is None:
                 stack.enter_context(discarding(written.value[0]))
+            # Where the disks have no room beside an incomplete save, none after it could be written.
+            self._given_up = {self._incomplete} - {""}
             meet(call, Topic("writing", so_far))
+            self._given_up = {save}
             with call.guard(place.name):
                 store.publish(*written.value)
             meet(call, Topic("publishing", so_far))
-        leading = self._here if leads else None
-        if self._incomplete and leading is not None:
-            # Whole or not, the save before it is no longer the newest at home.
-            told(leading.give_up(self._incomplete))
+        # Whole or not, the save before it is no longer the newest at home.
+        self._given_up = {self._incomplete} - {""}
+        self._give_up(leading)
         self._incomplete = save
         wanted = [Copied(source, target, source) for source, target in peers(self._nodes, self.replicas)]
         broken = list[str]()
@@ -395,6 +401,17 @@ class NearbyCheckpoints:
         self._incomplete = ""
         if leading is not None:
             told(leading.retire(before=meeting.result))
+
+    def _give_up(self, leading: Optional[NodeFolder]) -> None:
+        """Remove the parts of saves that are to be given up.
+
+        Args:
+            leading: the folder, on the rank that removes from it.
+        """
+        for save in self._given_up if leading is not None else ():
+            told(leading.give_up(save))
+        self._incomplete = "" if self._incomplete in self._given_up else self._incomplete
+        self._given_up = set()
 
     def _written(
         self, place: Path, owner: int, content: Manifest, state: Mapping[str, Any]

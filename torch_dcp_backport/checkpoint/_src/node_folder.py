@@ -142,7 +142,17 @@ class NodeFolder:
         return self._remove(entry for entry in self._own() if entry.path.name == save)
 
     def _remove(self, entries: Iterator[ListedStep]) -> list[str]:
-        failures = [retention.remove(entry) for entry in list(entries) if not entry.foreign]
+        failures = list[str]()
+        # Runs on the first rank of a node alone: an error would leave the others waiting.
+        try:
+            listed = [entry for entry in entries if not entry.foreign]
+        except OSError as error:
+            return [f"{self.root}: {error!r}"]
+        for entry in listed:
+            try:
+                failures.append(retention.remove(entry))
+            except OSError as error:
+                failures.append(f"{entry.path}: {error!r}")
         return [failure for failure in failures if failure]
 
     def _own(self) -> Iterator[ListedStep]:
