@@ -238,7 +238,7 @@ def run_nearby(place: Place, api: Any, size: str) -> None:
         return {"model": model_state, "optimizer": optimizer_state, "mine": place.rank, **generator}
 
     with shared_folder(place, "nearby") as folder:
-        own = {"node": f"node{place.rank}", "keep": 2}
+        own = {"run": "gpu", "node": f"node{place.rank}", "keep": 2}
         nearby = NearbyCheckpoints(folder / str(place.rank), **own)
         model, optimizer = odd(place, 1)
         with place.timed():
