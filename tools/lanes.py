@@ -312,17 +312,33 @@ def make(name: str) -> Path:
     return bin_of(env, "python")
 
 
-def descendants(process: int) -> list[int]:
-    """The living processes that a process started, and those that these started, itself first."""
+def stat_of(process: int) -> Optional[list[str]]:
+    """The fields of a process's /proc/PID/stat from its state (the third) on; None where it has ended."""
+    try:
+        # Its name, the second field, may have blanks and brackets.
+        return Path("/proc", str(process), "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def started_at(fields: list[str]) -> int:
+    """When a process was started, in ticks since the machine's start; ids are given again."""
+    return int(fields[22 - 3])
+
+
+def descendants(process: int) -> dict[int, int]:
+    """A process, all that it started and that these started, and live: id -> when it was started."""
     children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
+    starts: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = stat_of(int(folder.name))
+        if fields is not None:
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+            starts[int(folder.name)] = started_at(fields)
     all_of_them = [process]
     for parent in all_of_them:
         all_of_them += children.get(parent, [])
-    return all_of_them
+    return {one: starts[one] for one in all_of_them if one in starts}
 
 
 def end_all(process: subprocess.Popen[bytes]) -> None:
@@ -332,9 +348,12 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(LAST_WORDS_SECONDS)
     # What was started meanwhile, too; a process whose parent has ended is on the first list alone.
-    for other in {*started, *descendants(process.pid)}:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(other, signal.SIGKILL)
+    for other, start in {*started.items(), *descendants(process.pid).items()}:
+        fields = stat_of(other)
+        # Meanwhile an id may be that of a process that has nothing to do with this.
+        if fields is not None and started_at(fields) == start:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(other, signal.SIGKILL)
     process.wait()
 
 

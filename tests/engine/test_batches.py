@@ -172,7 +172,7 @@ def planned(api: Any, faults: dict[int, str], limit: tuple[Any, Any] = (2, None)
         data["input_ids"] = data["input_ids"].float()
     if fault in ("two temperatures", "a cold one"):
         data["temperature"] = torch.ones(2) if fault == "two temperatures" else -1.0
-    if fault in ("other rows", "no length", "narrowed", "fewer jagged rows", "jagged padding"):
+    if fault in ("other rows", "no length", "narrowed", "fewer jagged rows", "jagged padding", "jagged"):
         data = small.jagged(small.batch(0))
     if fault == "other rows":
         rows = data["loss_mask"].unbind()[::-1]
@@ -182,6 +182,15 @@ def planned(api: Any, faults: dict[int, str], limit: tuple[Any, Any] = (2, None)
         data["said"] = {"advantages": torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)}
     if fault == "jagged padding":
         data["attention_mask"] = data["input_ids"] * 0
+    if fault in ("padded mask", "shorter mask", "mask of fewer rows", "mask of other numbers"):
+        mask = small.batch(0)["attention_mask"]
+        data = {**small.jagged(small.batch(0)), "attention_mask": mask}
+        if fault == "shorter mask":
+            mask[1, mask[1].nonzero()[0]] = 0
+        if fault == "mask of fewer rows":
+            data["attention_mask"] = mask[1:]
+        if fault == "mask of other numbers":
+            data["attention_mask"] = mask * 2
     if fault == "no length":
         rows = [torch.zeros(2, dtype=torch.long), torch.zeros(0, dtype=torch.long)]
         data["input_ids"] = data["loss_mask"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
@@ -200,6 +209,9 @@ def test_every_rank_has_as_many_micro_batches(ranks) -> None:
     found = ranks(planned, {})
     assert [count for count, _ in found] == [[2, 2, 2], [1, 0, 0], [1, 0, 0], [1, 0, 0]]
     assert {number for _, number in found} == {tokens}
+    # As verl's batches are after left_right_2_no_padding.
+    masked = ranks(planned, dict.fromkeys(range(4), "padded mask"))
+    assert masked == ranks(planned, dict.fromkeys(range(4), "jagged"))
     without = ranks(planned, {0: "no rows", 2: "no tokens"})
     assert [count for count, _ in without] == [[0], [1], [1], [1]]
     assert len({number for _, number in without}) == 1
@@ -217,6 +229,21 @@ def test_every_rank_has_as_many_micro_batches(ranks) -> None:
         ({1: "no number"}, (2, None), r"rank 1: the sum of loss_mask is nan: expected finite numbers"),
         ({3: "other numbers"}, (2, None), r"rank 3: attention_mask has \[3\]: expected 0 for padding"),
         ({3: "jagged padding"}, (2, None), r"rank 3: attention_mask is jagged and not 1 everywhere"),
+        (
+            {1: "shorter mask"},
+            (2, None),
+            r"rank 1: row 1 has \d+ tokens in attention_mask, and \d+ in input_",
+        ),
+        (
+            {1: "mask of fewer rows"},
+            (2, None),
+            r"rank 1: attention_mask of shape \(8, 11\).* of the 9 jagged",
+        ),
+        (
+            {2: "mask of other numbers"},
+            (2, None),
+            r"rank 2: attention_mask has \[2\]: expected 0 for padding",
+        ),
         ({0: "fractions"}, (2, None), r"rank 0: input_ids is torch.float32: expected whole numbers"),
         ({1: "two temperatures"}, (2, None), r"rank 1: temperature has the shape \(2,\): .* of 1 rows"),
         ({1: "a cold one"}, (2, None), r"rank 1: temperature=-1.0: expected a number at least 0"),

@@ -184,6 +184,8 @@ def refused(api: Any, folder: Path, out: Path, what: str) -> str:
         out = out.with_name("nowhere")
     asked: dict[str, Any] = {"lora_rank": 0, "lora_adapter_path": str(out)}
     asked.update({"lora_rank": 8} if what == "rank" else {})
+    if what == "an embedding" and dist.get_rank() == 1:
+        asked = {"target_modules": ["q_proj", "embed_tokens"]}
     asked.update(
         {"lora_adapter_path": None, "lora_rank": 4} if what == "one rank" and dist.get_rank() else {}
     )
@@ -203,6 +205,8 @@ def refused(api: Any, folder: Path, out: Path, what: str) -> str:
         ("rank", "lora_rank=8, and the adapter in "),
         ("dora", "use_dora=True: such an adapter is not merged"),
         ("bias", "lora_bias=True is not offered: adapters alone are trained"),
+        ("an embedding", "model.embed_tokens is an embedding, and adapters of embeddings are not offered"),
+        ("saved for an embedding", "model.embed_tokens is an embedding, and adapters of embeddings are not"),
         ("half", "missing in the adapter: base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"),
     ],
 )
@@ -217,7 +221,8 @@ def test_an_adapter_that_is_not_the_same_or_not_whole_is_one_error(
     test_qwen.write(tmp_path / "m")
     for name in ("out", "other"):
         opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], use_dora=what == "dora")
+        targets = ["q_proj", *(["embed_tokens"] if what == "saved for an embedding" else [])]
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, use_dora=what == "dora")
         config.lora_bias = what == "bias"
         peft.get_peft_model(opened, config).save_pretrained(tmp_path / name)
     path = tmp_path / "out" / "adapter_model.safetensors"

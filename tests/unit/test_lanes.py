@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from torch_dcp_backport.regression.checks import LIMITED
 
@@ -57,6 +60,26 @@ def test_a_run_that_hangs_says_where_and_is_killed_with_what_it_started(tmp_path
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_a_process_that_has_the_id_of_one_that_ended_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = loaded(LANES)
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(sleep) as ended, subprocess.Popen(sleep) as own, subprocess.Popen(sleep) as other:
+        found = lanes.descendants(other.pid)
+        assert list(found) == [other.pid]
+        # A child that ends within the last words, after which the machine gives its id to another program.
+        lists = [
+            {**lanes.descendants(ended.pid), **lanes.descendants(own.pid), other.pid: found[other.pid] - 1}
+        ]
+        monkeypatch.setattr(lanes, "descendants", lambda process: lists.pop() if lists else {})
+        try:
+            lanes.end_all(ended)
+            assert own.wait() == -signal.SIGKILL
+            assert other.poll() is None
+        finally:
+            own.kill()
+            other.kill()
 
 
 def loaded(path: Path) -> Any:

@@ -408,8 +408,9 @@ class NearbyCheckpoints:
         Args:
             leading: the folder, on the rank that removes from it.
         """
-        for save in self._given_up if leading is not None else ():
-            told(leading.give_up(save))
+        if leading is not None:
+            for save in self._given_up:
+                told(leading.give_up(save))
         self._incomplete = "" if self._incomplete in self._given_up else self._incomplete
         self._given_up = set()
 

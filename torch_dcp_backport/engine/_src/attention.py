@@ -29,8 +29,8 @@ PACKING = (*DENSE, FLEX, *FLASH)
 PREFIX = "rows_by_"
 #: On a mask of ours: where rows begin and end.
 ENDS = "ends_of_rows"
-#: For fewer than 128 tokens torch takes its kernel for decoding, and compiled for lengths that change it finds
-#: none (2.11 on an H100: "No choices exist for backend"). So flex attention gets the other kernel always.
+#: For fewer than 128 tokens torch takes its kernel for decoding, and compiled for lengths that change it
+#: finds none (2.11 on an H100: "No choices exist for backend"). So flex attention always gets the other.
 NO_DECODING = {"FORCE_USE_FLEX_ATTENTION": True}
 
 

@@ -401,10 +401,8 @@ def spans_of(data: Any) -> list[Span]:
         lengths = ids.offsets().diff().tolist()
         if 0 in lengths:
             raise ValueError(f"row {lengths.index(0)} has no tokens")
-        if MASK in set(data.keys()) and data[MASK].is_nested:
-            check_alike(MASK, data[MASK], ids)
-            if not (data[MASK].values() == 1).all():
-                raise ValueError(f"{MASK} is jagged and not 1 everywhere: jagged rows have no padding")
+        if MASK in set(data.keys()):
+            check_mask_of_jagged(data[MASK], ids)
         return [(0, length) for length in lengths]
     if ids.dim() != 2 or (len(ids) and not ids.shape[1]):
         raise ValueError(f"{IDS} of shape {tuple(ids.shape)}: expected rows and columns")
@@ -416,15 +414,49 @@ def spans_of(data: Any) -> list[Span]:
         raise ValueError(f"{MASK} of shape {tuple(mask.shape)}: expected that of {IDS}, {tuple(ids.shape)}")
     if not len(ids):
         return []
-    there = mask.bool()
-    if not torch.equal(mask.to(torch.float32), there.to(torch.float32)):
-        got = sorted(set(mask.unique().tolist()) - {0, 1})
-        raise ValueError(f"{MASK} has {got[:4]}: expected 0 for padding and 1 for tokens")
+    there = is_token(mask)
     if not there.any(1).all():
         raise ValueError(f"row {there.any(1).tolist().index(False)} is padding alone")
     first = there.int().argmax(1)
     behind = ids.shape[1] - there.flip(1).int().argmax(1)
     return list(zip(first.tolist(), behind.tolist()))
+
+
+def is_token(mask: Any) -> torch.Tensor:
+    """Return a padded mask as booleans.
+
+    Raises:
+        ValueError: other numbers than 0 and 1.
+    """
+    there: torch.Tensor = mask.bool()
+    if not torch.equal(mask.to(torch.float32), there.to(torch.float32)):
+        got = sorted(set(mask.unique().tolist()) - {0, 1})
+        raise ValueError(f"{MASK} has {got[:4]}: expected 0 for padding and 1 for tokens")
+    return there
+
+
+def check_mask_of_jagged(mask: Any, ids: Any) -> None:
+    """Refuse a mask that has other tokens than jagged ids.
+
+    It may be padded: verl's `left_right_2_no_padding` keeps the mask that it removes the padding by.
+
+    Raises:
+        ValueError: padding in a jagged mask, or a padded one with other rows or numbers of tokens.
+    """
+    if mask.is_nested:
+        check_alike(MASK, mask, ids)
+        if not (mask.values() == 1).all():
+            raise ValueError(f"{MASK} is jagged and not 1 everywhere: jagged rows have no padding")
+        return
+    lengths = ids.offsets().diff().tolist()
+    if mask.dim() != 2 or len(mask) != len(lengths):
+        raise ValueError(
+            f"{MASK} of shape {tuple(mask.shape)}: expected rows and columns, and a row for each of the "
+            f"{len(lengths)} jagged rows of {IDS}"
+        )
+    for row, (got, length) in enumerate(zip(is_token(mask).sum(1).tolist(), lengths)):
+        if got != length:
+            raise ValueError(f"row {row} has {got} tokens in {MASK}, and {length} in {IDS}, which is jagged")
 
 
 def check_positions(data: Any, keys: set[Any]) -> None:

@@ -114,6 +114,7 @@ def adapted(call: Call, model: nn.Module, asked: ModelConfig, saved: Optional[Sa
 
     Raises:
         RuntimeError: peft is not installed.
+        ValueError: an adapter of an embedding.
     """
     try:
         import peft
@@ -132,6 +133,12 @@ def adapted(call: Call, model: nn.Module, asked: ModelConfig, saved: Optional[Sa
     config.task_type = "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None
     made: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     for path, module in made.named_modules():
+        # Their matrices are bare parameters, under names that neither a fill nor an export here knows.
+        if getattr(module, "lora_embedding_A", None):
+            raise ValueError(
+                f"target_modules={config.target_modules!r}: {base_name(path)} is an embedding, and adapters "
+                "of embeddings are not offered"
+            )
         if not is_adapter(f".{path}.") or not isinstance(module, nn.Linear):
             continue
         # Ranks gather a unit's parameters together, and experts run only where tokens reach them.
