@@ -12,6 +12,7 @@ in a process. Each turn times steps without a save, saves, and times steps until
     call      seconds until the call returns
     beside    the median step while the files were written, over the median step before
     wall      seconds from the call's return until the files were written
+    threads   CPU seconds of the trainer's other threads meanwhile: they had the interpreter for no longer
     taken     seconds that the turn took from the training: the call, and what steps took more than before
     torn      whether a step's change of a tensor after the call came into the files
 
@@ -54,6 +55,7 @@ class Turn(NamedTuple):
     call: float
     beside: float
     wall: float
+    threads: float
     taken: float
     faults: int
     is_torn: bool
@@ -121,21 +123,20 @@ def turn_of(way: object, state: State, folder: Path, work: int) -> Turn:
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     for tensor in state.values():
         tensor.fill_(2)
-    changed = time.perf_counter()
+    cpu = time.process_time() - time.thread_time()
     steps = [train(work)]
     while not is_done():
         steps.append(train(work))
     wall = time.perf_counter() - called
+    cpu = time.process_time() - time.thread_time() - cpu
     wait()
-    del changed
     saved = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
     way.read(saved, folder)  # type: ignore[attr-defined]
     is_torn = any(not bool((tensor == 1).all()) for tensor in saved.values())
     shutil.rmtree(folder)
     more = sum(steps) - before * len(steps)
-    return Turn(
-        called - began, statistics.median(steps) / before, wall, called - began + more, faults, is_torn
-    )
+    beside = statistics.median(steps) / before
+    return Turn(called - began, beside, wall, cpu, called - began + more, faults, is_torn)
 
 
 def main() -> None:
@@ -168,15 +169,16 @@ def main() -> None:
         f"torch {torch.__version__}; {options.tensors} tensors of {options.kib} KiB, {size:.0f} MiB;", end=" "
     )
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
-    print(f"{'':12s} {'call, s':>16s} {'beside':>7s} {'wall, s':>8s} {'taken, s':>16s} {'faults':>7s} torn")
+    heads = f"{'beside':>7s} {'wall, s':>8s} {'threads, s':>10s} {'taken, s':>16s} {'faults':>7s} torn"
+    print(f"{'':12s} {'call, s':>16s} {heads}")
     for name, all_turns in turns.items():
         first, others = all_turns[0], all_turns[1:]
-        middle = [statistics.median(column) for column in zip(*others)]
-        call, taken = (f"{middle[at]:.3f} ({first[at]:.3f})" for at in (0, 3))
+        middle = Turn(*(statistics.median(column) for column in zip(*others)))
+        call = f"{middle.call:.3f} ({first.call:.3f})"
+        taken = f"{middle.taken:.3f} ({first.taken:.3f})"
         torn = "yes" if any(turn.is_torn for turn in all_turns) else "no"
-        print(
-            f"{name:12s} {call:>16s} {middle[1]:7.2f} {middle[2]:8.2f} {taken:>16s} {middle[4]:7.0f} {torn}"
-        )
+        figures = f"{middle.beside:7.2f} {middle.wall:8.2f} {middle.threads:10.3f} {taken:>16s}"
+        print(f"{name:12s} {call:>16s} {figures} {middle.faults:7.0f} {torn}")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from torch_dcp_backport.transfer._src import once
 MIB = 2**20
 
 
-def state_of(number: int, small: int = 600) -> dict[str, Any]:
+def state_of(number: int, small: int = 2000) -> dict[str, Any]:
     """More tensors than a thread writes, with every kind of record: of 33 KiB, of 9 MiB, strided, empty."""
     tensors = {f"small.{key}": torch.full((key % 7, 3), float(number)) for key in range(small)}
     tensors |= {f"half.{key}": torch.full((5,), number, dtype=torch.bfloat16) for key in range(9)}

@@ -23,8 +23,9 @@ from torch_dcp_backport.dist_checkpointing._src.writer import WriteWork
 from torch_dcp_backport.dist_checkpointing._src.zipped import Form
 from torch_dcp_backport.transfer import is_dense
 
-#: From so many bytes or records on, memory is kept, and another process may read it.
-KEPT_BYTES, KEPT_RECORDS = 8 * 2**20, 500
+#: From so many bytes or records on, memory is kept, and another process may read it. With less, a thread
+#: needs Python for less time than the process takes to start.
+KEPT_BYTES, KEPT_RECORDS = 32 * 2**20, 2000
 #: Values begin at a multiple of this, as every dtype needs.
 ALIGNMENT = 64
 #: The most tensors that are copied by one call.

@@ -27,7 +27,7 @@ logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 __getattr__ = refusing(
     __name__,
     "AsyncCaller PersistentAsyncCaller TemporalAsyncCaller _ActiveAsyncRequest",
-    ": a save in the background is written by a thread of this process, which AsyncCallsQueue starts",
+    ": a save in the background is written by a thread, or a process, which AsyncCallsQueue starts",
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
