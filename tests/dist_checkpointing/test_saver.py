@@ -37,6 +37,9 @@ def state_of(number: int, small: int = 2000) -> dict[str, Any]:
     tensors |= {f"half.{key}": torch.full((5,), number, dtype=torch.bfloat16) for key in range(9)}
     tensors |= {
         "scalar": torch.tensor(number),
+        "eighths": torch.full((5,), number, dtype=torch.float32).to(torch.float8_e4m3fn),
+        "words": torch.tensor([number, 2, 3], dtype=torch.uint16),
+        "weight": torch.nn.Parameter(torch.full((5,), float(number))),
         "table": torch.arange(8250.0) + number,
         "columns": (torch.arange(6.0).view(2, 3) + number).t(),
         "flags": torch.tensor([True, False, True]),
@@ -54,7 +57,7 @@ def begin(folder: Path, number: int, **options: Any) -> Any:
     request = save(state, folder, async_sharded_save=True)
     for part in state.values():
         if isinstance(part, ShardedTensor):
-            part.data.zero_()
+            part.data.detach().copy_(torch.zeros(part.data.shape))
     return request
 
 
@@ -153,7 +156,7 @@ while door.recv(65536): pass
 """
 
 
-@pytest.mark.parametrize("what", ["killed", "not there", "no interpreter", "another program"])
+@pytest.mark.parametrize("what", ["killed", "not there", "no interpreter", "another program", "no memory"])
 def test_a_process_that_is_gone_is_not_needed(
     tmp_path: Path, expected, what: str, monkeypatch, caplog
 ) -> None:
@@ -163,6 +166,9 @@ def test_a_process_that_is_gone_is_not_needed(
     monkeypatch.setattr(saver, "PROGRAM", program)
     if what == "no interpreter":
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    if what == "no memory":
+        staged.let_go()
+        monkeypatch.delattr(os, "memfd_create")
     if what == "another program":
         monkeypatch.setattr(sys, "executable", "/bin/sh")
     calls: list[tuple[int, int]] = []

@@ -6,7 +6,7 @@ memory that a save under way still has.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import mmap
 import os
 import threading
@@ -21,7 +21,9 @@ from torch_dcp_backport.dist_checkpointing._src.body import LITTLE, Places
 from torch_dcp_backport.dist_checkpointing._src.records import TYPED, strides_of
 from torch_dcp_backport.dist_checkpointing._src.writer import WriteWork
 from torch_dcp_backport.dist_checkpointing._src.zipped import Form
-from torch_dcp_backport.transfer import is_dense
+from torch_dcp_backport.transfer import is_dense, warn_once
+
+logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
 #: From so many bytes or records on, memory is kept, and another process may read it. With less, a thread
 #: needs Python for less time than the process takes to start.
@@ -39,9 +41,11 @@ class Memory:
         self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.fd = -1
         if is_shared:
-            # Without such memory here, or without room for it, other memory does.
-            with contextlib.suppress(OSError, AttributeError, ValueError):
+            try:
                 self._map()
+            except (OSError, AttributeError, ValueError) as error:
+                text = "no memory that another process may read"
+                warn_once(logger, f"{text} ({error}): a thread writes saves in the background", about=text)
         if self.fd < 0:
             self.tensor = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
             self.view = memoryview(self.tensor.numpy()).cast("B")  # type: ignore[arg-type]
