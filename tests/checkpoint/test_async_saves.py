@@ -19,7 +19,7 @@ from trainer import Trainer, same
 
 from torch_dcp_backport.checkpoint._src import saves, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
-from torch_dcp_backport.dist_checkpointing._src import writer
+from torch_dcp_backport.dist_checkpointing._src import saver
 
 ASYNC = {"async_save": True}
 
@@ -27,7 +27,7 @@ ASYNC = {"async_save": True}
 @contextlib.contextmanager
 def slow(fails: bool = False) -> Iterator[threading.Event]:
     """Files are written once the event is set, or not at all."""
-    native, opened = writer.write, threading.Event()
+    native, opened = saver.write, threading.Event()
 
     def write(*args: Any) -> Any:
         assert threading.current_thread() is not threading.main_thread()
@@ -36,12 +36,12 @@ def slow(fails: bool = False) -> Iterator[threading.Event]:
             raise OSError(28, "No space left on device")
         return native(*args)
 
-    writer.write = write  # type: ignore[assignment]
+    saver.write = write  # type: ignore[assignment]
     try:
         yield opened
     finally:
         opened.set()
-        writer.write = native
+        saver.write = native
 
 
 def rank() -> int:

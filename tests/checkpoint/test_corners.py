@@ -380,8 +380,8 @@ def test_a_root_that_cannot_be_synced_has_the_step(tmp_path: Path, monkeypatch, 
 
 def test_patience_with_files_that_are_not_seen_is_that_of_all(tmp_path: Path, monkeypatch) -> None:
     from torch_dcp_backport.dist_checkpointing._src import commit
+    from torch_dcp_backport.dist_checkpointing._src.body import Output
     from torch_dcp_backport.dist_checkpointing._src.metadata import Index
-    from torch_dcp_backport.dist_checkpointing._src.writer import Output
     from torch_dcp_backport.transfer._src.meet import Refusal
 
     class Clock:

@@ -29,7 +29,7 @@ from torch_dcp_backport.dist_checkpointing import (
     storage_report,
     verify,
 )
-from torch_dcp_backport.dist_checkpointing._src import writer
+from torch_dcp_backport.dist_checkpointing._src import saver
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from torch_dcp_backport.regression import memory, meter
 
@@ -82,7 +82,7 @@ class Gate:
 
     @contextlib.contextmanager
     def around(self):
-        native = writer.write
+        native = saver.write
 
         def write(*args: Any) -> Any:
             assert threading.current_thread() is not threading.main_thread()
@@ -91,12 +91,12 @@ class Gate:
                 raise OSError(28, "No space left on device")
             return native(*args)
 
-        writer.write = write  # type: ignore[assignment]
+        saver.write = write  # type: ignore[assignment]
         try:
             yield
         finally:
             self.opened.set()
-            writer.write = native
+            saver.write = native
 
 
 def begin(folder: Path, value: float) -> tuple[AsyncRequest, list[Any]]:
@@ -449,13 +449,14 @@ def test_it_holds_one_copy_and_lets_it_go(tmp_path: Path) -> None:
     with memory.limit(peak=16 * 2**20):
         assert request is not None
         request.execute_sync()
-    assert not any(isinstance(part, torch.Tensor) and part.nbytes >= data.nbytes for part in owned(request))
-
-
-def owned(request: AsyncRequest) -> list[Any]:
-    """What a request that is over still holds."""
-    background = request.async_fn.__self__  # type: ignore[union-attr]
-    return [part for work in background.planned.works for part in work]
+    # The copy is kept for the next save, until the queue is closed.
+    with memory.limit(keeps=2**20, peak=16 * 2**20):
+        again = save(state, tmp_path, async_sharded_save=True)
+    assert again is not None
+    again.execute_sync()
+    with_it = meter.resident()
+    AsyncCallsQueue().close()
+    assert with_it - meter.resident() > data.nbytes / 2
 
 
 PROGRAM = """

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from torch_dcp_backport import dist_checkpointing as room
-from torch_dcp_backport.dist_checkpointing._src import foreign, records, writer
+from torch_dcp_backport.dist_checkpointing._src import foreign, writer, zipped
 from torch_dcp_backport.dist_checkpointing._src.assign import cut, shares_of
 from torch_dcp_backport.dist_checkpointing._src.cover import covered, fills, overlapping
 from torch_dcp_backport.dist_checkpointing._src.crc import combined
@@ -33,17 +33,17 @@ from torch_dcp_backport.dist_checkpointing._src.metadata import (
     from_bytes,
     to_bytes,
 )
-from torch_dcp_backport.dist_checkpointing._src.records import (
+from torch_dcp_backport.dist_checkpointing._src.records import form_of
+from torch_dcp_backport.dist_checkpointing._src.runs import pieces
+from torch_dcp_backport.dist_checkpointing._src.table import Row, RowTable, cells_of, findings_of
+from torch_dcp_backport.dist_checkpointing._src.unpickle import Refused
+from torch_dcp_backport.dist_checkpointing._src.zipped import (
     Form,
     RunningSum,
     ZipEntry,
     bytes_to_words,
     ending,
-    form_of,
 )
-from torch_dcp_backport.dist_checkpointing._src.runs import pieces
-from torch_dcp_backport.dist_checkpointing._src.table import Row, RowTable, cells_of, findings_of
-from torch_dcp_backport.dist_checkpointing._src.unpickle import Refused
 from torch_dcp_backport.transfer import Box
 from torch_dcp_backport.transfer._src.layout import whole
 
@@ -197,7 +197,7 @@ def test_a_record_beyond_four_gib(tmp_path: Path) -> None:
 )
 def test_records_with_sizes_of_eight_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As beyond 4 GiB: read by torch, by Python's zipfile, by us as ours, and as a stranger's."""
-    monkeypatch.setattr(records, "LIMIT32", 20_000)
+    monkeypatch.setattr(zipped, "LIMIT32", 20_000)
     value = torch.arange(10_000, dtype=torch.int32).view(100, 100)
     state = {"w": room.ShardedTensor.from_rank_offsets("w", value)}
     form_of.cache_clear()

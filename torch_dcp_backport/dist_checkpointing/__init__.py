@@ -54,7 +54,7 @@ from torch_dcp_backport.dist_checkpointing._src.param_groups import (
 from torch_dcp_backport.dist_checkpointing._src.parts import part_of_this_rank as part_of_this_rank
 from torch_dcp_backport.dist_checkpointing._src.reader import Read as Read, RecordReader as RecordReader
 from torch_dcp_backport.dist_checkpointing._src.resolved import resolved as resolved
-from torch_dcp_backport.dist_checkpointing._src.writer import Output as Output
+from torch_dcp_backport.dist_checkpointing._src.body import Output as Output
 # isort: on
 
 __all__ = [

@@ -96,8 +96,8 @@ def save(
         validate_access_integrity: check that every element has one main replica among the ranks, and warn
             where their common states differ.
         async_sharded_save: only plan, and copy this rank's share to the host; return a request for an
-            `AsyncCallsQueue`, which writes in a thread and makes the checkpoint later. Changes of the
-            tensors after this call are not saved.
+            `AsyncCallsQueue`, which writes beside the training and makes the checkpoint later. Changes of the
+            tensors after this call are not saved. The memory of the copy is kept for the next save.
         preprocess_common_before_consistancy_check: turns the common state into the state that is compared
             between ranks, for values that are each rank's own.
         content_metadata: saved with the common state, for `load_content_metadata`.
@@ -154,7 +154,7 @@ def refuse_processes(async_strategy: Optional[str]) -> None:
     """
     if async_strategy not in (None, "mcore"):
         raise CheckpointingException(
-            f"async_strategy={async_strategy!r} writes in another process, and this package in a thread: "
+            f"async_strategy={async_strategy!r} writes in another process with a queue of its own: "
             "pass async_strategy='mcore', and the request to the AsyncCallsQueue of strategies.async_utils"
         )
 

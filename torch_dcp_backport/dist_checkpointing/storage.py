@@ -24,11 +24,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torch_dcp_backport.dist_checkpointing._src import commit, integrity, metadata, values, writer
+from torch_dcp_backport.dist_checkpointing._src.body import Output
 from torch_dcp_backport.dist_checkpointing._src.files import ReadSource
 from torch_dcp_backport.dist_checkpointing._src.load import Opened, opened, small_files
 from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index, RecordPlace, Stored
 from torch_dcp_backport.dist_checkpointing._src.reader import Read, RecordReader
-from torch_dcp_backport.dist_checkpointing._src.writer import Output, WriteWork
+from torch_dcp_backport.dist_checkpointing._src.writer import WriteWork
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
 from torch_dcp_backport.transfer import Box, whole
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import threading
 from typing import Optional
 
-import torch
-
-from torch_dcp_backport.dist_checkpointing._src import report
+from torch_dcp_backport.dist_checkpointing._src import report, saver
+from torch_dcp_backport.dist_checkpointing._src.body import Output
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.save import Planned, Saving, commit_together, plan_together
-from torch_dcp_backport.dist_checkpointing._src.writer import Output, WriteWork
+from torch_dcp_backport.dist_checkpointing._src.staged import Staged, give_back, staged
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
-from torch_dcp_backport.transfer import Attempt, Call, Group, Phase, Topic, meet, whole
+from torch_dcp_backport.transfer import Attempt, Call, Group, Phase, Topic, meet
 
 WRITING = "writing"
 COPYING = Topic("copying", "an older checkpoint in the folder is gone")
@@ -24,15 +23,19 @@ COPYING = Topic("copying", "an older checkpoint in the folder is gone")
 class SaveUnderWay:
     """A rank's part of a save under way."""
 
-    def __init__(self, planned: Planned, call: Call, group: Group, clock: report.Clock) -> None:
-        """`call`: in which it was planned. `clock`: of the caller's seconds."""
+    def __init__(
+        self, planned: Planned, copies: Staged, call: Call, group: Group, clock: report.Clock
+    ) -> None:
+        """`copies`: of the share. `call`: in which it was planned. `clock`: of the caller's seconds."""
         self.planned = planned
+        #: None once they are written, or never will be.
+        self._copies: Optional[Staged] = copies
         self.title = call.title
         self.group = group
         self.clock = clock
         #: Its callback is called by the thread that writes.
         self.meter = call.tally.meter
-        self.meter.expect(lambda: planned.nbytes)
+        self.meter.expect(lambda: copies.nbytes)
         #: Phase -> seconds.
         self.seconds = dict(call.tally.seconds)
         self._writer = 0
@@ -45,15 +48,21 @@ class SaveUnderWay:
         self._writer = threading.get_ident()
         try:
             with Phase(self.seconds, WRITING):
-                self._output = self.planned.write(self.meter.add)
+                self._output = self.planned.write(self.meter.add, self._copies)
         except Exception as error:
             self._error = error
         finally:
-            # The copies are of no more use.
-            self.planned.works.clear()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Leave the memory of the copies to the next save."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            give_back(copies.memory)
 
     def abandon(self) -> None:
         """Leave the folder to later saves, and remove this rank's file, unless a commit was tried."""
+        self._give_back()
         self.planned.discard()
         self.planned.claim.end()
 
@@ -88,17 +97,20 @@ def begin_save(call: Call, saving: Attempt[Saving], group: Group, clock: report.
         CheckpointingException: some rank has problems; the same on every rank.
     """
     planned = plan_together(call, saving)
-    with call.tally.phase("copying"), call.guard("a copy of this rank's share"):
-        copy_works(planned.works)
+    with call.tally.phase("copying"):
+        copies = call.attempt(copied, planned)
     meet(call, COPYING)
-    return SaveUnderWay(planned, call, group, clock)
+    return SaveUnderWay(planned, copies.value, call, group, clock)
 
 
-@torch.no_grad()
-def copy_works(works: list[WriteWork]) -> None:
-    """Put copies on the host in the place of the caller's memory."""
-    for number, work in enumerate(works):
-        part = work.part
-        copy = torch.empty(part.shape, dtype=part.dtype, device="cpu")
-        copy.copy_(part)
-        works[number] = WriteWork(copy, whole(tuple(part.shape)), whole(tuple(part.shape)))
+def copied(planned: Planned) -> Staged:
+    """Return copies of this rank's share, which the plan gives up.
+
+    Raises:
+        ValueError: the environment names no way to write them.
+        RuntimeError: no memory for them.
+    """
+    saver.choice()
+    copies = staged(planned.works)
+    planned.works.clear()
+    return copies

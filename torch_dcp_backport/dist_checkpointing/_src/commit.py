@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_dcp_backport.dist_checkpointing._src import integrity, metadata
+from torch_dcp_backport.dist_checkpointing._src.body import Output
 from torch_dcp_backport.dist_checkpointing._src.metadata import Index
-from torch_dcp_backport.dist_checkpointing._src.writer import Output
 from torch_dcp_backport.dist_checkpointing.core import (
     CONFIG_FNAME,
     SHARDED_BACKEND,

@@ -22,7 +22,6 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from torch_dcp_backport.dist_checkpointing._src import flat, unpickle
-from torch_dcp_backport.dist_checkpointing._src.records import Words, bytes_to_words, words_to_bytes
 from torch_dcp_backport.dist_checkpointing._src.unpickle import (
     FOREIGN,
     METADATA,
@@ -30,6 +29,7 @@ from torch_dcp_backport.dist_checkpointing._src.unpickle import (
     SafeUnpickler,
     TensorEntry,
 )
+from torch_dcp_backport.dist_checkpointing._src.zipped import Words, bytes_to_words, words_to_bytes
 from torch_dcp_backport.transfer import Box, gc_context, intersection
 
 NAME = ".metadata"

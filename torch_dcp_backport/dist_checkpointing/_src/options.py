@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional, Union
 
+from torch_dcp_backport.dist_checkpointing._src.body import Output
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.common import Values, values_of
-from torch_dcp_backport.dist_checkpointing._src.writer import Output
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.mapping import CommonStateDict, StateDict
 from torch_dcp_backport.dist_checkpointing.utils import _clean_metadata_for_serialization

@@ -15,10 +15,10 @@ from typing import NamedTuple, Optional
 
 from torch_dcp_backport.dist_checkpointing._src import metadata
 from torch_dcp_backport.dist_checkpointing._src.assign import WriteShare
+from torch_dcp_backport.dist_checkpointing._src.body import Output
 from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index, RecordPlace, Stored
-from torch_dcp_backport.dist_checkpointing._src.records import Words
 from torch_dcp_backport.dist_checkpointing._src.table import RowTable
-from torch_dcp_backport.dist_checkpointing._src.writer import Output
+from torch_dcp_backport.dist_checkpointing._src.zipped import Words
 
 #: A model and its average, in turns; each has about 100 bytes for a record.
 MOST = 2

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Optional
 
-from torch_dcp_backport.dist_checkpointing._src.writer import Output
+from torch_dcp_backport.dist_checkpointing._src.body import Output
 from torch_dcp_backport.transfer import Tally
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")

@@ -15,9 +15,20 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from torch_dcp_backport.dist_checkpointing._src import commit, common, files, plans, replicas, values, writer
+from torch_dcp_backport.dist_checkpointing._src import (
+    commit,
+    common,
+    files,
+    plans,
+    replicas,
+    saver,
+    values,
+    writer,
+)
 from torch_dcp_backport.dist_checkpointing._src.assign import Item, WriteShare, shares_of
+from torch_dcp_backport.dist_checkpointing._src.body import Output
 from torch_dcp_backport.dist_checkpointing._src.claims import Claim
+from torch_dcp_backport.dist_checkpointing._src.staged import Staged
 from torch_dcp_backport.dist_checkpointing._src.table import (
     RowTable,
     cells_of,
@@ -25,7 +36,7 @@ from torch_dcp_backport.dist_checkpointing._src.table import (
     spelled,
     unwritable,
 )
-from torch_dcp_backport.dist_checkpointing._src.writer import Output, WriteWork
+from torch_dcp_backport.dist_checkpointing._src.writer import WriteWork
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import (
@@ -142,11 +153,18 @@ class Planned(NamedTuple):
         """The bytes of this rank's tensors."""
         return sum(work.form.nbytes for work in self.works)
 
-    def write(self, moved: Callable[[int], None]) -> Output:
-        """Write this rank's share; no other rank takes part."""
+    def write(self, moved: Callable[[int], None], staged: Optional[Staged] = None) -> Output:
+        """Write this rank's share; no other rank takes part.
+
+        Args:
+            staged: the copies of `works`, where they are written.
+        """
         self.claim.begin()
-        with torch.no_grad():
-            output = writer.write(self.path, self.works, self.objects, moved, self.is_hashed)
+        if staged is not None:
+            output = saver.write(self.path, staged, self.objects, moved, self.is_hashed)
+        else:
+            with torch.no_grad():
+                output = writer.write(self.path, self.works, self.objects, moved, self.is_hashed)
         self.written(output)
         return output
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from torch_dcp_backport.dist_checkpointing._src.cover import fills, overlapping
-from torch_dcp_backport.dist_checkpointing._src.records import Words
+from torch_dcp_backport.dist_checkpointing._src.zipped import Words
 from torch_dcp_backport.transfer import Box, Findings, Problem, whole
 
 

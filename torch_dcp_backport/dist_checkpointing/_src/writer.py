@@ -6,8 +6,6 @@ Runs in one thread without a collective. Holds at most one block beside the call
 from __future__ import annotations
 
 import os
-import zlib
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -15,10 +13,11 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.dist_checkpointing._src import files, integrity
-from torch_dcp_backport.dist_checkpointing._src.crc import combined
-from torch_dcp_backport.dist_checkpointing._src.records import Form, RunningSum, form_of
+from torch_dcp_backport.dist_checkpointing._src import body, files, integrity
+from torch_dcp_backport.dist_checkpointing._src.body import BLOCK, Output, blocks_in
+from torch_dcp_backport.dist_checkpointing._src.records import form_of
 from torch_dcp_backport.dist_checkpointing._src.runs import pieces
+from torch_dcp_backport.dist_checkpointing._src.zipped import Form
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import (
     Box,
@@ -31,10 +30,6 @@ from torch_dcp_backport.transfer import (
     whole,
 )
 
-#: Bytes that are copied and checksummed at once.
-BLOCK = 4 * 2**20
-#: Records of fewer bytes are put together in memory.
-LITTLE = 64 * 1024
 #: Dtypes that numpy and memoryview have, too.
 SHARED = frozenset(
     (
@@ -63,37 +58,6 @@ class WriteWork(NamedTuple):
         return part_of(self.data, self.holds, self.box)
 
 
-class Written(NamedTuple):
-    """The place of a written record, and its checksum."""
-
-    offset: int
-    length: int
-    crc: int
-
-
-class Output(NamedTuple):
-    """The file and the records that a rank wrote."""
-
-    file: str
-    nbytes: int
-    tensors: list[Written]
-    objects: list[Written]
-    #: The CRC32 of the file.
-    crc: int = 0
-    #: Its SHA-256, where that was asked for.
-    sha256: str = ""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        columns = [[array("Q", column) for column in zip(*part)] for part in (self.tensors, self.objects)]
-        return _output_of, ((self.file, self.nbytes, self.crc, self.sha256), *columns)
-
-
-def _output_of(facts: tuple[str, int, int, str], *columns: Any) -> Output:
-    file, nbytes, crc, sha256 = facts
-    tensors, objects = (list(map(Written._make, zip(*part))) for part in columns)
-    return Output(file, nbytes, tensors, objects, crc, sha256)
-
-
 def write(
     path: Path,
     tensors: Sequence[WriteWork],
@@ -111,30 +75,26 @@ def write(
         OSError: no room, known before the first byte where the file system can tell, or a failed write.
     """
     forms = [work.form for work in tensors]
-    total = sum(form.length for form in forms) + sum(map(len, objects))
-    output = Output(path.name, total, [], [])
-    if not tensors and not objects:
+    return write_file(
+        path,
+        sum(form.length for form in forms) + sum(map(len, objects)),
+        lambda fd, output: body.write(fd, zip(forms, _blocks_of_all(tensors)), objects, moved, output),
+        is_hashed,
+    )
+
+
+def write_file(
+    path: Path, nbytes: int, write_body: Callable[[int, Output], Output], is_hashed: bool
+) -> Output:
+    """Make a file of `nbytes` bytes, and have it on disk; none for no bytes."""
+    output = Output(path.name, nbytes, [], [])
+    if not nbytes:
         return output
     disk.step(f"create {path.name}")
     fd = disk.create(path)
     try:
-        files.reserve(fd, total)
-        sink = Sink(fd)
-        block: Optional[torch.Tensor] = None
-        for work, form in zip(tensors, forms):
-            disk.step("write record")
-            part = work.part
-            if is_flat(part):
-                blocks = flat_blocks(part)
-            else:
-                block = compat.host_buffer(BLOCK) if block is None else block
-                blocks = blocks_of(work, block)
-            output.tensors.append(write_tensor(sink, form, blocks, moved))
-        for data in objects:
-            at = sink.end
-            sink.put(data)
-            output.objects.append(Written(at, len(data), zlib.crc32(data)))
-        sink.flush()
+        files.reserve(fd, nbytes)
+        output = write_body(fd, output)
         if is_hashed:
             # In order: a record's head is written after its values.
             output = output._replace(sha256=integrity.digest_of(path))
@@ -142,79 +102,19 @@ def write(
         os.fsync(fd)
     finally:
         os.close(fd)
-    return output._replace(crc=sink.crc)
+    return output
 
 
-class Sink:
-    """A file that is written from its start on; little data waits until it is worth a call."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        #: Of everything before `end`.
-        self.crc = 0
-        self._waiting = bytearray()
-        self._flushed = 0
-
-    @property
-    def end(self) -> int:
-        return self._flushed + len(self._waiting)
-
-    def put(self, data: bytes) -> None:
-        self.crc = zlib.crc32(data, self.crc)
-        self._waiting += data
-        if len(self._waiting) > LITTLE:
-            self.flush()
-
-    def put_large(self, data: memoryview) -> None:
-        """Write data at once, not as `put`; its checksum is counted by `fill`."""
-        self.flush()
-        files.write_all(self.fd, data, self._flushed)
-        self._flushed += data.nbytes
-
-    def skip(self, nbytes: int) -> int:
-        """Leave room that `fill` will fill, and return its offset."""
-        self.flush()
-        self._flushed += nbytes
-        return self._flushed - nbytes
-
-    def fill(self, data: bytes, at: int, behind: int) -> None:
-        """Fill the room, with `behind` as the checksum of the data that was put behind it."""
-        files.write_all(self.fd, data, at)
-        self.crc = combined(zlib.crc32(data, self.crc), behind, self.end - at - len(data))
-
-    def flush(self) -> None:
-        files.write_all(self.fd, self._waiting, self._flushed)
-        self._flushed += len(self._waiting)
-        self._waiting = bytearray()
-
-
-def write_tensor(
-    sink: Sink, form: Form, blocks: Iterator[memoryview], moved: Callable[[int], None]
-) -> Written:
-    at = sink.end
-    if not form.grain:
-        data = next(blocks, b"")
-        crc = zlib.crc32(data)
-        head, tail = form.ends(crc)
-        sink.put(b"".join((head, data, tail)))
-        moved(form.nbytes)
-        return Written(at, form.length, crc)
-    total = RunningSum(form.grain)
-    if form.length <= LITTLE:
-        data = next(blocks)
-        total.add(data)
-        sink.put(b"".join((form.head(total.crc), data, form.tail(total.crc, total.table))))
-        moved(form.nbytes)
-    else:
-        # The head has the checksum of the values behind it.
-        at = sink.skip(form.at)
-        for part in blocks:
-            total.add(part)
-            sink.put_large(part)
-            moved(part.nbytes)
-        sink.fill(form.head(total.crc), at, total.crc)
-        sink.put(form.tail(total.crc, total.table))
-    return Written(at, form.length, total.crc)
+def _blocks_of_all(tensors: Sequence[WriteWork]) -> Iterator[Iterator[memoryview]]:
+    """Yield the blocks of each tensor; at most one block is held beside the tensors."""
+    block: Optional[torch.Tensor] = None
+    for work in tensors:
+        part = work.part
+        if is_flat(part):
+            yield blocks_in(bytes_of(part))
+        else:
+            block = compat.host_buffer(BLOCK) if block is None else block
+            yield blocks_of(work, block)
 
 
 def why_not_readable(tensor: torch.Tensor) -> str:
@@ -229,14 +129,6 @@ def why_not_readable(tensor: torch.Tensor) -> str:
 def is_flat(part: torch.Tensor) -> bool:
     """Return whether a tensor lies in host memory as it lies in a file."""
     return part.is_cpu and is_dense(part)
-
-
-def flat_blocks(part: torch.Tensor) -> Iterator[memoryview]:
-    """Return the values of a tensor that lies as in a file, in blocks that are multiples of every grain."""
-    data = bytes_of(part)
-    if len(data) <= BLOCK:
-        return iter((data,))
-    return (data[start : start + BLOCK] for start in range(0, len(data), BLOCK))
 
 
 def blocks_of(work: WriteWork, block: torch.Tensor) -> Iterator[memoryview]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Optional, TypeVar, cast
 from torch_dcp_backport.dist_checkpointing._src import report
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.offers import refusing
+from torch_dcp_backport.dist_checkpointing._src.staged import let_go
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.transfer import Call, Group, Topic, at_first, gc_context, meet
 
@@ -26,7 +27,7 @@ logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 __getattr__ = refusing(
     __name__,
     "AsyncCaller PersistentAsyncCaller TemporalAsyncCaller _ActiveAsyncRequest",
-    ": a save in the background is written by a thread of this process, which AsyncCallsQueue starts",
+    ": a save in the background is written by a thread, or a process, which AsyncCallsQueue starts",
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -256,12 +257,18 @@ class AsyncCallsQueue:
         return int(self._request is not None)
 
     def close(self, abort: bool = False) -> None:
-        """Wait for the request under way, and finalize it. Collective.
+        """Finalize the request under way, and free the memory that is kept for the next copy. Collective.
 
         Args:
             abort: wait for this rank's thread alone, and finalize nothing: the folder holds no checkpoint.
                 Not collective; the other ranks have to do the same.
         """
+        try:
+            self._close(abort)
+        finally:
+            let_go()
+
+    def _close(self, abort: bool) -> None:
         if not abort:
             self.maybe_finalize_async_calls(blocking=True)
             return

@@ -9,7 +9,7 @@ from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, F
 from torch_dcp_backport.dist_checkpointing.storage import CheckedWriter
 from torch_dcp_backport.dist_checkpointing.strategies.base import say_once
 
-WHY = ": dist_checkpointing.save(async_sharded_save=True) writes in a thread, and needs no queue of results"
+WHY = ": dist_checkpointing.save(async_sharded_save=True) writes in the background, without a queue"
 
 __getattr__ = refusing(
     __name__,

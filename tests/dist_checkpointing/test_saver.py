@@ -1,0 +1,288 @@
+"""The process that writes a save in the background, and the memory that it reads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torch_dcp_backport.dist_checkpointing import (
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    load_plain_tensors,
+    save,
+    verify,
+)
+from torch_dcp_backport.dist_checkpointing._src import body, messages, saver, staged
+from torch_dcp_backport.dist_checkpointing._src.records import form_of
+from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch_dcp_backport.transfer import configure
+from torch_dcp_backport.transfer._src import once
+
+MIB = 2**20
+
+
+def state_of(number: int, small: int = 2000) -> dict[str, Any]:
+    """More tensors than a thread writes, with every kind of record: of 33 KiB, of 9 MiB, strided, empty."""
+    tensors = {f"small.{key}": torch.full((key % 7, 3), float(number)) for key in range(small)}
+    tensors |= {f"half.{key}": torch.full((5,), number, dtype=torch.bfloat16) for key in range(9)}
+    tensors |= {
+        "scalar": torch.tensor(number),
+        "eighths": torch.full((5,), number, dtype=torch.float32).to(torch.float8_e4m3fn),
+        "words": torch.tensor([number, 2, 3], dtype=torch.uint16),
+        "weight": torch.nn.Parameter(torch.full((5,), float(number))),
+        "table": torch.arange(8250.0) + number,
+        "columns": (torch.arange(6.0).view(2, 3) + number).t(),
+        "flags": torch.tensor([True, False, True]),
+        "waves": torch.full((3,), 1j * number).conj(),
+        "large": torch.arange(9 * MIB // 4, dtype=torch.int32) + number,
+    }
+    describe = ShardedTensor.from_rank_offsets
+    state: dict[str, Any] = {key: describe(key, tensor) for key, tensor in tensors.items()}
+    return {**state, "object": ShardedObject("object", {"number": number}, (1,), (0,)), "step": number}
+
+
+def begin(folder: Path, number: int, **options: Any) -> Any:
+    folder.mkdir()
+    state = state_of(number, **options)
+    request = save(state, folder, async_sharded_save=True)
+    for part in state.values():
+        if isinstance(part, ShardedTensor):
+            part.data.detach().copy_(torch.zeros(part.data.shape))
+    return request
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> dict[str, bytes]:
+    """The files of the first state, as `save` writes them at once."""
+    (tmp_path / "at once").mkdir()
+    save(state_of(1), tmp_path / "at once")
+    return files_of(tmp_path / "at once")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the processes that were started."""
+    pids: list[int] = []
+    native = os.posix_spawn
+
+    def spawn(*args: Any, **options: Any) -> int:
+        pids.append(native(*args, **options))
+        return pids[-1]
+
+    monkeypatch.setattr(os, "posix_spawn", spawn)
+    staged.let_go()
+    return pids
+
+
+@pytest.mark.parametrize("choice", ["", "thread"])
+def test_a_process_writes_what_a_thread_would(
+    tmp_path: Path, expected, started, choice: str, monkeypatch, caplog
+) -> None:
+    monkeypatch.setenv(saver.VARIABLE, choice)
+    calls: list[tuple[int, int]] = []
+    configure(progress=lambda so_far: calls.append((so_far.done, so_far.total)))
+    try:
+        request = begin(tmp_path / "saved", 1)
+        request.execute_sync()
+    finally:
+        configure()
+    assert files_of(tmp_path / "saved") == expected
+    assert verify(tmp_path / "saved") == []
+    assert len(started) == (not choice)
+    assert not caplog.records
+    assert calls[-1][0] == calls[-1][1] > 9 * MIB
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_small_share_is_written_by_the_thread(tmp_path: Path, started) -> None:
+    (tmp_path / "saved").mkdir()
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(9))}
+    request = save(state, tmp_path / "saved", async_sharded_save=True)
+    assert request is not None
+    request.execute_sync()
+    assert not started
+    assert not staged._kept
+
+
+def test_no_choice_is_an_error_of_the_call(ranks, tmp_path: Path) -> None:
+    first, second = ranks(with_no_choice, tmp_path, world=2)
+    assert first == second
+    assert "TORCH_DCP_BACKPORT_SAVER='fork' is neither process (or unset) nor thread" in first
+    assert "rank 1" in first
+
+
+def with_no_choice(api: Any, folder: Path) -> str:
+    if dist.get_rank() == 1:
+        os.environ[saver.VARIABLE] = "fork"
+    try:
+        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(9), replica_id=dist.get_rank())}
+        with pytest.raises(CheckpointingException) as caught:
+            save(state, folder, async_sharded_save=True)
+    finally:
+        os.environ.pop(saver.VARIABLE, None)
+    return str(caught.value)
+
+
+DYING = """
+import os, signal, socket, struct
+door = socket.socket(fileno=0)
+_, fds, _, _ = socket.recv_fds(door, 9, 2)
+os.pwrite(fds[1], b"torn" * 100_000, 0)
+door.sendall(struct.pack("<cQ", b"m", 400_000))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+FULL = """
+import pickle, socket, struct
+door = socket.socket(fileno=0)
+socket.recv_fds(door, 9, 2)
+answer = pickle.dumps((28, "No space left on device"))
+door.sendall(struct.pack("<cQ", b"f", len(answer)) + answer)
+while door.recv(65536): pass
+"""
+
+
+@pytest.mark.parametrize("what", ["killed", "not there", "no interpreter", "another program", "no memory"])
+def test_a_process_that_is_gone_is_not_needed(
+    tmp_path: Path, expected, what: str, monkeypatch, caplog
+) -> None:
+    program = tmp_path / "dying.py"
+    if what == "killed":
+        program.write_text(DYING)
+    monkeypatch.setattr(saver, "PROGRAM", program)
+    if what == "no interpreter":
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    if what == "no memory":
+        staged.let_go()
+        monkeypatch.delattr(os, "memfd_create")
+    if what == "another program":
+        monkeypatch.setattr(sys, "executable", "/bin/sh")
+    calls: list[tuple[int, int]] = []
+    configure(progress=lambda so_far: calls.append((so_far.done, so_far.total)))
+    once.forget()
+    try:
+        for name in ("first", "second"):
+            begin(tmp_path / name, 1).execute_sync()
+            assert files_of(tmp_path / name) == expected
+    finally:
+        configure()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "a thread writes" in caplog.text
+    # Bytes that were written twice are told once.
+    each = [done for done, _ in calls[: len(calls) // 2]]
+    assert each == sorted(each)
+    assert calls[-1][0] == calls[-1][1]
+
+
+def test_a_disk_that_is_full_for_the_process_is_an_error(tmp_path: Path, monkeypatch) -> None:
+    program = tmp_path / "full.py"
+    program.write_text(FULL)
+    monkeypatch.setattr(saver, "PROGRAM", program)
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(begin(tmp_path / "saved", 1))
+    with pytest.raises(CheckpointingException, match=r"OSError: \[Errno 28\] No space left on device"):
+        queue.close()
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_the_process_ends_without_the_trainer(tmp_path: Path, is_ordered: bool, capfd) -> None:
+    nbytes = 64 * MIB
+    memory = staged.Memory(nbytes, is_shared=True)
+    places = body.Places([form_of(torch.uint8, (nbytes,))], array("L", [0]), array("Q", [0]))
+    process = saver._Process()
+    with open(tmp_path / "file", "wb") as file:
+        if is_ordered:
+            order = messages.Order(nbytes, places, [], body.Output("file", nbytes, [], []))
+            process.order(order, memory.fd, file.fileno())
+        process._door.close()
+        assert os.waitpid(process._pid, 0)[1] == 0
+    assert (tmp_path / "file").stat().st_size < nbytes
+    assert capfd.readouterr().err == ""
+
+
+def test_saves_share_memory_one_after_the_other(tmp_path: Path, monkeypatch) -> None:
+    """Two that are under way at a time do not, and a changed tensor reaches neither."""
+    made: list[int] = []
+    native = staged.Memory._map
+
+    def count(memory: staged.Memory) -> None:
+        made.append(memory.nbytes)
+        native(memory)
+
+    monkeypatch.setattr(staged.Memory, "_map", count)
+    staged.let_go()
+    for number in range(3):
+        begin(tmp_path / f"{number}", number).execute_sync()
+    assert len(made) == 1
+    first, second = begin(tmp_path / "a", 10), begin(tmp_path / "b", 20)
+    assert len(made) == 2
+    second.execute_sync()
+    third = begin(tmp_path / "c", 30)
+    assert len(made) == 2
+    first.execute_sync()
+    third.execute_sync()
+    for name, number in {"0": 0, "1": 1, "2": 2, "a": 10, "b": 20, "c": 30}.items():
+        tensors = load_plain_tensors(tmp_path / name)
+        assert tensors["scalar"] == number
+        assert torch.equal(tensors["large"], torch.arange(9 * MIB // 4, dtype=torch.int32) + number)
+        assert tensors["small.6"].unique().tolist() == [number]
+    # One is kept, and none of them when a queue is closed.
+    assert len(staged._kept) == 1
+    descriptor = staged._kept[0].fd
+    AsyncCallsQueue().close()
+    assert not staged._kept
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(descriptor)
+
+
+def test_memory_that_is_much_too_large_is_not_kept() -> None:
+    staged.let_go()
+    large = staged.take(64 * MIB, is_kept=True)
+    staged.give_back(large)
+    assert staged.take(32 * MIB, is_kept=True) is large
+    staged.give_back(large)
+    small = staged.take(10 * MIB, is_kept=True)
+    assert small.nbytes == 10 * MIB
+    staged.give_back(small)
+    staged.let_go()
+
+
+def test_a_save_that_is_given_up_leaves_its_memory(tmp_path: Path) -> None:
+    staged.let_go()
+    queue = AsyncCallsQueue()
+    request = begin(tmp_path / "saved", 1)
+    request.abandon_fns[0]()
+    assert len(staged._kept) == 1
+    queue.close()
+
+
+def test_a_forked_process_holds_no_memory() -> None:
+    memory = staged.take(10 * MIB, is_kept=True)
+    mine, theirs = socket.socketpair()
+    staged.give_back(memory)
+    pid = os.fork()
+    if not pid:
+        try:
+            os.fstat(memory.fd)
+            theirs.send(b"open")
+        except OSError:
+            theirs.send(b"none" if not staged._kept else b"kept")
+        os._exit(0)
+    assert mine.recv(4) == b"none"
+    os.waitpid(pid, 0)
+    os.fstat(memory.fd)
+    staged.let_go()

@@ -1,0 +1,173 @@
+"""The process that writes a rank's file beside the training, so that no Python of it runs there.
+
+It reads the rank's copies in shared memory, and writes through the trainer's own descriptor. It is started
+for a save and ends with it. A save must never need it: whatever becomes of it, the trainer's thread still has
+the copies, and writes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch_dcp_backport.dist_checkpointing._src import body
+from torch_dcp_backport.dist_checkpointing._src.body import Output
+from torch_dcp_backport.dist_checkpointing._src.messages import FAILED, MESSAGE, MOVED, ORDER, Order
+from torch_dcp_backport.dist_checkpointing._src.staged import Staged
+from torch_dcp_backport.dist_checkpointing._src.writer import write_file
+from torch_dcp_backport.transfer import warn_once
+
+logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
+
+VARIABLE = "TORCH_DCP_BACKPORT_SAVER"
+PROCESS, THREAD = "process", "thread"
+PROGRAM = Path(__file__).with_name("saver_process.py")
+
+
+def choice() -> str:
+    """Return who writes saves in the background: what the environment says, or a process.
+
+    Raises:
+        ValueError: the environment says something else.
+    """
+    text = os.environ.get(VARIABLE, "").strip().lower() or PROCESS
+    if text not in (PROCESS, THREAD):
+        raise ValueError(
+            f"{VARIABLE}={os.environ[VARIABLE]!r} is neither {PROCESS} (or unset) nor {THREAD}: it "
+            "says which of them writes saves in the background"
+        )
+    return text
+
+
+def write(
+    path: Path,
+    staged: Staged,
+    objects: Sequence[bytes],
+    moved: Callable[[int], None],
+    is_hashed: bool = False,
+) -> Output:
+    """Write staged records as `writer.write` does: in a process, if other processes may read their memory.
+
+    Raises:
+        OSError: as of `writer.write`.
+    """
+
+    counted = _Counted(moved)
+
+    def fill(fd: int, output: Output) -> Output:
+        if staged.is_shared and choice() == PROCESS:
+            order = Order(staged.memory.nbytes, staged.places, objects, output)
+            try:
+                with contextlib.closing(_Process()) as process:
+                    process.order(order, staged.memory.fd, fd)
+                    return process.wait(counted.add)
+            except _Gone as error:
+                text = f"the process that writes saves in the background {error}: a thread writes"
+                warn_once(logger, text, about=str(error))
+            counted.begin_again()
+        return body.write(fd, staged.places.records(staged.memory.view), objects, counted.add, output)
+
+    return write_file(path, staged.length + sum(map(len, objects)), fill, is_hashed)
+
+
+class _Counted:
+    """Tells the bytes that were written, each of them once, also where they are written again."""
+
+    def __init__(self, moved: Callable[[int], None]) -> None:
+        self._moved = moved
+        self._told = self._again = 0
+
+    def begin_again(self) -> None:
+        self._again = self._told
+
+    def add(self, nbytes: int) -> None:
+        new = max(nbytes - self._again, 0)
+        self._again -= nbytes - new
+        self._told += new
+        if new:
+            self._moved(new)
+
+
+class _Gone(Exception):
+    """The process could not be started, or has ended; how."""
+
+
+class _Process:
+    """A process that was started for one order."""
+
+    def __init__(self) -> None:
+        if getattr(sys, "frozen", False) or "py" not in Path(sys.executable or "").name.lower():
+            # A program that has Python in it would start once more.
+            raise _Gone(f"cannot be started ({sys.executable or 'nothing'} is no Python interpreter)")
+        try:
+            self._door, theirs = socket.socketpair()
+        except OSError as error:
+            raise _Gone(f"cannot be reached ({error})") from error
+        with theirs:
+            try:
+                # Neither a fork of this process nor its environment of Python: a bare interpreter. In a group
+                # of its own, as a Ctrl-C is for the training.
+                self._pid = os.posix_spawn(
+                    sys.executable,
+                    [sys.executable, "-I", "-S", "-B", str(PROGRAM), str(PROGRAM.parents[2])],
+                    os.environ,
+                    file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 0)],
+                    setpgroup=0,
+                    setsigmask=(),
+                    setsigdef=(signal.SIGINT, signal.SIGTERM),
+                )
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                self._door.close()
+                raise _Gone(f"cannot be started ({error})") from error
+
+    def order(self, order: Order, *fds: int) -> None:
+        data = pickle.dumps(order)
+        try:
+            socket.send_fds(self._door, [MESSAGE.pack(ORDER, len(data))], fds)
+            self._door.sendall(data)
+        except OSError as error:
+            raise _Gone(f"has ended ({error})") from error
+
+    def wait(self, moved: Callable[[int], None]) -> Output:
+        """Return what was written.
+
+        Raises:
+            OSError: the process could not write.
+        """
+        while True:
+            kind, number = MESSAGE.unpack(self._read(MESSAGE.size))
+            if kind == MOVED:
+                moved(number)
+                continue
+            answer = pickle.loads(self._read(number))
+            if kind == FAILED:
+                raise OSError(*answer)
+            assert isinstance(answer, Output)
+            return answer
+
+    def _read(self, nbytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < nbytes:
+            try:
+                part = self._door.recv(nbytes - len(data))
+            except OSError as error:
+                raise _Gone(f"has ended ({error})") from error
+            if not part:
+                raise _Gone("has ended before its work")
+            data += part
+        return bytes(data)
+
+    def close(self) -> None:
+        """Wait until the process has ended: it must not write any more when the thread does."""
+        # Without a listener it ends. A signal could meet another process that has its number now, if the
+        # program has taken its status.
+        self._door.close()
+        with contextlib.suppress(OSError):
+            os.waitpid(self._pid, 0)
