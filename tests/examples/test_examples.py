@@ -7,7 +7,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from programs import output_of, output_of_ranks
+import torch
+from programs import output_of, output_of_code, output_of_ranks
 from warm import Interpreters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +56,23 @@ def test_the_tour_breaks_a_load_mends_it_and_resumes_on_other_ranks() -> None:
     assert times[0] > 3 if "(applied)" in fixed else times[0] >= 1.0
     assert any(re.match(r"resume on 2 ranks: from step [34], .* to step 8", line) for line in lines)
     assert any(re.match("open: Qwen2ForCausalLM, at most .* never killed", line) for line in lines)
+
+
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7), reason="FSDP2 trains on accelerators alone"
+)
+def test_the_quickstart_of_the_engine_trains_saves_and_loads(
+    interpreters: Interpreters, tmp_path: Path
+) -> None:
+    page = (ROOT / "docs/engine.md").read_text()
+    (program,) = (
+        text
+        for text in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+        if "FSDPEngineWithLMHead" in text
+    )
+    output = output_of_code(interpreters, program, tmp_path)
+    assert re.search(r"\[\d\.\d+\]", output), output
+    assert (tmp_path / "ckpt/global_step_1/manifest.json").is_file()
 
 
 def test_each_is_listed() -> None:
