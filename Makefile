@@ -9,13 +9,14 @@ MODELS = tests/megatron/test_megatron_core.py tests/megatron/test_megatron_famil
 # Of the examples, on torch 2.7; the matrix runs all.
 ENGINES = -k engine
 
-.PHONY: help demo demo-engine demo-reshard demo-megatron test test-between test-ends test-pythons test-matrix examples \
+.PHONY: help demo demo-engine demo-reshard demo-resume demo-megatron test test-between test-ends test-pythons test-matrix examples \
 	clients clients-ray clients-2.6 clients-2.5 clients-0.7 s3 megatron megatron-2.4 megatron-newer emulated conformance reliability \
 	patched-page lint wheel docs gpu
 
 help:
 	@echo 'make demo          a real model out of memory on torch 2.6.0, and the cure: a table and memory.png'
 	@echo 'make demo-reshard  a training state saved by 4 ranks and loaded by others: a table and reshard.png'
+	@echo 'make demo-resume   a training killed ten times, on the same ranks and on 1 to 6: a table and resume.png'
 	@echo 'make demo-megatron Hugging Face weights into megatron-core and back: a table and megatron.png'
 	@echo 'make demo-engine   a small Qwen2 trained under FSDP2 on four ranks, beside one process: a table and engine.png'
 	@echo 'make test          the suite on torch 2.6.0 (patched) and on a current torch (does nothing)'
@@ -36,6 +37,10 @@ demo:
 # Sharded checkpoints on other ranks and meshes, beside torch's own.
 demo-reshard:
 	$(LANES) run 2.6 -- python benchmarks/checkpoints.py --plot reshard.png
+
+# A training killed at random and resumed, beside the same undisturbed; SEED="--seed 1" for other kills.
+demo-resume:
+	$(LANES) run current -- python benchmarks/resume.py $(SEED) --plot resume.png
 
 # Hugging Face weights into megatron-core's own model and back, beside verl's functions and mbridge.
 demo-megatron:

@@ -22,11 +22,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 COLORS = {
-    "stock-2.6": "tab:red",
-    "backport-2.6": "tab:green",
-    "native-2.7": "tab:cyan",
-    "native-current": "tab:blue",
-    "direct-current": "tab:olive",
+    # Told apart by all eyes (Okabe and Ito).
+    "stock-2.6": "#D55E00",
+    "backport-2.6": "#009E73",
+    "native-2.7": "#56B4E9",
+    "native-current": "#0072B2",
+    "direct-current": "#E69F00",
 }
 BARS = 4  # ranks
 

@@ -7,11 +7,15 @@ import shlex
 from pathlib import Path
 
 import pytest
-from programs import output_of, output_of_ranks
+import torch
+from programs import output_of, output_of_code, output_of_ranks
 from warm import Interpreters
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+ALL = sorted((ROOT / "examples").glob("*.py"))
+#: It starts its ranks itself.
+TOUR = ROOT / "examples/tour.py"
+EXAMPLES = [path for path in ALL if path != TOUR]
 #: Below torchrun itself, where it and each of its ranks import torch anew.
 STARTED = "fsdp2_full_state"
 #: What rank 0 says at the end.
@@ -39,6 +43,38 @@ def test_an_example_runs_as_it_says(interpreters: Interpreters, example: Path) -
     assert re.search(SAYS[example.stem], output), output
 
 
+def test_the_tour_breaks_a_load_mends_it_and_resumes_on_other_ranks() -> None:
+    (command,) = re.findall(r"^    python (.*)$", TOUR.read_text(), re.MULTILINE)
+    assert command == "examples/tour.py"
+    lines = output_of([command], ROOT).splitlines()
+    (stock,) = (line for line in lines if line.startswith("load, stock torch: "))
+    (fixed,) = (line for line in lines if line.startswith("load, with the fix: "))
+    times = [float(re.findall(r"([\d.]+) times", line)[0]) for line in (stock, fixed)]
+    assert "(disabled)" in stock
+    assert times[1] == 1.0
+    # Torch before 2.7 keeps whole tensors alive on every rank.
+    assert times[0] > 3 if "(applied)" in fixed else times[0] >= 1.0
+    assert any(re.match(r"resume on 2 ranks: from step [34], .* to step 8", line) for line in lines)
+    assert any(re.match("open: Qwen2ForCausalLM, at most .* never killed", line) for line in lines)
+
+
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7), reason="FSDP2 trains on accelerators alone"
+)
+def test_the_quickstart_of_the_engine_trains_saves_and_loads(
+    interpreters: Interpreters, tmp_path: Path
+) -> None:
+    page = (ROOT / "docs/engine.md").read_text()
+    (program,) = (
+        text
+        for text in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+        if "FSDPEngineWithLMHead" in text
+    )
+    output = output_of_code(interpreters, program, tmp_path)
+    assert re.search(r"\[\d\.\d+\]", output), output
+    assert (tmp_path / "ckpt/global_step_1/manifest.json").is_file()
+
+
 def test_each_is_listed() -> None:
     listed = (ROOT / "docs" / "README.md").read_text()
-    assert [path.name for path in EXAMPLES if f"examples/{path.name}" not in listed] == []
+    assert [path.name for path in ALL if f"examples/{path.name}" not in listed] == []

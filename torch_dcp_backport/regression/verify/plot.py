@@ -17,6 +17,16 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
+#: Told apart by all eyes (Okabe and Ito), and by dashes where lines lie on each other; then they begin again.
+COLORS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+DASHES = ("-", "-", (0, (4, 2)), (0, (1, 1.5)))
+#: What a case is, in words.
+TITLES = {
+    "load-meta": "model, from the meta device",
+    "load": "model, already in memory",
+    "optimizer": "AdamW state",
+}
+
 
 def draw(sides: Sequence[Side], headline: str, path: str) -> None:
     figure, grid = plt.subplots(
@@ -42,12 +52,17 @@ def draw(sides: Sequence[Side], headline: str, path: str) -> None:
 
 
 def _panel(axes: Any, case: Case, side: Side) -> None:
-    axes.set_title(f"{case.name}: {side.label}", fontsize=10)
+    axes.set_title(f"{TITLES.get(case.name, case.name)}: {side.label}", fontsize=10)
     axes.grid(alpha=0.25)
     finished = [report for report in side.cases[case.name] if report.ending == "finished"]
     for report in finished:
         history = report.result["history"]
-        line = {"color": f"C{report.rank}", "linewidth": 1.4, "label": f"rank {report.rank}"}
+        line = {
+            "color": COLORS[report.rank % len(COLORS)],
+            "linestyle": DASHES[report.rank % len(DASHES)],
+            "linewidth": 1.6 if report.rank else 1.2,
+            "label": f"rank {report.rank}",
+        }
         axes.plot([at for at, _ in history], [held / MIB for _, held in history], **line)
     if not finished:
         error = side.cases[case.name][0]
