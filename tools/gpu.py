@@ -47,6 +47,18 @@ Case = tuple[str, str, str]
 COMPARED = ("load", "load-meta", "load-cuda", "load-plain", "load-offload", "get-first", "get-all")
 OPTIMIZER = ("optim-load", "optim-get")
 OURS = ("reshard", "errors", "dist-checkpoint", "manager")
+#: Of the rooms, in tools/gpu_rooms.py; those of the engine need transformers.
+ROOMS = (
+    "background",
+    "handler",
+    "nearby",
+    "hf-files",
+    "engine",
+    "engine-packed",
+    "engine-flex",
+    "engine-ulysses",
+    "engine-lora",
+)
 #: What NCCL makes of messages: in one batch on both ranks, and in two batches on one of them.
 PROBES = ("messages", "messages-unlike")
 
@@ -487,8 +499,10 @@ def rank_steps(run: Run, world: int) -> list[Ranks]:
         only_ours = [case for case in small if case[1] == "ours"]
         return [Ranks(name, world, first, chosen(run, [*only_ours, *less]))]
     mixed = [case for case in small if case[1] == "ours"] + pairs(("load", "get-first"), "large")
+    rooms = [(case, "ours", "small") for case in ROOMS]
     steps = [
         Ranks(name, world, first, chosen(run, [*small, *large, ("reshard", "ours", "large")])),
+        Ranks(f"{name} rooms", world, first, chosen(run, rooms), case_seconds=90.0),
         Ranks(f"{name} {'mixed' if on_gpu else 'both'}", world, both, chosen(run, mixed)),
     ]
     if on_gpu:

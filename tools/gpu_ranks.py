@@ -9,104 +9,32 @@ by torch.chunk: no code that is tested takes part in the check.
 from __future__ import annotations
 
 import collections.abc
-import contextlib
 import faulthandler
 import functools
 import gc
 import importlib
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_dcp_backport import compat, dist_checkpointing, transfer
 
-MIB = 2**20
+from gpu_place import MIB, Place, shared_folder  # isort: skip
+import gpu_rooms  # isort: skip
+
 MODULES = {"ours": "torch_dcp_backport.state_dict", "stock": "torch.distributed.checkpoint.state_dict"}
-
-
-@dataclass
-class Place:
-    """This rank, its device, and what was measured of the current case."""
-
-    kind: str
-    rank: int
-    world: int
-    store: Any
-    #: MiB of the large model.
-    mib: int
-    measured: dict[str, Any] = field(default_factory=dict)
-    said: int = 0
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda", 0) if self.kind == "cuda" else torch.device("cpu")
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    def mesh(self) -> Any:
-        return init_device_mesh(self.kind, (self.world,))
-
-    def synchronize(self) -> None:
-        if self.kind == "cuda":
-            torch.cuda.synchronize()
-
-    def outside(self) -> Optional[int]:
-        """Bytes of the GPU outside torch's allocators of all ranks; all ranks wait here for each other.
-
-        Through the store: a message of the process group would change what is measured.
-        """
-        self.synchronize()
-        self.said += 1
-        reserved = torch.cuda.memory_reserved() if self.kind == "cuda" else 0
-        self.store.set(f"reserved/{self.said}/{self.rank}", str(reserved))
-        total = sum(int(self.store.get(f"reserved/{self.said}/{rank}")) for rank in range(self.world))
-        result = None
-        if self.kind == "cuda":
-            free, every = torch.cuda.mem_get_info()
-            result = every - free - total
-        # No rank goes on before each has read.
-        self.store.set(f"read/{self.said}/{self.rank}", "")
-        self.store.wait([f"read/{self.said}/{rank}" for rank in range(self.world)])
-        return result
-
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Measure what is inside: seconds, memory outside torch, torch's own peak, the transfer's report."""
-        if self.kind == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            allocated = torch.cuda.memory_allocated()
-        before, last = self.outside(), transfer.last_report()
-        start = time.perf_counter()
-        yield
-        self.synchronize()
-        self.measured["seconds"] = time.perf_counter() - start
-        after, report = self.outside(), transfer.last_report()
-        if before is not None and after is not None:
-            self.measured.update(outside=after, added=after - before)
-            self.measured["peak"] = torch.cuda.max_memory_allocated() - allocated
-        if report is not None and report is not last:
-            names = ("operation", "bytes_sent", "bytes_received", "chunks", "rounds", "staging_bytes")
-            self.measured["report"] = {name: getattr(report, name) for name in names}
-            self.measured["report"]["seconds"] = dict(report.seconds)
 
 
 # --- models and what is expected of them ---
@@ -390,19 +318,6 @@ def errors(place: Place, api: Any, size: str) -> None:
     place.measured["note"] = ", ".join(" ".join(text.split()[:2]).rstrip(":") for text in said)
 
 
-@contextlib.contextmanager
-def shared_folder(place: Place, name: str) -> Iterator[Path]:
-    if place.is_first:
-        place.store.set(f"folder/{name}", tempfile.mkdtemp(prefix=f"gpu-{name}-"))
-    folder = Path(place.store.get(f"folder/{name}").decode())
-    try:
-        yield folder
-    finally:
-        place.outside()
-        if place.is_first:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def dist_checkpoint(place: Place, api: Any, size: str) -> None:
     """Saved by rows, loaded by rows and by columns."""
     rows, columns = 8 * place.world, 12
@@ -492,6 +407,7 @@ CASES: dict[str, Callable[[Place, Any, str], None]] = {
     "errors": errors,
     "dist-checkpoint": dist_checkpoint,
     "manager": manager,
+    **gpu_rooms.CASES,
     "messages": messages,
     "messages-unlike": functools.partial(messages, unlike=True),
 }

@@ -217,12 +217,16 @@ class Visit:
 
     def libraries(self) -> Iterator[str]:
         """Yield the names of this package's own modules that any line of the program imports or uses."""
+        imports = [node for node in ast.walk(self.tree) if isinstance(node, ast.Import)]
+        aliases = {alias.asname for node in imports for alias in node.names if alias.name == PACKAGE}
         for node in ast.walk(self.tree):
             names = [alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)]
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{name}" for name in names]
             if isinstance(node, ast.Attribute):
                 names = [ast.unparse(node)]
+                if isinstance(node.value, ast.Name) and node.value.id in aliases:
+                    names = [f"{PACKAGE}.{node.attr}"]
             for name in names:
                 if name.startswith(f"{PACKAGE}."):
                     yield name.split(".")[1]

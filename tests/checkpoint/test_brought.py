@@ -14,7 +14,9 @@ import torch.distributed as dist
 from trainer import Trainer
 
 from torch_dcp_backport.checkpoint import FSDPCheckpointManager
+from torch_dcp_backport.checkpoint._src import store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.publish import disk
 
 
 class Meddling(FSDPCheckpointManager):
@@ -65,6 +67,10 @@ def save_again(folder: Path) -> None:
     Trainer(folder.parent).manager.save_checkpoint(folder, None, 1)
 
 
+def pin(folder: Path) -> None:
+    store.pin(folder)
+
+
 def put_a_folder(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
@@ -73,7 +79,12 @@ def put_a_folder(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("meanwhile", "left"),
-    [(put_a_file, {"mine.txt"}), (put_a_folder, {"mine.txt"}), (save_again, {"dist_ckpt", "manifest.json"})],
+    [
+        (put_a_file, {"mine.txt"}),
+        (put_a_folder, {"mine.txt"}),
+        (save_again, {"dist_ckpt", "manifest.json"}),
+        (pin, {"dist_ckpt", "manifest.json", "pinned.txt", "uploaded.txt"}),
+    ],
 )
 def test_what_was_not_brought_stays(
     stored: tuple[Path, str], meanwhile: Callable[[Path], None], left: set[str]
@@ -82,6 +93,20 @@ def test_what_was_not_brought_stays(
     shutil.rmtree(folder)
     Meddling(Trainer(folder.parent).model, meanwhile).load_checkpoint(folder, url, del_local_after_load=True)
     assert {path.name for path in folder.iterdir()} == left
+
+
+def test_a_pin_in_the_last_moment_is_seen(stored: tuple[Path, str], monkeypatch) -> None:
+    folder, url = stored
+    shutil.rmtree(folder)
+
+    def on_step(name: str) -> None:
+        if name == "rename actor away":
+            store.pin(folder)
+
+    monkeypatch.setattr(disk, "on_step", on_step)
+    Trainer(folder.parent).manager.load_checkpoint(folder, url, del_local_after_load=True)
+    assert store.is_pinned(folder)
+    assert (folder / "manifest.json").is_file()
 
 
 def test_nothing_is_removed_where_the_load_fails(stored: tuple[Path, str], tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def node_here() -> str:
 
 def on_nodes(root: Path, **options: Any) -> NearbyCheckpoints:
     """Two ranks on each node, and a folder for each node."""
-    options = {"node": node_here(), "timeout": 15.0, **options}
+    options = {"run": "a", "node": node_here(), "timeout": 15.0, **options}
     return NearbyCheckpoints(root / node_here(), **options)
 
 
@@ -206,16 +206,37 @@ def test_a_torn_copy_that_is_asked_for_is_refused_by_its_digest(api: Any, tmp_pa
         )
 
 
+@on_ranks()
+def test_a_load_does_not_go_back_behind_the_shared_folder(api: Any, tmp_path: Path) -> None:
+    expected, tier = trained(tmp_path, 3), on_nodes(tmp_path)
+    for node in ("n0", "n1"):
+        once(lambda node=node: flip(files_of(tmp_path, node, 0, 3)))
+    training = Training(1)
+    before = training.values()
+    assert tier.latest() == 3
+    assert tier.load(training.state(), newer_than=2) is None
+    assert equal(training.values(), before)
+    state = training.state()
+    assert tier.load(state, newer_than=1).step == 2
+    assert equal(training.values()[:-1], expected[2][:-1])
+    rank = dist.get_rank()
+    text = refused(lambda: tier.load(state, newer_than=1 + (rank == 2)))
+    assert "not the same on every rank: newer_than (expected 1 as on rank 0, got 2)" in text
+    text = refused(lambda: tier.load(state, newer_than=-1 if rank == 2 else 1))
+    assert "rank 2: ValueError: newer_than=-1: expected a whole number from 0 on" in text
+
+
 def save_four(api: Any, root: Path) -> None:
     trained(root)
 
 
 def load_two(api: Any, root: Path) -> tuple[Any, str]:
     training, tier = Training(1), on_nodes(root, node=f"n{dist.get_rank()}")
-    tier = NearbyCheckpoints(root / f"n{dist.get_rank()}", node=f"n{dist.get_rank()}")
+    tier = NearbyCheckpoints(root / f"n{dist.get_rank()}", run="a", node=f"n{dist.get_rank()}")
     before, latest = training.values(), tier.latest()
     text = refused(training.resume, tier)
     assert equal(training.values(), before)
+    assert tier.load(training.state(), newer_than=3) is None
     training.train(9)
     # A save of these ranks is newer than what they cannot load, and removes it where two steps are kept.
     assert tier.save(training.state(), 9)
@@ -273,9 +294,9 @@ def test_what_one_rank_does_wrong_is_told_on_all(api: Any, tmp_path: Path, optio
     odd = options if dist.get_rank() == 3 else {}
     if "folder" in odd:
         (tmp_path / "file").touch()
-        tier = NearbyCheckpoints(tmp_path / odd["folder"], node=node_here(), timeout=15.0)
+        tier = NearbyCheckpoints(tmp_path / odd["folder"], run="a", node=node_here(), timeout=15.0)
         if odd["folder"] == "file":
-            tier = NearbyCheckpoints(tmp_path / "file", node="alone", timeout=15.0)
+            tier = NearbyCheckpoints(tmp_path / "file", run="a", node="alone", timeout=15.0)
     else:
         tier = on_nodes(tmp_path, keep=odd.get("keep", 2))
     text = refused(tier.save, odd.get("state", {"w": torch.ones(2)}), odd.get("step", 1))
@@ -286,11 +307,11 @@ def test_what_one_rank_does_wrong_is_told_on_all(api: Any, tmp_path: Path, optio
 
 @on_ranks()
 def test_two_nodes_with_one_folder_are_refused(api: Any, tmp_path: Path) -> None:
-    tier = NearbyCheckpoints(tmp_path / "shared", ranks_per_node=2)
+    tier = NearbyCheckpoints(tmp_path / "shared", run="a", ranks_per_node=2)
     text = refused(tier.save, {"w": torch.ones(2)}, 1)
     assert "two nodes have the same folder, which must be each node's own" in text
     assert "node 0 and node 1" in text
-    text = refused(NearbyCheckpoints(tmp_path / node_here(), node=node_here(), replicas=2).latest)
+    text = refused(NearbyCheckpoints(tmp_path / node_here(), run="a", node=node_here(), replicas=2).latest)
     assert "too few nodes: replicas=2 (expected at least 3, got 2)" in text
 
 
@@ -362,6 +383,65 @@ def test_a_disk_that_is_full_on_one_rank(api: Any, tmp_path: Path, where: str, o
 
 
 @on_ranks()
+def test_saves_that_fail_do_not_fill_the_disk(api: Any, tmp_path: Path) -> None:
+    rank, tier, state = dist.get_rank(), on_nodes(tmp_path, on_failure="warn"), {"w": torch.ones(2)}
+
+    def fails(step: int, where: str) -> None:
+        def fail(name: str) -> None:
+            if name == where and (step != 9 or list(tmp_path.rglob("step_8.*"))):
+                raise OSError(28, "No space left on device")
+
+        disk.on_step = fail if rank == 2 else None
+        try:
+            assert tier.save(state, step) is False
+        finally:
+            disk.on_step = None
+        dist.barrier()
+
+    def steps() -> list[str]:
+        return sorted(path.name.partition(".")[0] for path in tmp_path.rglob("step_*"))
+
+    tier.save(state, 1)
+    for step in (2, 3, 4):
+        fails(step, "rename the draft")
+        # Three ranks have published their parts.
+        assert steps() == [*["step_1"] * 8, *[f"step_{step}"] * 3]
+        dist.barrier()
+    fails(8, "create __0_0.distcp")  # the copy that rank 2 gets
+    assert "step_4" not in steps()
+    dist.barrier()
+    fails(9, "create __2_0.distcp")  # no room beside the step before
+    assert tier.latest() == 8
+    assert tier.save(state, 9)
+    dist.barrier()
+    assert steps() == [*["step_1"] * 8, *["step_9"] * 8]
+
+
+@on_ranks()
+def test_a_part_that_cannot_be_removed_is_no_error_of_one_rank(api: Any, tmp_path: Path) -> None:
+    rank, tier = dist.get_rank(), on_nodes(tmp_path, keep=1, timeout=5.0)
+
+    def fail(name: str) -> None:
+        if name.startswith(("remove .step_1.", "remove .step_2.")):
+            raise OSError(5, "Input/output error")
+        if name == "create __1_0.distcp" and rank == 3 and not (tmp_path / "failed").exists():
+            raise OSError(28, "No space left on device")
+
+    tier.save({"w": torch.zeros(2)}, 1)
+    disk.on_step = fail
+    try:
+        refused(tier.save, {"w": torch.zeros(2)}, 2)
+        once((tmp_path / "failed").touch)
+        for step in (3, 4):
+            assert tier.save({"w": torch.full((2,), float(step))}, step)
+    finally:
+        disk.on_step = None
+    wanted = {"w": torch.zeros(2)}
+    assert tier.load(wanted).step == 4
+    assert wanted["w"].tolist() == [4.0, 4.0]
+
+
+@on_ranks()
 def test_the_newest_steps_are_kept_and_what_is_not_ours_stays(api: Any, tmp_path: Path) -> None:
     once(lambda: [(tmp_path / "n0/rank_0/step_1.mine").mkdir(parents=True), (tmp_path / "n0/file").touch()])
     once(lambda: (tmp_path / "n0/rank_0/step_1.00000000").mkdir())
@@ -386,14 +466,60 @@ def test_the_newest_steps_are_kept_and_what_is_not_ours_stays(api: Any, tmp_path
 
 
 @on_ranks()
+def test_parts_of_another_run_are_refused_and_stay(api: Any, tmp_path: Path) -> None:
+    first, state = on_nodes(tmp_path), {"w": torch.ones(2)}
+    first.save(state, 1)
+    wanted = {"w": torch.zeros(2)}
+    # The folder of n1 has no part of another run.
+    once(shutil.rmtree, tmp_path / "n1")
+    second = on_nodes(tmp_path, run="b", keep=1)
+    for text in (
+        refused(second.load, wanted),
+        refused(second.latest),
+        refused(second.save, {"w": torch.ones(2) * 2}, 9),
+    ):
+        assert "rank 0: AnotherRun: " in text
+        assert "n0 has parts of the run 'a'" in text
+        assert "this is the run 'b': each run has a folder of its own" in text
+    assert not wanted["w"].any()
+    assert len(list(tmp_path.rglob("step_1.*"))) == 4
+    assert not list(tmp_path.rglob("step_9.*"))
+    # Both may begin at the same time, in a folder without parts.
+    save = files_of(tmp_path, "n0", 0, 1).name
+    assert second._here.retire(before=9) == second._here.give_up(save) == []
+    dist.barrier()
+    assert len(list(tmp_path.rglob("step_1.*"))) == 4
+    assert first.load(wanted).step == 1
+    dist.barrier()
+    text = refused(on_nodes(tmp_path, run="c" if dist.get_rank() == 2 else "a").latest)
+    assert "run (expected a as on rank 0, got c)" in text
+
+
+def test_copies_that_a_user_made_of_parts_stay(tmp_path: Path) -> None:
+    tier, state = NearbyCheckpoints(tmp_path, run="a", keep=1), {"w": torch.ones(2)}
+    tier.save(state, 1)
+    (part,) = (tmp_path / "rank_0").glob("step_1.*")
+    made = [
+        part.with_name("step_1.0000aaaa"),
+        tmp_path / "rank_00" / part.name,
+        tmp_path / "rank_1" / part.name,
+    ]
+    for copy in made:
+        shutil.copytree(part, copy)
+    tier.save(state, 2)
+    assert not part.exists()
+    assert all((copy / "manifest.json").exists() for copy in made)
+
+
+@on_ranks()
 def test_two_copies_outlive_two_nodes(api: Any, tmp_path: Path) -> None:
     rank = dist.get_rank()
-    tier = NearbyCheckpoints(tmp_path / f"n{rank}", ranks_per_node=1, replicas=2, timeout=15.0)
+    tier = NearbyCheckpoints(tmp_path / f"n{rank}", run="a", ranks_per_node=1, replicas=2, timeout=15.0)
     tier.save({"w": torch.full((3,), rank)}, 1)
     for node in ("n0", "n1"):
         once(shutil.rmtree, tmp_path / node)
     state = {"w": torch.zeros(3, dtype=torch.int64)}
-    again = NearbyCheckpoints(tmp_path / f"n{rank}", ranks_per_node=1, replicas=2, timeout=15.0)
+    again = NearbyCheckpoints(tmp_path / f"n{rank}", run="a", ranks_per_node=1, replicas=2, timeout=15.0)
     assert again.load(state).copied_from == ("node 2" if rank < 2 else "")
     assert state["w"].tolist() == [rank] * 3
 
@@ -409,7 +535,7 @@ def test_one_node_saves_without_copies_and_says_so_once(api: Any, tmp_path: Path
     nearby.logger.addHandler(handler)
     try:
         for _ in range(2):
-            tier = NearbyCheckpoints(tmp_path)
+            tier = NearbyCheckpoints(tmp_path, run="a")
             assert tier.latest() in (None, 1)
             assert tier.load({"w": torch.zeros(1)}) is None or tier.latest() == 1
             tier.save({"w": torch.ones(1)}, 1)
@@ -444,7 +570,7 @@ def test_killed_at_every_step_of_a_save(tmp_path: Path) -> None:
     resumed = set[int]()
     while total == limit:
         limit += 1
-        tier = NearbyCheckpoints(tmp_path / str(limit), keep=1)
+        tier = NearbyCheckpoints(tmp_path / str(limit), run="a", keep=1)
         tier.save({"w": torch.full((3,), 1.0)}, 1)
 
         def work(begin: Callable[[], None], tier: NearbyCheckpoints = tier) -> None:
@@ -453,7 +579,7 @@ def test_killed_at_every_step_of_a_save(tmp_path: Path) -> None:
 
         total = dying.until(limit, work)
         state = {"w": torch.zeros(3)}
-        fresh = NearbyCheckpoints(tier.folder, keep=1)
+        fresh = NearbyCheckpoints(tier.folder, run="a", keep=1)
         loaded = fresh.load(state)
         assert loaded is not None
         assert state["w"].tolist() == [loaded.step] * 3
@@ -580,6 +706,7 @@ def test_a_peer_is_on_another_node() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ({"run": ""}, "run='': expected a name"),
         ({"ranks_per_node": 0}, "ranks_per_node=0: expected a whole number from 1 on"),
         ({"replicas": -1}, "replicas=-1: expected a whole number from 0 on"),
         ({"keep": 0}, "keep=0: expected a whole number from 1 on"),
@@ -591,4 +718,4 @@ def test_a_peer_is_on_another_node() -> None:
 )
 def test_an_option_without_a_meaning_is_refused(tmp_path: Path, options: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        NearbyCheckpoints(tmp_path, **options)
+        NearbyCheckpoints(tmp_path, **{"run": "a", **options})

@@ -200,6 +200,29 @@ def test_wishes_of_a_load_that_is_none_are_refused(tmp_path: Path) -> None:
         MegatronCheckpointManager(model=[Base()]).load_checkpoint(tmp_path, exclude=["head.*"])
 
 
+def test_an_object_of_state_is_left_out_beside_an_engine_that_loads_wholes_alone(tmp_path: Path) -> None:
+    folder, values = saved(tmp_path, Base(1))
+
+    class Engine:
+        """verl's, say: without `exclude`."""
+
+        def __init__(self, manager: Any) -> None:
+            self.manager = manager
+
+        def load_checkpoint(self, local_path: str) -> None:
+            self.manager.load_checkpoint(local_path)
+
+    model, ema = Base(2), Holder("as it was")
+    engine = Engine(manager_of(model))
+    options = {"default_local_dir": tmp_path, "resume_mode": "resume_path", "resume_from_path": folder}
+    handler = CheckpointHandler(engine, state={"ema": ema}, exclude=["state.ema"], **options)
+    assert handler.load_checkpoint() == 5
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    assert ema.value == "as it was"
+    with pytest.raises(ValueError, match="not offered by Engine"):
+        CheckpointHandler(engine, state={"ema": ema}, exclude=["state.ema", "head.*"], **options)
+
+
 def scheduled(model: nn.Module, groups: list[tuple[str, float]], config: Any = None) -> Any:
     """A manager with a param group for each module, with a rate that halves at each step."""
     made = [{"params": list(model.get_submodule(name).parameters()), "lr": lr} for name, lr in groups]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch_dcp_backport.checkpoint import PreservationPolicy
 from torch_dcp_backport.checkpoint._src import manifest, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.publish import disk
-from torch_dcp_backport.transfer._src import once
 
 #: Save only the model: saves take a tenth of the time.
 SMALL = {"save_contents": ["model"], "load_contents": ["model"]}
@@ -44,7 +43,7 @@ def steps(root: Path) -> list[int]:
         (PreservationPolicy(last=1, every=3), [3, 6]),
         (PreservationPolicy(last=1, best=2), [2, 5, 6]),
         (PreservationPolicy(last=1, best=2, mode="max"), [1, 3, 6]),
-        (PreservationPolicy(last=0, best=1), [2]),
+        (PreservationPolicy(last=0, best=1), [2, 6]),
     ],
 )
 def test_what_stays(tmp_path: Path, policy: PreservationPolicy, left: list[int]) -> None:
@@ -72,15 +71,14 @@ def test_the_policy_of_the_publication_counts(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2]
 
 
-def test_a_policy_that_would_remove_the_only_good_step_removes_nothing(tmp_path: Path, caplog) -> None:
-    once.forget()
-    with caplog.at_level(logging.WARNING):
-        trainer = saved(tmp_path, {3: None, 5: None}, preserve=PreservationPolicy(last=0, every=4))
-    assert steps(tmp_path) == [3, 5]
-    assert caplog.text.count("nothing is removed") == 1
-    trainer.handler.save_checkpoint(8)
-    trainer.handler.finish()
-    assert steps(tmp_path) == [8]
+def test_the_newest_good_step_stays_by_every_policy(tmp_path: Path) -> None:
+    trainer = saved(tmp_path, {3: None, 4: None, 5: None}, preserve=PreservationPolicy(last=0, every=4))
+    assert steps(tmp_path) == [4, 5]
+    (tmp_path / "global_step_5" / "manifest.json").unlink()
+    for step, left in ((6, [4, 6]), (8, [4, 8])):
+        trainer.handler.save_checkpoint(step)
+        trainer.handler.finish()
+        assert steps(tmp_path) == left
 
 
 @pytest.mark.parametrize("count", [0, 2.5, "2", True])
@@ -155,6 +153,25 @@ def test_a_pin_in_the_last_moment_is_seen(tmp_path: Path, monkeypatch) -> None:
     trainer.handler.save_checkpoint(2)
     trainer.handler.finish()
     assert steps(tmp_path) == [1, 2]
+
+
+def test_a_pin_in_the_last_moment_is_seen_where_the_step_is_saved_again(tmp_path: Path, monkeypatch) -> None:
+    trainer = saved(tmp_path, {1: None}, max_ckpt_to_keep=1)
+    native = store.taken
+
+    def taken(folder: Path, trash: Any = None) -> Any:
+        # Another process pins the step, and one more saves it again, around the rename.
+        store.pin(folder)
+        hidden = native(folder, trash)
+        shutil.copytree(tmp_path / "global_step_2", folder)
+        return hidden
+
+    monkeypatch.setattr(store, "taken", taken)
+    trainer.handler.save_checkpoint(2)
+    trainer.handler.finish()
+    (beside,) = tmp_path.glob("global_step_1.kept-*")
+    assert store.is_pinned(beside)
+    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("kind", ["was", "old"])
@@ -242,6 +259,31 @@ def differing(api: Any, root: Path, what: str) -> str:
     with pytest.raises(CheckpointingException) as caught:
         trainer.handler.save_checkpoint(1, metric=float(odd) if what == "metric" else None)
     return str(caught.value)
+
+
+class Odd:
+    """What neither is a number nor can be printed."""
+
+    def __float__(self) -> float:
+        raise KeyError("no number")
+
+    def __repr__(self) -> str:
+        raise KeyError("no text")
+
+
+@on_ranks(world=2)
+def test_a_metric_that_one_rank_cannot_make_a_number_of_is_refused_on_every_rank(
+    api: Any, tmp_path: Path
+) -> None:
+    handler = Trainer(tmp_path, config=SMALL).handler
+    for odd, says in [
+        (10**400, "type int: too large"),
+        (10**5000, "type int: too large"),
+        (Odd(), "KeyError"),
+    ]:
+        with pytest.raises(CheckpointingException, match=f"rank 1: .*{says}"):
+            handler.save_checkpoint(1, metric=odd if dist.get_rank() else 1.0)
+    handler.save_checkpoint(1, metric=1.0)
 
 
 @pytest.mark.parametrize("what", ["max_ckpt_to_keep", "preserve", "trash_dir", "metric"])

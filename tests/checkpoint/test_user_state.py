@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 from test_ranks import sharded
 from torch.distributed.device_mesh import DeviceMesh
 from trainer import Trainer
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.checkpoint import SavePolicy
 from torch_dcp_backport.checkpoint._src import store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, load_common_state_dict
 
@@ -260,3 +264,94 @@ def test_stages_with_the_same_names_keep_their_own_values(
     assert found == [([rank * 2 // world + 1.0], str({"ema": world})) for rank in range(world)]
     found = ranks(on_own_meshes, tmp_path / "copies", True, config, world=world)
     assert found == [([1.0], str({"ema": 0}))] * world
+
+
+class Summed(Holder):
+    """An object whose state is summed over ranks, so that their calls must fit together."""
+
+    calls = 0
+
+    def state_dict(self) -> Any:
+        self.calls += 1
+        total = torch.tensor([float(self.value)])
+        dist.all_reduce(total)
+        assert total.item() == self.value * dist.get_world_size(), "another object's sum"
+        return {"total": total}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded = state["total"].item()
+
+
+def summed(rank: int, *more: str) -> dict[str, Any]:
+    """Objects whose order is another one on each rank."""
+    made = {name: Summed(value) for value, name in enumerate(("a", "b", "c", *more), start=1)}
+    return dict(sorted(made.items(), reverse=rank == 1))
+
+
+@on_ranks(world=2)
+def test_collective_states_are_called_once_and_in_one_order(api: Any, tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    policy = SavePolicy(steps=2, on_exception=True)
+    handler = Trainer(tmp_path, state=summed(rank), save_policy=policy).handler
+
+    def calls() -> list[int]:
+        return [handler.state[name].calls for name in "abc"]
+
+    with contextlib.suppress(KeyError), handler.watching():
+        handler.save_checkpoint(1)
+        assert calls() == [1, 1, 1]
+        assert handler.save_if_due(2) is not None
+        assert calls() == [3, 3, 3]
+        assert handler.save_if_due(3) is None
+        assert calls() == [4, 4, 4]
+        raise KeyError
+    assert calls() == [6, 6, 6]
+    other = Trainer(tmp_path, state=summed(rank)).handler
+    assert other.load_checkpoint() == 3
+    assert [other.state[name].loaded for name in "abc"] == [2, 4, 6]
+    assert [other.state[name].calls for name in "abc"] == [1, 1, 1]
+
+
+@on_ranks(world=2)
+def test_collective_states_wait_for_no_rank_that_does_not_come(api: Any, tmp_path: Path) -> None:
+    """Each is an error of every rank, at once: a rank alone in an all-reduce would wait for its timeout."""
+    odd = dist.get_rank()
+    policy = SavePolicy(steps=8, on_exception=True)
+    trainer = Trainer(tmp_path, state=summed(odd), save_policy=policy)
+    handler = trainer.handler
+    with contextlib.suppress(KeyError), handler.watching():
+        handler.save_if_due(1)
+        with pytest.raises(CheckpointingException, match=r"rank 1: .* expected a whole number from 0 on"):
+            handler.save_if_due(-1 if odd else 2)
+        with pytest.raises(CheckpointingException, match=r"rank 1: not the same on every rank: step \("):
+            handler.save_if_due(3 if odd else 2)
+        handler.state = summed(odd, *["d"][:odd])
+        for ask in (handler.save_if_due, handler.save_checkpoint):
+            with pytest.raises(CheckpointingException, match=r"rank 1: not the same on every rank: state \("):
+                ask(2)
+        handler.state = summed(odd)
+        broken = mock.patch.object(trainer.loader, "state_dict", [dict, 1 / 2][odd])
+        with broken, pytest.raises(CheckpointingException, match="rank 1: TypeError: 'float' object is not"):
+            handler.save_checkpoint(2)
+        assert not store.steps_in(tmp_path)
+        handler.save_if_due(2)
+        if odd:
+            trainer.train()
+        raise KeyError
+    assert not store.steps_in(tmp_path)
+    handler = Trainer(tmp_path, state=summed(odd)).handler
+    handler.save_checkpoint(3)
+    handler.state = summed(odd, *["d"][:odd])
+    with pytest.raises(CheckpointingException, match=r"global_step_3 has no state of it .*'d'"):
+        handler.load_checkpoint()
+
+
+@on_ranks(world=2)
+def test_one_that_fails_on_a_rank_alone_keeps_no_rank_from_the_next(api: Any, tmp_path: Path) -> None:
+    class Fails(Holder):
+        def state_dict(self) -> Any:
+            return {} if dist.get_rank() == 0 else 1 / 0
+
+    handler = Trainer(tmp_path, state={"a": Fails(), "b": Summed(2)}).handler
+    with pytest.raises(CheckpointingException, match="rank 1: ZeroDivisionError"):
+        handler.save_checkpoint(1)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cpu_fsdp
 import pytest
@@ -22,8 +23,9 @@ from test_user_state import Holder
 from torch import nn
 from trainer import Trainer, same
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager, SavePolicy, SaveSignals
-from torch_dcp_backport.checkpoint._src import store
+from torch_dcp_backport.checkpoint._src import store, watching
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.publish import disk
 
@@ -373,6 +375,28 @@ def test_a_save_that_fails_leaves_the_exception_as_it_was(tmp_path: Path, monkey
     assert "No space left" in caplog.text
 
 
+@on_ranks(world=2)
+def test_the_exception_is_logged_before_ranks_wait_for_each_other(api: Any, tmp_path: Path) -> None:
+    handler, records = Trainer(tmp_path, save_policy=ON_EXCEPTION).handler, list[logging.LogRecord]()
+
+    def never(*text: Any) -> None:
+        assert [record.getMessage() for record in records] == [
+            f"the loop ends after step 1, with Boom: rank {dist.get_rank()}"
+        ]
+        assert "raise Boom(" in logging.Formatter().formatException(records[0].exc_info)
+        raise OSError("no store")
+
+    watched = logging.getLogger("torch_dcp_backport.checkpoint")
+    with (
+        mock.patch.object(watched, "handle", records.append),
+        mock.patch.object(watching, "roll_call", never),
+        left_by(Boom, handler),
+    ):
+        handler.save_if_due(1)
+        raise Boom(f"rank {dist.get_rank()}")
+    assert "no store" in records[1].getMessage()
+
+
 def test_an_upload_that_failed_does_not_keep_it_from_being_saved(tmp_path: Path, caplog) -> None:
     root = tmp_path / "run"
     (tmp_path / "store").write_text("no folder")
@@ -404,6 +428,8 @@ def train_on_ranks(api: Any, root: Path, what: str) -> list[str]:
                 trainer.handler.save_if_due(step)
             if what == "one leaves" and rank:
                 return texts
+            if what == "one has saved it by itself" and rank:
+                trainer.handler.last_saved = 2
             if what == "one has changed" and rank:
                 trainer.train()
             if what == "in the middle of a pass":
@@ -423,6 +449,10 @@ def train_on_ranks(api: Any, root: Path, what: str) -> list[str]:
     [
         ("all raise", ""),
         pytest.param("in the middle of a pass", "", marks=CPU_PASS),
+        (
+            "one has saved it by itself",
+            "rank 0: step 2, saved last: None; rank 1: step 2, saved last: 2)",
+        ),
         ("one leaves", "ranks 1 did not leave the loop within 1 s"),
         ("one has changed", "the state of rank 1 has changed since: an optimizer's step had begun"),
     ],
@@ -431,6 +461,49 @@ def test_ranks_save_together_or_not_at_all(ranks, tmp_path: Path, what: str, say
     texts = ranks(train_on_ranks, tmp_path, what, world=2)
     assert steps(tmp_path) == ([] if says else [2])
     assert says in "".join(texts[0])
+
+
+def called(api: Any, prefix: str, absent: int, odd: int) -> tuple[str, set[str]]:
+    """The outcome of a roll call, and the entries that this rank asked for while it waited for it."""
+    asked, native = set[str](), compat.default_store()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native, name)
+
+        def check(self, keys: list[str]) -> bool:
+            asked.update(keys)
+            return native.check(keys)
+
+    rank = dist.get_rank()
+    if rank == absent:
+        return "", asked
+    # One of them comes last.
+    time.sleep(0.3 * (rank == 2))
+    with mock.patch.object(compat, "default_store", Counting):
+        try:
+            watching.roll_call(None, prefix, str(7 + (rank == odd)), 1.0)
+        except CheckpointingException as error:
+            return str(error), asked
+    return "agreed", asked
+
+
+@pytest.mark.parametrize(
+    ("absent", "odd", "outcome"),
+    [
+        (-1, -1, "agreed"),
+        (-1, 1, "ranks are not at the same step (rank 0: 7; rank 1: 8)"),
+        (1, -1, "ranks 1 did not leave the loop within 1 s"),
+    ],
+)
+def test_ranks_that_wait_ask_for_one_entry_and_have_one_outcome(
+    ranks, tmp_path, absent, odd, outcome
+) -> None:
+    seen = ranks(called, str(tmp_path), absent, odd, world=3)
+    assert [text for text, _ in seen] == ["" if rank == absent else outcome for rank in range(3)]
+    alone = [asked for _, asked in seen if asked <= {f"{tmp_path}/decision"}]
+    # Of all ranks one asks who has come: a thousand that did would ask a million times.
+    assert len(alone) == 2
 
 
 @on_ranks(world=2)

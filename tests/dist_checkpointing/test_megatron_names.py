@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pool import on_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcp_backport import compat
@@ -344,6 +345,28 @@ def shared(api: Any, folder: str) -> dict[str, Any]:
     loaded = FullyParallelLoadStrategyWrapper(None).load(state(), folder)
     found["ours"] = {key: float(value[0]) for key, value in loaded.items()}
     return found
+
+
+@on_ranks(world=3)
+def test_a_rank_that_is_its_whole_group_saves_again_with_the_others(api: Any, tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    group = groups[rank == 2]
+    saver = FullyParallelSaveStrategyWrapper(None, group, do_cache_distribution=True)
+    for value in (1.0, 2.0):
+        folder = tmp_path / str(value)
+        if rank == 0:
+            folder.mkdir()
+        dist.barrier()
+        parts = {
+            "all": ShardedTensor.from_rank_offsets("all", torch.full((3,), value), replica_id=rank),
+            "own": ShardedTensor.from_rank_offsets("own", torch.full((2,), value + rank), (0, rank, 3)),
+        }
+        saver.save(parts, folder)
+        loaded = room.load(
+            {key: replace(part, data=torch.zeros_like(part.data)) for key, part in parts.items()}, folder
+        )
+        assert (loaded["all"].tolist(), loaded["own"].tolist()) == ([value] * 3, [value + rank] * 2)
 
 
 def test_a_wrapper_shares_the_work_of_the_strategy_inside(ranks: Any, tmp_path: Path) -> None:

@@ -611,7 +611,7 @@ def nearby_nodes(rank: int, world: int) -> None:
     train(net, optimizer)
     folder = accelerator.folder() / f"node_{rank // 2}"
     model, states = functions.get_state_dict(net, optimizer)
-    assert NearbyCheckpoints(folder, ranks_per_node=2).save({"model": model, "optimizer": states}, 1)
+    assert NearbyCheckpoints(folder, run="a", ranks_per_node=2).save({"model": model, "optimizer": states}, 1)
     dist.barrier()
     if rank == 2:
         shutil.rmtree(folder)
@@ -619,7 +619,8 @@ def nearby_nodes(rank: int, world: int) -> None:
     other_net = sharded(mesh_1d(world))
     other = adamw(other_net)
     wanted, other_states = functions.get_state_dict(other_net, other)
-    loaded = NearbyCheckpoints(folder, ranks_per_node=2).load({"model": wanted, "optimizer": other_states})
+    tier = NearbyCheckpoints(folder, run="a", ranks_per_node=2)
+    loaded = tier.load({"model": wanted, "optimizer": other_states})
     assert loaded is not None
     assert loaded.copied_from == ("node 0" if rank >= 2 else "")
     for name, tensor in wanted.items():

@@ -119,6 +119,7 @@ def begun(api: Any, folder: Path, options: dict[str, Any], alone: bool) -> tuple
     [
         ({"mixed_precision": {"param_dtype": "fp16"}}, "ValueError", "ValueError: param_dtype is float16"),
         ({"micro_batch_size_per_gpu": 0}, "ValueError", "micro_batch_size_per_gpu=0: expected"),
+        ({"model_config": {"lora": {"merged": True}}}, "ValueError", "no setting of lora: merged; there are"),
         ({"optimizer_config": {"clip_grad": -1.0}}, "RuntimeError", "ValueError: clip_grad=-1.0"),
         ({"optimizer_config": {"lr": float("nan")}}, "RuntimeError", "ValueError: lr=nan: expected"),
         (

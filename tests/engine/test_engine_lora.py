@@ -9,6 +9,7 @@ import pytest
 import small
 import torch
 import torch.distributed as dist
+from heard import heard
 
 from torch_dcp_backport import compat, engine
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
@@ -132,7 +133,10 @@ def merging(api: Any, folder: Path, out: Path, sizes: dict[str, int]) -> Any:
     short = {name: value.dtype for name, value in built.get_per_tensor_param()[0]}
     to_one = len(list(built.get_per_tensor_param(to=1)[0]))
     assert all(torch.equal(value, before[name]) for name, value in tensors_of(built).items())
-    opened = made(folder, {}, lora_rank=0, lora_adapter_path=str(out))
+    with heard("engine") as said:
+        opened = made(folder, {}, lora_rank=0, lora_adapter_path=str(out), target_modules=["k_proj"])
+    first = ["target_modules=['k_proj'] has no effect"] if dist.get_rank() == 0 else []
+    assert [text.partition(":")[0] for text in said] == first
     return (
         found,
         config,

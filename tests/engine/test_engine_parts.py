@@ -86,6 +86,12 @@ def test_sizes_that_do_not_divide(asked: Any, says: str) -> None:
             "lora.rank is not offered",
         ),
         (config.ModelConfig, types.SimpleNamespace(lora={"merge": "no"}), "lora.merge='no'"),
+        (
+            config.ModelConfig,
+            {"lora": {"merged": True}},
+            "no setting of lora: merged; there are merge, rank,",
+        ),
+        (config.ModelConfig, {"lora": True}, "lora=True: expected a mapping"),
         (config.OptimizerConfig, types.SimpleNamespace(optimizer_impl="torchao.optim"), "optimizer_impl"),
         (config.EngineConfig, {"qat": {"enable": True}}, "qat.enable is not offered: got True"),
         (config.EngineConfig, types.SimpleNamespace(brand_new=3), "brand_new=3 is not known"),
@@ -237,6 +243,16 @@ class Later:
     seed: int = 7
     _target_: str = "there"
     brand_new: float = 0.5
+
+
+def test_settings_of_megatrons_adapters_are_said_once(caplog: Any) -> None:
+    once.forget()
+    asked = {"merge": True, "rank": 0, "type": "lora", "alpha": 32, "adapter_path": None}
+    for _ in range(2):
+        assert config.ModelConfig(lora=asked).is_merged
+    says = "no effect here: lora.type='lora', lora.alpha=32; they are Megatron's"
+    assert [record.getMessage() for record in caplog.records] == [says]
+    assert config.ModelConfig(lora=None) == config.ModelConfig(lora={})  # type: ignore[arg-type]
 
 
 def test_a_setting_that_nobody_knows_is_said_or_refused(caplog: Any) -> None:

@@ -104,6 +104,24 @@ def test_other_implementations(name: str, monkeypatch: Any) -> None:
         torch.testing.assert_close(in_one(model, rows()), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_flex_attention_never_takes_the_kernel_for_decoding(monkeypatch: Any) -> None:
+    """By a stand-in for its function: on the CPU there is one kernel."""
+    seen = []
+
+    def flex(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        seen.append(options["kernel_options"])
+        return q.transpose(1, 2), None
+
+    # Masks are compiled, too.
+    monkeypatch.setattr(torch, "compile", lambda function=None, **_: function or (lambda inner: inner))
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flex_attention", flex)
+    model = tiny.model("qwen2", attn_implementation="flex_attention").eval()
+    with torch.no_grad():
+        in_one(model, rows())
+    assert len(seen) == model.config.num_hidden_layers
+    assert all(options["FORCE_USE_FLEX_ATTENTION"] for options in seen)
+
+
 def test_flash_attention_gets_the_lengths_of_rows(monkeypatch: Any) -> None:
     """By a stand-in for its function, which attends to each row by itself: there is none for the CPU."""
     seen = []

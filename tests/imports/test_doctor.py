@@ -89,6 +89,8 @@ def test_sitecustomize_is_first(fresh: Fresh, tmp_path: Path) -> None:
         ("import parts\n", False),
         ("def main():\n    from torch_dcp_backport import checkpoint\n", True),
         (FIX + "def main():\n    torch_dcp_backport.transfer.configure()\n", True),
+        ("def main():\n    import torch_dcp_backport as tdb\n    tdb.hf.opened('model')\n", True),
+        ("import torch_dcp_backport as tdb\ndef main():\n    tdb.status()\n", False),
         ("import uses\n", True),
     ],
 )

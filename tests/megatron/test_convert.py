@@ -14,7 +14,7 @@ import pool
 import pytest
 import torch
 import torch.distributed as dist
-from decoders import Decoder, read_folder, write_folder
+from decoders import Decoder, aligned, read_folder, write_folder
 
 from torch_dcp_backport import hf, transfer
 from torch_dcp_backport.__main__ import main
@@ -333,6 +333,29 @@ def test_files_of_a_model_without_its_head(tmp_path):
     assert differences(tmp_path / "back", tensors) == []
 
 
+TOWERS = {"model_type": "qwen2_5_vl", "text_config": {**QWEN.config, "model_type": "qwen2_5_vl_text"}}
+VISION = {"visual.patch_embed.weight": torch.ones(3, dtype=torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("decoder", "prefix", "towers"),
+    [(QWEN, "model.", {}), (MODELS["qwen3, tied"], "", {}), (QWEN, "model.language_model.", TOWERS)],
+    ids=["all", "without a head", "towers"],
+)
+def test_the_plan_says_what_is_held_beside_mapped_files(tmp_path, decoder, prefix, towers):
+    """Copies of what is not aligned, also where the files have other names."""
+    text = {key.replace("model.", prefix, 1): value for key, value in decoder.tensors().items()}
+    tensors = {**text, **(VISION if towers else {})}
+    write_folder(tmp_path / "hf", decoder, tensors, files=2)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**decoder.config, **towers}))
+    aligned(tmp_path / "hf", but=("model-00002-of-00002.safetensors",))
+    second = set(list(tensors)[1::2])
+    held = sum(value.numel() * 2 for key, value in text.items() if key in second)
+    assert convert(tmp_path / "hf", tmp_path / "ckpt", dry_run=True).memory == held
+    aligned(tmp_path / "hf")
+    assert convert(tmp_path / "hf", tmp_path / "ckpt", dry_run=True).memory == 0
+
+
 def alone(api: Any, source: Path, target: Path) -> None:
     if dist.get_rank() == 0:
         convert(source, target)
@@ -348,12 +371,12 @@ def test_it_is_not_collective(ranks, tmp_path, model):
 
 
 def test_the_command_says_what_it_found_does_and_wrote(tmp_path, model, capsys):
+    aligned(model)
     arguments = ["convert", str(model), str(tmp_path / "ckpt")]
     assert main([*arguments, "--dry-run"]) == 0
     plan = capsys.readouterr()
     assert re.search(r"decoder.layers.mlp.linear_fc1.weight +4x48x16 bfloat16", plan.out)
-    # The files of this test are not aligned, so that some are copied.
-    assert re.search(r"memory (mapped files alone|\S+ KiB in one process, beside mapped files)\n", plan.out)
+    assert "memory mapped files alone\n" in plan.out
     assert plan.out.endswith("nothing was written\n")
     assert not (tmp_path / "ckpt").exists()
     assert main(arguments) == 0

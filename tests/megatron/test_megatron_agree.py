@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from decoders import Decoder, inner, models_of, read_folder, spot_of, write_folder
 from test_megatron_verl import Config, parallel_state
 
-from torch_dcp_backport import hf
+from torch_dcp_backport import hf, megatron
 from torch_dcp_backport.megatron import Export, Parallel, load_hf
 
 QWEN = Decoder(layers=2)
@@ -71,6 +72,22 @@ def test_what_differs_between_ranks_is_named_with_both_values(ranks, tmp_path, c
     assert len(set(texts)) == 1
     assert f"rank 2: not the same on every rank: {says}" in texts[0]
     assert not (tmp_path / "hf-saved").exists()
+
+
+def of_a_table(api: Any, folder: str) -> str:
+    """Rank 2 knows the family by another table, of the same names and sizes."""
+    qwen = megatron.family_of("qwen2")
+    other = dataclasses.replace(qwen, rows=qwen.rows[::-1] if dist.get_rank() == 2 else qwen.rows)
+    megatron.add_family(dataclasses.replace(other, kinds=("qwen2_of_ours",)))
+    models, said = here()
+    return told(lambda: load_hf(models, folder, **said))
+
+
+def test_tables_that_differ_between_ranks_are_an_error(ranks, tmp_path):
+    write_folder(tmp_path / "hf", QWEN._replace(model_type="qwen2_of_ours"), QWEN.tensors())
+    texts = ranks(of_a_table, str(tmp_path / "hf"))
+    assert len(set(texts)) == 1
+    assert "rank 2: not the same on every rank: the table of qwen2_of_ours (expected " in texts[0]
 
 
 def of_a_dict(api: Any) -> str:

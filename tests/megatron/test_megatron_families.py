@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from decoders import inner, read_folder
+from decoders import aligned, inner, read_folder
 from family_models import FAMILIES, SIZES, Rank, config_of, held, stage_module, stage_of, tensors_of, write
+from heard import heard
 
 from torch_dcp_backport import megatron
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, load_tensors_metadata, verify
@@ -128,6 +129,25 @@ def filled_and_merged(
         del sys.modules["megatron.core.parallel_state"]
 
 
+@pytest.mark.parametrize(
+    ("merge", "kinds"),
+    [
+        ("_mixtral", "mixtral"),
+        ("_dpskv3", "deepseek_v3"),
+        ("_qwen_moe", "qwen2_moe or qwen3_moe"),
+        ("_qwen2_5_vl", "qwen2_5_vl"),
+    ],
+)
+def test_a_function_of_other_families_names_the_kind_of_the_model(merge: str, kinds: str) -> None:
+    """Of a model that could be merged."""
+    tensors, config = tensors_of("mistral"), config_of("mistral")
+    module = stage_module(stage_of("mistral", tensors, Rank(0, 1), [0, 1, 2, 3], False), [0, 1, 2, 3])
+    assert set(megatron.merge_megatron_ckpt_gptmodel([module], config, torch.float32)) == set(tensors)
+    says = f"rank 0: ValueError: the configuration has the model_type 'mistral', and not {kinds}$"
+    with pytest.raises(RuntimeError, match=says):
+        getattr(megatron, f"merge_megatron_ckpt_gptmodel{merge}")([module], config, torch.float32)
+
+
 @pytest.mark.parametrize("name", MERGES)
 def test_verls_functions_fill_and_merge(ranks, name: str) -> None:
     assert ranks(filled_and_merged, name, tensors_of(name), config_of(name)) == [[]] * 4
@@ -239,13 +259,13 @@ def in_fp8(value: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, 
 
 
 def quantised(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(files, what they stand for) with each projection in fp8."""
+    """(files, what they stand for) with each projection in fp8, behind everything else."""
     files, stand = {}, {}
     for key, value in tensors.items():
         files[key] = stand[key] = value
         if "_proj" in key:
             files[key], files[key + "_scale_inv"], stand[key] = in_fp8(value, 5, 3)
-    return files, stand
+    return dict(sorted(files.items(), key=lambda entry: "_proj" in entry[0])), stand
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [5, 3]}
@@ -267,7 +287,11 @@ def test_blocks_in_fp8_are_dequantised_as_they_are_read(ranks, tmp_path: Path) -
     files, stand = quantised(tensors_of("deepseek_v3"))
     write("deepseek_v3", tmp_path / "hf", files, quantization_config=FP8)
     assert ranks(fills, str(tmp_path / "hf"), stand) == [[]] * 4
-    convert(tmp_path / "hf", tmp_path / "ckpt")
+    aligned(tmp_path / "hf")
+    said = convert(tmp_path / "hf", tmp_path / "ckpt")
+    assert said.memory == sum(
+        2 * stand[key[: -len("_scale_inv")]].numel() for key in files if "_scale" in key
+    )
     convert(tmp_path / "ckpt", tmp_path / "back")
     back = read_folder(tmp_path / "back")
     assert set(back) == set(stand)
@@ -372,6 +396,37 @@ def test_layers_of_multi_token_prediction_are_left_where_no_rank_holds_them(tmp_
     assert set(read_folder(tmp_path / "saved")) == set(tensors) - fifth
 
 
+def says(api: Any, name: str, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> list[str]:
+    """The warnings of this rank at gathers of a model whose ranks hold its layers and no others."""
+    rank, layers = Rank(dist.get_rank() % 2, 2), [[0, 1], [2, 3]][dist.get_rank() // 2]
+    module = stage_module(stage_of(name, tensors, rank, layers, False), layers)
+    if name == "qwen2_5_vl":
+        module = torch.nn.ModuleDict({"language_model": inner(module), "vision_model": torch.nn.Linear(2, 2)})
+    with heard("megatron") as said:
+        for _ in range(2):
+            api.gather_hf(module, config=config, parallel=api.Parallel(*rank))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "text"),
+    [
+        ("qwen2_5_vl", {}, "of a ModuleDict the language_model alone is loaded and saved, not vision_model"),
+        (
+            "deepseek_v3",
+            PREDICTED,
+            "config.json has 1 layer(s) of multi-token prediction, and no rank holds ",
+        ),
+    ],
+)
+def test_what_concerns_every_rank_is_said_by_the_first_alone(
+    ranks, name: str, more: dict[str, Any], text: str
+) -> None:
+    first, *others = ranks(says, name, tensors_of(name), {**config_of(name), **more})
+    assert [said.startswith(text) for said in first] == [True]
+    assert others == [[]] * 3
+
+
 # --- a family of one's own ---
 
 
@@ -428,6 +483,18 @@ TABLES: dict[str, tuple[dict[str, Any], str]] = {
         "has no {}",
     ),
     "parts": ({"rows": (megatron.row("w", "qkv", "a: hidden", "b: hidden"),)}, "has 2 tensors, not 1 or 3"),
+    "a size that is cut": (
+        {"rows": (megatron.row("w", "rows", "x: 128, hidden"),)},
+        "w is cut as rows, and dimension 0 of x has the size 128, not a number of the table in each term",
+    ),
+    "a size that is cut, in a sum": (
+        {"rows": (megatron.row("w", "columns", "x: vocab, 2*hidden+1"),)},
+        r"w is cut as columns, and dimension 1 of x has the size 2\*hidden\+1",
+    ),
+    "no size that is cut": (
+        {"rows": (megatron.row("w", "columns", "x: hidden"),)},
+        "w is cut as columns, and dimension 1 of x has the size None",
+    ),
     "known": ({"kinds": ("llama",), "rows": ()}, "llama is known already"),
     "dense": ({"rows": (), "dense": ("every_other",)}, "every_other says nothing of dense layers"),
 }

@@ -36,8 +36,8 @@ from torch_dcp_backport.hf import (
     Window,
     as_config,
     companions_of,
+    copied_of,
     examined,
-    is_plain,
     nbytes_of,
     nbytes_of_window,
     planned,
@@ -238,8 +238,8 @@ def _to_checkpoint(
     infos = original.tensors.values()
     found = Found("huggingface", shape.towers or shape.kind, len(infos), _bytes(infos), original.files)
     # What is dequantised, or not aligned, is no view of a mapped file.
-    copied = original.copied | {key for key, info in original.tensors.items() if not is_plain(info.dtype)}
-    held = _bytes(info for key, info in files.tensors.items() if key in copied)
+    copied = copied_of(files) & {cut.key for _, cut in cuts}
+    held = _bytes(files.tensors[key] for key in copied)
     result = Converted("checkpoint", tensors, {}, left, found, held)
     tell(result)
     if dry_run:

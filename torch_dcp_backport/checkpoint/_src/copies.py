@@ -60,12 +60,13 @@ def give(link: Link, folder: Path, block: int, meter: Meter) -> None:
                     meter.add(size)
 
 
-def take(link: Link, folder: Path, owner: int, block: int) -> None:
+def take(link: Link, folder: Path, owner: int, run: str, block: int) -> None:
     """Receive a part, and publish it once all its bytes are those of its manifest.
 
     Args:
         folder: the place of the part; what is there is replaced.
         owner: the rank that saved it, by its place in the group.
+        run: the name of the run that saved it.
         block: as of `give`.
 
     Raises:
@@ -77,7 +78,7 @@ def take(link: Link, folder: Path, owner: int, block: int) -> None:
         draft = store.StepDraft(folder)
         with discarding(draft):
             content = receive(link, draft.folder, block)
-            node_folder.check_name(draft.folder, content, owner, folder.name)
+            node_folder.check_name(draft.folder, content, owner, folder.name, run)
             store.publish(draft)
 
 

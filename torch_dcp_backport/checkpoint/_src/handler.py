@@ -196,7 +196,9 @@ class CheckpointHandler:
         wanted = partial.checked(exclude, rename)
         if not wanted.is_whole and resume_from_path is None:
             raise ValueError("exclude and rename are of a load from resume_from_path, which is None")
-        if not wanted.is_whole and not getattr(engine, "offers_partial_loads", False):
+        # Objects of `state` are this handler's own: the engine does not hear of them.
+        is_of_engine = bool(others_of(wanted) or wanted.rename)
+        if is_of_engine and not getattr(engine, "offers_partial_loads", False):
             raise ValueError(f"exclude and rename are not offered by {type(engine).__name__}")
         objects = [pattern for pattern in wanted.exclude if pattern.startswith("state.")]
         for pattern in objects:
@@ -356,8 +358,8 @@ class CheckpointHandler:
         """Save a step; with `is_last`, whatever became of uploads before."""
         root = self.default_local_dir
         rating: Optional[float] = None
-        # What is no number is an error of every rank, below.
-        with contextlib.suppress(ValueError):
+        # What is no number is an error of every rank, below: also one that cannot be printed.
+        with contextlib.suppress(Exception):
             rating = metric_of(metric)
 
         def locate() -> Path:
@@ -607,11 +609,11 @@ class CheckpointHandler:
         wanted = self.partial if self.resume_mode == "resume_path" else partial.WHOLE
         names = [name for name in self.state if partial.fits(f"state.{name}", wanted.exclude)]
         objects = user_state.opened(self.state, folder, self.process_group, names)
-        if wanted.is_whole:
-            self.engine.load_checkpoint(str(folder))
-        else:
-            others = [pattern for pattern in wanted.exclude if not pattern.startswith("state.")]
+        others = others_of(wanted)
+        if others or wanted.rename:
             self.engine.load_checkpoint(str(folder), exclude=others, rename=wanted.rename)
+        else:
+            self.engine.load_checkpoint(str(folder))
         if objects.objects:
             # The engine has set the random generators: the code of objects may draw from them.
             with extra.kept(self.device_kind):
@@ -655,6 +657,11 @@ class CheckpointHandler:
         if asked is not None:
             return int(asked())
         return together.place_in(self.process_group)[1]
+
+
+def others_of(wanted: partial.Partial) -> list[str]:
+    """Return the patterns of `exclude` that stand for no objects of `state`."""
+    return [pattern for pattern in wanted.exclude if not pattern.startswith("state.")]
 
 
 def checked_keep(count: object) -> None:

@@ -205,7 +205,8 @@ class BaseCheckpointManager:
             local_path: the same on every rank; None loads nothing.
             hdfs_path: the URL that it is brought from, if it is absent or incomplete.
             del_local_after_load: remove the folder that this load has brought from `hdfs_path`, once it is
-                loaded. A folder that was here before the load stays, and so do files that were put into it.
+                loaded. A folder that was here before the load stays, as does one that was pinned, and so do
+                files that were put into it.
             exclude: patterns, as of `fnmatch`, of names of parameters and buffers that keep today's values,
                 and so do their states in the optimizer; or of whole keys: "optimizer.state.head.*".
             rename: name in the checkpoint -> name of today; "*" in both stands for the same characters. The

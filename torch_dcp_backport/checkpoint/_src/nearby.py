@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
@@ -40,6 +40,7 @@ from torch_dcp_backport.dist_checkpointing.validation import StrictHandling
 from torch_dcp_backport.publish.drafts import discarding
 from torch_dcp_backport.publish.owners import OWNER
 from torch_dcp_backport.transfer import (
+    Attempt,
     BrokenLink,
     Call,
     Group,
@@ -96,6 +97,8 @@ class Found(NamedTuple):
     passed_over: Sequence[str]
     #: Why nothing older may be loaded in the place of a newer save; "" where nothing speaks against it.
     refused: str = ""
+    #: The step of that save.
+    refused_step: int = 0
 
 
 class NearbyStep(NamedTuple):
@@ -121,7 +124,7 @@ class NearbyCheckpoints:
     Example:
         >>> import torch
         >>> from torch_dcp_backport.checkpoint import NearbyCheckpoints
-        >>> nearby = NearbyCheckpoints("node", keep=2)
+        >>> nearby = NearbyCheckpoints("node", run="a", keep=2)
         >>> weight = torch.arange(3.0)
         >>> nearby.save({"weight": weight, "seen": 640}, step=10)
         True
@@ -137,6 +140,7 @@ class NearbyCheckpoints:
         self,
         folder: Folder,
         *,
+        run: str,
         ranks_per_node: Optional[int] = None,
         node: Optional[str] = None,
         replicas: int = 1,
@@ -151,6 +155,8 @@ class NearbyCheckpoints:
         Args:
             folder: a folder of this node, such as one in /dev/shm or on a local disk; ranks of one node have
                 the same one, and ranks of two nodes must not see each other's.
+            run: the name of the training, the same on every rank and after each restart. A folder with parts
+                of another run is refused.
             ranks_per_node: the number of ranks in a row that are one node; by default ranks with the same
                 `node` are.
             node: the name of this rank's node; by default the name of the host.
@@ -173,6 +179,8 @@ class NearbyCheckpoints:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: expected a whole number from {least} on")
+        if not isinstance(run, str) or not run:
+            raise ValueError(f"run={run!r}: expected a name")
         if on_failure not in ON_FAILURE:
             raise ValueError(f"on_failure={on_failure!r}: expected {' or '.join(ON_FAILURE)}")
         if ranks_per_node is not None and node is not None:
@@ -181,6 +189,7 @@ class NearbyCheckpoints:
             raise ValueError(f"timeout={timeout!r}: expected seconds")
         # Absolute: the working directory may be another when a step is saved.
         self.folder = Path(folder).absolute()
+        self.run = run
         self.ranks_per_node = ranks_per_node
         self.node = node
         self.replicas = replicas
@@ -189,13 +198,15 @@ class NearbyCheckpoints:
         self.trust = trust
         self.timeout = timeout
         self.process_group = process_group
-        self._here = NodeFolder(self.folder)
+        self._here = NodeFolder(self.folder, run)
         #: Node -> its ranks, by their places in the group; empty before the first call.
         self._nodes: Mapping[str, Sequence[int]] = {}
         #: Connections to other ranks, kept from call to call.
         self._links: dict[tuple[int, int], Link] = {}
         #: The last save, while its copies are not whole.
         self._incomplete = ""
+        #: Saves that the next one gives up before it writes: not published by all ranks, or in its way.
+        self._given_up: set[str] = set()
         #: Saves of which a part was torn where no copy was whole: they count for none of the steps kept.
         self._distrusted: set[str] = set()
 
@@ -211,7 +222,8 @@ class NearbyCheckpoints:
             Whether every part and every copy is whole; False only with `on_failure="warn"`.
 
         Raises:
-            CheckpointingException: the same on every rank. Steps that were saved before are as they were.
+            CheckpointingException: the same on every rank, also where a folder has parts of another run. The
+                steps before are as they were.
         """
         try:
             with begin(CANNOT_SAVE, "save", self.process_group) as call:
@@ -234,7 +246,8 @@ class NearbyCheckpoints:
         Sizes of files are compared, and no checksums: a load may find that it has to take an older step.
 
         Raises:
-            CheckpointingException: a folder cannot be read, or ranks differ; the same on every rank.
+            CheckpointingException: a folder cannot be read, or has parts of another run; ranks differ; the
+                same on every rank.
         """
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             found = self._found(call)
@@ -242,7 +255,7 @@ class NearbyCheckpoints:
                 logger.warning("%s", found.refused)
         return None if found.choice is None else found.choice.step
 
-    def load(self, state: Mapping[str, Any]) -> Optional[NearbyStep]:
+    def load(self, state: Mapping[str, Any], *, newer_than: Optional[int] = None) -> Optional[NearbyStep]:
         """Load the newest step of which every rank's part is whole on some node. Collective.
 
         A part that is not at home is brought there from a peer first. Nothing is written into the state
@@ -250,17 +263,19 @@ class NearbyCheckpoints:
 
         Args:
             state: as for `save`; its tensors are written in place.
+            newer_than: the step that was loaded from a shared folder, the same on every rank: where the
+                newest whole step here is not above it, nothing is loaded.
 
         Returns:
-            None where the nodes have no step.
+            None where the nodes have no such step.
 
         Raises:
             CheckpointingException: the newest step was saved by another number of ranks, or with another
-                layout; parts cannot be brought; the same on every rank.
+                layout; a folder has parts of another run; parts cannot be brought; the same on every rank.
         """
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             try:
-                choice = self._brought(call)
+                choice = self._brought(call, newer_than)
             except BaseException:
                 self._close_links()
                 raise
@@ -317,6 +332,7 @@ class NearbyCheckpoints:
 
     def _settings(self) -> dict[str, str]:
         return {
+            "run": self.run,
             "replicas": str(self.replicas),
             "keep": str(self.keep),
             "on_failure": self.on_failure,
@@ -334,8 +350,10 @@ class NearbyCheckpoints:
         own = position(call)
         asked = call.attempt(lambda: (store.checked_step(step), settings.staging_bytes()))
         common = call.attempt(lambda known: {"step": str(known[0]), **self._settings()}, asked)
-        leads = self._is_leader(call)
-        order = call.attempt(lambda: self._here.contents().next_order if leads else 1)
+        leading = self._here if self._is_leader(call) else None
+        # The other ranks of a node write once they have heard of the beginning.
+        self._give_up(leading)
+        order = call.attempt(lambda: 1 if leading is None else leading.contents().next_order)
         numbers = call.attempt(lambda known, next_order: (known[1], next_order), asked, order)
         with at_first(call, Topic("beginning to save"), numbers, common) as meeting:
             if meeting.decides:
@@ -350,14 +368,16 @@ class NearbyCheckpoints:
         with contextlib.ExitStack() as stack:
             if written.error is None:
                 stack.enter_context(discarding(written.value[0]))
+            # Where the disks have no room beside an incomplete save, none after it could be written.
+            self._given_up = {self._incomplete} - {""}
             meet(call, Topic("writing", so_far))
+            self._given_up = {save}
             with call.guard(place.name):
                 store.publish(*written.value)
             meet(call, Topic("publishing", so_far))
-        leading = self._here if leads else None
-        if self._incomplete and leading is not None:
-            # Whole or not, the save before it is no longer the newest at home.
-            told(leading.give_up(self._incomplete))
+        # Whole or not, the save before it is no longer the newest at home.
+        self._given_up = {self._incomplete} - {""}
+        self._give_up(leading)
         self._incomplete = save
         wanted = [Copied(source, target, source) for source, target in peers(self._nodes, self.replicas)]
         broken = list[str]()
@@ -382,6 +402,17 @@ class NearbyCheckpoints:
         if leading is not None:
             told(leading.retire(before=meeting.result))
 
+    def _give_up(self, leading: Optional[NodeFolder]) -> None:
+        """Remove the parts of saves that are to be given up.
+
+        Args:
+            leading: the folder, on the rank that removes from it.
+        """
+        for save in self._given_up if leading is not None else ():
+            told(leading.give_up(save))
+        self._incomplete = "" if self._incomplete in self._given_up else self._incomplete
+        self._given_up = set()
+
     def _written(
         self, place: Path, owner: int, content: Manifest, state: Mapping[str, Any]
     ) -> tuple[store.StepDraft, set[str]]:
@@ -400,7 +431,7 @@ class NearbyCheckpoints:
             save_made(lambda: self._own_part(state), path, options)
             writing.write(
                 draft.folder / node_folder.PART,
-                node_folder.described(owner, place.name, content.world),
+                node_folder.described(owner, place.name, content.world, self.run),
             )
             files = writing.noted()
             synced = set(files)
@@ -449,7 +480,7 @@ class NearbyCheckpoints:
                 if copy.source == own:
                     copies.give(link, place, block, Meter("copy", settings.progress()))
                 else:
-                    copies.take(link, place, copy.owner, block)
+                    copies.take(link, place, copy.owner, self.run, block)
             except Exception as error:
                 failed[copy] = error
 
@@ -473,12 +504,15 @@ class NearbyCheckpoints:
 
     # --- a load ---
 
-    def _found(self, call: Call, torn: Collection[Torn] = ()) -> Found:
+    def _found(
+        self, call: Call, torn: Collection[Torn] = (), newer_than: Union[Attempt[int], int, None] = None
+    ) -> Found:
         """Return what the nodes have together, but for parts that are known to be torn."""
         self._introduced(call)
         leads = self._is_leader(call)
         contents = call.attempt(lambda: self._here.contents() if leads else None)
-        with at_first(call, Topic("looking for steps"), contents, self._settings()) as meeting:
+        common = call.attempt(lambda known: {"newer_than": str(known), **self._settings()}, newer_than)
+        with at_first(call, Topic("looking for steps"), contents, common) as meeting:
             if meeting.decides:
                 leaders = {node: call.ranks[ranks[0]] for node, ranks in self._nodes.items()}
                 by_node = {node: meeting.heard[rank] for node, rank in leaders.items()}
@@ -486,17 +520,24 @@ class NearbyCheckpoints:
         found: Found = meeting.result
         return found
 
-    def _brought(self, call: Call) -> Optional[Choice]:
-        """Return the newest save of which every rank has its whole part at home now."""
+    def _brought(self, call: Call, newer_than: Optional[int]) -> Optional[Choice]:
+        """Return the newest save of which every rank has its whole part at home now.
+
+        None where there is none, or its step is not above `newer_than`: a save before it does not count.
+        """
         torn, texts = set[Torn](), list[str]()
+        least = None if newer_than is None else call.attempt(checked_bound, newer_than)
         while True:
-            found = self._found(call, torn)
-            if found.refused:
+            found = self._found(call, torn, least)
+            step = found.refused_step if found.choice is None else found.choice.step
+            is_old = least is not None and step <= least.value
+            if found.refused and not is_old:
                 fail(call, [(call.ranks[0], Problem(found.refused))])
-            if found.choice is None:
+            if found.choice is None or is_old:
                 texts += found.passed_over
                 if call.is_first and texts:
-                    logger.warning("no step is whole on the nodes together: %s", some(texts))
+                    than = "" if least is None else f" and above step {least.value}"
+                    logger.warning("no step is whole on the nodes together%s: %s", than, some(texts))
                 return None
             new = self._torn(call, found.choice)
             if not new:
@@ -557,6 +598,18 @@ class NearbyCheckpoints:
         except Refusal as refusal:
             call.problems += [problem for _, problem in refusal.findings]
         return loading
+
+
+def checked_bound(newer_than: object) -> int:
+    """Return the step that a load has to be above.
+
+    Raises:
+        ValueError: it is no step.
+    """
+    try:
+        return store.checked_step(newer_than)
+    except ValueError:
+        raise ValueError(f"newer_than={newer_than!r}: expected a whole number from 0 on") from None
 
 
 def position(call: Call) -> int:
@@ -633,7 +686,8 @@ def found_in(
         part, places = example[save], holders[save]
         if part.world != world:
             what = f"step {part.step} was saved nearby by {part.world} ranks, and {world} ranks are here"
-            return Found(None, passed_over, f"{what}: a part loads on its own rank alone; {ELSEWHERE}")
+            refused = f"{what}: a part loads on its own rank alone; {ELSEWHERE}"
+            return Found(None, passed_over, refused, part.step)
         absent = [rank for rank in home if rank not in places]
         if absent:
             passed_over.append(f"{save}: no node has a whole part of {spell(absent)}")

@@ -2,11 +2,11 @@
 
     FOLDER/rank_3/step_20.1f6a09c2/    the rank's place in its group; the step, and the name of the save
         manifest.json                  step, ranks, order, size and CRC32 of every file
-        part.json                      which part of which save this is
+        part.json                      which part of which save of which run this is
         dist_ckpt/                     the rank's values, as `dist_checkpointing` writes them
 
-A part appears whole or not at all, and no save replaces another's. Runs on one rank; removes only what this
-package wrote. Must never import torch.
+A part appears whole or not at all, and no save replaces another's. Runs on one rank; removes only parts of
+its own run, under the names that they were saved under. Must never import torch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch_dcp_backport.publish import disk
 
 PART = "part.json"
 FORMAT = 1
-RANK = re.compile(r"rank_(\d+)")
-SAVE = re.compile(r"step_(\d+)\.[0-9a-f]{8}")
+RANK = re.compile(r"rank_(0|[1-9][0-9]*)")
+SAVE = re.compile(r"step_(0|[1-9][0-9]*)\.[0-9a-f]{8}")
 
 
 class Part(NamedTuple):
@@ -55,16 +55,22 @@ class Contents(NamedTuple):
     next_order: int
 
 
-def described(owner: int, save: str, world: int) -> bytes:
+class AnotherRun(Exception):
+    """The folder has parts of another run."""
+
+
+def described(owner: int, save: str, world: int, run: str) -> bytes:
     """Return the content of part.json."""
-    return json.dumps({"format": FORMAT, "rank": owner, "save": save, "world": world}).encode()
+    said = {"format": FORMAT, "rank": owner, "save": save, "world": world, "run": run}
+    return json.dumps(said).encode()
 
 
 class NodeFolder:
     """A folder that all ranks of one node see."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, run: str) -> None:
         self.root = root
+        self.run = run
 
     def place_of(self, owner: int, save: str) -> Path:
         return self.root / f"rank_{owner}" / save
@@ -91,16 +97,24 @@ class NodeFolder:
         return [token for token in tokens if token in found]
 
     def contents(self) -> Contents:
-        """Return all parts. Reads their small files."""
+        """Return all parts. Reads their small files.
+
+        Raises:
+            AnotherRun: a part is that of another run.
+        """
         parts, faults, order = list[Part](), list[str](), 0
         for owner, entry in self._listed():
             order = max(order, entry.order)
             fault = entry.reason
             if not fault:
                 try:
-                    parts.append(part_in(entry, owner))
+                    parts.append(part_in(entry, owner, self.run))
                 except BadManifest as error:
                     fault = str(error)
+            other = run_in(entry.path) if fault else None
+            if other not in (None, self.run):
+                text = f"parts of the run {other!r}, such as {entry.path}, and this is the run {self.run!r}"
+                raise AnotherRun(f"{self.root} has {text}: each run has a folder of its own")
             if fault:
                 faults.append(f"{entry.path}: {fault}")
         return Contents(parts, faults, order + 1)
@@ -111,7 +125,7 @@ class NodeFolder:
         for _, entry in self._listed(owner):
             with contextlib.suppress(BadManifest):
                 if not entry.foreign:
-                    saves.append((part_in(entry, owner).order, entry.path.name))
+                    saves.append((part_in(entry, owner, self.run).order, entry.path.name))
         return saves
 
     def clean(self) -> None:
@@ -121,15 +135,32 @@ class NodeFolder:
 
     def retire(self, before: int) -> list[str]:
         """Remove the parts of an older order; return why some could not be removed."""
-        return self._remove(entry for _, entry in self._listed() if entry.order < before)
+        return self._remove(entry for entry in self._own() if entry.order < before)
 
     def give_up(self, save: str) -> list[str]:
         """Remove the parts of a save; return why some could not be removed."""
-        return self._remove(entry for _, entry in self._listed() if entry.path.name == save)
+        return self._remove(entry for entry in self._own() if entry.path.name == save)
 
     def _remove(self, entries: Iterator[ListedStep]) -> list[str]:
-        failures = [retention.remove(entry) for entry in list(entries) if not entry.foreign]
+        failures = list[str]()
+        # Runs on the first rank of a node alone: an error would leave the others waiting.
+        try:
+            listed = [entry for entry in entries if not entry.foreign]
+        except OSError as error:
+            return [f"{self.root}: {error!r}"]
+        for entry in listed:
+            try:
+                failures.append(retention.remove(entry))
+            except OSError as error:
+                failures.append(f"{entry.path}: {error!r}")
         return [failure for failure in failures if failure]
+
+    def _own(self) -> Iterator[ListedStep]:
+        """Yield what was saved by this run, and has the names that it was saved under."""
+        for owner, entry in self._listed():
+            with contextlib.suppress(BadManifest):
+                check_name(entry.path, manifest.read(entry.path), owner, entry.path.name, self.run)
+                yield entry
 
     def _ranks(self) -> list[Path]:
         folders = [path for path in store.paths_in(self.root) if RANK.fullmatch(path.name)]
@@ -144,7 +175,7 @@ class NodeFolder:
                     yield int(folder.name[len("rank_") :]), store.listed_of(path, int(match[1]))
 
 
-def part_in(entry: ListedStep, owner: int) -> Part:
+def part_in(entry: ListedStep, owner: int, run: str) -> Part:
     """Return the part in a folder.
 
     Raises:
@@ -153,15 +184,23 @@ def part_in(entry: ListedStep, owner: int) -> Part:
     content = manifest.read(entry.path)
     for fault in manifest.faults(entry.path, content):
         raise BadManifest(fault)
-    check_name(entry.path, content, owner, entry.path.name)
+    check_name(entry.path, content, owner, entry.path.name, run)
     return Part(owner, entry.path.name, content.step, content.order, content.world)
 
 
-def check_name(folder: Path, content: Manifest, owner: int, save: str) -> None:
+def run_in(folder: Path) -> Optional[str]:
+    """Return the run that saved a part; None where its part.json does not tell."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        run = json.loads(disk.read_whole(folder / PART))["run"]
+        return run if isinstance(run, str) else None
+    return None
+
+
+def check_name(folder: Path, content: Manifest, owner: int, save: str, run: str) -> None:
     """Compare the name of a part with what the folder holds.
 
     Raises:
-        Damaged: it is another rank's, or another save's.
+        Damaged: it is another rank's, another save's, or another run's.
     """
     match = SAVE.fullmatch(save)
     if match is None or int(match[1]) != content.step:
@@ -170,5 +209,5 @@ def check_name(folder: Path, content: Manifest, owner: int, save: str) -> None:
         said = disk.read_whole(folder / PART)
     except OSError as error:
         raise BadManifest(f"{PART} cannot be read: {error.strerror}") from error
-    if said != described(owner, save, content.world):
-        raise BadManifest(f"{PART} is not that of rank {owner} and {save}: {said[:200]!r}")
+    if said != described(owner, save, content.world, run):
+        raise BadManifest(f"{PART} is not that of rank {owner}, {save} and the run {run!r}: {said[:200]!r}")

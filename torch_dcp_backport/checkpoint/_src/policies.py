@@ -29,13 +29,14 @@ class PreservationPolicy:
     """The steps that stay: the newest, every Nth, the best by a metric. Pinned steps stay in any case.
 
     Args:
-        last: the number of newest good steps that stay; pinned ones are not counted.
+        last: the number of newest good steps that stay; pinned ones are not counted. The newest stays in any
+            case, so that 0, beside every or best, is as 1.
         every: steps whose number is divisible by it stay; None for none.
         best: the number of good steps with the best metrics that stay; of equal ones the newer.
         mode: "min" where the lower metric is the better one, else "max".
 
     Raises:
-        ValueError: a number or a mode that is not known; nothing would stay.
+        ValueError: a number or a mode that is not known; no step is named.
 
     Example:
         >>> import torch
@@ -68,7 +69,7 @@ class PreservationPolicy:
         if self.mode not in MODES:
             raise ValueError(f"mode={self.mode!r}: expected {' or '.join(MODES)}")
         if not (self.last or self.every or self.best):
-            raise ValueError("last=0 without every and best: no step would stay")
+            raise ValueError("last=0 without every and best: it names no step that stays")
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,9 @@ def metric_of(value: Any) -> Optional[float]:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except OverflowError as error:
+        raise ValueError(f"metric, of type {type(value).__name__}: too large a number to compare") from error
+    except Exception as error:
         raise ValueError(f"metric={value!r:.60}: expected a number") from error
     return number if math.isfinite(number) else None
 

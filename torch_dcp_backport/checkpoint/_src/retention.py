@@ -21,7 +21,7 @@ from torch_dcp_backport.checkpoint._src.policies import PreservationPolicy
 from torch_dcp_backport.checkpoint._src.store import NOT_LOADED, ListedStep, Shelf
 from torch_dcp_backport.dist_checkpointing import begin
 from torch_dcp_backport.publish import disk
-from torch_dcp_backport.transfer import Group, Topic, at_first, warn_once
+from torch_dcp_backport.transfer import Group, Topic, at_first
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -39,17 +39,13 @@ class StepVerdict(NamedTuple):
     reason: str
 
 
-#: The reason of steps that stay since no good step would be left.
-ONLY_GOOD = "it would go, but no step that stays is good"
-
-
 def verdicts(
     listed: Sequence[ListedStep], policy: Optional[PreservationPolicy], fault_of: Callable[[ListedStep], str]
 ) -> list[StepVerdict]:
     """Return what becomes of each step by a policy.
 
     Damaged steps among the older are removed, too. Left alone, and never counted, is what this package did
-    not publish, or cannot read. Where no step that stays is good, nothing is removed.
+    not publish, or cannot read. Nothing is removed that is newer than the newest good step, nor that step.
 
     Args:
         listed: newest first.
@@ -58,6 +54,7 @@ def verdicts(
     """
     fault_of = functools.lru_cache(maxsize=None)(fault_of)
     best = [] if policy is None else best_of(listed, policy, fault_of)
+    last = 0 if policy is None else max(policy.last, 1)
     decided: list[StepVerdict] = []
     good = 0
     for entry in listed:
@@ -70,10 +67,10 @@ def verdicts(
             reason = f"not counted: {fault}" if fault else reason
         elif store.is_pinned(entry.path):
             reason = "pinned"
-        elif good < policy.last:
+        elif good < last:
             fault = fault_of(entry)
             good += not fault
-            reason = f"not counted: {fault}" if fault else f"{good} of {policy.last}"
+            reason = f"not counted: {fault}" if fault else f"{good} of {last}"
         elif policy.every is not None and entry.step % policy.every == 0:
             reason = f"divisible by {policy.every}"
         elif entry.path in best:
@@ -84,15 +81,7 @@ def verdicts(
         else:
             action, reason = REMOVE, removal_of(policy)
         decided.append(StepVerdict(entry, action, reason))
-    kept = (verdict.entry for verdict in decided if verdict.action == KEEP)
-    if policy is None or all(verdict.action != REMOVE for verdict in decided):
-        return decided
-    if any(not fault_of(entry) for entry in kept):
-        return decided
-    return [
-        verdict._replace(action=KEEP, reason=ONLY_GOOD) if verdict.action == REMOVE else verdict
-        for verdict in decided
-    ]
+    return decided
 
 
 def best_of(
@@ -108,7 +97,7 @@ def best_of(
 
 def removal_of(policy: PreservationPolicy) -> str:
     """Return why a step is removed."""
-    reasons = [f"older than the newest {policy.last} that are good"] if policy.last else []
+    reasons = [f"older than the newest {max(policy.last, 1)} that are good"]
     reasons += [f"not divisible by {policy.every}"] if policy.every is not None else []
     reasons += [f"not of the best {policy.best}"] if policy.best else []
     return ", ".join(reasons)
@@ -155,9 +144,6 @@ class Retention:
             self._background.add(functools.partial(self._remove, hidden, final, shelf.root, is_told=True))
         decided = verdicts(shelf.listed(), policy, fault_of)
         self._tell(shelf, [verdict for verdict in decided if verdict.action == LEAVE])
-        if any(verdict.reason == ONLY_GOOD for verdict in decided):
-            text = f"{shelf.root}: nothing is removed, as {policy} would leave no good step"
-            warn_once(logger, text, (shelf.root, policy))
         for entry in [verdict.entry for verdict in decided if verdict.action == REMOVE]:
             try:
                 taken = hide(entry, trash)
@@ -261,6 +247,9 @@ def hide(entry: ListedStep, trash: Optional[Path] = None) -> Optional[Path]:
     elif (not is_as_listed(entry, hidden) or store.is_pinned(hidden)) and not os.path.lexists(folder):
         # Saved again, or pinned, between the look and the rename.
         os.rename(hidden, folder)
+        return None
+    elif store.is_pinned(hidden):
+        store.set_aside(hidden, folder, "it is pinned, and the step was saved again")
         return None
     return hidden
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -17,6 +18,7 @@ from torch_dcp_backport.checkpoint._src.manifest import BadManifest
 from torch_dcp_backport.checkpoint._src.remote import Failed, RemoteFolder
 from torch_dcp_backport.checkpoint._src.store import Identity
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
+from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Call, Topic, at_first
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
@@ -125,17 +127,24 @@ def bring_if_needed(url: str, folder: Path) -> Optional[Identity]:
 def remove_brought(folder: Path, brought: Identity) -> None:
     """Remove a folder that a load has brought; another that took its place stays. Runs on the first rank.
 
-    Files that this package did not write stay, too. A folder that cannot be removed is an error in the log:
-    the load is done.
+    Files that this package did not write stay, too, and so does a folder that was pinned. A folder that
+    cannot be removed is an error in the log: the load is done.
     """
     if is_other(folder, brought):
         logger.warning("%s is not what the load has brought any more, and is not removed", folder)
         return
+    if store.is_pinned(folder):
+        logger.warning("%s is pinned, and is not removed", folder)
+        return
     try:
+        disk.step(f"rename {folder.name} away")
         hidden = store.taken(folder)
         if hidden is None:
             logger.warning("%s is being uploaded, and is not removed", folder)
-        elif is_other(hidden, brought):
+        elif store.is_pinned(hidden) and not os.path.lexists(folder):
+            os.rename(hidden, folder)
+            logger.warning("%s is pinned, and is not removed", folder)
+        elif store.is_pinned(hidden) or is_other(hidden, brought):
             # It was saved again in between: that is not for us to remove.
             store.set_aside(hidden, folder, "it was saved while it was to be removed")
         else:

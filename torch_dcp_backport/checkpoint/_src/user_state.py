@@ -179,10 +179,13 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
     """
     rank, world = place_in(group)
     with begin(CANNOT_SAVE, "save", group) as call:
+        # Before any code of the objects, which may be collective: a rank that failed does not come there.
+        meet(call, Topic("comparing the names of the user's state"), common=names_of(objects))
+        if not objects:
+            return
         states = call.attempt(states_of, objects)
         own = call.attempt(lambda known: {name: marks_of(name, known[name], group) for name in known}, states)
-        common = {"state": ", ".join(sorted(objects))}
-        with at_first(call, Topic("comparing the user's state"), own, common) as meeting:
+        with at_first(call, Topic("comparing the user's state"), own) as meeting:
             if meeting.decides:
                 every = list(meeting.heard.values())
                 kinds = {}
@@ -193,8 +196,6 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
                 meeting.answer(kinds)
         is_alike = {name: alike for name, (alike, _) in meeting.result.items()}
         is_of_mesh = {name: differs for name, (_, differs) in meeting.result.items()}
-    if not objects:
-        return
     writing = writing_in(draft)
 
     def make() -> ShardedStateDict:
@@ -230,8 +231,24 @@ def save(objects: Mapping[str, Any], draft: Path, trust: bool, group: Group) -> 
 
 
 def states_of(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of objects, in the order of their names: their code may run collectives."""
-    return {name: objects[name].state_dict() for name in sorted(objects)}
+    """Return the states of objects, in the order of their names: their code may run collectives.
+
+    So it is called once for each object, on every rank: also of those behind one that fails.
+    """
+    states, failures = dict[str, Any](), list[Exception]()
+    for name in sorted(objects):
+        try:
+            states[name] = objects[name].state_dict()
+        except Exception as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return states
+
+
+def names_of(objects: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of objects as ranks compare them."""
+    return {"state": ", ".join(sorted(objects))}
 
 
 def digest(name: str, state: Any) -> bytes:
@@ -326,8 +343,11 @@ def opened(objects: Mapping[str, Any], step: Path, group: Group, left_out: Seque
             elif saved_by not in (0, world):
                 what = "saved with states that differ between ranks, and loaded by another number of ranks"
                 call.problems.append(Problem(what, f"state[{name!r}]", f"{world} ranks", f"{saved_by} ranks"))
+        # As in a save.
+        meet(call, Topic("comparing the names of the user's state"), common=names_of(wanted))
         states = call.attempt(states_of, wanted)
-        meet(call, Topic("comparing the user's state"), common={"state": ", ".join(sorted(wanted))})
+        if wanted:
+            meet(call, Topic("comparing the user's state"))
     surplus = sorted(set(worlds) - set(wanted))
     if surplus:
         logger.warning(
@@ -382,8 +402,9 @@ def load(saved: Saved, trust: bool, group: Group) -> None:
     with begin_users(group) as call:
         call.problems += misfits
         meet(call, Topic("placing the user's state"))
-        with call.guard(), torch.no_grad():
-            for name in sorted(saved.objects):
+        for name in sorted(saved.objects):
+            # One that fails keeps no rank from the others.
+            with call.guard(), torch.no_grad():
                 saved.objects[name].load_state_dict(with_values(rests[name], targets[name]))
         meet(call, Topic("loading the user's state", "values may have been loaded in part"))
 

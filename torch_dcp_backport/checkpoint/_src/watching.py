@@ -11,7 +11,7 @@ import logging
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Optional
 
@@ -39,8 +39,12 @@ from torch_dcp_backport.transfer import (
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 CANNOT_ASK = "cannot agree on a save"
-#: Seconds between two looks at the ranks that have come.
+#: Seconds between two looks at whether the ranks' roll call is decided.
 PAUSE = 0.05
+#: Seconds in which a rank that is late finds out who else is.
+GRACE = 5.0
+#: The decision of a roll call of ranks that have all come with the same text.
+ALL_ALIKE = "all alike"
 #: Ranks of a group -> the watches that they agreed on so far: the same number on every rank.
 _watches: Counter[tuple[int, ...]] = Counter()
 
@@ -67,8 +71,10 @@ class Mark:
         self.step = step
         # The program's own tensor may be changed in place, and leads to the graph of the whole pass.
         self.metric = metric.detach().clone() if isinstance(metric, torch.Tensor) else metric
-        self.tensors = {name: held(tensor) for name, tensor in tensors_in(handler)}
-        self.digests = digests_in(handler)
+        # First, and once: the code of the program's objects may be collective.
+        states = user_state.states_of(handler.state)
+        self.tensors = {name: held(tensor) for name, tensor in tensors_in(handler, states)}
+        self.digests = digests_in(handler, states)
         self.random_state = handler.engine.get_rng_state()
         #: The state of this rank's data loader, packed: by the time of an exception it may be further.
         self.loader: Optional[bytes] = None
@@ -78,16 +84,15 @@ class Mark:
         self.touched = ""
 
     def changed(self, handler: handlers.CheckpointHandler) -> str:
-        """Return what is no longer as it was; "" where all is."""
-        if self.touched:
-            return self.touched
-        now = dict(tensors_in(handler))
+        """Return what is no longer as it was; "" where all is. Calls the program's objects on every rank."""
+        states = user_state.states_of(handler.state)
+        now = dict(tensors_in(handler, states))
         names = [
             ".".join(map(str, name))
             for name in {**self.tensors, **now}
             if not self.is_same(name, now.get(name))
         ]
-        digests = digests_in(handler)
+        digests = digests_in(handler, states)
         names += [
             name for name in sorted({*digests, *self.digests}) if digests.get(name) != self.digests.get(name)
         ]
@@ -106,8 +111,15 @@ class Mark:
         return bool(torch.equal(*(as_bytes(side.contiguous()) for side in (before, now))))
 
 
-def tensors_in(handler: handlers.CheckpointHandler) -> Iterator[tuple[Name, torch.Tensor]]:
-    """Yield the tensors that a save of a handler would read, with names."""
+def tensors_in(
+    handler: handlers.CheckpointHandler, states: Mapping[str, Any]
+) -> Iterator[tuple[Name, torch.Tensor]]:
+    """Yield the tensors that a save of a handler would read, with names.
+
+    Args:
+        handler: the handler.
+        states: those of its `state`, by name.
+    """
     manager = handler.engine
     for number, chunk in enumerate(listed(manager.model)):
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
@@ -119,8 +131,8 @@ def tensors_in(handler: handlers.CheckpointHandler) -> Iterator[tuple[Name, torc
                     yield ("optimizer", number, place, key), local(value)
                 else:
                     yield from tensors_below(("optimizer", number, place, key), value)
-    for name, value in sorted(handler.state.items()):
-        yield from tensors_below((f"state[{name!r}]",), value.state_dict())
+    for name, state in states.items():
+        yield from tensors_below((f"state[{name!r}]",), state)
 
 
 def tensors_below(name: Name, value: Any) -> Iterator[tuple[Name, torch.Tensor]]:
@@ -129,8 +141,8 @@ def tensors_below(name: Name, value: Any) -> Iterator[tuple[Name, torch.Tensor]]
             yield (*name, *path), local(tensor)
 
 
-def digests_in(handler: handlers.CheckpointHandler) -> dict[str, bytes]:
-    """Return the digests of the other values that a save would read, by name."""
+def digests_in(handler: handlers.CheckpointHandler, states: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the digests of the other values that a save would read, by name; `states` as of `tensors_in`."""
     manager = handler.engine
     groups = [
         [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -143,8 +155,7 @@ def digests_in(handler: handlers.CheckpointHandler) -> dict[str, bytes]:
                 found[f"model.{number}.{name}._extra_state"] = module.get_extra_state()
     if manager.lr_scheduler is not None:
         found["lr_scheduler"] = manager.lr_scheduler.state_dict()
-    for name, value in handler.state.items():
-        state = value.state_dict()
+    for name, state in states.items():
         tensors = {path: None for path, leaf in user_state.leaves(state) if isinstance(leaf, torch.Tensor)}
         found[f"state[{name!r}]"] = user_state.with_values(state, tensors)
     return {name: digest_of(values_of(value)) for name, value in found.items()}
@@ -205,6 +216,10 @@ class Watch:
             if error is None:
                 self._warn_of_signal()
             elif policy is not None and policy.on_exception and mark is not None and is_for_all(error):
+                # Now: with NCCL an agreement with ranks that are somewhere else may never end.
+                trace = type(error), error, traceback
+                text = "the loop ends after step %d, with %s: %s"
+                logger.error(text, mark.step, type(error).__name__, error, exc_info=trace)
                 self._save_complete(mark, policy.patience)
         finally:
             self._mark = None
@@ -232,10 +247,9 @@ class Watch:
         """Save the last complete step, if all ranks have left the loop and have its state. Never raises."""
         handler = self._handler
         try:
-            others = roll_call(handler.process_group, self._prefix, str(mark.step), patience)
-            if set(others.values()) != {str(mark.step)}:
-                texts = ", ".join(f"rank {rank}: {step}" for rank, step in sorted(others.items()))
-                raise CheckpointingException(f"ranks are not at the same step ({texts})")
+            # What follows is collective, and goes by both.
+            place = f"step {mark.step}, saved last: {handler.last_saved}"
+            roll_call(handler.process_group, self._prefix, place, patience)
             if handler.last_saved == mark.step:
                 try:
                     handler.publish_last()
@@ -259,12 +273,23 @@ class Watch:
         for chunk in listed(handler.engine.model):
             # FSDP2 has whole parameters in the middle of a pass.
             compat.abandon_pass(chunk)
+        common = {"save_policy": str(handler.save_policy), **user_state.names_of(handler.state)}
         with begin(CANNOT_ASK, "save", handler.process_group) as call:
+            touched = meet(call, Topic("asking for what began"), mark.touched, common)
+            refuse_changed(touched)
             changed = call.attempt(mark.changed, handler)
-            texts_by_rank = meet(call, Topic("comparing the state with that of the step"), changed)
-        for rank, text in sorted(texts_by_rank.items()):
-            if text:
-                raise CheckpointingException(f"the state of rank {rank} has changed since: {text}")
+            refuse_changed(meet(call, Topic("comparing the state with that of the step"), changed))
+
+
+def refuse_changed(texts_by_rank: Mapping[int, str]) -> None:
+    """Raise, if the state of any rank is no longer that of its step.
+
+    Raises:
+        CheckpointingException: naming the first of them, and what has changed.
+    """
+    for rank, text in sorted(texts_by_rank.items()):
+        if text:
+            raise CheckpointingException(f"the state of rank {rank} has changed since: {text}")
 
 
 def is_for_all(error: BaseException) -> bool:
@@ -304,7 +329,8 @@ def ask(
 ) -> Due:
     """Return whether a step is to be saved, the same on every rank. Collective: one small all-gather.
 
-    The watch remembers the state of the step.
+    The watch remembers the state of the step. Where it is to call objects of `state`, whose code may be
+    collective, all ranks agree before, and once more afterwards.
 
     Args:
         handler: the handler.
@@ -317,6 +343,13 @@ def ask(
         CheckpointingException: no policy, or ranks with another policy or step; on every rank.
     """
     policy = handler.save_policy
+    names = user_state.names_of(handler.state)
+
+    def remember() -> list[float]:
+        if watch is not None:
+            # Code of the program's own objects, which may fail on a rank alone.
+            watch.completed(checked_step(step), metric)
+        return []
 
     def numbers() -> list[float]:
         check_policy(handler)
@@ -326,11 +359,15 @@ def ask(
             raise CheckpointingException(f"save_if_due outside of watching(): {policy} would see nothing")
         is_late = policy.minutes is not None and minutes_since >= policy.minutes
         is_due = is_late or (policy.steps is not None and number % policy.steps == 0)
-        if watch is not None:
-            # Code of the program's own objects, which may fail on a rank alone.
-            watch.completed(number, metric)
+        if not handler.state:
+            remember()
         signalled = watch is not None and watch.take_signal()
-        return [float(zlib.crc32(str(policy).encode())), float(number), float(is_due), float(signalled)]
+        return [
+            float(zlib.crc32(f"{policy} {names}".encode())),
+            float(number),
+            float(is_due),
+            float(signalled),
+        ]
 
     with begin(CANNOT_ASK, "save", handler.process_group) as call:
         own = call.attempt(numbers)
@@ -340,16 +377,19 @@ def ask(
             meet(call, Topic("asking whether to save"))
             rows = [list(own.value)]
         if any(row[:2] != rows[0][:2] for row in rows):
-            common = {"save_policy": str(policy), "step": str(step)}
+            common = {"save_policy": str(policy), "step": str(step), **names}
             meet(call, Topic("asking whether to save"), common=common)
+        if handler.state and policy is not None and policy.on_exception:
+            meet_numbers(call, call.attempt(remember), 0)
     is_stopping = any(row[3] for row in rows)
     return Due(bool(rows[0][2]) or is_stopping, is_stopping)
 
 
-def roll_call(group: Group, prefix: str, text: str, patience: float) -> dict[int, str]:
-    """Return the text of every rank of a group, once all have come. No collective: ranks may never come.
+def roll_call(group: Group, prefix: str, text: str, patience: float) -> None:
+    """Wait until all ranks of a group have come with the same text. No collective: ranks may never come.
 
-    All ranks have the same outcome: the store has one decision, which the first to see it makes.
+    All ranks have the same outcome: the store has one decision, made by the last rank to come, or the first
+    to run out of patience. The others ask for that one entry.
 
     Args:
         group: the ranks.
@@ -358,18 +398,36 @@ def roll_call(group: Group, prefix: str, text: str, patience: float) -> dict[int
         patience: seconds to wait for the others.
 
     Raises:
-        CheckpointingException: a rank did not come in time.
+        CheckpointingException: a rank did not come in time, or with another text; the same on every rank.
     """
     if not groups_of(group):
-        return {0: text}
-    store, end = compat.default_store(), time.monotonic() + patience
-    keys = {rank: f"{prefix}/{rank}" for rank in group_ranks(group)}
-    store.set(keys[torch.distributed.get_rank()], text)
-    while not (have_come := store.check(list(keys.values()))) and time.monotonic() < end:
-        time.sleep(PAUSE)
-    decision = store.compare_set(f"{prefix}/decision", "", "all came" if have_come else "too late")
-    if bytes(decision) != b"all came":
-        gone = [str(rank) for rank, key in keys.items() if not store.check([key])]
-        late = f"ranks {', '.join(gone[:5])}" if gone else "a rank"
-        raise CheckpointingException(f"{late} did not leave the loop within {patience:g} s")
-    return {rank: bytes(store.get(key)).decode() for rank, key in keys.items()}
+        return
+    store, decision = compat.default_store(), f"{prefix}/decision"
+    ranks = group_ranks(group)
+
+    def is_decided(seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not (is_there := store.check([decision])) and time.monotonic() < end:
+            time.sleep(PAUSE)
+        return bool(is_there)
+
+    def reason() -> str:
+        gone = [str(rank) for rank in ranks if not store.check([f"{prefix}/{rank}"])]
+        if gone:
+            return f"ranks {', '.join(gone[:5])} did not leave the loop within {patience:g} s"
+        texts = {rank: bytes(store.get(f"{prefix}/{rank}")).decode() for rank in ranks}
+        first = texts[ranks[0]]
+        others = [f"rank {rank}: {text}" for rank, text in texts.items() if text != first]
+        at = "; ".join([f"rank {ranks[0]}: {first}", *others[:5]])
+        return f"ranks are not at the same step ({at})" if others else ALL_ALIKE
+
+    store.set(f"{prefix}/{torch.distributed.get_rank()}", text)
+    is_last = store.add(f"{prefix}/count", 1) == len(ranks)
+    # Of ranks that run out of patience one finds out who is late; the others do where it is gone meanwhile.
+    if is_last or (
+        not is_decided(patience) and (store.add(f"{prefix}/late", 1) == 1 or not is_decided(GRACE))
+    ):
+        store.compare_set(decision, "", reason())
+    outcome = bytes(store.get(decision)).decode()
+    if outcome != ALL_ALIKE:
+        raise CheckpointingException(outcome)

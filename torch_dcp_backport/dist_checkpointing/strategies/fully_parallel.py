@@ -59,7 +59,8 @@ class FullyParallelSaveStrategyWrapper:
         do_cache_distribution: keep the first distribution, as `cached_distribution`, for later `save`s.
         backend: the format.
         version: its version.
-        validate_access_integrity: whether the first `save` checks the parts of all ranks together.
+        validate_access_integrity: whether a `save` checks the parts of all ranks together; with
+            do_cache_distribution only the first does.
         pg_cache_path, pg_cache_create: make no difference, which is said once.
     """
 
@@ -82,6 +83,9 @@ class FullyParallelSaveStrategyWrapper:
         #: Of the first save; kept where `do_cache_distribution` says so.
         self.cached_distribution: Optional[ShardDistribution] = None
         self.do_cache_distribution = do_cache_distribution
+        #: Whether the parts of all ranks were checked together. A rank that is its whole group has no
+        #: distribution, and takes part in the check with the others.
+        self._is_checked = False
 
     can_handle_sharded_objects = property(lambda self: True)
 
@@ -120,8 +124,9 @@ class FullyParallelSaveStrategyWrapper:
             distribution = call.attempt(share_out, sharded_state_dict)
             # Before what is collective among all, for a rank that failed does not come there.
             meet(call, SHARING)
-            if self.cached_distribution is None and self.validate_access_integrity:
+            if self.validate_access_integrity and not (self._is_checked and self.do_cache_distribution):
                 validate_sharding_integrity(determine_global_metadata(sharded_state_dict)[1])
+                self._is_checked = True
         if self.do_cache_distribution:
             self.cached_distribution = distribution.value
 

@@ -29,6 +29,9 @@ PACKING = (*DENSE, FLEX, *FLASH)
 PREFIX = "rows_by_"
 #: On a mask of ours: where rows begin and end.
 ENDS = "ends_of_rows"
+#: For fewer than 128 tokens torch takes its kernel for decoding, and compiled for lengths that change it finds
+#: none (2.11 on an H100: "No choices exist for backend"). So flex attention gets the other kernel always.
+NO_DECODING = {"FORCE_USE_FLEX_ATTENTION": True}
 
 
 class Rows:
@@ -167,6 +170,10 @@ def attend(
     if rows is not None:
         rows.attended += 1
     function = function_of(base, module)
+    if base == FLEX:
+        # "BACKEND" has this choice in it, and torch takes one of them alone.
+        chosen = options.get("kernel_options") or {}
+        options["kernel_options"] = chosen if "BACKEND" in chosen else {**NO_DECODING, **chosen}
     if base in FLASH and attention_mask is not None and attention_mask.dtype == torch.long:
         options.update(lengths_of(attention_mask))
         options.pop("position_ids", None)

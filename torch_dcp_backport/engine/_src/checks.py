@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Optional
 
 import torch
+
+from torch_dcp_backport.transfer import warn_once
+
+logger = logging.getLogger("torch_dcp_backport.engine")
 
 #: Takes a setting's name and value, and returns the value to use, or raises ValueError.
 Read = Callable[[str, Any], Any]
@@ -49,6 +54,50 @@ def optional(read: Read) -> Read:
 
     def checked(name: str, value: Any) -> Any:
         return None if value is None else read(name, value)
+
+    return checked
+
+
+def nothing(instead: str) -> Read:
+    """Return a reader of a setting that is not offered, which may ask for nothing.
+
+    Args:
+        instead: the setting that is offered.
+    """
+
+    def checked(name: str, value: Any) -> Any:
+        if value:
+            raise ValueError(f"{name} is not offered: got {value!r}; {instead} is")
+        return value
+
+    return checked
+
+
+def mapping(readers: Mapping[str, Read], others: Iterable[str], why: str) -> Read:
+    """Return a reader of settings within a setting; None is none of them.
+
+    Args:
+        readers: key -> reader of its value.
+        others: keys that have no effect, which is said once where they ask for something.
+        why: the reason for that.
+    """
+    idle = frozenset(others)
+
+    def checked(name: str, value: Any) -> dict[str, Any]:
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{name}={value!r}: expected a mapping")
+        given = dict(value or {})
+        unknown = sorted(str(key) for key in given if key not in readers and key not in idle)
+        if unknown:
+            known = ", ".join((*readers, *sorted(idle)))
+            raise ValueError(f"no setting of {name}: {', '.join(unknown)}; there are {known}")
+        told = [f"{name}.{key}={given[key]!r}" for key in given if key in idle and given[key]]
+        if told:
+            warn_once(logger, f"no effect here: {', '.join(told)}; {why}")
+        return {
+            key: readers[key](f"{name}.{key}", part) if key in readers else part
+            for key, part in given.items()
+        }
 
     return checked
 

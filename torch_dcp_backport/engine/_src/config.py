@@ -16,7 +16,17 @@ import torch
 from torch_dcp_backport.engine._src import verl
 from torch_dcp_backport.engine._src.batches import Limit, flag_of, value_in
 from torch_dcp_backport.engine._src.build import Sharding
-from torch_dcp_backport.engine._src.checks import check_fields, clip, flag, number, optional, setting, whole
+from torch_dcp_backport.engine._src.checks import (
+    check_fields,
+    clip,
+    flag,
+    mapping,
+    nothing,
+    number,
+    optional,
+    setting,
+    whole,
+)
 from torch_dcp_backport.engine._src.step import check_schedule
 from torch_dcp_backport.transfer import warn_once
 
@@ -49,7 +59,7 @@ class ModelConfig:
         lora_adapter_path: a folder with an adapter of peft, which the training goes on with: its rank, factor
             and modules are those of the files.
         lora: verl's settings of Megatron's adapters, of which `merge` is served: whether a rollout gets the
-            weights with the adapter in them.
+            weights with the adapter in them. None is none of them.
         use_remove_padding: whether the rows of a micro-batch run in one sequence without padding; None is
             False, unless the engine's configuration says True. False in one of the two is False.
 
@@ -73,14 +83,13 @@ class ModelConfig:
     hf_config_path: Optional[str] = None
     hf_config: Any = None
     lora_adapter_path: Optional[str] = None
-    lora: Mapping[str, Any] = field(default_factory=dict)
+    lora: Mapping[str, Any] = setting(
+        None, mapping({"merge": flag, "rank": nothing("lora_rank")}, verl.LORA, "they are Megatron's")
+    )
     use_remove_padding: Optional[bool] = setting(None, optional(flag))
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.lora.get("rank"):
-            raise ValueError(f"lora.rank is not offered: got {self.lora['rank']!r}; lora_rank is")
-        flag("lora.merge", self.lora.get("merge", False))
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, (str, list, tuple, set, frozenset)):

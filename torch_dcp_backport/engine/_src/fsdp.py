@@ -163,7 +163,7 @@ class FSDPEngine(BaseEngine):
                     self.optimizer_config.made([torch.nn.Parameter(torch.zeros(1, 1))])
                 if own.full_determinism:
                     determinism.enable(own.seed)
-            saved = call.attempt(lora.opened, asked, key="lora_adapter_path")
+            saved = call.attempt(lora.opened, call, asked, key="lora_adapter_path")
             with call.guard(), build.parameters_on_meta(dtype):
                 model = self.make_model(asked, dtype)
                 if self.is_packing:
@@ -174,7 +174,7 @@ class FSDPEngine(BaseEngine):
                 if asked.enable_gradient_checkpointing:
                     model.gradient_checkpointing_enable({"use_reentrant": False})
                 if asked.has_adapters and saved.error is None:
-                    model = lora.adapted(model, asked, saved.value)
+                    model = lora.adapted(call, model, asked, saved.value)
                 if saved.error is None and saved.value is not None:
                     call.problems += lora.problems_of(model, saved.value)
                 build.units_of(model, blocks)

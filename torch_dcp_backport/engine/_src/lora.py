@@ -24,7 +24,7 @@ from torch_dcp_backport.hf import ADAPTER as WEIGHTS
 from torch_dcp_backport.hf import ADAPTER_CONFIG as CONFIG
 from torch_dcp_backport.hf import Given, load_state_dict
 from torch_dcp_backport.hf import adapters as merging
-from torch_dcp_backport.transfer import Box, Call, Problem, TensorInfo, groups_of, warn_once
+from torch_dcp_backport.transfer import Box, Call, Problem, TensorInfo, groups_of
 
 logger = logging.getLogger("torch_dcp_backport.engine")
 
@@ -43,8 +43,12 @@ class Saved(NamedTuple):
     digest: str
 
 
-def opened(asked: ModelConfig) -> Optional[Saved]:
+def opened(call: Call, asked: ModelConfig) -> Optional[Saved]:
     """Read the adapter of `lora_adapter_path`; None where there is none.
+
+    Args:
+        call: the call of all ranks; its first rank says which settings have no effect.
+        asked: the settings of the model.
 
     Raises:
         FileNotFoundError, ValueError: a file that is not there, or an adapter that is not offered.
@@ -80,7 +84,9 @@ def opened(asked: ModelConfig) -> Optional[Saved]:
     }
     for setting in (name for name, is_other in others.items() if is_other):
         got = f"{setting}={getattr(asked, setting)!r} has no effect"
-        warn_once(logger, f"{got}: the adapter in {asked.lora_adapter_path} has {getattr(config, setting)!r}")
+        call.warn_once(
+            logger, f"{got}: the adapter in {asked.lora_adapter_path} has {getattr(config, setting)!r}"
+        )
     data = [(folder / file).read_bytes() for file in (CONFIG, WEIGHTS)]
     tensors = importlib.import_module("safetensors.torch").load(data[1])
     return Saved(
@@ -95,12 +101,15 @@ def same_modules(asked: ModelConfig, config: Any) -> bool:
     return bool(own == saved)
 
 
-def adapted(model: nn.Module, asked: ModelConfig, saved: Optional[Saved] = None) -> nn.Module:
+def adapted(call: Call, model: nn.Module, asked: ModelConfig, saved: Optional[Saved] = None) -> nn.Module:
     """Return the model with adapters, which alone are trained. Within `build.parameters_on_meta`.
 
     As peft makes them they are float32 where a layer's weights are of 16 bits, but for those of experts.
 
     Args:
+        call: the call of all ranks; its first rank says what is otherwise than peft makes it.
+        model: the model, without adapters.
+        asked: the settings of the model.
         saved: the adapter that is read; None begins anew.
 
     Raises:
@@ -129,7 +138,7 @@ def adapted(model: nn.Module, asked: ModelConfig, saved: Optional[Saved] = None)
         parents = (path.rsplit(".", count)[0] for count in range(1, path.count(".") + 1))
         if module.weight.dtype in (torch.bfloat16, torch.float16):
             if any(build.is_list_of_experts(parent, made) for parent in parents):
-                warn_once(logger, f"adapters of experts are {module.weight.dtype}, as the experts are")
+                call.warn_once(logger, f"adapters of experts are {module.weight.dtype}, as the experts are")
             else:
                 for param in module.parameters():
                     param.data = param.data.to(torch.float32)

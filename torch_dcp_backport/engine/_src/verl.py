@@ -87,7 +87,9 @@ MODEL = {
     "tiled_mlp": Known(NO_VALUE, "saves memory in verl; not here", inner=("enabled",)),
     "target_parameters": Known(REFUSED, "there are adapters of modules only", idle=(None, [], ())),
     "lora_adapter_path": Known(SERVED, "a folder with peft's files; its rank and modules"),
-    "lora": Known(SERVED, "`merge`; `rank` is refused, and the other keys are Megatron's"),
+    "lora": Known(
+        SERVED, "`merge`; `rank` and unknown keys are refused, and the keys of Megatron's adapters are said"
+    ),
     "mtp": Known(REFUSED, "if `enable` or `enable_train` is set", inner=("enable", "enable_train")),
 }
 
@@ -154,6 +156,13 @@ CHECKPOINT = {
     "async_save": Known(SERVED, "by the checkpoint manager"),
     "mbridge_config": Known(NO_VALUE, "Megatron has it", idle=None),
 }
+
+#: The keys of `lora` for Megatron's adapters, beside `merge` and `rank`.
+LORA = (
+    "type", "alpha", "dropout", "target_modules", "exclude_modules", "dropout_position", "lora_A_init_method",
+    "lora_B_init_method", "a2a_experimental", "dtype", "adapter_path", "freeze_vision_model",
+    "freeze_vision_projection", "freeze_language_model",
+)  # fmt: skip
 
 #: Class of verl -> its settings.
 CLASSES = {

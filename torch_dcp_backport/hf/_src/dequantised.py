@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import torch
 
-from torch_dcp_backport.hf._src.source import Source
+from torch_dcp_backport.hf._src.source import Source, copied_of
 from torch_dcp_backport.transfer import Box, Problem, TensorInfo
 
 #: Beside a weight: what its blocks are multiplied by.
@@ -85,6 +85,11 @@ class Dequantised:
             )
             scales = scales.index_select(dim, places)
         return (part.to(torch.float32) * scales).to(self.dtype)
+
+    @property
+    def copied(self) -> set[str]:
+        """Keys of tensors that are read as copies: those with scales, and the files' own."""
+        return self._scaled | (copied_of(self.source) & self.tensors.keys())
 
     def digest(self) -> str:
         return f"{self.source.digest()} in {self.dtype}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
@@ -15,7 +16,7 @@ import torch
 
 from torch_dcp_backport.hf._src import classes
 from torch_dcp_backport.hf._src.classes import Origin
-from torch_dcp_backport.hf._src.source import Source, digest_of, source_of
+from torch_dcp_backport.hf._src.source import Source, copied_of, digest_of, source_of
 from torch_dcp_backport.transfer import Box, Problem, TensorInfo, intersection, part_of, whole
 
 #: Reads a box of a tensor of the files.
@@ -120,6 +121,11 @@ class Viewed:
         every = self.source.part(key, whole(self.source.tensors[key].shape))
         return part_of(every.reshape(shape), whole(shape), box)
 
+    @property
+    def copied(self) -> set[str]:
+        """Keys of tensors that are read as copies: another shape is a view."""
+        return copied_of(self.source)
+
     def digest(self) -> str:
         return digest_of((self.source.digest(), *(f"{key} {shape}" for key, shape in self._shapes.items())))
 
@@ -156,6 +162,12 @@ class Mapped:
 
     def part(self, key: str, box: Box) -> torch.Tensor:
         return self._made[key].part(self.source.part, box)
+
+    @property
+    def copied(self) -> set[str]:
+        """Keys of tensors that are read as copies: those of such tensors, or of several."""
+        own = copied_of(self.source)
+        return {name for name, made in self._made.items() if is_copy(made, own)}
 
     def digest(self) -> str:
         return digest_of((self.source.digest(), *(f"{name} {made}" for name, made in self._made.items())))
@@ -257,6 +269,13 @@ class Narrow(NamedTuple):
 
 Made = Union[FileTensor, Stack, Cat, Turned, Narrow]
 Shapes = tuple[tuple[int, ...], ...]
+
+
+def is_copy(made: Made, copied: AbstractSet[str]) -> bool:
+    """Return whether parts of a tensor are copies, where those of some tensors of the files are."""
+    if isinstance(made, FileTensor):
+        return made.key in copied
+    return isinstance(made, (Stack, Cat)) or is_copy(made.inner, copied)
 
 
 def made_of(route: Origin, files: Mapping[str, TensorInfo]) -> Optional[Made]:

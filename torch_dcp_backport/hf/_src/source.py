@@ -212,6 +212,11 @@ class Folder:
         return self._mapped[name]
 
 
+def copied_of(source: Source) -> set[str]:
+    """Return the keys whose parts are copies, as a source says: of other tensors parts are views."""
+    return set(getattr(source, "copied", ()))
+
+
 def source_of(source: object) -> Source:
     """Return the source that a caller passes, or that of the folder that it names.
 

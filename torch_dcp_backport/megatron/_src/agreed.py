@@ -37,6 +37,7 @@ from torch_dcp_backport.megatron._src.plan import (
     left_alone,
 )
 from torch_dcp_backport.megatron._src.shape import Shape, shape_of
+from torch_dcp_backport.megatron.families.table import digest_of
 from torch_dcp_backport.transfer import (
     Agreement,
     Attempt,
@@ -46,7 +47,6 @@ from torch_dcp_backport.transfer import (
     Terms,
     part_of,
     span_of,
-    warn_once,
     whole,
 )
 
@@ -132,7 +132,7 @@ def agree_on_save(
         spreading.problems += spreading.faults()
     call.problems += spreading.problems
     call.settle()
-    say_of_prediction(spreading)
+    say_of_prediction(call, spreading)
     # A tied head is a copy of the embedding, which is what files have.
     written = {key: spreading.infos(key) for key in spreading.spreads if key != HEAD or not shape.tied}
     if target is not None:
@@ -175,6 +175,8 @@ def _describe_to_all(
 def _terms_of(local: Local, shape: Shape, options: Mapping[str, object]) -> Terms:
     common = {name: repr(value) for name, value in options.items()}
     common.update((f"{name} of {CONFIG}", repr(value)) for name, value in shape.described.items())
+    # Each process has tables of its own.
+    common[f"the table of {shape.kind}"] = digest_of(shape.family)
     return Terms(local.device, f"{local.stand}", note=local.stand, common=common)
 
 
@@ -239,11 +241,11 @@ def of_a_tower(shape: Shape) -> Problem:
     return Problem(what, CONFIG, f"model_type {shape.towers}")
 
 
-def say_of_prediction(spreading: Spreading) -> None:
+def say_of_prediction(call: Call, spreading: Spreading) -> None:
     """Say once that an export goes without the layers of multi-token prediction that config.json has."""
     shape = spreading.shape
     if shape.predicted and not any(layer_number(key) >= shape.layers for key in spreading.spreads):
-        warn_once(
+        call.warn_once(
             logger,
             f"config.json has {shape.predicted} layer(s) of multi-token prediction, and no rank holds them: "
             "the export goes without them",

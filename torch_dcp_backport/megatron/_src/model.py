@@ -18,7 +18,7 @@ from torch_dcp_backport.megatron._src.cuts import Place
 from torch_dcp_backport.megatron._src.names import STYLES, Role, Style, role_of
 from torch_dcp_backport.megatron._src.shape import Shape
 from torch_dcp_backport.megatron.families.table import Family
-from torch_dcp_backport.transfer import Call, Problem, has_slices, warn_once, why_not_writable
+from torch_dcp_backport.transfer import Call, Problem, has_slices, why_not_writable
 
 logger = logging.getLogger("torch_dcp_backport.megatron")
 Models = Union[nn.Module, Sequence[nn.Module]]
@@ -139,7 +139,7 @@ def describe(
     Raises:
         ValueError: no model of a known kind, or no way to find this rank's place.
     """
-    chunks = [unwrapped(model) for model in chunks_of(models)]
+    chunks = [unwrapped(call, model) for model in chunks_of(models)]
     styles = {style.name: style for _, style in chunks}
     if len(styles) != 1:
         raise ValueError(f"the chunks are of {len(styles)} kinds ({', '.join(styles) or 'there are none'})")
@@ -233,13 +233,13 @@ def alone(call: Call) -> Parallel:
     raise ValueError("pass parallel=Parallel(tp_rank, tp_size): megatron-core is not initialised")
 
 
-def unwrapped(model: nn.Module) -> tuple[nn.Module, Style]:
+def unwrapped(call: Call, model: nn.Module) -> tuple[nn.Module, Style]:
     """Return a chunk without its wrappers (Float16Module, DistributedDataParallel), and its kind."""
     inner: Any = model
     while True:
         if layer_list(getattr(inner, "language_model", None), STYLES["mcore"]) is not None:
             others = [name for name, _ in inner.named_children() if name != "language_model"]
-            warn_once(
+            call.warn_once(
                 logger,
                 f"of a {type(inner).__name__} the language_model alone is loaded and saved, not "
                 f"{', '.join(others) or 'what is beside it'}",

@@ -13,6 +13,7 @@ from torch_dcp_backport.hf import block_size_of
 from torch_dcp_backport.megatron._src.names import EMBED, HEAD, LAYER, NORM
 from torch_dcp_backport.megatron.families import family_of
 from torch_dcp_backport.megatron.families.table import (
+    CUT_BY_NUMBERS,
     OF_EXPERTS,
     Family,
     Row,
@@ -246,7 +247,7 @@ def misfits(shape: Shape, tp_size: int, style: str, etp_size: int = 1) -> list[P
     #: (number, whether it is cut among the experts' ranks)
     units: dict[tuple[str, bool], None] = {}
     for row, is_expert in shape.every_row():
-        if row.cut in ("rows", "gate_up", "columns", "qkv"):
+        if row.cut in CUT_BY_NUMBERS:
             # Query heads are cut as units; a fused tensor has them first.
             formula = row.tensors[0].sizes[1 if row.cut == "columns" else 0]
             names = {"heads"} if row.cut == "qkv" else units_of(formula)

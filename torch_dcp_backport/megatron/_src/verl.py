@@ -235,6 +235,7 @@ def merge_megatron_ckpt_gptmodel(
         Traceback (most recent call last):
         ...
         RuntimeError: cannot save as Hugging Face weights: ...
+          rank 0: ValueError: config.json has the model_type 'mamba'; these are known: ...
     """
     return _merged((), wrapped_models, config, dtype, tie_word_embeddings)
 
@@ -265,6 +266,7 @@ def merge_megatron_ckpt_gptmodel_qwen_moe(
         Traceback (most recent call last):
         ...
         RuntimeError: cannot save as Hugging Face weights: ...
+          rank 0: ValueError: the configuration has the model_type 'llama', and not qwen2_moe or qwen3_moe
     """
     return _merged(("qwen2_moe", "qwen3_moe"), wrapped_models, config, dtype, tie_word_embeddings)
 
@@ -295,6 +297,7 @@ def merge_megatron_ckpt_gptmodel_mixtral(
         Traceback (most recent call last):
         ...
         RuntimeError: cannot save as Hugging Face weights: ...
+          rank 0: ValueError: the configuration has the model_type 'llama', and not mixtral
     """
     return _merged(("mixtral",), wrapped_models, config, dtype, tie_word_embeddings)
 
@@ -325,6 +328,7 @@ def merge_megatron_ckpt_gptmodel_dpskv3(
         Traceback (most recent call last):
         ...
         RuntimeError: cannot save as Hugging Face weights: ...
+          rank 0: ValueError: the configuration has the model_type 'llama', and not deepseek_v3
     """
     return _merged(("deepseek_v3",), wrapped_models, config, dtype, tie_word_embeddings)
 
@@ -358,6 +362,7 @@ def merge_megatron_ckpt_gptmodel_qwen2_5_vl(
         Traceback (most recent call last):
         ...
         RuntimeError: cannot save as Hugging Face weights: ...
+          rank 0: ValueError: the configuration has the model_type 'llama', and not qwen2_5_vl
     """
     return _merged(("qwen2_5_vl",), wrapped_models, config, dtype, tie_word_embeddings)
 

@@ -5,6 +5,7 @@ Data and small arithmetic on it; must never look at a tensor, a module or a rank
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple, Optional
 
 #: The cuts that a row may have; see `row`.
 CUTS = ("whole", "rows", "rows or whole", "columns", "gate_up", "qkv")
+#: Those of which TP has to divide numbers.
+CUT_BY_NUMBERS = ("rows", "columns", "gate_up", "qkv")
 #: The numbers that most families have: name in a table -> its formula over the keys of config.json.
 NUMBERS = {
     "layers": "num_hidden_layers",
@@ -169,6 +172,11 @@ class Family:
         return {tensor.key: tensor for row in self.every_row() for tensor in row.tensors}
 
 
+def digest_of(family: Family) -> str:
+    """Return a text that is the same on every rank that has the same table."""
+    return hashlib.blake2b(repr(family).encode(), digest_size=8).hexdigest()
+
+
 def problems_of(family: Family) -> list[str]:
     """Return what is wrong with a table."""
     problems = []
@@ -194,6 +202,15 @@ def problems_of(family: Family) -> list[str]:
             problems.append(
                 f"{entry.names[0]} is cut as {entry.cut}, and has {len(entry.tensors)} tensors, not 1"
             )
+        if entry.cut in CUT_BY_NUMBERS:
+            axis = int(entry.cut == "columns")
+            first = entry.tensors[0]
+            size = "".join(first.sizes[axis : axis + 1])
+            if not all(WORD.search(term) for term in size.split("+")):
+                problems.append(
+                    f"{entry.names[0]} is cut as {entry.cut}, and dimension {axis} of {first.key} has the "
+                    f"size {size or None}, not a number of the table in each term"
+                )
         for name in entry.names:
             role = by_name.setdefault((name, is_expert), (entry.cut, entry.keys))
             if role != (entry.cut, entry.keys):

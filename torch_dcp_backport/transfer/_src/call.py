@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Optional, TypeVar, Union
 
@@ -29,6 +29,7 @@ from torch_dcp_backport.transfer._src.errors import (
     spell_key,
 )
 from torch_dcp_backport.transfer._src.groups import Group, comm_device_type, exclusive, group_ranks
+from torch_dcp_backport.transfer._src.once import warn_once
 from torch_dcp_backport.transfer._src.plan import Agreement, Terms, Want, publish, share_tables
 from torch_dcp_backport.transfer._src.report import Tally
 
@@ -241,6 +242,17 @@ class Call:
             RuntimeError: this rank has problems.
         """
         raise_together(self.title, self.findings, self.cause)
+
+    def warn_once(self, log: logging.Logger, text: str, about: Optional[Hashable] = None) -> None:
+        """Log a warning on the first rank alone, once in its process; what it is of concerns every rank.
+
+        Args:
+            log: the logger.
+            text: the warning.
+            about: what the warning is of, where its text differs from time to time.
+        """
+        if self.is_first:
+            warn_once(log, text, about)
 
     # --- what the ranks tell each other ---
 
