@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
+import mmap
 import os
-import socket
+import signal
 import sys
 from array import array
 from pathlib import Path
@@ -138,6 +141,13 @@ def with_no_choice(api: Any, folder: Path) -> str:
     return str(caught.value)
 
 
+class Changing(dict[str, str]):
+    """Another thread removes a variable while the environment is read."""
+
+    def values(self) -> Any:
+        raise KeyError("GONE")
+
+
 DYING = """
 import os, signal, socket, struct
 door = socket.socket(fileno=0)
@@ -156,7 +166,13 @@ while door.recv(65536): pass
 """
 
 
-@pytest.mark.parametrize("what", ["killed", "not there", "no interpreter", "another program", "no memory"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("killed", "not there", "no interpreter", "another program", "a program with Python", "no memory"),
+        "an environment that changes",
+    ],
+)
 def test_a_process_that_is_gone_is_not_needed(
     tmp_path: Path, expected, what: str, monkeypatch, caplog
 ) -> None:
@@ -171,6 +187,12 @@ def test_a_process_that_is_gone_is_not_needed(
         monkeypatch.delattr(os, "memfd_create")
     if what == "another program":
         monkeypatch.setattr(sys, "executable", "/bin/sh")
+    if what == "a program with Python":
+        # It would start as a whole, and wait.
+        (tmp_path / "copy-of-python").symlink_to("/bin/cat")
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "copy-of-python"))
+    if what == "an environment that changes":
+        monkeypatch.setattr(os, "environ", Changing(os.environ))
     calls: list[tuple[int, int]] = []
     configure(progress=lambda so_far: calls.append((so_far.done, so_far.total)))
     once.forget()
@@ -270,19 +292,71 @@ def test_a_save_that_is_given_up_leaves_its_memory(tmp_path: Path) -> None:
     queue.close()
 
 
-def test_a_forked_process_holds_no_memory() -> None:
-    memory = staged.take(10 * MIB, is_kept=True)
-    mine, theirs = socket.socketpair()
-    staged.give_back(memory)
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_a_forked_process_holds_no_memory(is_under_way: bool) -> None:
+    """Neither its descriptors nor its place, where the process may have other memory by now."""
+    staged.let_go()
+    memory: Any = staged.take(64 * MIB, is_kept=True)
+    at = memory.tensor.data_ptr()
+    if not is_under_way:
+        staged.give_back(memory)
     pid = os.fork()
     if not pid:
-        try:
-            os.fstat(memory.fd)
-            theirs.send(b"open")
-        except OSError:
-            theirs.send(b"none" if not staged._kept else b"kept")
-        os._exit(0)
-    assert mine.recv(4) == b"none"
-    os.waitpid(pid, 0)
-    os.fstat(memory.fd)
+        others = [mmap.mmap(-1, 64 * MIB) for _ in range(9)]
+        is_met = any(ctypes.addressof(ctypes.c_char.from_buffer(other)) == at for other in others)
+        memory = None
+        gc.collect()
+        for other in others:
+            other[0] = other[-1] = 1
+        os._exit(len(memories_open()) + 10 * len(staged._kept) + 100 * (not is_met))
+    # No signal, and in a place that met the old one.
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(memories_open()) == 1
+    memory = None
     staged.let_go()
+    assert not memories_open()
+
+
+def memories_open() -> list[str]:
+    links = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    return [link for link in links if "memfd:torch_dcp_backport" in link]
+
+
+def test_a_forked_process_does_not_keep_the_other_end_open(tmp_path: Path) -> None:
+    process = saver._Process()
+    ready, go = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(go)
+        os.read(ready, 1)
+        os._exit(0)
+    process._door.close()
+    # It ends while the forked process is there.
+    assert os.waitpid(process._pid, 0)[1] == 0
+    assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    os.close(go)
+    os.waitpid(pid, 0)
+
+
+def test_a_process_that_has_ended_sends_no_signal(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(saver, "PROGRAM", tmp_path / "not there.py")
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        process = saver._Process()
+        os.waitid(os.P_PID, process._pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(saver._Gone, match="has ended"):
+            process.order(messages.Order(1, body.Places([], [], []), [], body.Output("", 0, [], [])))
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+        process.close()
+
+
+def test_many_tensors_without_values(tmp_path: Path, caplog) -> None:
+    (tmp_path / "saved").mkdir()
+    tensors = {f"{key}": torch.empty(0, 3) for key in range(2000)}
+    state: dict[str, Any] = {key: ShardedTensor.from_rank_offsets(key, part) for key, part in tensors.items()}
+    request = save(state, tmp_path / "saved", async_sharded_save=True)
+    assert request is not None
+    request.execute_sync()
+    assert verify(tmp_path / "saved") == []
+    assert not caplog.records

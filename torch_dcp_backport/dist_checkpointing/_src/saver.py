@@ -14,6 +14,8 @@ import pickle
 import signal
 import socket
 import sys
+import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,6 +30,8 @@ logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
 
 VARIABLE = "TORCH_DCP_BACKPORT_SAVER"
 PROCESS, THREAD = "process", "thread"
+#: How the names of Python's programs begin.
+INTERPRETERS = "python", "pypy"
 PROGRAM = Path(__file__).with_name("saver_process.py")
 
 
@@ -103,13 +107,14 @@ class _Process:
     """A process that was started for one order."""
 
     def __init__(self) -> None:
-        if getattr(sys, "frozen", False) or "py" not in Path(sys.executable or "").name.lower():
+        if getattr(sys, "frozen", False) or not Path(sys.executable or "").name.startswith(INTERPRETERS):
             # A program that has Python in it would start once more.
             raise _Gone(f"cannot be started ({sys.executable or 'nothing'} is no Python interpreter)")
         try:
             self._door, theirs = socket.socketpair()
         except OSError as error:
             raise _Gone(f"cannot be reached ({error})") from error
+        _ends.update((self._door, theirs))
         with theirs:
             try:
                 # Neither a fork of this process nor its environment of Python: a bare interpreter. In a group
@@ -123,15 +128,18 @@ class _Process:
                     setsigmask=(),
                     setsigdef=(signal.SIGINT, signal.SIGTERM),
                 )
-            except (OSError, ValueError, TypeError, AttributeError) as error:
+            except Exception as error:
+                # Also of an environment that another thread changes, or of an audit hook that forbids it.
                 self._door.close()
                 raise _Gone(f"cannot be started ({error})") from error
 
     def order(self, order: Order, *fds: int) -> None:
         data = pickle.dumps(order)
         try:
-            socket.send_fds(self._door, [MESSAGE.pack(ORDER, len(data))], fds)
-            self._door.sendall(data)
+            # Without a signal, which ends a program that has set SIGPIPE to its default.
+            rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds)
+            self._door.sendmsg([MESSAGE.pack(ORDER, len(data))], [rights], socket.MSG_NOSIGNAL)
+            self._door.sendall(data, socket.MSG_NOSIGNAL)
         except OSError as error:
             raise _Gone(f"has ended ({error})") from error
 
@@ -168,6 +176,23 @@ class _Process:
         """Wait until the process has ended: it must not write any more when the thread does."""
         # Without a listener it ends. A signal could meet another process that has its number now, if the
         # program has taken its status.
+        with contextlib.suppress(OSError):
+            # Also where a process that the program forks at this moment has the door as well.
+            self._door.shutdown(socket.SHUT_RDWR)
         self._door.close()
         with contextlib.suppress(OSError):
             os.waitpid(self._pid, 0)
+
+
+#: Both ends of what this process has open to others.
+_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Close them in a process that the program forked: neither side would see that the other has ended."""
+    for end in list(_ends):
+        end.close()
+    _ends.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -6,6 +6,7 @@ memory that a save under way still has.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -13,7 +14,7 @@ import threading
 import weakref
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -40,7 +41,7 @@ class Memory:
     def __init__(self, nbytes: int, is_shared: bool) -> None:
         self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.fd = -1
-        if is_shared:
+        if is_shared and nbytes:
             try:
                 self._map()
             except (OSError, AttributeError, ValueError) as error:
@@ -48,25 +49,54 @@ class Memory:
                 warn_once(logger, f"{text} ({error}): a thread writes saves in the background", about=text)
         if self.fd < 0:
             self.tensor = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
-            self.view = memoryview(self.tensor.numpy()).cast("B")  # type: ignore[arg-type]
+        self.view = memoryview(self.tensor.numpy()).cast("B")  # type: ignore[arg-type]
 
     def _map(self) -> None:
         fd = os.memfd_create("torch_dcp_backport")
         try:
             # Room that is missing is an error here; at the first write it would kill the process.
             os.posix_fallocate(fd, 0, self.nbytes)
-            mapped = mmap.mmap(fd, self.nbytes)
-            # A process that the program forks would keep the memory.
-            mapped.madvise(mmap.MADV_DONTFORK)
+            mapped, self._unmap = _mapped(fd, self.nbytes)
             self.tensor = torch.frombuffer(mapped, dtype=torch.uint8)
         except BaseException:
             os.close(fd)
             raise
-        self.view = memoryview(mapped)
         self.fd = fd
         #: Closes the descriptor, once.
-        self.close = weakref.finalize(self, os.close, fd)
+        self._close = weakref.finalize(self, os.close, fd)
         _shared.add(self)
+
+    def give_up(self) -> None:
+        """Leave shared memory to the program that this process was forked from."""
+        # It is not mapped here, and something else may be in its place.
+        self._unmap.detach()
+        self._close()
+
+
+def _mapped(fd: int, nbytes: int) -> tuple[Any, weakref.finalize[Any, Any]]:
+    """Map a file, not for forked processes; return a buffer, and what unmaps it when it is gone.
+
+    `mmap.mmap` would keep a descriptor of its own, which a forked process could not close, and would unmap
+    there whatever has come to the same place.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    at = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if at in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    buffer = (ctypes.c_ubyte * nbytes).from_address(at)
+    unmap = weakref.finalize(buffer, libc.munmap, at, nbytes)
+    # A thread may still write at the end of the program.
+    unmap.atexit = False  # type: ignore[misc]
+    if libc.madvise(at, nbytes, mmap.MADV_DONTFORK):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return buffer, unmap
 
 
 class Staged(NamedTuple):
@@ -172,9 +202,9 @@ def _after_fork() -> None:
     """Give up, in a process that the program forked, what belongs to the program."""
     global _lock
     _lock = threading.Lock()
-    _kept.clear()
     for memory in list(_shared):
-        memory.close()
+        memory.give_up()
+    _kept.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
