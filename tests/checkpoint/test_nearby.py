@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pool import on_ranks
 from torch import nn
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint import NearbyCheckpoints
 from torch_dcp_backport.checkpoint._src import nearby
 from torch_dcp_backport.checkpoint._src.node_folder import Contents, Part
@@ -527,15 +528,21 @@ def test_two_copies_outlive_two_nodes(api: Any, tmp_path: Path) -> None:
 
 @on_ranks()
 def test_connections_are_opened_without_waiting_for_each_other(api: Any, tmp_path: Path) -> None:
-    # A wait in torch's store keeps this process's other threads out of it: here each end waits as a source
-    # before it would offer its other end as a target.
+    # A wait in a TCPStore, which torchrun makes, keeps this process's other threads out of it: here each end
+    # waits as a source before it would offer its other end as a target.
     class TargetsComeLate(nearby.Link):
         def __init__(self, name: str, source: int, target: int, seconds: float) -> None:
             if target == dist.get_rank():
                 time.sleep(0.3)
             super().__init__(name, source, target, seconds)
 
+    is_first = dist.get_rank() == 0
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True) if is_first else None
+    port: list[Any] = [store.port if store else None]
+    dist.broadcast_object_list(port, src=0)
+    store = store or dist.TCPStore("127.0.0.1", port[0])
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "default_store", lambda: store)
         patch.setattr(nearby, "Link", TargetsComeLate)
         assert on_nodes(tmp_path, timeout=5.0).save({"weight": torch.ones(2)}, 1)
 
