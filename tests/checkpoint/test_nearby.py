@@ -308,6 +308,13 @@ def test_what_one_rank_does_wrong_is_told_on_all(api: Any, tmp_path: Path, optio
 
 
 @on_ranks()
+def test_an_outcome_that_ranks_do_not_share_is_an_error_on_all(api: Any, tmp_path: Path) -> None:
+    tier = on_nodes(tmp_path, on_failure="warn" if dist.get_rank() else "raise")
+    with pytest.raises(CheckpointingException, match="on_failure"):
+        tier.save({"weight": torch.ones(2)}, 1)
+
+
+@on_ranks()
 def test_two_nodes_with_one_folder_are_refused(api: Any, tmp_path: Path) -> None:
     tier = NearbyCheckpoints(tmp_path / "shared", run="a", ranks_per_node=2)
     text = refused(tier.save, {"w": torch.ones(2)}, 1)

@@ -202,6 +202,8 @@ class NearbyCheckpoints:
         self._here = NodeFolder(self.folder, run)
         #: Node -> its ranks, by their places in the group; empty before the first call.
         self._nodes: Mapping[str, Sequence[int]] = {}
+        #: Whether all ranks have the same options.
+        self._is_configured = False
         #: Connections to other ranks, kept from call to call.
         self._links: dict[tuple[int, int], Link] = {}
         #: The last save, while its copies are not whole.
@@ -235,7 +237,8 @@ class NearbyCheckpoints:
                     self._close_links()
                     raise
         except CheckpointingException as error:
-            if self.on_failure == "raise" or not error.is_agreed:
+            # Ranks that differ in on_failure would differ in the outcome.
+            if self.on_failure == "raise" or not error.is_agreed or not self._is_configured:
                 raise
             logger.error("the training goes on without it: %s", error)
             return False
@@ -304,6 +307,7 @@ class NearbyCheckpoints:
             if meeting.decides:
                 meeting.answer(nodes_of(list(meeting.heard.values())))
         nodes: Mapping[str, Sequence[int]] = meeting.result
+        self._is_configured = True
         if len(nodes) == 1 and call.is_first and self.replicas:
             warn_once(
                 logger,
@@ -409,8 +413,9 @@ class NearbyCheckpoints:
         Args:
             leading: the folder, on the rank that removes from it.
         """
-        for save in self._given_up if leading is not None else ():
-            told(leading.give_up(save))
+        if leading is not None:
+            for save in self._given_up:
+                told(leading.give_up(save))
         self._incomplete = "" if self._incomplete in self._given_up else self._incomplete
         self._given_up = set()
 
