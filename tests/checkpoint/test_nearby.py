@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from pool import on_ranks
 from torch import nn
 
+from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint import NearbyCheckpoints
 from torch_dcp_backport.checkpoint._src import nearby
 from torch_dcp_backport.checkpoint._src.node_folder import Contents, Part
@@ -306,6 +308,13 @@ def test_what_one_rank_does_wrong_is_told_on_all(api: Any, tmp_path: Path, optio
 
 
 @on_ranks()
+def test_an_outcome_that_ranks_do_not_share_is_an_error_on_all(api: Any, tmp_path: Path) -> None:
+    tier = on_nodes(tmp_path, on_failure="warn" if dist.get_rank() else "raise")
+    with pytest.raises(CheckpointingException, match="on_failure"):
+        tier.save({"weight": torch.ones(2)}, 1)
+
+
+@on_ranks()
 def test_two_nodes_with_one_folder_are_refused(api: Any, tmp_path: Path) -> None:
     tier = NearbyCheckpoints(tmp_path / "shared", run="a", ranks_per_node=2)
     text = refused(tier.save, {"w": torch.ones(2)}, 1)
@@ -525,6 +534,27 @@ def test_two_copies_outlive_two_nodes(api: Any, tmp_path: Path) -> None:
 
 
 @on_ranks()
+def test_connections_are_opened_without_waiting_for_each_other(api: Any, tmp_path: Path) -> None:
+    # A wait in a TCPStore, which torchrun makes, keeps this process's other threads out of it: here each end
+    # waits as a source before it would offer its other end as a target.
+    class TargetsComeLate(nearby.Link):
+        def __init__(self, name: str, source: int, target: int, seconds: float) -> None:
+            if target == dist.get_rank():
+                time.sleep(0.3)
+            super().__init__(name, source, target, seconds)
+
+    is_first = dist.get_rank() == 0
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True) if is_first else None
+    port: list[Any] = [store.port if store else None]
+    dist.broadcast_object_list(port, src=0)
+    store = store or dist.TCPStore("127.0.0.1", port[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "default_store", lambda: store)
+        patch.setattr(nearby, "Link", TargetsComeLate)
+        assert on_nodes(tmp_path, timeout=5.0).save({"weight": torch.ones(2)}, 1)
+
+
+@on_ranks()
 def test_one_node_saves_without_copies_and_says_so_once(api: Any, tmp_path: Path) -> None:
     from torch_dcp_backport.transfer._src import once as said
 
@@ -701,6 +731,21 @@ def test_a_peer_is_on_another_node() -> None:
     assert nearby.peers(NODES, 1) == [(0, 2), (1, 2), (2, 0)]
     assert nearby.peers({"a": [0, 1]}, 1) == []
     assert nearby.peers({"a": [0], "b": [1], "c": [2]}, 2) == [(0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("nodes", [2, 3, 8, 101])
+def test_a_rank_waits_for_few_others_until_its_connections_are_open(nodes: int, replicas: int) -> None:
+    wanted = [
+        nearby.Copied(source, target, source)
+        for source, target in nearby.peers({str(node): [node] for node in range(nodes)}, replicas)
+    ]
+    opened: dict[int, int] = {}
+    for copy in nearby.in_turns(wanted):
+        turn = 1 + max(opened.get(copy.source, 0), opened.get(copy.target, 0))
+        opened[copy.source] = opened[copy.target] = turn
+    assert set(nearby.in_turns(wanted)) == set(wanted)
+    assert max(opened.values(), default=0) <= 4 * replicas - 1
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import secrets
 import socket
@@ -201,6 +202,8 @@ class NearbyCheckpoints:
         self._here = NodeFolder(self.folder, run)
         #: Node -> its ranks, by their places in the group; empty before the first call.
         self._nodes: Mapping[str, Sequence[int]] = {}
+        #: Whether all ranks have the same options.
+        self._is_configured = False
         #: Connections to other ranks, kept from call to call.
         self._links: dict[tuple[int, int], Link] = {}
         #: The last save, while its copies are not whole.
@@ -234,7 +237,8 @@ class NearbyCheckpoints:
                     self._close_links()
                     raise
         except CheckpointingException as error:
-            if self.on_failure == "raise" or not error.is_agreed:
+            # Ranks that differ in on_failure would differ in the outcome.
+            if self.on_failure == "raise" or not error.is_agreed or not self._is_configured:
                 raise
             logger.error("the training goes on without it: %s", error)
             return False
@@ -303,6 +307,7 @@ class NearbyCheckpoints:
             if meeting.decides:
                 meeting.answer(nodes_of(list(meeting.heard.values())))
         nodes: Mapping[str, Sequence[int]] = meeting.result
+        self._is_configured = True
         if len(nodes) == 1 and call.is_first and self.replicas:
             warn_once(
                 logger,
@@ -473,11 +478,17 @@ class NearbyCheckpoints:
             name: of the connections that are not open yet; the same on every rank.
         """
         own, failed = position(call), dict[Copied, Exception]()
+        # One after the other: a rank that waits for one end in the store could not offer another meanwhile.
+        for copy in in_turns(wanted):
+            if own in (copy.source, copy.target):
+                try:
+                    self._connect(call, copy, name)
+                except Exception as error:
+                    failed[copy] = error
 
         def make(copy: Copied) -> None:
-            place = self._here.place_of(copy.owner, save)
+            place, link = self._here.place_of(copy.owner, save), self._links[ends_of(call, copy)]
             try:
-                link = self._link(call, copy, name)
                 if copy.source == own:
                     copies.give(link, place, block, Meter("copy", settings.progress()))
                 else:
@@ -485,18 +496,17 @@ class NearbyCheckpoints:
             except Exception as error:
                 failed[copy] = error
 
-        mine = [copy for copy in wanted if own in (copy.source, copy.target)]
+        mine = [copy for copy in wanted if own in (copy.source, copy.target) and copy not in failed]
         if mine:
             # No thread sees the process group: each has a connection of its own.
             with ThreadPoolExecutor(len(mine)) as pool:
                 list(pool.map(make, mine))
         return failed
 
-    def _link(self, call: Call, copy: Copied, name: str) -> Link:
-        ends = call.ranks[copy.source], call.ranks[copy.target]
+    def _connect(self, call: Call, copy: Copied, name: str) -> None:
+        ends = ends_of(call, copy)
         if ends not in self._links:
             self._links[ends] = Link(name, *ends, self.timeout)
-        return self._links[ends]
 
     def _close_links(self) -> None:
         for link in self._links.values():
@@ -651,6 +661,26 @@ def peers(nodes: Mapping[str, Sequence[int]], replicas: int) -> list[tuple[int, 
         for following in [order[(number + shift) % len(order)]]
         for place, rank in enumerate(ranks)
     ]
+
+
+def in_turns(wanted: Sequence[Copied]) -> list[Copied]:
+    """Return copies in the order in which all ranks open their connections, one at a time.
+
+    In each turn a rank has one at most, so that no rank waits for a long row of others.
+    """
+    busy, turns = dict[int, set[int]](), dict[Copied, int]()
+    for copy in wanted:
+        taken = busy.setdefault(copy.source, set()), busy.setdefault(copy.target, set())
+        turn = next(turn for turn in itertools.count() if not any(turn in others for others in taken))
+        for others in taken:
+            others.add(turn)
+        turns[copy] = turn
+    return sorted(wanted, key=lambda copy: turns[copy])
+
+
+def ends_of(call: Call, copy: Copied) -> tuple[int, int]:
+    """Return the global ranks of the source and the target."""
+    return call.ranks[copy.source], call.ranks[copy.target]
 
 
 def home_of(nodes: Mapping[str, Sequence[int]], rank: int) -> str:
