@@ -15,10 +15,11 @@ import torch.distributed as dist
 from decoders import inner, read_folder
 from family_models import FAMILIES, SIZES, Rank, config_of, held, stage_module, stage_of, tensors_of, write
 
-from torch_dcp_backport import megatron
+from torch_dcp_backport import hf, megatron
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, load_tensors_metadata, verify
 from torch_dcp_backport.megatron._src.shape import misfits, shape_of
 from torch_dcp_backport.megatron.convert import convert
+from torch_dcp_backport.transfer import Box
 from torch_dcp_backport.transfer._src import once
 
 pytest.importorskip("transformers")
@@ -48,6 +49,33 @@ def there_and_back(
         differ[grid] = [key for key, value in wanted.items() if not torch.equal(got[key], value)]
         api.save_hf(module, f"{folder}-{grid}", like=folder, **said)
     return differ
+
+
+class Asked(hf.Folder):
+    """A folder that remembers which boxes were asked for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked: list[tuple[str, Box]] = []
+
+    def part(self, key: str, box: Box) -> torch.Tensor:
+        self.asked.append((key, box))
+        return super().part(key, box)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_vl_moe_text"])
+def test_of_a_tensor_of_all_experts_only_an_experts_part_is_asked_for(tmp_path: Path, name: str) -> None:
+    tensors = tensors_of(name)
+    write(name, tmp_path, tensors)
+    layers, rank = list(range(4)), Rank(0, 1, 0, 1)
+    wanted = stage_of(name, tensors, rank, layers, False)
+    module, source = stage_module(wanted, layers), Asked(tmp_path)
+    megatron.load_hf(module, source, parallel=megatron.Parallel(*rank))
+    got = held(module)
+    assert all(torch.equal(got[key], value) for key, value in wanted.items())
+    packed = [box.size[0] for key, box in source.asked if "experts.gate_up_proj" in key]
+    assert packed
+    assert set(packed) == {1}
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3_vl_moe_text"])
