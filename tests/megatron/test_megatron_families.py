@@ -8,6 +8,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from family_models import FAMILIES, SIZES, Rank, config_of, held, stage_module, 
 
 from torch_dcp_backport import hf, megatron
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, load_tensors_metadata, verify
+from torch_dcp_backport.hf._src import filling
 from torch_dcp_backport.megatron._src.shape import misfits, shape_of
 from torch_dcp_backport.megatron.convert import convert
-from torch_dcp_backport.transfer import Box
+from torch_dcp_backport.transfer import Box, last_report
 from torch_dcp_backport.transfer._src import once
 
 pytest.importorskip("transformers")
@@ -289,6 +291,26 @@ def fills(api: Any, folder: str, tensors: dict[str, torch.Tensor]) -> list[str]:
         got = held(module)
         wrong += [f"{files}: {key}" for key, value in wanted.items() if not torch.equal(got[key], value)]
     return wrong
+
+
+def staged(api: Any, folder: str, tensors: dict[str, torch.Tensor], most: int) -> tuple[str, int]:
+    """(what the last transfer was, the bytes of its buffers), of a load through the first rank."""
+    rank = Rank(dist.get_rank() % 2, 2, dist.get_rank() // 2, 2)
+    module = stage_module(stage_of("mixtral", tensors, rank, [0, 1, 2, 3], False), [0, 1, 2, 3])
+    with mock.patch.object(filling, "STAGING_BYTES", most):
+        api.load_hf(module, folder, parallel=api.Parallel(*rank), files="rank0")
+    report = last_report()
+    assert report is not None
+    return report.operation, report.staging_bytes
+
+
+def test_a_load_through_the_first_rank_has_small_buffers_on_every_rank(ranks, tmp_path: Path) -> None:
+    tensors = tensors_of("mixtral")
+    write("mixtral", tmp_path / "hf", tensors)
+    assert filling.STAGING_BYTES == 8 * 2**20
+    for operation, nbytes in ranks(staged, str(tmp_path / "hf"), tensors, 2**10):
+        assert operation == "fill"
+        assert 0 < nbytes <= 2**10
 
 
 def test_blocks_in_fp8_are_dequantised_as_they_are_read(ranks, tmp_path: Path) -> None:
