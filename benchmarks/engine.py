@@ -2,6 +2,7 @@
 
     python3 tools/lanes.py run current -- python benchmarks/engine.py
     python3 tools/lanes.py run current -- python benchmarks/engine.py --parts rows long
+    python3 tools/lanes.py run current -- python benchmarks/engine.py --parts experts
 
 On the shape of Qwen2.5-0.5B (942 MiB in bfloat16; `--layers` makes it smaller), 4 ranks, gloo. Ways take
 turns; the best is shown. Memory is private memory above that before the call, of the worst rank; CPU is
@@ -288,6 +289,88 @@ def long_rows(folder: str) -> dict[str, Callable[[], Any]]:
     }
 
 
+class ZeroTerm:
+    """The work of a step that is there only because tokens choose experts: its seconds, calls and zeros."""
+
+    def __init__(self) -> None:
+        from torch_dcp_backport.engine._src import reach
+
+        self.clear()
+        reduce_all, complete, drop = reach.Reduction.__call__, reach.complete, reach.drop_unreached
+
+        def reduced(reduction: Any, *unused: Any) -> None:
+            began, before = time.perf_counter(), self.beside
+            reduce_all(reduction, *unused)
+            # FSDP2's own part is taken off: `fsdp2` below.
+            self.seconds += time.perf_counter() - began - (self.beside - before)
+
+        def completed(params: Any) -> None:
+            params = list(params)
+            missing = [param._unsharded_param for param in params if not reach.has_gradient(param)]
+            self.zeros += len(missing)
+            self.nbytes += sum(param.nbytes for param in missing)
+            complete(params)
+
+        def dropped(params: Any) -> int:
+            began = time.perf_counter()
+            number = drop(params)
+            self.seconds += time.perf_counter() - began
+            return number
+
+        changed: Any = reach
+        changed.Reduction.__call__, changed.complete, changed.drop_unreached = reduced, completed, dropped
+
+    def clear(self) -> None:
+        self.seconds, self.beside, self.zeros, self.nbytes = 0.0, 0.0, 0, 0
+
+    def watch(self, model: Any) -> None:
+        """Take the time of FSDP2's own reductions."""
+        from torch_dcp_backport.engine._src import reach
+
+        for reduction in reach.reductions(model):
+            reduction.reduce_present = functools.partial(self.fsdp2, reduction.reduce_present)
+
+    def fsdp2(self, way: Callable[..., None], *arguments: Any) -> None:
+        began = time.perf_counter()
+        way(*arguments)
+        self.beside += time.perf_counter() - began
+
+
+def experts(folder: str) -> dict[str, Callable[[], Any]]:
+    """Steps of a sparse model, 4 layers of 64 experts of which a token takes 4, and the zero term in them."""
+    import torch
+    import torch.distributed as dist
+    import transformers
+
+    from torch_dcp_backport import engine
+
+    sparse = f"{folder}-sparse"
+    if dist.get_rank() == 0:
+        config = transformers.Qwen3MoeConfig(
+            vocab_size=512, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, head_dim=32,
+            num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, num_experts=64,
+            num_experts_per_tok=4, architectures=["Qwen3MoeForCausalLM"],
+        )  # fmt: skip
+        transformers.AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32).save_pretrained(
+            sparse
+        )
+    dist.barrier()
+    term = ZeroTerm()
+    made = trainer(sparse, max_token_len_per_gpu=2**20)
+    term.watch(made.module)
+    torch.manual_seed(dist.get_rank())
+    batches = {"2,048 tokens": rows_of([256] * 8), "64 tokens": rows_of([64]), "8 tokens": rows_of([8])}
+
+    def stepped(rows: dict[str, Any]) -> tuple[float, ...]:
+        term.clear()
+        began = time.perf_counter()
+        made.train_batch(rows, engine.sft_loss)
+        share = term.seconds / (time.perf_counter() - began)
+        return term.seconds * 1e3, share * 100, term.zeros, term.nbytes / 2**20
+
+    return {f"experts: {name} a rank": functools.partial(stepped, rows) for name, rows in batches.items()}
+
+
 PARTS = {
     "export": exports,
     "small": small_exports,
@@ -295,6 +378,7 @@ PARTS = {
     "step": steps,
     "rows": unequal_rows,
     "long": long_rows,
+    "experts": experts,
 }
 
 
@@ -310,6 +394,7 @@ def run_rank(rank: int, world: int, folder: str, args: argparse.Namespace, resul
     )
     found: dict[str, list[tuple[float, float, int]]] = {}
     counts: dict[str, tuple[int, int]] = {}
+    zero_terms: dict[str, list[tuple[float, ...]]] = {}
     for part in args.parts:
         ways = PARTS[part](folder)
         is_step = part == "step"
@@ -324,14 +409,16 @@ def run_rank(rank: int, world: int, folder: str, args: argparse.Namespace, resul
                 cpu = time.process_time()
                 with contextlib.nullcontext() if is_step else Meter() as meter:
                     began = time.perf_counter()
-                    way()
+                    said = way()
                     cpu = time.process_time() - cpu
                     dist.barrier()
                     seconds = time.perf_counter() - began
                 found.setdefault(name, []).append((seconds, cpu, meter.peak if meter else 0))
+                if part == "experts":
+                    zero_terms.setdefault(name, []).append(said)
         del ways
         settled()
-    results.put((rank, (found, counts)))
+    results.put((rank, (found, counts, zero_terms)))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -369,12 +456,16 @@ def main() -> None:
             [max(turn) for turn in zip(*([t[place] for t in r] for r in by_rank))] for place in (0, 1)
         )
         first, *others = (min(peak for *_, peak in turns) / 2**20 for turns in by_rank)
-        calls, messages = map(max, zip(*(counts[name] for _, counts in found.values())))
+        calls, messages = map(max, zip(*(counts[name] for _, counts, _ in found.values())))
         print(
             f"{name:38s} {min(seconds):7.3f} s (median {statistics.median(seconds):7.3f}, CPU "
             f"{statistics.median(cpus):7.4f})  {calls:4d} collectives {messages:4d} messages  peak "
             f" {first:5.0f} MiB rank 0, {max(others):5.0f} others"
         )
+        if name in found[0][2]:
+            columns = zip(*found[0][2][name])
+            said = "zero term {:.1f} ms, {:.1f} % of the step; {:.0f} zeros of {:.1f} MiB"
+            print(f"    rank 0, medians: {said.format(*map(statistics.median, columns))}")
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1))
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from test_state_dicts import CONFIG, MESHES, VALUES, bits, state_of
 
 from torch_dcp_backport import hf
-from torch_dcp_backport.hf import Share, spread_of
+from torch_dcp_backport.hf import Part, Share, spread_of
 from torch_dcp_backport.hf._src import sharing
 from torch_dcp_backport.hf._src.sharing import Deal
 from torch_dcp_backport.hf._src.writing import Files, Hand
-from torch_dcp_backport.transfer import Box, TensorInfo
+from torch_dcp_backport.transfer import Box, Call, TensorInfo, groups_of
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -70,6 +70,39 @@ def test_replicas_share_the_work_and_narrow_slices_travel() -> None:
     two = {"rows": tensors["rows"], "again": tensors["rows"]}
     deal = Deal(Share(two, {"rows": spreads["rows"], "again": spreads["rows"]}, {}), (0, 1, 2, 3))
     assert {rank: len(boxes) for rank, boxes in deal.boxes.items()} == {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+def in_turns(api: Any, folder: Path) -> tuple[int, list[int]]:
+    """(bytes that this rank wrote, tensors that travel) of columns in turns, as gpt-oss has gate and up."""
+    rank, wrote, write = dist.get_rank(), 0, os.pwrite
+    # Two experts of 4 x 512 x 2; a rank has half of the rows, of an expert.
+    expert, rows = divmod(rank, 2)
+    value = torch.arange(2 * 4 * 512 * 2, dtype=torch.float32).view(2, 4, 512, 2)
+    boxes = {
+        place: [Box((place // 2, 0, place % 2 * 256, turn), (1, 4, 256, 1)) for turn in (0, 1)]
+        for place in range(4)
+    }
+    # Gate above up, and transposed, as Megatron has them.
+    mine = value[expert, :, rows * 256 : rows * 256 + 256].permute(2, 1, 0).contiguous()
+    parts = [Part(box, part.t()[None, :, :, None]) for box, part in zip(boxes[rank], mine)]
+    info = TensorInfo(tuple(value.shape), value.dtype)
+    share = Share({"x": info}, {"x": spread_of(info.shape, boxes)}, {"x": parts})
+    target = hf.ExportTarget(folder, hf.Export(), {"config.json": b"{}"}, is_examined=True)
+
+    def watched(file: int, data: Any, offset: int) -> int:
+        nonlocal wrote
+        wrote += len(data) if offset else 0
+        return write(file, data, offset)
+
+    with mock.patch.object(os, "pwrite", watched), Call("cannot save", "collect", groups_of()) as call:
+        hf.export(call, call.agree(), share, target)
+    return wrote, list(Deal(share, (0, 1, 2, 3)).rest)
+
+
+def test_columns_in_turns_are_written_together_where_they_are_held(ranks, tmp_path: Path) -> None:
+    assert ranks(in_turns, tmp_path / "m") == [(4 * 512 * 4, [])] * 4
+    got = hf.Folder(tmp_path / "m").part("x", Box((0,) * 4, (2, 4, 512, 2)))
+    assert torch.equal(got.flatten(), torch.arange(got.numel(), dtype=torch.float32))
 
 
 def save(

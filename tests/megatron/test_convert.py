@@ -20,8 +20,11 @@ from torch_dcp_backport import hf, transfer
 from torch_dcp_backport.__main__ import main
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
     load_plain_tensors,
     load_tensors_metadata,
+    save,
     verify,
 )
 from torch_dcp_backport.megatron.convert import convert
@@ -400,6 +403,28 @@ def test_the_command_says_what_it_found_does_and_wrote(tmp_path, model, capsys):
     again = capsys.readouterr()
     assert again.out == ""
     assert "--overwrite replaces it" in again.err
+
+
+def test_what_becomes_of_an_optimizer_is_said_by_name(tmp_path, model, capsys):
+    convert(model, tmp_path / "ckpt")
+    moment = "optimizer.state.exp_avg.output_layer.weight"
+    state = {**load_plain_tensors(tmp_path / "ckpt"), moment: torch.ones(2)}
+    stored = {
+        key: ShardedTensor.from_rank_offsets(key, value)
+        for key, value in state.items()
+        if torch.is_tensor(value)
+    }
+    (tmp_path / "full").mkdir()
+    bucket = "optimizer.distributed.dp_group_idx_0.param_state"
+    save({**stored, "bucket": ShardedObject(bucket, {"exp_avg": 1}, (1,), (0,))}, tmp_path / "full")
+    plan = convert(tmp_path / "full", tmp_path / "back", like=str(model), dry_run=True)
+    assert set(plan.left) == {bucket, moment}
+    assert "has it for any TP, PP and EP" in plan.left[moment]
+    assert "only the TP x PP that wrote them" in plan.left[bucket]
+    arguments = ["convert", str(tmp_path / "full"), str(tmp_path / "back"), "--like", str(model), "--dry-run"]
+    assert main(arguments) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"left {bucket}: the distributed optimizer's buckets" in said
 
 
 def test_what_the_command_says_fits_a_terminal(tmp_path, capsys, monkeypatch):

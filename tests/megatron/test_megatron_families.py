@@ -8,6 +8,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from decoders import aligned, inner, read_folder
 from family_models import FAMILIES, SIZES, Rank, config_of, held, stage_module, stage_of, tensors_of, write
 from heard import heard
 
-from torch_dcp_backport import megatron
+from torch_dcp_backport import hf, megatron
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, load_tensors_metadata, verify
+from torch_dcp_backport.hf._src import filling
 from torch_dcp_backport.megatron._src.shape import misfits, shape_of
 from torch_dcp_backport.megatron.convert import convert
+from torch_dcp_backport.transfer import Box, last_report
 from torch_dcp_backport.transfer._src import once
 
 pytest.importorskip("transformers")
@@ -49,6 +52,33 @@ def there_and_back(
         differ[grid] = [key for key, value in wanted.items() if not torch.equal(got[key], value)]
         api.save_hf(module, f"{folder}-{grid}", like=folder, **said)
     return differ
+
+
+class Asked(hf.Folder):
+    """A folder that remembers which boxes were asked for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked: list[tuple[str, Box]] = []
+
+    def part(self, key: str, box: Box) -> torch.Tensor:
+        self.asked.append((key, box))
+        return super().part(key, box)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_vl_moe_text"])
+def test_of_a_tensor_of_all_experts_only_an_experts_part_is_asked_for(tmp_path: Path, name: str) -> None:
+    tensors = tensors_of(name)
+    write(name, tmp_path, tensors)
+    layers, rank = list(range(4)), Rank(0, 1, 0, 1)
+    wanted = stage_of(name, tensors, rank, layers, False)
+    module, source = stage_module(wanted, layers), Asked(tmp_path)
+    megatron.load_hf(module, source, parallel=megatron.Parallel(*rank))
+    got = held(module)
+    assert all(torch.equal(got[key], value) for key, value in wanted.items())
+    packed = [box.size[0] for key, box in source.asked if "experts.gate_up_proj" in key]
+    assert packed
+    assert set(packed) == {1}
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3_vl_moe_text"])
@@ -281,6 +311,26 @@ def fills(api: Any, folder: str, tensors: dict[str, torch.Tensor]) -> list[str]:
         got = held(module)
         wrong += [f"{files}: {key}" for key, value in wanted.items() if not torch.equal(got[key], value)]
     return wrong
+
+
+def staged(api: Any, folder: str, tensors: dict[str, torch.Tensor], most: int) -> tuple[str, int]:
+    """(what the last transfer was, the bytes of its buffers), of a load through the first rank."""
+    rank = Rank(dist.get_rank() % 2, 2, dist.get_rank() // 2, 2)
+    module = stage_module(stage_of("mixtral", tensors, rank, [0, 1, 2, 3], False), [0, 1, 2, 3])
+    with mock.patch.object(filling, "STAGING_BYTES", most):
+        api.load_hf(module, folder, parallel=api.Parallel(*rank), files="rank0")
+    report = last_report()
+    assert report is not None
+    return report.operation, report.staging_bytes
+
+
+def test_a_load_through_the_first_rank_has_small_buffers_on_every_rank(ranks, tmp_path: Path) -> None:
+    tensors = tensors_of("mixtral")
+    write("mixtral", tmp_path / "hf", tensors)
+    assert filling.STAGING_BYTES == 8 * 2**20
+    for operation, nbytes in ranks(staged, str(tmp_path / "hf"), tensors, 2**10):
+        assert operation == "fill"
+        assert 0 < nbytes <= 2**10
 
 
 def test_blocks_in_fp8_are_dequantised_as_they_are_read(ranks, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ from torch_dcp_backport.megatron._src.plan import (
 from torch_dcp_backport.megatron._src.shape import Shape, shape_of
 from torch_dcp_backport.megatron._src.stored import (
     EMBEDDING,
+    OPTIMIZER,
     OUTPUT,
     Naming,
     Slot,
@@ -79,6 +80,8 @@ from torch_dcp_backport.transfer import Box, Call, Memory, Problem, TensorInfo, 
 CANNOT_CONVERT = "cannot convert"
 #: Of Megatron-LM: below 2.0 it takes the rows of linear_qkv for those of another order.
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
+#: Keys of Megatron's distributed optimizer in its own buckets: their layout is that of a TP x PP.
+IN_BUCKETS = re.compile(r"(^|\.)optimizer\.distributed\.dp_group_idx_\d+\.")
 #: What stands at the top of a sharded checkpoint; hidden files of a file system are nobody's.
 OF_A_CHECKPOINT = re.compile(rf"\..*|metadata\.json|integrity\.json|common\.pt|.*\.distcp|{HUGGING_FACE}")
 
@@ -374,7 +377,9 @@ def _to_files(
     naming = naming_of(checkpoint.holds.tensors)
     everything = checkpoint.holds.tensors
     stored = {key: everything[key] for key in model_in(everything, naming, shape)}
-    left = dict.fromkeys(sorted(set(everything) - set(stored)), "not the model's, or a second name")
+    # An object is stored under its key and its place among those of the key.
+    beside = {key.partition("/shard_")[0] for key in checkpoint.holds.objects if IN_BUCKETS.search(key)}
+    left = {key: why_left(key) for key in sorted({*everything, *beside} - set(stored))}
     infos = {key: TensorInfo(entry.shape, entry.dtype) for key, entry in stored.items()}
     sources, held = _sources(call, shape, naming, infos)
     call.problems += not_whole(checkpoint, stored)
@@ -398,6 +403,18 @@ def _to_files(
         call.tally.meter.expect(lambda: result.nbytes)
         write_files(call, tensors, _reading(call, checkpoint, stored, sources, tensors), target)
     return result
+
+
+def why_left(key: str) -> str:
+    """Return why a thing of a checkpoint has no place in Hugging Face files."""
+    if IN_BUCKETS.search(key):
+        return (
+            "the distributed optimizer's buckets, which only the TP x PP that wrote them can read; load them "
+            "there, and save with the sharding type fully_sharded_model_space for another one"
+        )
+    if OPTIMIZER.search(key):
+        return "the optimizer's, which files have no place for; the checkpoint has it for any TP, PP and EP"
+    return "not the model's, or a second name"
 
 
 def _sources(

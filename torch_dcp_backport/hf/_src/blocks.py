@@ -67,6 +67,15 @@ class Share:
         part = next(part for part in self.parts[key] if intersection(part.box, box) == box)
         return part_of(part.into, part.box, box)
 
+    def views(self, key: str, box: Box) -> list[Part]:
+        """Return this rank's memory of a box that one of its blocks holds, or several together."""
+        found: dict[Box, Part] = {}
+        for block, into in self.parts[key]:
+            common = intersection(block, box)
+            if common is not None and common not in found:
+                found[common] = Part(common, part_of(into, block, common))
+        return list(found.values())
+
     def copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (to, from) for each block that this rank holds again: its memory, and that of the first."""
         for parts in self.parts.values():

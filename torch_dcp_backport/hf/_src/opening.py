@@ -17,7 +17,7 @@ import torch
 from torch_dcp_backport.hf._src import classes
 from torch_dcp_backport.hf._src.classes import Origin
 from torch_dcp_backport.hf._src.source import Source, copied_of, digest_of, source_of
-from torch_dcp_backport.transfer import Box, Problem, TensorInfo, intersection, part_of, whole
+from torch_dcp_backport.transfer import Box, Problem, TensorInfo, intersection, part_of
 
 #: Reads a box of a tensor of the files.
 Read = Callable[[str, Box], torch.Tensor]
@@ -116,10 +116,14 @@ class Viewed:
     def part(self, key: str, box: Box) -> torch.Tensor:
         if key not in self._shapes:
             return self.source.part(key, box)
-        shape = self._shapes[key]
-        # Of mapped files no byte is read for it.
-        every = self.source.part(key, whole(self.source.tensors[key].shape))
-        return part_of(every.reshape(shape), whole(shape), box)
+        shape, stored = self._shapes[key], self.source.tensors[key].shape
+        # Of the dimensions that both have, only what is asked for: a source may copy what it returns.
+        same = 0
+        while same < min(len(shape), len(stored)) and shape[same] == stored[same]:
+            same += 1
+        asked = Box(box.offset[:same] + (0,) * (len(stored) - same), box.size[:same] + stored[same:])
+        holds = Box(box.offset[:same] + (0,) * (len(shape) - same), box.size[:same] + shape[same:])
+        return part_of(self.source.part(key, asked).reshape(holds.size), holds, box)
 
     @property
     def copied(self) -> set[str]:

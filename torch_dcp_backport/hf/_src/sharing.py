@@ -6,7 +6,7 @@ Must never write a block that another rank writes, nor hold more than a small co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Optional
 
 from torch_dcp_backport.hf._src.blocks import Share
@@ -71,13 +71,21 @@ class Deal:
             every = dict.fromkeys(
                 box for _, boxes in share.spreads[key].by_rank for box in boxes if box.numel
             )
+            count = len(every)
+            for box, parts in joined(box for box in near if is_narrow(box, info)).items():
+                # Several with which it is a longer run of the file: gate and up, in turns.
+                if not is_narrow(box, info) and len({near[part] for part in parts}) == 1:
+                    self._give(key, box, near[parts[0]], box.numel * info.dtype.itemsize)
+                    for part in parts:
+                        del every[part]
             far = {box: None for box in every if box not in near or is_narrow(box, info)}
             for box in every:
                 if box not in far:
                     self._give(key, box, near[box], box.numel * info.dtype.itemsize)
             if far:
                 # Full rows are fewer writes than boxes that were cut out of them.
-                self.rest[key] = list(far) if len(far) < len(every) else [whole(info.shape)]
+                is_all = len(far) == len(every) == count
+                self.rest[key] = [whole(info.shape)] if is_all else list(far)
 
     def _give(self, key: str, box: Box, holders: tuple[int, ...], nbytes: int) -> None:
         """Assign a box to the holder that has least to write."""
@@ -89,6 +97,20 @@ class Deal:
     def turns(self) -> int:
         """The number of times that all ranks meet while they write."""
         return max(-(-nbytes // TURN_BYTES) for nbytes in self._nbytes.values())
+
+
+def joined(boxes: Iterable[Box]) -> dict[Box, list[Box]]:
+    """Return the boxes that boxes next to each other in the last dimension make up, with those of each."""
+    rows: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Box]] = {}
+    for box in boxes:
+        rows.setdefault((box.offset[:-1], box.size[:-1]), []).append(box)
+    found = {}
+    for (offset, size), row in rows.items():
+        row.sort(key=lambda box: box.offset[-1])
+        first, length = row[0].offset[-1], sum(box.size[-1] for box in row)
+        if row[-1].offset[-1] + row[-1].size[-1] == first + length:  # without a gap
+            found[Box((*offset, first), (*size, length))] = row
+    return found
 
 
 def is_narrow(box: Box, info: TensorInfo) -> bool:
@@ -119,7 +141,10 @@ def write_own(call: Call, files: Optional[Files], share: Share, deal: Deal) -> N
                 key = str(piece.key)
                 with call.guard(key):
                     assert files is not None, "it is a writer"
-                    files.write_box(key, piece.box, hand(share.view(key, piece.box), piece.dtype))
+                    parts = share.views(key, piece.box)
+                    is_one = len(parts) == 1
+                    data = hand(parts[0].into, piece.dtype) if is_one else hand.of_parts(piece, parts)
+                    files.write_box(key, piece.box, data)
                 call.tally.meter.add(piece.nbytes)
                 left -= piece.nbytes
                 if call.problems or left <= 0:

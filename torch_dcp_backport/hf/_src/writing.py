@@ -10,18 +10,20 @@ import ctypes
 import errno
 import functools
 import itertools
+import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import torch
 
 from torch_dcp_backport import compat
+from torch_dcp_backport.hf._src.blocks import Part
 from torch_dcp_backport.hf._src.format import FileEntry, make_header, nbytes_of
 from torch_dcp_backport.hf._src.source import SINGLE
-from torch_dcp_backport.transfer import Box, TensorInfo, as_bytes, is_dense
+from torch_dcp_backport.transfer import Box, Piece, TensorInfo, as_bytes, is_dense, part_of
 
 #: The same on all processes of a running kernel, in whichever container.
 BOOT = "/proc/sys/kernel/random/boot_id"
@@ -229,11 +231,20 @@ class Hand:
 
     def __call__(self, part: torch.Tensor, dtype: torch.dtype) -> memoryview:
         if not part.is_cpu or part.dtype != dtype or not is_dense(part):
-            if self._copy is None:
-                self._copy = compat.host_buffer(self._nbytes)
-            copy = self._copy[: part.numel() * dtype.itemsize].view(dtype).view(part.shape)
-            part = copy.copy_(part)
+            part = self._room(tuple(part.shape), dtype).copy_(part)
         return memoryview(as_bytes(part).numpy().data)
+
+    def of_parts(self, piece: Piece, parts: Sequence[Part]) -> memoryview:
+        """Return the bytes of a piece that several parts make up."""
+        data = self._room(piece.box.size, piece.dtype)
+        for box, part in parts:
+            part_of(data, piece.box, box).copy_(part)
+        return memoryview(as_bytes(data).numpy().data)
+
+    def _room(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if self._copy is None:
+            self._copy = compat.host_buffer(self._nbytes)
+        return self._copy[: math.prod(size) * dtype.itemsize].view(dtype).view(size)
 
 
 def reserve(file: int, size: int) -> None:

@@ -146,11 +146,12 @@ class Engine:
                 self.agreement.staging_bytes,
             )
         assert staging is not None, "there are buffers, or problems were raised"
+        # A call may move several times.
+        self.tally.staging_bytes = max(self.tally.staging_bytes, self.staging_bytes(common))
         return staging, common
 
     def allocate(self, budget: int) -> Staging:
-        nbytes = self.tally.staging_bytes = self.staging_bytes(budget)
-        return Staging(device_in(self.group, self.agreement.device), nbytes)
+        return Staging(device_in(self.group, self.agreement.device), self.staging_bytes(budget))
 
     def story(self) -> str:
         verb, pieces = self.doing

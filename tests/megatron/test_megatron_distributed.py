@@ -1,0 +1,186 @@
+"""Megatron's distributed optimizer goes to another TP, PP and DP through a checkpoint, bit for bit.
+
+The oracle is the same optimizer that made the same steps at the other cut. Gradients are the weights, so
+steps are element by element and the same at any cut.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from decoders import Decoder
+from gpt import gpt
+from pool import Pool
+
+pytest.importorskip("megatron.core")
+transformers = pytest.importorskip("transformers")
+
+OURS, MEGATRONS = "torch_dcp_backport.dist_checkpointing", "megatron.core.dist_checkpointing"
+#: The padding of a vocabulary depends on TP; 64 is padded by none of them.
+DENSE = Decoder("qwen2", vocab=64)
+SPARSE = Decoder("qwen3_moe", head_dim=6, vocab=64, experts=4, expert_rows=12)
+
+
+@pytest.fixture(scope="module")
+def optimizer_ranks():
+    pool = Pool(4, "torch_dcp_backport.megatron", timeout=60.0, limit=170.0)
+    yield pool.run
+    pool.close()
+
+
+def on_the_cpu(make: Any) -> Any:
+    """What `make` makes, where Megatron asks for tensors of CUDA alone."""
+    tensor, kind = torch.tensor, torch.Tensor.type
+
+    def anywhere(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor(*args, **{**kwargs, "device": "cpu"})
+
+    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = kind(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+
+    from megatron.core.optimizer import distrib_optimizer
+
+    kept = distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def with_step(self: Any, param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        # torch's Adam keeps its step beside the moments; Megatron's function is written for another one.
+        kept(self, param, {**tensors, "step": tensor(self.optimizer.param_groups[0]["step"])})
+
+    with (
+        mock.patch.object(
+            distrib_optimizer.DistributedOptimizer, "_set_main_param_and_optimizer_states", with_step
+        ),
+        mock.patch.object(torch, "tensor", anywhere),
+        mock.patch.object(torch.Tensor, "type", named),
+        # Of weights in fp8, which need TransformerEngine; there are none.
+        mock.patch.object(distrib_optimizer, "quantize_param_shard"),
+    ):
+        return make()
+
+
+def trained(api: Any, files: str, decoder: Decoder, cut: tuple[int, int, int], steps: int) -> Any:
+    """This rank's chunk and its distributed optimizer, after some steps."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    tp, pp, ep = cut
+    (model,) = gpt(decoder, tp, pp, dtype=torch.bfloat16, ep=ep)
+    api.load_hf(model, files)
+    wrapped = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model
+    )
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=0.1,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        clip_grad=0.0,
+    )
+    optimizer = on_the_cpu(lambda: get_megatron_optimizer(options, [wrapped]))
+    step(wrapped, optimizer, steps)
+    return wrapped, optimizer
+
+
+def step(model: Any, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        for param in model.parameters():
+            param.main_grad.copy_(param.detach())
+        on_the_cpu(optimizer.step)
+
+
+def state_of(model: Any, optimizer: Any, is_loading: bool, kind: str) -> dict[str, Any]:
+    sharded = model.module.sharded_state_dict()
+    return {
+        "model": sharded,
+        "optimizer": on_the_cpu(
+            lambda: optimizer.sharded_state_dict(sharded, is_loading=is_loading, sharding_type=kind)
+        ),
+    }
+
+
+def saves(api: Any, room: str, files: str, to: str, decoder: Decoder, cut: Any, kind: str) -> None:
+    model, optimizer = trained(api, files, decoder, cut, 2)
+    if dist.get_rank() == 0:
+        os.makedirs(to)
+    dist.barrier()
+    # Megatron's writes from processes of its own.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    importlib.import_module(room).save(state_of(model, optimizer, False, kind), to)
+
+
+def held(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    """All that this rank's part of the optimizer has, and the model's parameters."""
+    every = [param.detach() for param in model.parameters()]
+    for one in optimizer.chained_optimizers:
+        for group in one.optimizer.param_groups:
+            for param in group["params"]:
+                state = one.optimizer.state[param]
+                every += [param.detach(), state["exp_avg"], state["exp_avg_sq"]]
+    return [tensor.clone() for tensor in every]
+
+
+def differs(api: Any, room: str, files: str, folder: str, decoder: Decoder, cut: Any) -> tuple[int, int]:
+    """(Tensors of this rank, those that are others than of the optimizer that made all steps at this cut)."""
+    wanted = []
+    model, optimizer = trained(api, files, decoder, cut, 2)
+    wanted.append(held(model, optimizer))
+    step(model, optimizer, 1)
+    wanted.append(held(model, optimizer))
+    # Without TransformerEngine Megatron cannot load into an optimizer that has made no step.
+    model, optimizer = trained(api, files, decoder, cut, 1)
+    state = state_of(model, optimizer, True, "fully_sharded_model_space")
+    state = importlib.import_module(room).load(state, folder)
+    model.module.load_state_dict(state["model"])
+    on_the_cpu(lambda: optimizer.load_state_dict(state["optimizer"]))
+    for one in optimizer.chained_optimizers:
+        # Megatron gives all parameters one tensor as their step, which torch's Adam then counts up for each.
+        for kept in one.optimizer.state.values():
+            kept["step"] = kept["step"].clone()
+    got = [held(model, optimizer)]
+    step(model, optimizer, 1)
+    got.append(held(model, optimizer))
+    pairs = [pair for left, right in zip(got, wanted) for pair in zip(left, right)]
+    assert [len(left) for left in got] == [len(right) for right in wanted]
+    return len(pairs), sum(not torch.equal(left, right) for left, right in pairs)
+
+
+def files_of(decoder: Decoder, folder: Any) -> str:
+    torch.manual_seed(0)
+    made = transformers.AutoConfig.for_model(**{**decoder.config, "torch_dtype": "bfloat16"})
+    model = transformers.AutoModelForCausalLM.from_config(made).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "writer, reader, decoder, source, target",
+    [
+        (OURS, OURS, DENSE, (2, 1, 1), (1, 2, 1)),
+        (MEGATRONS, OURS, DENSE, (1, 2, 1), (2, 1, 1)),
+        (OURS, MEGATRONS, DENSE, (2, 2, 1), (2, 1, 1)),
+        (MEGATRONS, OURS, SPARSE, (1, 1, 2), (1, 1, 4)),
+    ],
+    ids=[
+        "tp 2 to pp 2",
+        "Megatron's, pp 2 to tp 2",
+        "to Megatron, tp 2 x pp 2 to tp 2",
+        "Megatron's, ep 2 to ep 4",
+    ],
+)
+def test_the_optimizer_is_the_one_of_the_other_cut(
+    optimizer_ranks, tmp_path, writer, reader, decoder, source, target
+):
+    files, to = files_of(decoder, tmp_path / "hf"), str(tmp_path / "ckpt")
+    optimizer_ranks(saves, writer, files, to, decoder, source, "fully_sharded_model_space")
+    for count, others in optimizer_ranks(differs, reader, files, to, decoder, target):
+        assert count > 20
+        assert others == 0
