@@ -270,6 +270,72 @@ def test_two_parts_with_elements_in_common(ranks: Any, tmp_path: Path) -> None:
     ranks(twice, tmp_path)
 
 
+def read_columns(room: Any, folder: Path, together: bool) -> tuple[int, str]:
+    """(bytes that this rank asked of files, the first values as text), for a quarter of each row."""
+    part = part_of(1)
+    room.load({"w": part}, folder, read_together=together)
+    start = part.global_offset[1]
+    assert torch.equal(part.data, values()[:, start : start + part.local_shape[1]])
+    return int(room.storage_report().nbytes), part.data.numpy().tobytes().hex()[:64]
+
+
+def test_load_reads_together_when_told_to(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_large, tmp_path)
+    nbytes = 4 * SHAPE[0] * SHAPE[1]
+    results = ranks(read_columns, tmp_path, True)
+    assert nbytes <= sum(read for read, _ in results) <= 1.02 * nbytes
+    assert [first for _, first in ranks(read_columns, tmp_path, False)] == [first for _, first in results]
+
+
+def loaded_both_ways(room: Any, folder: Path, seed: int, spread: int) -> list[str]:
+    found = []
+    for together in (True, False):
+        state = room.load(state_of(seed, spread, False), folder, read_together=together)
+        found += differences(state, seed, spread)
+    return found
+
+
+def test_read_together_has_the_values_of_each_rank_alone(ranks: Any, tmp_path: Path) -> None:
+    for seed in (1, 2):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        ranks(saved, folder, seed, world=4)
+        for spread in range(3):
+            assert ranks(loaded_both_ways, folder, seed, spread, world=3) == [[]] * 3
+
+
+def told_apart(room: Any, folder: Path) -> str:
+    part = part_of(None)
+    with pytest.raises(CheckpointingException) as caught:
+        room.load({"w": part}, folder, read_together=dist.get_rank() < 2)
+    assert not part.data.any()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_read_together_on_some_ranks_is_told_on_all(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_large, tmp_path)
+    (text,) = set(ranks(told_apart, tmp_path))
+    assert "do not have the same group" in text
+
+
+def told_no_bool(room: Any, folder: Path) -> str:
+    part = part_of(None)
+    told: Any = "no" if dist.get_rank() == 2 else True
+    with pytest.raises(CheckpointingException) as caught:
+        room.load({"w": part}, folder, read_together=told)
+    assert not part.data.any()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_read_together_is_a_bool(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_large, tmp_path)
+    (text,) = set(ranks(told_no_bool, tmp_path))
+    assert "rank 2" in text
+    assert "read_together='no': expected a bool, got a str" in text
+
+
 def test_another_format_is_refused() -> None:
     with pytest.raises(CheckpointingException, match=r"no such format: 'zarr' \(there is torch_dist alone\)"):
         get_default_save_sharded_strategy("zarr")
