@@ -386,6 +386,29 @@ def test_a_destination_that_fails_is_told_on_every_rank(ranks: Any, tmp_path: Pa
     assert "do not use what was being loaded" in text
 
 
+def empty_part() -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets("empty", torch.zeros(0), replica_id=dist.get_rank())
+
+
+def save_empty(room: Any, folder: Path) -> None:
+    room.save({"empty": empty_part()}, folder)
+
+
+def load_empty(room: Any, folder: Path, together: bool) -> str:
+    with pytest.raises(CheckpointingException) as caught:
+        room.load({"empty": empty_part()}, folder, read_together=together)
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_damaged_record_without_values_is_told_both_ways(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_empty, tmp_path)
+    (path,) = [path for path in tmp_path.glob("*.distcp") if path.stat().st_size]
+    path.write_bytes(bytes(path.stat().st_size))
+    (text,) = {text for together in (True, False) for text in ranks(load_empty, tmp_path, together)}
+    assert "ranks 0-3: damaged (empty: " in text
+
+
 def load_many_boxes(room: Any, folder: Path) -> int:
     """Bytes that this rank asked of files for the same 2,048 rows as all ranks."""
     part = part_of(None)

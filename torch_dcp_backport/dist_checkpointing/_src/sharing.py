@@ -196,13 +196,13 @@ def read_objects(
 def disjoint(wanted: Sequence[WantedBox]) -> tuple[dict[str, list[WantedBox]], list[WantedBox]]:
     """Return the wanted boxes by key, and those that this rank reads alone.
 
-    These overlap others of their key (a tensor under two names), or there are too many of them.
+    These overlap others of their key (a tensor under two names), have no elements, or are too many.
     """
     held: dict[str, list[WantedBox]] = {}
     doubles: list[WantedBox] = []
     counts = Counter(entry.row.key for entry in wanted)
     for entry in wanted:
-        if counts[entry.row.key] > MOST_BOXES:
+        if counts[entry.row.key] > MOST_BOXES or not entry.row.box.numel:
             doubles.append(entry)
             continue
         others = held.setdefault(entry.row.key, [])
