@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from damaging import flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import Pool, RankError
-from spreads import differences, state_of
+from spreads import differences, same, state_of
 
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
 from torch_dcp_backport.dist_checkpointing._src import sharing
@@ -27,7 +29,8 @@ from torch_dcp_backport.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from torch_dcp_backport.regression import meter
-from torch_dcp_backport.transfer import Box
+from torch_dcp_backport.transfer import Box, whole
+from torch_dcp_backport.transfer._src.settings import DEFAULT
 from torch_dcp_backport.transfer._src.spread import intersection
 
 MIB = 2**20
@@ -268,6 +271,230 @@ def twice(room: Any, folder: Path) -> None:
 def test_two_parts_with_elements_in_common(ranks: Any, tmp_path: Path) -> None:
     ranks(save_large, tmp_path)
     ranks(twice, tmp_path)
+
+
+def read_columns(room: Any, folder: Path, together: bool) -> tuple[int, float]:
+    """(bytes that this rank asked of files, peak above what was there), for a quarter of each row."""
+    part = part_of(1)
+    start = part.global_offset[1]
+    expected = values()[:, start : start + part.local_shape[1]]
+    room.load({"w": part}, folder, read_together=together)
+    part.data.zero_()
+    known = meter.forget_peak()
+    before = meter.resident()
+    room.load({"w": part}, folder, read_together=together)
+    peak = float(meter.peak_resident() - before) if known else 0.0
+    assert torch.equal(part.data, expected)
+    return int(room.storage_report().nbytes), peak
+
+
+def test_load_reads_together_when_told_to(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_large, tmp_path)
+    nbytes = 4 * SHAPE[0] * SHAPE[1]
+    results = ranks(read_columns, tmp_path, True)
+    assert nbytes <= sum(read for read, _ in results) <= 1.02 * nbytes
+    assert max(peak for _, peak in results) <= DEFAULT
+    assert sum(read for read, _ in ranks(read_columns, tmp_path, False)) > 3 * nbytes
+
+
+def some_tensors(seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    dtypes = [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn]
+    shapes = [(40, 24), (9, 7, 5), (3, 50), (), (64,)]
+    tensors = zip(dtypes, shapes)
+    return {str(dtype): torch.randint(0, 2, shape, generator=draw).to(dtype) for dtype, shape in tensors}
+
+
+def boxes_at_random(shape: tuple[int, ...], draw: random.Random) -> list[Box]:
+    """Boxes that may have elements in common, and some without any."""
+    spans = [[sorted(draw.choices(range(extent + 1), k=2)) for extent in shape] for _ in range(4)]
+    boxes = [Box(tuple(a for a, _ in span), tuple(b - a for a, b in span)) for span in spans]
+    return [*boxes[: draw.randint(0, 4)], *draw.sample([whole(shape)], draw.randint(0, 1))]
+
+
+def save_tensors(room: Any, folder: Path, seed: int) -> None:
+    tensors = some_tensors(seed).items()
+    room.save(
+        {key: ShardedTensor.from_rank_offsets(key, t, replica_id=dist.get_rank()) for key, t in tensors},
+        folder,
+    )
+
+
+def load_boxes(room: Any, folder: Path, seed: int) -> list[str]:
+    """What two loads together and one alone did not bring, of boxes that each rank has drawn."""
+    draw, wrong = random.Random(f"{seed} {dist.get_rank()}"), []
+    native = sharing.PORTION, sharing.WINDOW
+    sharing.PORTION, sharing.WINDOW = 256, 1024
+    try:
+        state: dict[str, list[ShardedTensor]] = {}
+        for key, tensor in some_tensors(seed).items():
+            shape = tuple(tensor.shape)
+            state[key] = [
+                ShardedTensor(key, None, tensor.dtype, box.size, shape, box.offset, None)
+                for box in boxes_at_random(shape, draw)
+            ]
+        for together in (True, True, False):
+            loaded = room.load(state, folder, validate_access_integrity=False, read_together=together)
+            for key, tensor in some_tensors(seed).items():
+                for got, part in zip(loaded[key], state[key]):
+                    box = Box(part.global_offset, part.local_shape)
+                    if not same(got, tensor[box.within(whole(tuple(tensor.shape)))]):
+                        wrong.append(f"{key} {box} {together}")
+    finally:
+        sharing.PORTION, sharing.WINDOW = native
+    return wrong
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_ranks_that_want_unlike_boxes(ranks: Any, tmp_path: Path, world: int) -> None:
+    for seed in range(3):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        ranks(save_tensors, folder, seed, world=4)
+        assert ranks(load_boxes, folder, seed, world=world) == [[]] * world
+
+
+class Failing(torch.Tensor):
+    """A destination with code of its own, which takes no values."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            raise ValueError("no values are taken")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def load_into_failing(room: Any, folder: Path) -> str:
+    native = sharing.PORTION, sharing.WINDOW
+    sharing.PORTION = sharing.WINDOW = 2**20  # many exchanges, of which none leaves a rank alone
+    part = part_of(None)
+    if dist.get_rank() == 2:
+        part = replace(part, data=part.data.as_subclass(Failing))
+    try:
+        with pytest.raises(CheckpointingException) as caught:
+            room.load({"w": part}, folder, read_together=True)
+    finally:
+        sharing.PORTION, sharing.WINDOW = native
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_destination_that_fails_is_told_on_every_rank(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_large, tmp_path)
+    (text,) = set(ranks(load_into_failing, tmp_path))
+    assert "rank 2: ValueError: no values are taken" in text
+    assert "do not use what was being loaded" in text
+
+
+def empty_part() -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets("empty", torch.zeros(0), replica_id=dist.get_rank())
+
+
+def save_empty(room: Any, folder: Path) -> None:
+    room.save({"empty": empty_part()}, folder)
+
+
+def load_empty(room: Any, folder: Path, together: bool) -> str:
+    with pytest.raises(CheckpointingException) as caught:
+        room.load({"empty": empty_part()}, folder, read_together=together)
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_damaged_record_without_values_is_told_both_ways(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_empty, tmp_path)
+    (path,) = [path for path in tmp_path.glob("*.distcp") if path.stat().st_size]
+    path.write_bytes(bytes(path.stat().st_size))
+    (text,) = {text for together in (True, False) for text in ranks(load_empty, tmp_path, together)}
+    assert "ranks 0-3: damaged (empty: " in text
+
+
+def load_many_boxes(room: Any, folder: Path) -> int:
+    """Bytes that this rank asked of files for the same 2,048 rows as all ranks."""
+    part = part_of(None)
+    rows = [
+        ShardedTensor(
+            "w",
+            part.data[row : row + 1],
+            torch.float32,
+            (1, SHAPE[1]),
+            SHAPE,
+            (row, 0),
+            None,
+            dist.get_rank(),
+        )
+        for row in range(SHAPE[0])
+    ]
+    room.load({"w": rows}, folder, validate_access_integrity=False, read_together=True)
+    assert torch.equal(part.data, values())
+    return int(room.storage_report().nbytes)
+
+
+def test_a_tensor_of_many_boxes_is_read_by_each_rank_alone(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_large, tmp_path)
+    assert min(ranks(load_many_boxes, tmp_path)) >= 4 * SHAPE[0] * SHAPE[1]
+
+
+@pytest.mark.parametrize("count", [sharing.MOST_BOXES, sharing.MOST_BOXES + 1])
+def test_the_most_boxes_of_a_common_plan(count: int) -> None:
+    shape, index = (4 * count,), Index()
+    index.tensors["w"] = Stored(torch.float32, shape, [Chunk(whole(shape), RecordPlace("f", 0, 1))])
+    boxes = [Box((4 * number,), (3,)) for number in range(count)]
+    half = count // 2
+    wants = {0: (("w", tuple(boxes)),), 1: (("w", tuple(boxes[half:])),)}
+    shares = sharing.shared_out(index, wants)
+    assert bool(shares.portions) == (count <= sharing.MOST_BOXES)
+    if not shares.portions:
+        assert [box for _, _, box in shares.alone[1]] == boxes[half:]
+
+
+def loaded_both_ways(room: Any, folder: Path, seed: int, spread: int) -> list[str]:
+    found = []
+    for together in (True, False):
+        state = room.load(state_of(seed, spread, False), folder, read_together=together)
+        found += differences(state, seed, spread)
+    return found
+
+
+def test_read_together_has_the_values_of_each_rank_alone(ranks: Any, tmp_path: Path) -> None:
+    for seed in (1, 2):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        ranks(saved, folder, seed, world=4)
+        for spread in range(3):
+            assert ranks(loaded_both_ways, folder, seed, spread, world=3) == [[]] * 3
+
+
+def told_apart(room: Any, folder: Path) -> str:
+    part = part_of(None)
+    with pytest.raises(CheckpointingException) as caught:
+        room.load({"w": part}, folder, read_together=dist.get_rank() < 2)
+    assert not part.data.any()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_read_together_on_some_ranks_is_told_on_all(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_large, tmp_path)
+    (text,) = set(ranks(told_apart, tmp_path))
+    assert "do not have the same group" in text
+
+
+def told_no_bool(room: Any, folder: Path) -> str:
+    part = part_of(None)
+    told: Any = "no" if dist.get_rank() == 2 else True
+    with pytest.raises(CheckpointingException) as caught:
+        room.load({"w": part}, folder, read_together=told)
+    assert not part.data.any()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_read_together_is_a_bool(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_large, tmp_path)
+    (text,) = set(ranks(told_no_bool, tmp_path))
+    assert "rank 2" in text
+    assert "read_together='no': expected a bool, got a str" in text
 
 
 def test_another_format_is_refused() -> None:

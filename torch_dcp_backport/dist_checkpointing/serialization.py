@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional, Union
 
+import torch.distributed as dist
+
 from torch_dcp_backport.dist_checkpointing._src import commit, report
 from torch_dcp_backport.dist_checkpointing._src import load as engine
 from torch_dcp_backport.dist_checkpointing._src.background import begin_save
@@ -221,6 +223,7 @@ def load(
     trust: bool = False,
     process_group: Group = None,
     verify_integrity: bool = False,
+    read_together: bool = False,
 ) -> Any:
     """Load the values that a sharded state dict describes, saved by any number of ranks. Collective.
 
@@ -242,6 +245,9 @@ def load(
         trust: make objects of any class, which runs what the file says.
         process_group: the ranks that load together; None is the default group.
         verify_integrity: compare every file with its SHA-256 before anything is loaded; the ranks share them.
+        read_together: let all ranks of `process_group` read together, as with a strategy from
+            `strategies.fully_parallel`; a group that such a strategy names is used in its place. The same on
+            every rank.
 
     Returns:
         The common state merged with the loaded values; with `return_*` (it, missing keys, unexpected keys).
@@ -267,9 +273,14 @@ def load(
 
     def make(_: Opened) -> ShardedStateDict:
         refuse_strategies(sharded_strategy, common_strategy, called="load")
+        if not isinstance(read_together, bool):
+            got = f"a {type(read_together).__name__}"
+            raise CheckpointingException(f"read_together={read_together!r}: expected a bool, got {got}")
         return sharded_state_dict
 
     shared_in = sharing_groups(sharded_strategy)
+    if read_together and not shared_in and dist.is_initialized():
+        shared_in = (process_group,)
     options = LoadOptions(
         validate_access_integrity, strict, trust, process_group, shared_in, verify_integrity
     )

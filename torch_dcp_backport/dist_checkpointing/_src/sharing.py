@@ -6,6 +6,7 @@ Collective over these ranks. Holds two windows of bytes beside the tensors that 
 from __future__ import annotations
 
 import functools
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional
 
@@ -40,6 +41,9 @@ from torch_dcp_backport.transfer import (
 WINDOW = 16 * 2**20
 #: A portion has at most about so many bytes.
 PORTION = 4 * 2**20
+#: A tensor of which the ranks want more boxes than this is read by each rank alone: the plan grows with the
+#: square of their number.
+MOST_BOXES = 128
 #: A portion begins in a window at a multiple of this, and so of every itemsize.
 ALIGNED = 16
 SHARING = Topic("sharing out what is read")
@@ -118,20 +122,23 @@ def read_shared(
     agreement = call.agree({}, Terms(device=kinds.pop() if len(kinds) == 1 else ""))
     failure: Optional[Exception] = None
 
-    def attempt(reads: Sequence[Read]) -> None:
+    def failed(error: Exception) -> None:
+        # The other ranks wait for what was read; they get this error when all was sent.
         nonlocal failure
+        failure = failure or error
+
+    def attempt(reads: Sequence[Read]) -> None:
         try:
             reader.read(reads)
         except Exception as error:
-            # The other ranks wait for what was read; they get this error when all was sent.
-            failure = failure or error
+            failed(error)
 
     attempt([*reads_of(index, doubles), *reads_alone(index, held, shares.alone[call.rank])])
     for window in windows:
         filled = views_of(index, window, call.rank, buffer)
         attempt([read for reads in filled.values() for read in reads])
         source, target = functools.partial(_filled, filled), functools.partial(_wanted, held)
-        send(call, agreement, index, window, Memories(source, target, DOUBTFUL))
+        send(call, agreement, index, window, Memories(source, target, DOUBTFUL, failed))
         reader.moved(sum(nbytes_received(index, portion, call.rank) for portion in window))
     result = read_objects(call, agreement, reader, index, records)
     return Shared(result.objects, failure or result.failure)
@@ -187,10 +194,17 @@ def read_objects(
 
 
 def disjoint(wanted: Sequence[WantedBox]) -> tuple[dict[str, list[WantedBox]], list[WantedBox]]:
-    """Return the wanted boxes by key, and those that overlap them: of a tensor under two names."""
+    """Return the wanted boxes by key, and those that this rank reads alone.
+
+    These overlap others of their key (a tensor under two names), have no elements, or are too many.
+    """
     held: dict[str, list[WantedBox]] = {}
     doubles: list[WantedBox] = []
+    counts = Counter(entry.row.key for entry in wanted)
     for entry in wanted:
+        if counts[entry.row.key] > MOST_BOXES or not entry.row.box.numel:
+            doubles.append(entry)
+            continue
         others = held.setdefault(entry.row.key, [])
         has_some = any(intersection(other.row.box, entry.row.box) for other in others)
         (doubles if has_some else others).append(entry)
@@ -202,8 +216,14 @@ def shared_out(index: Index, wants: Mapping[int, Wants]) -> Shares:
     alone: dict[int, list[tuple[str, Chunk, Box]]] = {rank: [] for rank in wants}
     load = dict.fromkeys(wants, 0)
     shared: list[tuple[str, Chunk, Box, list[tuple[int, Box]]]] = []
+    crowded = crowded_keys(wants)
     for key, chunk, parts in parts_by_chunk(index, wants):
         itemsize = index.tensors[key].dtype.itemsize
+        if key in crowded:
+            for rank, part in parts:
+                alone[rank].append((key, chunk, part))
+                load[rank] += part.numel * itemsize
+            continue
         for slab in slabs(chunk.box, parts):
             around = bounds(part for _, part in slab)
             is_dense = 2 * sum(part.numel for part in {part for _, part in slab}) >= around.numel
@@ -222,6 +242,16 @@ def shared_out(index: Index, wants: Mapping[int, Wants]) -> Shares:
         load[reader] += box.numel * index.tensors[key].dtype.itemsize
         portions.append(Portion(key, chunk, box, reader, tuple(inside)))
     return Shares(portions, alone)
+
+
+def crowded_keys(wants: Mapping[int, Wants]) -> set[str]:
+    """Return the keys of which the ranks want too many different boxes for a common plan."""
+    boxes: dict[str, set[Box]] = {}
+    # Replicas have the same wants.
+    for rows in {id(rows): rows for rows in wants.values()}.values():
+        for key, listed in rows:
+            boxes.setdefault(key, set()).update(listed)
+    return {key for key, distinct in boxes.items() if len(distinct) > MOST_BOXES}
 
 
 def parts_in(box: Box, parts: Sequence[tuple[int, Box]]) -> list[tuple[int, Box]]:
@@ -255,14 +285,17 @@ def slabs(chunk: Box, parts: Sequence[tuple[int, Box]]) -> Iterator[list[tuple[i
         yield list(parts)
         return
     edges = sorted({edge for _, part in parts for edge in (part.offset[dim], ends_of(part)[dim])})
+    later = deque(sorted(parts, key=lambda entry: entry[1].offset[dim]))
+    reaching: list[tuple[int, Box]] = []
     for start, stop in zip(edges, edges[1:]):
-        inside = [
-            (rank, part.tail(dim, start - part.offset[dim]).head(dim, stop - start))
-            for rank, part in parts
-            if part.offset[dim] <= start and stop <= ends_of(part)[dim]
-        ]
-        if inside:
-            yield inside
+        reaching = [(rank, part) for rank, part in reaching if part.offset[dim] + part.size[dim] > start]
+        while later and later[0][1].offset[dim] <= start:
+            reaching.append(later.popleft())
+        if reaching:
+            yield [
+                (rank, part.tail(dim, start - part.offset[dim]).head(dim, stop - start))
+                for rank, part in reaching
+            ]
 
 
 def ends_of(box: Box) -> tuple[int, ...]:

@@ -5,13 +5,14 @@ Knows routes and the call. For the rooms beside the shim; nothing in the shim im
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Optional
 
 import torch
 
 from torch_dcp_backport.transfer._src.call import Call
-from torch_dcp_backport.transfer._src.chunks import ALIGNMENT, Key, Piece
+from torch_dcp_backport.transfer._src.chunks import ALIGNMENT, Key, KeyedBox, Piece
 from torch_dcp_backport.transfer._src.errors import DOUBTFUL, spell_doing
 from torch_dcp_backport.transfer._src.exchange import Exchange, ExchangePlan, Route
 from torch_dcp_backport.transfer._src.layout import Box
@@ -29,6 +30,9 @@ class Memories(NamedTuple):
     target: Memory
     #: The state after an exchange that broke off, for its error; by default it names the written keys.
     left: str = ""
+    #: Is told of errors of this rank's copies, and all messages are still sent and awaited; the caller agrees
+    #: on them later. By default such an error ends this rank's exchange, and others wait for its messages.
+    failed: Optional[Callable[[Exception], object]] = None
 
 
 class Blocks(Exchange):
@@ -36,7 +40,7 @@ class Blocks(Exchange):
 
     def __init__(self, call: Call, agreement: Agreement, plan: ExchangePlan, memories: Memories) -> None:
         super().__init__(call, agreement, plan, {}, {})
-        self.source, self.target, self.left = memories
+        self.source, self.target, self.left, self.failed = memories
         self.after_failure = self.left or DOUBTFUL
 
     def story(self) -> str:
@@ -51,6 +55,21 @@ class Blocks(Exchange):
 
     def write(self, key: Key, box: Box) -> torch.Tensor:
         return self.target(str(key), box)
+
+    def unpack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        self.tried(lambda: super(Blocks, self).unpack(buffer, pieces))
+
+    def copy_own(self, boxes: Iterable[KeyedBox], nbytes: float = math.inf) -> None:
+        self.tried(lambda: super(Blocks, self).copy_own(boxes, nbytes))
+
+    def tried(self, copy: Callable[[], object]) -> None:
+        """Copy into targets, whose own code may fail: other ranks still wait for this one's messages."""
+        try:
+            copy()
+        except Exception as error:
+            if self.failed is None:
+                raise
+            self.failed(error)
 
     def filled(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """One dense piece, as long as its chunk, is sent as it lies in memory.
