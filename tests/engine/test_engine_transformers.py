@@ -134,6 +134,45 @@ def test_a_value_head_that_no_file_has_is_the_same_on_every_mesh(ranks, tmp_path
             torch.testing.assert_close(value, other[name], atol=1e-5, rtol=1e-5)
 
 
+def write_trl(folder: Path, *names: str) -> dict[str, torch.Tensor]:
+    """The files of a language model with a value head of trl's beside it."""
+    from safetensors.torch import load_file, save_file
+
+    write(folder)
+    draw = torch.Generator().manual_seed(1)
+    shapes = {"weight": (1, 16), "bias": (1,)}
+    head = {f"v_head.summary.{name}": torch.randn(shapes[name], generator=draw) for name in names}
+    save_file(
+        {**load_file(folder / "model.safetensors"), **head}, folder / "model.safetensors", {"format": "pt"}
+    )
+    return head
+
+
+def heads_of(api: Any, folder: Path) -> Any:
+    weights, _ = made(folder, "value_model").get_per_tensor_param(dtype=None)
+    return {name: value for name, value in weights if name.startswith("score.")}
+
+
+def fails(api: Any, folder: Path) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        made(folder, "value_model")
+    return str(caught.value)
+
+
+def test_a_value_head_of_trl_is_read(ranks, tmp_path: Path) -> None:
+    head = write_trl(tmp_path / "m", "weight", "bias")
+    for found in ranks(heads_of, tmp_path / "m"):
+        assert set(found) == {"score.weight", "score.bias"}
+        for name, value in found.items():
+            assert value.equal(head[name.replace("score.", "v_head.summary.")])
+
+
+def test_half_a_value_head_of_trl_is_an_error_on_every_rank(ranks, tmp_path: Path) -> None:
+    write_trl(tmp_path / "m", "weight")
+    for says in ranks(fails, tmp_path / "m"):
+        assert "the files have v_head.summary.weight; the model needs v_head.summary.bias, v_head" in says
+
+
 def test_buffers_are_computed_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
     """Not in that of config.json, in which sqrt(20) has three digits."""
     import transformers

@@ -7,6 +7,7 @@ import logging
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import families
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from torch_dcp_backport import hf
+from torch_dcp_backport.hf._src import classes
 from torch_dcp_backport.transfer._src import once
 from torch_dcp_backport.transfer._src.layout import whole
 
@@ -381,3 +383,37 @@ def test_what_stays_in_fp32_where_no_class_tells(tmp_path: Path) -> None:
         hf.save_state_dict(state, tmp_path / "m", like=like, how=how)
         found = hf.Folder(tmp_path / "m").tensors
         assert {key for key in found if found[key].dtype == torch.float32} == kept
+
+
+@pytest.mark.parametrize("name", ["experts", "a language model"])
+def test_packed_experts_are_said_to_be_of_transformers_5(tmp_path: Path, name: str, caplog: Any) -> None:
+    """transformers 4 would draw the experts at random."""
+    library = transformers()
+    once.forget()
+    model = families.made(name)
+    hf.save_state_dict(model.state_dict(), tmp_path / "m", like=model.config)
+    is_said = "no transformers before 5 opens this Qwen3MoeForCausalLM" in caplog.text
+    assert is_said == (name == "experts" and library.__version__ >= "5")
+    assert not is_said or "layers.0.mlp.experts.gate_up_proj" in caplog.text
+
+
+def test_a_conversion_that_save_pretrained_reverts_is_said(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, by a stand-in for transformers 5."""
+    transformers()
+    once.forget()
+    model = families.made("a language model")
+    key = "model.layers.0.mlp.up_proj.weight"
+
+    def revert(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        assert all(value.is_meta for value in state.values())
+        return {name.replace("up_proj.weight", "w3.weight"): value for name, value in state.items()}
+
+    by_4 = classes._by_4
+    monkeypatch.setattr(classes, "_core_of_5", lambda: SimpleNamespace(revert_weight_conversion=revert))
+    monkeypatch.setattr(classes, "_by_5", lambda model, files, held, core: by_4(model, files, held))
+    hf.save_state_dict(model.state_dict(), tmp_path / "m", like=model.config)
+    (said,) = [record.message for record in caplog.records if "transformers before 5" in record.message]
+    assert "no transformers before 5 opens this Qwen2ForCausalLM" in said
+    assert key in said

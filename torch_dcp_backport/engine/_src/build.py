@@ -424,6 +424,7 @@ def fill(
     *,
     fresh: Optional[Mapping[str, Draw]] = None,
     hf_name: Callable[[str], str] = str,
+    other_names: Optional[Mapping[str, str]] = None,
     seed: int = 0,
 ) -> Filled:
     """Fill a model's parameters and buffers from Hugging Face files, each rank its own slices. Collective.
@@ -435,6 +436,8 @@ def fill(
         folder: a folder with config.json and safetensors files, or an `hf.Source`.
         fresh: pattern of names that the files need not have -> function that draws the full tensor instead.
         hf_name: maps a name in the model to the name in the files.
+        other_names: name in the files -> the name that other programs save this tensor under. The files have
+            to have all of them that the model asks for, or none.
         seed: the seed of the drawn tensors, which are the same on every rank.
 
     Returns:
@@ -461,19 +464,45 @@ def fill(
     with Call(LOAD, "fill", groups_of()) as call:
         source = call.attempt(lambda: opened(folder, unwrap(), wanted))
         held = look(call, source, "auto").tensors
+        others = other_names or {}
+        if any(other in held for other in others.values()):
+            with call.guard():
+                _check_other_names(others, wanted, held)
+            call.settle()
+        else:
+            others = {}
+
+    def in_files(name: str) -> str:
+        return others.get(hf_name(name), hf_name(name))
+
     if draws:
         # The files need only a single name of a tied parameter.
         for names in names_by_parameter(model).values():
-            if any(hf_name(name) in held for name in names):
+            if any(in_files(name) in held for name in names):
                 draws = {name: draw for name, draw in draws.items() if name not in names}
-        draws = {name: draw for name, draw in draws.items() if hf_name(name) not in held}
-    state = {hf_name(name): tensor for name, tensor in tensors.items() if name not in draws}
+        draws = {name: draw for name, draw in draws.items() if in_files(name) not in held}
+    state = {in_files(name): tensor for name, tensor in tensors.items() if name not in draws}
     filled = load_state_dict(state, source.value)
     for name, draw in draws.items():
         # By name: layers alike must not begin alike.
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
         draw_into(tensors[name], draw, generator)
     return filled
+
+
+def _check_other_names(others: Mapping[str, str], wanted: Collection[str], held: Collection[str]) -> None:
+    """Check that files have all tensors under the names of another program, and none under both.
+
+    Raises:
+        ValueError: the files have a part of them, some that the model has not, or some twice.
+    """
+    asked = sorted(other for own, other in others.items() if own in wanted)
+    there = sorted(other for other in others.values() if other in held)
+    if asked != there:
+        raise ValueError(f"the files have {', '.join(there)}; the model needs {', '.join(asked) or 'none'}")
+    twice = sorted(own for own in others if own in held)
+    if twice:
+        raise ValueError(f"the files have both {', '.join(twice)} and {', '.join(there)}")
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

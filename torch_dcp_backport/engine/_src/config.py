@@ -244,12 +244,22 @@ class EngineConfig:
         return Limit(rows=setting_of("micro_batch_size_per_gpu"))
 
 
+#: Classes of torch.optim, in some releases -> why the engine does not take them.
+NOT_OFFERED = {
+    "Adafactor": "it averages over the rows and columns of whole matrices, and a rank has slices of them",
+    "Muon": "it orthogonalizes whole matrices, and a rank has slices of them",
+    "LBFGS": "its step computes the loss again, and the engine's steps do not",
+    "SparseAdam": "it takes sparse gradients only, and FSDP2 reduces dense ones",
+}
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer, a class of torch.optim, and its schedule.
 
     Args:
-        optimizer: the name of a class of torch.optim.
+        optimizer: the name of a class of torch.optim that computes each element by itself, such as "SGD" or
+            "AdamW"; not "Adafactor", "Muon", "LBFGS" or "SparseAdam".
         lr: the learning rate after the warm-up.
         betas: of an Adam, its two betas.
         weight_decay: the optimizer's weight decay.
@@ -290,9 +300,13 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.optimizer in NOT_OFFERED:
+            raise ValueError(
+                f"optimizer={self.optimizer!r} is not offered: {NOT_OFFERED[self.optimizer]}; {verl.INSTEAD}"
+            )
         kind = getattr(torch.optim, self.optimizer, None)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-            raise ValueError(f"optimizer={self.optimizer!r} is none of torch.optim")
+            raise ValueError(f"optimizer={self.optimizer!r} is none of torch.optim; {verl.INSTEAD}")
         if len(tuple(self.betas)) != 2:
             raise ValueError(f"betas={self.betas!r}: expected two numbers")
         below_one = number(0, below=1)

@@ -54,6 +54,8 @@ class FSDPEngine(BaseEngine):
     make_model = staticmethod(build.language_model)
     #: Parameters that the files need not have.
     fresh: Mapping[str, build.Draw] = {}
+    #: Name in the files -> the name that another program saves the tensor under.
+    other_names: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -192,7 +194,14 @@ class FSDPEngine(BaseEngine):
         kind = "cpu" if own.offload_policy else self.device
         build.materialize(model, compat.current_device(kind), buffers=compat.current_device(self.device))
         fresh = {**self.fresh, **lora.FRESH}
-        build.fill(model, asked.path, fresh=fresh, hf_name=lora.base_name, seed=own.seed)
+        build.fill(
+            model,
+            asked.path,
+            fresh=fresh,
+            hf_name=lora.base_name,
+            other_names=self.other_names,
+            seed=own.seed,
+        )
         if saved.value is not None:
             lora.fill(model, saved.value)
         return model
@@ -545,12 +554,19 @@ class FSDPEngineWithLMHead(FSDPEngine):
 class FSDPEngineWithValueHead(FSDPEngine):
     """An engine for value models: `values` of the tokens. The head is drawn where the files have none.
 
+    A head that trl has saved (`v_head.summary.weight` and `.bias`) is read; half of one is an error.
+
     It is used as `FSDPEngineWithLMHead` is.
     """
 
     make_model = staticmethod(build.value_model)
     #: No file of a language model has it.
     fresh: Mapping[str, build.Draw] = {"*score.weight": build.as_linear, "*score.bias": build.zeros}
+    #: As trl saves it.
+    other_names: Mapping[str, str] = {
+        "score.weight": "v_head.summary.weight",
+        "score.bias": "v_head.summary.bias",
+    }
 
     def prepare_model_outputs(
         self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor], data: Mapping[str, Any]

@@ -23,6 +23,10 @@ NO_VALUE = "needs it not"
 REFUSED = "refuses it"
 
 
+#: For optimizers that are not offered.
+INSTEAD = "take 'AdamW', and where its states are too large `optimizer_offload` or `offload_policy`"
+
+
 class Known(NamedTuple):
     """The treatment of a setting of verl's by the engine."""
 
@@ -33,6 +37,8 @@ class Known(NamedTuple):
     idle: Optional[tuple[Any, ...]] = (None, False)
     #: Of settings within settings: those that ask for something.
     inner: tuple[str, ...] = ()
+    #: Of a setting that is refused: what to do.
+    instead: str = ""
 
     def asked(self, name: str, value: Any) -> dict[str, Any]:
         """Return the settings that ask for something, by name."""
@@ -132,7 +138,9 @@ ENGINE = {
 }
 
 OPTIMIZER = {
-    "optimizer": Known(SERVED, "a class of torch.optim"),
+    "optimizer": Known(
+        SERVED, "a class of torch.optim, except Adafactor, Muon, LBFGS and SparseAdam; none of 8 bits"
+    ),
     "lr": Known(SERVED),
     "betas": Known(SERVED, "for Adam and its variants"),
     "weight_decay": Known(SERVED),
@@ -146,7 +154,9 @@ OPTIMIZER = {
     "num_cycles": Known(SERVED),
     "grad_clip": Known(BEFORE, "`clip_grad` has it"),
     "warmup_style": Known(BEFORE, "`lr_scheduler_type` has it"),
-    "optimizer_impl": Known(REFUSED, "except torch.optim", idle=(None, "torch.optim")),
+    "optimizer_impl": Known(
+        REFUSED, "except torch.optim", idle=(None, "torch.optim"), instead=f"it is 'torch.optim'; {INSTEAD}"
+    ),
     "zero_indexed_step": Known(REFUSED, "if False", idle=(None, True)),
 }
 
@@ -213,7 +223,8 @@ def check_mapping(given: Mapping[str, Any], known: Mapping[str, Known], kind: st
 def _check(setting: str, value: Any, known: Known) -> None:
     for name, asked in known.asked(setting, value).items():
         if known.does == REFUSED:
-            raise ValueError(f"{name} is not offered: got {asked!r}")
+            instead = f": {known.instead}" if known.instead else ""
+            raise ValueError(f"{name} is not offered: got {asked!r}{instead}")
         if known.does == NO_VALUE:
             warn_once(logger, f"{name}={asked!r} has no effect here: {known.text}")
 

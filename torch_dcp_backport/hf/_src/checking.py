@@ -130,6 +130,12 @@ def examine(
             logger,
             f"from_pretrained leaves out what a {found.name} does not have: {some(found.reading.unexpected)}",
         )
+    if later := classes.names_of_5_alone(found.model, tensors, found.reading):
+        warn_once(
+            logger,
+            f"no transformers before 5 opens this {found.name}, and draws at random what it does not find: "
+            f"{some(later)} become other tensors after from_pretrained and save_pretrained of transformers 5",
+        )
     tied, renamed = tuple(found.reading.tied), classes.renamed_ties(found.model, tensors, found.reading)
     if renamed:
         shown = {renamed.get(key, key): info for key, info in tensors.items()}

@@ -356,6 +356,31 @@ def _core_of_5() -> Any:
     return importlib.import_module("transformers.core_model_loading")
 
 
+def names_of_5_alone(model: nn.Module, files: Mapping[str, TensorInfo], found: Reading) -> list[str]:
+    """Return the keys of files that `save_pretrained` of transformers 5 would write as other tensors.
+
+    Before it writes, it takes experts apart that it holds in a single tensor. Transformers 4 has no name for
+    the single tensor, and draws the experts at random. Tensors of a module that has another path are left
+    out: transformers 4 has most of these paths, too.
+    """
+    revert = getattr(_core_of_5(), "revert_weight_conversion", None)
+    if revert is None:
+        return []
+    own = [route.key for name, route in found.routes.items() if not route.steps and route.key == name]
+    state = {key: torch.empty(files[key].shape, dtype=files[key].dtype, device="meta") for key in sorted(own)}
+    try:
+        written = {_last(key) for key in revert(model, state)}
+    except Exception as error:
+        logger.debug("what save_pretrained writes of a %s is not known: %s", type(model).__name__, error)
+        return []
+    return [key for key in state if _last(key) not in written]
+
+
+def _last(key: str) -> str:
+    """Return the name of a tensor within its module, with the module's own."""
+    return ".".join(key.split(".")[-2:])
+
+
 def _by_5(
     model: Any, files: Mapping[str, TensorInfo], held: Mapping[str, tuple[int, ...]], core: Any
 ) -> tuple[dict[str, str], dict[str, Origin]]:
