@@ -23,7 +23,7 @@ from trainer import Trainer, same
 from torch_dcp_backport import dist_checkpointing
 from torch_dcp_backport.checkpoint import BaseCheckpointManager, FSDPCheckpointManager
 from torch_dcp_backport.checkpoint._src import retention, saves, store
-from torch_dcp_backport.checkpoint._src.writing import writing_in
+from torch_dcp_backport.checkpoint._src.together import writing_in
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor
 from torch_dcp_backport.dist_checkpointing.core import SHARDED
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest

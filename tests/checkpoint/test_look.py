@@ -20,7 +20,7 @@ from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.__main__ import main
 from torch_dcp_backport.checkpoint._src import difference, store
 from torch_dcp_backport.dist_checkpointing import ShardedTensor
-from torch_dcp_backport.transfer._src.progress import Line, Meter
+from torch_dcp_backport.transfer._src.settings import Line, Meter
 
 Capture = pytest.CaptureFixture[str]
 

@@ -10,7 +10,7 @@ import pytest
 from trainer import Trainer
 
 from torch_dcp_backport.checkpoint._src import store
-from torch_dcp_backport.publish import owners
+from torch_dcp_backport.publish import drafts
 
 
 class Disk:
@@ -37,7 +37,7 @@ class Disk:
     def volatile(self, path: Path) -> list[str]:
         """What a loss of power would take of a file or folder."""
         every = [path, *path.rglob("*")] if path.is_dir() else [path]
-        stats = [(one, one.stat()) for one in every if one.name != owners.OWNER]
+        stats = [(one, one.stat()) for one in every if one.name != drafts.OWNER]
         return [
             one.name
             for one, stat in stats

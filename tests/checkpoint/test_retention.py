@@ -23,7 +23,7 @@ from trainer import Trainer
 
 from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager, PreservationPolicy
 from torch_dcp_backport.checkpoint._src import retention, store
-from torch_dcp_backport.checkpoint._src.background import Background
+from torch_dcp_backport.checkpoint._src.saves import Background
 from torch_dcp_backport.publish import disk
 
 

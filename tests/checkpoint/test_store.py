@@ -23,7 +23,7 @@ from torch_dcp_backport.checkpoint._src import manifest, store
 from torch_dcp_backport.checkpoint._src.manifest import BadManifest, Manifest
 from torch_dcp_backport.checkpoint._src.policies import keeping
 from torch_dcp_backport.checkpoint._src.retention import Retention
-from torch_dcp_backport.publish import disk, owners
+from torch_dcp_backport.publish import disk, drafts
 
 
 def published(root: Path, step: int, content: bytes = b"values") -> Path:
@@ -322,7 +322,7 @@ def test_a_draft_that_gets_its_owner_now_is_left_to_it(tmp_path: Path, monkeypat
     def walk(top: Path, *args: Any) -> Any:
         listed = list(native(top, *args))
         if top == nameless:
-            owners.mark(nameless / owners.OWNER)
+            drafts.mark(nameless / drafts.OWNER)
         return iter(listed)
 
     monkeypatch.setattr(disk, "walk", walk)
@@ -358,8 +358,8 @@ def test_what_the_dead_left_is_removed_and_what_the_living_write_is_not(tmp_path
         store.StepDraft(tmp_path / "global_step_7").folder,
     )
     for draft in (far, old):
-        (draft / owners.OWNER).write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
-    for path in (old / owners.OWNER, old):
+        (draft / drafts.OWNER).write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
+    for path in (old / drafts.OWNER, old):
         os.utime(path, (0, 0))
     (tmp_path / ".global_step_3.old-00000000").mkdir()
     others = {"somebody's", ".venv.old-12345678"}
@@ -465,18 +465,18 @@ def test_a_step_is_verified_by_its_manifest(tmp_path: Path, capsys: pytest.Captu
 
 def test_what_is_in_hand_for_long_is_not_abandoned_for_other_machines(tmp_path: Path, monkeypatch) -> None:
     """A step that is uploaded, and one that is whole and waits for its save to be finished."""
-    monkeypatch.setattr(owners, "ABANDONED", 0.6)
-    monkeypatch.setattr(owners, "_marks", set())
+    monkeypatch.setattr(drafts, "ABANDONED", 0.6)
+    monkeypatch.setattr(drafts, "_marks", set())
     folder, draft = published(tmp_path, 5), store.StepDraft(tmp_path / "global_step_6")
     with store.uploading(folder):
         time.sleep(1.2)
-        monkeypatch.setattr(owners.socket, "gethostname", lambda: "elsewhere")
+        monkeypatch.setattr(drafts.socket, "gethostname", lambda: "elsewhere")
         assert store.is_uploading(folder)
         store.clean(tmp_path)
         assert draft.folder.exists()
     draft.discard()
     deadline = time.monotonic() + 10
-    while owners._marks:
+    while drafts._marks:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

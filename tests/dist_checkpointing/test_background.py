@@ -545,7 +545,7 @@ def test_a_bar_of_its_own_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> No
     from types import SimpleNamespace
 
     from torch_dcp_backport.transfer import Progress
-    from torch_dcp_backport.transfer._src.progress import Bar
+    from torch_dcp_backport.transfer._src.settings import Bar
 
     shown: list[Any] = []
 

@@ -18,7 +18,7 @@ from values import value_of
 
 from torch_dcp_backport import dist_checkpointing as room
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor, optimizer
-from torch_dcp_backport.dist_checkpointing._src import flat
+from torch_dcp_backport.dist_checkpointing._src import sharded_tensor
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import filter_out_empty_flatten_tensor
 from torch_dcp_backport.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from torch_dcp_backport.transfer._src.layout import whole
@@ -32,7 +32,7 @@ def test_a_run_is_a_few_boxes(size: list[int], data: Any) -> None:
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
     places = torch.arange(numel).view(shape)
-    found = list(flat.runs(whole(shape), start, stop))
+    found = list(sharded_tensor.runs(whole(shape), start, stop))
     assert len(found) <= max(2 * len(shape) - 1, 1)
     at = start
     for box, first in found:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pool import Pool, RankError
 
 from torch_dcp_backport.dist_checkpointing import ShardedTensor
-from torch_dcp_backport.transfer._src import meet as meeting
+from torch_dcp_backport.transfer._src import meet
 
 WORLD = 4
 #: Seconds: of the backend, and of the rank that is late.
@@ -40,7 +40,7 @@ def saved(room: Any, folder: str) -> None:
 
 def told(room: Any, folder: str, call: str, victim: int, kill: bool, rounds: int) -> str:
     """Save or load; one rank fails to come to a round. The error of the others."""
-    ask, count = meeting.ask, 0
+    ask, count = meet.ask, 0
 
     def failing(*args: Any) -> Any:
         nonlocal count
@@ -52,7 +52,7 @@ def told(room: Any, folder: str, call: str, victim: int, kill: bool, rounds: int
         return ask(*args)
 
     if dist.get_rank() == victim:
-        meeting.ask = failing
+        meet.ask = failing
     try:
         getattr(room, call)({"w": rows()}, folder)
     except room.CheckpointingException as error:

@@ -19,10 +19,15 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from torch_dcp_backport import dist_checkpointing as room
-from torch_dcp_backport.dist_checkpointing._src import foreign, writer, zipped
-from torch_dcp_backport.dist_checkpointing._src.assign import cut, shares_of
-from torch_dcp_backport.dist_checkpointing._src.cover import covered, fills, overlapping
-from torch_dcp_backport.dist_checkpointing._src.crc import combined
+from torch_dcp_backport.dist_checkpointing._src import body, foreign, writer
+from torch_dcp_backport.dist_checkpointing._src.body import (
+    Form,
+    RunningSum,
+    ZipEntry,
+    bytes_to_words,
+    combined,
+    ending,
+)
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged, Memory, ReadSource
 from torch_dcp_backport.dist_checkpointing._src.load import keeps_values
 from torch_dcp_backport.dist_checkpointing._src.metadata import (
@@ -33,17 +38,18 @@ from torch_dcp_backport.dist_checkpointing._src.metadata import (
     from_bytes,
     to_bytes,
 )
-from torch_dcp_backport.dist_checkpointing._src.records import form_of
-from torch_dcp_backport.dist_checkpointing._src.runs import pieces
-from torch_dcp_backport.dist_checkpointing._src.table import Row, RowTable, cells_of, findings_of
-from torch_dcp_backport.dist_checkpointing._src.unpickle import Refused
-from torch_dcp_backport.dist_checkpointing._src.zipped import (
-    Form,
-    RunningSum,
-    ZipEntry,
-    bytes_to_words,
-    ending,
+from torch_dcp_backport.dist_checkpointing._src.plans import cut, shares_of
+from torch_dcp_backport.dist_checkpointing._src.records import form_of, pieces
+from torch_dcp_backport.dist_checkpointing._src.table import (
+    Row,
+    RowTable,
+    cells_of,
+    covered,
+    fills,
+    findings_of,
+    overlapping,
 )
+from torch_dcp_backport.dist_checkpointing._src.unpickle import Refused
 from torch_dcp_backport.transfer import Box
 from torch_dcp_backport.transfer._src.layout import whole
 
@@ -197,7 +203,7 @@ def test_a_record_beyond_four_gib(tmp_path: Path) -> None:
 )
 def test_records_with_sizes_of_eight_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As beyond 4 GiB: read by torch, by Python's zipfile, by us as ours, and as a stranger's."""
-    monkeypatch.setattr(zipped, "LIMIT32", 20_000)
+    monkeypatch.setattr(body, "LIMIT32", 20_000)
     value = torch.arange(10_000, dtype=torch.int32).view(100, 100)
     state = {"w": room.ShardedTensor.from_rank_offsets("w", value)}
     form_of.cache_clear()

@@ -19,7 +19,7 @@ from torch_dcp_backport import hf
 from torch_dcp_backport.hf._src.files import ExportDraft
 from torch_dcp_backport.hf._src.format import read_header
 from torch_dcp_backport.transfer import TransferError
-from torch_dcp_backport.transfer._src import call as calls
+from torch_dcp_backport.transfer._src import call
 
 OLD_CONFIG, NEW_CONFIG = {"model_type": "made"}, {"model_type": "made", "rope_theta": 1}
 
@@ -212,7 +212,7 @@ def test_what_is_in_the_way_is_an_error_before_anything_is_written(tmp_path):
 @pytest.mark.parametrize("is_there", [False, True])
 @pytest.mark.parametrize("met", range(7))
 def test_a_rank_that_is_gone_before_any_meeting_leaves_one_whole_model(tmp_path, monkeypatch, met, is_there):
-    target, meetings, agree_on_mesh = tmp_path / "m", [], calls.agree_on_mesh
+    target, meetings, agree_on_mesh = tmp_path / "m", [], call.agree_on_mesh
     if is_there:
         exported(target, TENSORS, 10**9)
         (target / "config.json").write_text(json.dumps(OLD_CONFIG))
@@ -223,7 +223,7 @@ def test_a_rank_that_is_gone_before_any_meeting_leaves_one_whole_model(tmp_path,
         meetings.append(so_far)
         return agree_on_mesh(findings, groups, user_code, so_far=so_far)
 
-    monkeypatch.setattr(calls, "agree_on_mesh", lonely)
+    monkeypatch.setattr(call, "agree_on_mesh", lonely)
     with pytest.raises(TransferError, match="no agreement") as caught:
         hf.save_state_dict(NEW, target, like=NEW_CONFIG, how=hf.Export(file_bytes=10, overwrite=True))
     found = as_transformers_reads(target)

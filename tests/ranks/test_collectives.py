@@ -19,7 +19,7 @@ from values import Breaking
 from torch_dcp_backport import compat, transfer
 from torch_dcp_backport.state_dict import source
 from torch_dcp_backport.transfer import Box, Call, Problem
-from torch_dcp_backport.transfer._src import lanes, rounds, wire
+from torch_dcp_backport.transfer._src import lanes, meet, wire
 from torch_dcp_backport.transfer._src.consensus import share_findings
 from torch_dcp_backport.transfer._src.exchange import Route
 from torch_dcp_backport.transfer._src.memories import Memories, move
@@ -195,10 +195,10 @@ def agreements(api: Any) -> None:
         own = bytes([rank]) * (nbytes * (rank + 1) // world)
         expected = {other: bytes([other]) * (nbytes * (other + 1) // world) for other in range(world)}
         assert wire.gather_bytes(own, None) == expected, nbytes
-        heard = rounds.ask(own, None)
+        heard = meet.ask(own, None)
         assert (heard.messages if heard else None) == (expected if rank == 0 else None)
         for answers in (expected, dict.fromkeys(range(world), b"the same" * nbytes)):
-            assert rounds.answer(answers if rank == 0 else None, None) == answers[rank]
+            assert meet.answer(answers if rank == 0 else None, None) == answers[rank]
         sizes = {1: len(expected[1]), 3: len(expected[3])}
         assert wire.share_bytes(own, sizes, None) == {1: expected[1], 3: expected[3]}
     problem = Problem("is wrong", f"key {rank}")

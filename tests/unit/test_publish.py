@@ -11,10 +11,17 @@ from pathlib import Path
 import pytest
 
 from torch_dcp_backport.publish import disk
-from torch_dcp_backport.publish.drafts import Draft, Move, discarding, rename_all
-from torch_dcp_backport.publish.hidden import Hidden, hidden_name, make_hidden
-from torch_dcp_backport.publish.owners import OWNER
-from torch_dcp_backport.publish.room import InRoom
+from torch_dcp_backport.publish.drafts import (
+    OWNER,
+    Draft,
+    Hidden,
+    InRoom,
+    Move,
+    discarding,
+    hidden_name,
+    make_hidden,
+    rename_all,
+)
 
 
 class Stopped(BaseException):

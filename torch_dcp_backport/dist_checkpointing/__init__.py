@@ -37,7 +37,7 @@ from torch_dcp_backport.dist_checkpointing._src import (
 )
 from torch_dcp_backport.dist_checkpointing._src.calls import begin as begin
 from torch_dcp_backport.dist_checkpointing._src.common import digest_of as digest_of, values_of as values_of
-from torch_dcp_backport.dist_checkpointing._src.cover import covered as covered
+from torch_dcp_backport.dist_checkpointing._src.table import covered as covered
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged as Damaged
 from torch_dcp_backport.dist_checkpointing._src.load import Opened as Opened
 from torch_dcp_backport.dist_checkpointing._src.loading import Loading as Loading
@@ -51,9 +51,9 @@ from torch_dcp_backport.dist_checkpointing._src.param_groups import (
     assigned as assigned,
     check as check,
 )
-from torch_dcp_backport.dist_checkpointing._src.parts import part_of_this_rank as part_of_this_rank
+from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import part_of_this_rank as part_of_this_rank
 from torch_dcp_backport.dist_checkpointing._src.reader import Read as Read, RecordReader as RecordReader
-from torch_dcp_backport.dist_checkpointing._src.resolved import resolved as resolved
+from torch_dcp_backport.dist_checkpointing._src.values import resolved as resolved
 from torch_dcp_backport.dist_checkpointing._src.body import Output as Output
 # isort: on
 

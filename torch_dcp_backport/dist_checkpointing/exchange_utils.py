@@ -15,14 +15,8 @@ import torch
 from torch_dcp_backport.dist_checkpointing._src.adopt import adopted
 from torch_dcp_backport.dist_checkpointing._src.calls import begin, world_size
 from torch_dcp_backport.dist_checkpointing._src.offers import refusing
-from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import (
-    check_memory,
-    data_shape,
-    nominal,
-)
-from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import (
-    is_float8tensor as is_float8tensor,
-)
+from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import check_memory, data_shape, nominal
+from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import is_float8tensor as is_float8tensor
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.dict_utils import nested_values
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica

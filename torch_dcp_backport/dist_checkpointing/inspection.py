@@ -17,11 +17,11 @@ from typing import Any, Optional
 import torch
 
 from torch_dcp_backport.dist_checkpointing._src import foreign, integrity
-from torch_dcp_backport.dist_checkpointing._src.cover import covered, fills
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged, ReadSource
 from torch_dcp_backport.dist_checkpointing._src.load import Opened, opened, small_files
 from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, RecordPlace, Stored
 from torch_dcp_backport.dist_checkpointing._src.reader import BLOCK, Read, RecordReader, wrong_files
+from torch_dcp_backport.dist_checkpointing._src.table import covered, fills
 from torch_dcp_backport.dist_checkpointing._src.unpickle import escaped
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
 from torch_dcp_backport.transfer import Problem, whole

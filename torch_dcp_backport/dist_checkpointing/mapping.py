@@ -11,10 +11,10 @@ from typing import Any, Optional, Union
 
 import torch
 
-from torch_dcp_backport.dist_checkpointing._src.fields import check_fields
 from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import ReplicaId as ReplicaId
 from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import ShardedBase as ShardedBase
 from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import ShardedTensor as ShardedTensor
+from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import check_fields
 from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import is_main_replica as is_main_replica
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.dict_utils import dict_list_map_inplace

@@ -14,14 +14,13 @@ import torch.distributed as dist
 
 from torch_dcp_backport.dist_checkpointing._src import commit, report
 from torch_dcp_backport.dist_checkpointing._src import load as engine
-from torch_dcp_backport.dist_checkpointing._src.background import begin_save
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.load import Opened
 from torch_dcp_backport.dist_checkpointing._src.loading import Loading, PlanRefused, agree_on_load, boxed
 from torch_dcp_backport.dist_checkpointing._src.metadata import Stored
 from torch_dcp_backport.dist_checkpointing._src.offers import refusing
 from torch_dcp_backport.dist_checkpointing._src.options import CONTENT_METADATA, LoadOptions, SaveOptions
-from torch_dcp_backport.dist_checkpointing._src.save import Saving
+from torch_dcp_backport.dist_checkpointing._src.save import Saving, begin_save
 from torch_dcp_backport.dist_checkpointing._src.save import save as save_together
 from torch_dcp_backport.dist_checkpointing.core import SHARDED_BACKEND, CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.inspection import problems_of_digests

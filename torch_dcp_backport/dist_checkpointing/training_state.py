@@ -17,7 +17,7 @@ from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.common import digest_of, values_of
 from torch_dcp_backport.dist_checkpointing._src.load import Opened
 from torch_dcp_backport.dist_checkpointing._src.options import LoadOptions, SaveOptions
-from torch_dcp_backport.dist_checkpointing._src.resolved import resolved
+from torch_dcp_backport.dist_checkpointing._src.values import resolved
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from torch_dcp_backport.dist_checkpointing.serialization import (

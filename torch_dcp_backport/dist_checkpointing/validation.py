@@ -15,7 +15,7 @@ from typing import Any, Optional, Union
 
 import torch.distributed as dist
 
-from torch_dcp_backport.dist_checkpointing._src import flat, integrity
+from torch_dcp_backport.dist_checkpointing._src import integrity, sharded_tensor
 from torch_dcp_backport.dist_checkpointing._src.adopt import adopted
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.offers import refusing
@@ -127,8 +127,8 @@ def row_of(part: ShardedTensor, is_folded: bool = True) -> Row:
     run = part.flattened_range
     if run is not None and is_folded:
         assert part.axis_fragmentations is not None, "it was validated"
-        original, shape = shape, flat.folded_shape(tuple(part.axis_fragmentations), box.numel)
-        box = flat.folded(part.local_chunk_offset_in_global(), run.start, run.stop)
+        original, shape = shape, sharded_tensor.folded_shape(tuple(part.axis_fragmentations), box.numel)
+        box = sharded_tensor.folded(part.local_chunk_offset_in_global(), run.start, run.stop)
     main = is_main_replica(part.replica_id)
     return Row(part.key, part.dtype, shape, box.offset, box.size, main, part.mesh, original)
 

@@ -73,8 +73,7 @@ from torch_dcp_backport.megatron._src.stored import (
     states_of,
 )
 from torch_dcp_backport.publish import disk
-from torch_dcp_backport.publish.drafts import discarding
-from torch_dcp_backport.publish.room import NEW, OLD, InRoom
+from torch_dcp_backport.publish.drafts import NEW, OLD, InRoom, discarding
 from torch_dcp_backport.transfer import Box, Call, Memory, Problem, TensorInfo, intersection
 
 CANNOT_CONVERT = "cannot convert"

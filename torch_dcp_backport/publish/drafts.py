@@ -6,12 +6,113 @@ Runs on one process. Between any two steps the target is as it was, hidden as a 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Optional
 
 from torch_dcp_backport.publish import disk
+
+# --- Marks of the process that writes or uploads a folder, and whether it still runs, here or elsewhere
+# ---
+#
+# Runs on one rank. Must never import torch.
+
+
+OWNER = "owner.json"
+#: Seconds without a change after which a folder of another machine counts as abandoned.
+ABANDONED = 3600.0
+#: How often within these seconds this process touches its marks.
+TIMES = 6
+_marks: set[Path] = set()
+_lock = threading.Lock()
+
+
+def mark(path: Path) -> None:
+    """Write a mark of this process, a file in the folder that it works on."""
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": started_at(os.getpid())}
+    disk.publish(path, json.dumps(owner).encode(), is_synced=False)
+
+
+def keep_young(path: Path) -> None:
+    """Touch a mark now and then until it is gone, so that its folder does not look abandoned."""
+    with _lock:
+        is_first = not _marks
+        _marks.add(path)
+    if is_first:
+        try:
+            # A daemon: the process does not wait for it.
+            threading.Thread(target=_touch, name="marks of folders in hand", daemon=True).start()
+        except RuntimeError:
+            # No thread can be started: the mark grows old.
+            with _lock:
+                _marks.clear()
+
+
+def _touch() -> None:
+    while True:
+        time.sleep(ABANDONED / TIMES)
+        with _lock:
+            paths = tuple(_marks)
+        gone = set()
+        for path in paths:
+            try:
+                os.utime(path, follow_symlinks=False)
+            except OSError:
+                gone.add(path)
+        with _lock:
+            _marks.difference_update(gone)
+            if not _marks:
+                return
+
+
+def is_alive(draft: Path, name: str = OWNER) -> bool:
+    """Return whether a draft may still be written: its process runs here, or it changed not long ago.
+
+    A draft without the mark of its owner is not: it gets its name with the mark.
+    """
+    if not os.path.lexists(draft / name):
+        return False
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        owner = json.loads(disk.read_whole(draft / name))
+        if owner["host"] == socket.gethostname():
+            return bool(owner["started"] == started_at(int(owner["pid"])))
+    return time.time() - last_change(draft) < ABANDONED
+
+
+def last_change(folder: Path) -> float:
+    return max(walk_times(folder), default=0.0)
+
+
+def walk_times(folder: Path) -> Iterator[float]:
+    for place, entries in disk.walk(folder):
+        paths = [str(place), *(entry.path for entry in entries)]
+        for path in paths:
+            with contextlib.suppress(OSError):
+                yield os.lstat(path).st_mtime
+
+
+def started_at(pid: int) -> Optional[str]:
+    """Return the start of a local process, in the kernel's ticks, as process ids are reused; None if dead."""
+    with contextlib.suppress(OSError, IndexError):
+        state, *facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # Z and X: it has ended, and its parent has not collected it.
+        return None if state in "ZX" else facts[18]
+    with contextlib.suppress(OSError):
+        os.kill(pid, 0)
+        return ""
+    return None
+
+
+# --- Folders that are made out of readers' sight: each takes the place of its target, or goes ---
 
 
 class Move(NamedTuple):
@@ -92,3 +193,323 @@ def discarding(draft: Optional[Draft]) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 draft.discard()
         raise
+
+
+# --- Drafts beside their target, each of a hidden name of its own, with the mark of the process that
+# writes it ---
+#
+# Several processes may write drafts of one target, on any machines: the first that is done takes its
+# place.
+
+
+#: A hidden folder: being written (tmp), a draft that was given up (off), replaced by the same step (was),
+#: being removed (old).
+HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|off|was|old)-[0-9a-f]{8}", re.DOTALL)
+#: How often a draft is made, where other processes clean up at the same moment.
+ATTEMPTS = 20
+
+
+def hidden_name(path: Path, kind: str) -> Path:
+    """Return a new hidden name beside a path."""
+    return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
+
+
+def as_kind(hidden: Path, kind: str) -> Path:
+    """Return the name that a hidden folder has as another kind."""
+    at = hidden.name.rindex("-")
+    return hidden.with_name(f"{hidden.name[: at - 3]}{kind}{hidden.name[at:]}")
+
+
+def make_hidden(target: Path) -> Path:
+    """Make the hidden folder of a new draft, with the mark of this process.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for attempt in range(ATTEMPTS):
+        draft, nameless = hidden_name(target, "tmp"), hidden_name(target, "old")
+        disk.step(f"make {draft.name[-12:]}")
+        try:
+            # Another process may have removed it, as it was empty.
+            make_parents(target)
+            # Until it has an owner, its name allows any process to remove it.
+            nameless.mkdir()
+            mark(nameless / OWNER)
+            disk.step(f"name {draft.name[-12:]}")
+            os.rename(nameless, draft)
+            keep_young(draft / OWNER)
+            break
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError) or attempt == ATTEMPTS - 1:
+                remove_if_empty(nameless)
+                raise
+            # Another process cleaned up meanwhile.
+    return draft
+
+
+def make_parents(path: Path) -> None:
+    """Make the missing folders above a path, and put their names on disk."""
+    absent = [folder for folder in path.parents if not os.path.exists(folder)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in absent:
+        disk.sync_folder(folder.parent)
+
+
+def remove_if_empty(hidden: Path) -> bool:
+    """Remove a folder that holds empty folders and the mark of its owner alone; return whether it is gone."""
+    if os.path.islink(hidden):
+        return False
+    for place, entries in reversed(list(disk.walk(hidden))):
+        names = {entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)}
+        with contextlib.suppress(OSError):
+            if place == hidden and not names - {OWNER, f"{OWNER}.new"}:
+                disk.remove([hidden / name for name in names])
+            os.rmdir(place)
+    return not os.path.lexists(hidden)
+
+
+class Hidden(Draft):
+    """A draft that `make_hidden` made, in this process or another."""
+
+    def discard(self) -> list[str]:
+        """Give up the draft, and remove it with all that was written into it, as far as possible.
+
+        Its name says first that it is not being written: else its owner's mark would have to say so until it
+        is gone. The mark goes last, and stays while anything else does: it is the proof that the draft is
+        ours.
+
+        Returns:
+            Why parts of it are still there.
+        """
+        if os.path.islink(self.folder):
+            # What it leads to is nobody's draft.
+            return [f"{self.folder} is a link"]
+        hidden = as_kind(self.folder, "off")
+        try:
+            disk.step(f"give up {self.folder.name[-12:]}")
+            if hidden != self.folder:
+                os.rename(self.folder, hidden)
+        except FileNotFoundError:
+            return []
+        except OSError:
+            hidden = self.folder
+        try:
+            parts = [part for part in sorted(hidden.iterdir()) if part.name != OWNER]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            return [str(error)]
+        failures = [failure for part in parts for failure in disk.remove_whole(part)]
+        return list(map(str, failures or disk.remove_whole(hidden / OWNER) or disk.remove_whole(hidden)))
+
+
+# --- Folders that are published in place: readers believe a folder by one small file, the marker, written
+# last ---
+#
+# For folders whose name readers and writers share from the start. Between any two steps the folder is
+# nothing to readers, or complete.
+
+
+def unmark(folder: Path, markers: Sequence[str]) -> None:
+    """Take away the files by which readers know the folder, one after the other.
+
+    Raises:
+        OSError: one of them cannot be removed.
+    """
+    for name in markers:
+        disk.step(f"remove {name}")
+        disk.remove([folder / name])
+        disk.sync_folder(folder)
+
+
+def publish(folder: Path, small: Mapping[str, bytes], marker: str, markers: Sequence[str]) -> None:
+    """Write the small files of a folder whose other files are on disk; the marker once all of them are, too.
+
+    Args:
+        small: name -> content, in order; `marker` is one of them.
+        markers: as of `unmark`.
+
+    Raises:
+        OSError: the folder is unmarked, if the disk allows that.
+    """
+    try:
+        for name, content in small.items():
+            if name != marker:
+                disk.publish(folder / name, content)
+        disk.step("sync folder")
+        disk.sync_folder(folder)
+        disk.publish(folder / marker, small[marker])
+        disk.step("sync marker")
+        disk.sync_folder(folder)
+        disk.step("done")
+    except Exception:
+        # Other writers remove their files when they hear of it: no marker may be left by then.
+        with contextlib.suppress(OSError):
+            unmark(folder, markers)
+        raise
+
+
+# --- Drafts in a hidden folder of a fixed name, which one process at a time works in, under a lock ---
+#
+# The lock ends with its process; the next one clears away what that left.
+
+
+LOCK, NEW, OLD = ".lock", "new", "old"
+#: Errors of file systems without locks (Lustre without `-o flock`, NFS without a lock daemon).
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+class Room:
+    """A hidden folder that a single process at a time works in.
+
+    Its lock ends with the process; on a file system without locks the first to make the file has it.
+    """
+
+    def __init__(self, path: Path, target: Path, kept: Collection[str] = ()) -> None:
+        """Make and lock the folder, and clear away what a dead process left behind.
+
+        Args:
+            kept: names of entries that stay.
+
+        Raises:
+            BlockingIOError: another process has it, for an export into the target.
+            FileExistsError: no export made the folder of this name.
+            OSError: the folder cannot be made or cleared.
+        """
+        self.path = path
+        if path.is_symlink():
+            raise FileExistsError(f"{path} is a link, and in the way: remove it")
+        path.mkdir(exist_ok=True)
+        names = os.listdir(path)
+        if names and LOCK not in names:
+            raise FileExistsError(f"{path} is in the way, and no export made it: remove it")
+        is_first = not (path / LOCK).exists()
+        exclusive = os.O_EXCL if is_first else 0
+        try:
+            lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | exclusive, 0o600)
+        except FileExistsError:
+            raise busy(target, path) from None
+        try:
+            take(lock, is_first)
+            # The lock of an export that ended just now is no longer there.
+            is_mine = os.path.samestat(os.fstat(lock), os.stat(path / LOCK))
+        except OSError as error:
+            os.close(lock)
+            if error.errno in NO_LOCKS:
+                what = (
+                    f"{path} is of an export that is under way, or was killed: this file system has no locks"
+                )
+                raise BlockingIOError(f"{what}; remove it if there is none") from None
+            if not isinstance(error, (BlockingIOError, FileNotFoundError)):
+                raise
+            raise busy(target, path) from None
+        if not is_mine:
+            os.close(lock)
+            raise busy(target, path)
+        self._lock: Optional[int] = lock
+        try:
+            self._clear((LOCK, *kept))
+        except BaseException:
+            # The next export clears away what is left, if it can.
+            self._unlock()
+            raise
+
+    def leave(self, is_kept: bool = False) -> None:
+        """Remove the folder. Does nothing a second time.
+
+        Args:
+            is_kept: whether what was taken out of the target stays, for a later export to put back.
+
+        Raises:
+            OSError: something in it cannot be removed; the folder can be locked again.
+        """
+        if self._lock is None:
+            return
+        try:
+            self._clear((LOCK, OLD) if is_kept else (LOCK,))
+            if not is_kept:
+                (self.path / LOCK).unlink()
+        finally:
+            self._unlock()
+        with contextlib.suppress(OSError):
+            # Another export may be in it already.
+            self.path.rmdir()
+
+    def _clear(self, kept: Collection[str]) -> None:
+        others = [path for path in self.path.iterdir() if path.name not in kept]
+        for failure in [failure for path in others for failure in disk.remove_whole(path)]:
+            raise failure
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def take(lock: int, is_first: bool) -> None:
+    """Take a lock; on a file system without locks it belongs to the process that made its file.
+
+    Raises:
+        OSError: another process has it, or may have it.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS or not is_first:
+            raise
+
+
+def busy(target: Path, room: Path) -> BlockingIOError:
+    return BlockingIOError(f"another export into {target} is under way, or ended just now ({room})")
+
+
+class InRoom(Draft):
+    """A draft in a room; beside it the room has a place for what it replaces."""
+
+    def __init__(self, path: Path, target: Path, check: Callable[[], None]) -> None:
+        """Make the room and the folder in it.
+
+        Args:
+            check: called once the room is locked: before that, another process may have changed the target.
+
+        Raises:
+            BlockingIOError, FileExistsError, OSError: as `Room`; nothing is left of it.
+        """
+        self.room = Room(path, target, (OLD,))
+        super().__init__(path / NEW, target)
+        self.aside = path / OLD
+        self._is_in_place = False
+        try:
+            self.restore()
+            check()
+            self.folder.mkdir()
+        except BaseException:
+            self.leave()
+            raise
+
+    def restore(self) -> None:
+        """Put back what a dead process took out of the target; where that is there again, remove it.
+
+        Raises:
+            OSError: it cannot be put back, or removed.
+        """
+        if not os.path.lexists(self.target) and os.path.lexists(self.aside):
+            os.rename(self.aside, self.target)
+        for failure in disk.remove_whole(self.aside) if os.path.lexists(self.aside) else ():
+            raise failure
+
+    def take_place(self, aside: Optional[Path] = None) -> None:
+        super().take_place(aside)
+        self._is_in_place = True
+
+    def is_old_needed(self) -> bool:
+        """Return whether what was taken out of the target is there alone, for a later draft to put back."""
+        return not self._is_in_place and os.path.lexists(self.aside)
+
+    def leave(self) -> None:
+        """Remove the room, as far as possible; the next draft clears away the rest."""
+        with contextlib.suppress(OSError):
+            self.discard()
+
+    def discard(self) -> None:
+        self.room.leave(self.is_old_needed())

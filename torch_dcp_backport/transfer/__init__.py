@@ -15,11 +15,10 @@ from torch_dcp_backport.transfer._src.errors import (
 from torch_dcp_backport.transfer._src.gather import gather
 from torch_dcp_backport.transfer._src.layout import Box, Layout, Mesh, layout_of
 from torch_dcp_backport.transfer._src.plan import Agreement, TensorInfo, Want, misfit
-from torch_dcp_backport.transfer._src.progress import Progress
 from torch_dcp_backport.transfer._src.report import Report, last_report
 from torch_dcp_backport.transfer._src.reshard import reshard
 from torch_dcp_backport.transfer._src.scatter import Target, scatter
-from torch_dcp_backport.transfer._src.settings import configure
+from torch_dcp_backport.transfer._src.settings import Progress, configure
 
 # For the rooms beside it, and not public: each as itself, so that type checkers see it here.
 # isort: off
@@ -32,7 +31,7 @@ from torch_dcp_backport.transfer._src.chunks import (
     chunks as chunks,
     moved as moved,
 )
-from torch_dcp_backport.transfer._src.collector import gc_context as gc_context
+from torch_dcp_backport.transfer._src.call import gc_context as gc_context
 from torch_dcp_backport.transfer._src.errors import (
     CollectiveError as CollectiveError,
     Common as Common,
@@ -86,7 +85,7 @@ from torch_dcp_backport.transfer._src.memory import (
 )
 from torch_dcp_backport.transfer._src.once import warn_once as warn_once
 from torch_dcp_backport.transfer._src.plan import WantTable as WantTable, Terms as Terms
-from torch_dcp_backport.transfer._src.progress import Bar as Bar, Line as Line, Meter as Meter
+from torch_dcp_backport.transfer._src.settings import Bar as Bar, Line as Line, Meter as Meter
 from torch_dcp_backport.transfer._src.report import Phase as Phase, Tally as Tally
 from torch_dcp_backport.transfer._src.scatter import Offer as Offer, Reader as Reader
 from torch_dcp_backport.transfer._src.spread import (

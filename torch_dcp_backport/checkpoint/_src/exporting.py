@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 
 from torch_dcp_backport.checkpoint._src import manifest, store, verl
-from torch_dcp_backport.checkpoint._src.layout import ADAPTER, TIED, VERL_ADAPTER
+from torch_dcp_backport.checkpoint._src.manager import ADAPTER, TIED, VERL_ADAPTER
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     Damaged,

@@ -33,7 +33,7 @@ from torch_dcp_backport.checkpoint._src import (
     verl,
     watching,
 )
-from torch_dcp_backport.checkpoint._src.loaders import data_state, has_state, resume
+from torch_dcp_backport.checkpoint._src.extra import data_state, has_state, resume
 from torch_dcp_backport.checkpoint._src.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint._src.policies import (
     PreservationPolicy,
@@ -45,10 +45,9 @@ from torch_dcp_backport.checkpoint._src.policies import (
 from torch_dcp_backport.checkpoint._src.retention import Retention
 from torch_dcp_backport.checkpoint._src.saves import Saves
 from torch_dcp_backport.checkpoint._src.store import Shelf
-from torch_dcp_backport.checkpoint._src.together import SaveArguments
+from torch_dcp_backport.checkpoint._src.together import SaveArguments, writing_in
 from torch_dcp_backport.checkpoint._src.uploads import Brought, Uploads
 from torch_dcp_backport.checkpoint._src.watching import Mark, Watch
-from torch_dcp_backport.checkpoint._src.writing import writing_in
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, begin, values
 from torch_dcp_backport.dist_checkpointing.core import Folder
 from torch_dcp_backport.transfer import Group, Topic, at_first

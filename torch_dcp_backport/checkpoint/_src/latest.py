@@ -15,7 +15,7 @@ from typing import NamedTuple, Optional
 from torch_dcp_backport.checkpoint._src import manifest, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.core import Folder
-from torch_dcp_backport.publish.hidden import HIDDEN
+from torch_dcp_backport.publish.drafts import HIDDEN
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 

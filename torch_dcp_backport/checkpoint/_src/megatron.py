@@ -19,10 +19,8 @@ from torch import nn
 
 from torch_dcp_backport import rooms
 from torch_dcp_backport.checkpoint._src import beside, extra
-from torch_dcp_backport.checkpoint._src.layout import SAVED, SCHEDULERS_WORLD, WORLD
-from torch_dcp_backport.checkpoint._src.sharded import ShardedManager
-from torch_dcp_backport.checkpoint._src.together import CANNOT_SAVE
-from torch_dcp_backport.checkpoint._src.writing import writing_in
+from torch_dcp_backport.checkpoint._src.manager import SAVED, SCHEDULERS_WORLD, WORLD, ShardedManager
+from torch_dcp_backport.checkpoint._src.together import CANNOT_SAVE, writing_in
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     LoadOptions,

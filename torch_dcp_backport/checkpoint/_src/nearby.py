@@ -24,8 +24,7 @@ import torch
 from torch_dcp_backport.checkpoint._src import copies, manifest, node_folder, store
 from torch_dcp_backport.checkpoint._src.manifest import BadManifest, Manifest
 from torch_dcp_backport.checkpoint._src.node_folder import Contents, NodeFolder, Part
-from torch_dcp_backport.checkpoint._src.together import CANNOT_LOAD, CANNOT_SAVE
-from torch_dcp_backport.checkpoint._src.writing import Writing
+from torch_dcp_backport.checkpoint._src.together import CANNOT_LOAD, CANNOT_SAVE, Writing
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     Loading,
@@ -38,8 +37,7 @@ from torch_dcp_backport.dist_checkpointing.serialization import open_alone, save
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import mapped, split
 from torch_dcp_backport.dist_checkpointing.training_state import described, restored_of
 from torch_dcp_backport.dist_checkpointing.validation import StrictHandling
-from torch_dcp_backport.publish.drafts import discarding
-from torch_dcp_backport.publish.owners import OWNER
+from torch_dcp_backport.publish.drafts import OWNER, discarding
 from torch_dcp_backport.transfer import (
     Attempt,
     BrokenLink,

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 
 from torch_dcp_backport.checkpoint._src import manifest, store, together
-from torch_dcp_backport.checkpoint._src.background import Background
 from torch_dcp_backport.checkpoint._src.policies import PreservationPolicy
+from torch_dcp_backport.checkpoint._src.saves import Background
 from torch_dcp_backport.checkpoint._src.store import NOT_LOADED, ListedStep, Shelf
 from torch_dcp_backport.dist_checkpointing import begin
 from torch_dcp_backport.publish import disk

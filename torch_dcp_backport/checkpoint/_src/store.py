@@ -25,17 +25,19 @@ from typing import NamedTuple, Optional, Union
 
 from torch_dcp_backport.checkpoint._src import manifest
 from torch_dcp_backport.checkpoint._src.manifest import BadManifest, Manifest
-from torch_dcp_backport.publish import disk, owners
-from torch_dcp_backport.publish.drafts import discarding
-from torch_dcp_backport.publish.hidden import (
+from torch_dcp_backport.publish import disk
+from torch_dcp_backport.publish import drafts as drafts_
+from torch_dcp_backport.publish.drafts import (
     HIDDEN,
+    OWNER,
     Hidden,
     as_kind,
+    discarding,
     hidden_name,
+    is_alive,
     make_hidden,
     remove_if_empty,
 )
-from torch_dcp_backport.publish.owners import OWNER, is_alive
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
@@ -383,8 +385,8 @@ def uploading(folder: Path) -> Iterator[None]:
     """Mark a step as being uploaded: retention keeps it, in any process."""
     mark = folder / UPLOADING
     with _taking:
-        owners.mark(mark)
-    owners.keep_young(mark)
+        drafts_.mark(mark)
+    drafts_.keep_young(mark)
     try:
         yield
     finally:

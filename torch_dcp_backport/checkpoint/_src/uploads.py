@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 
 from torch_dcp_backport.checkpoint._src import manifest, remote, store, together
-from torch_dcp_backport.checkpoint._src.background import Background
 from torch_dcp_backport.checkpoint._src.manifest import BadManifest
 from torch_dcp_backport.checkpoint._src.remote import Failed, RemoteFolder
+from torch_dcp_backport.checkpoint._src.saves import Background
 from torch_dcp_backport.checkpoint._src.store import Identity
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.publish import disk

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.checkpoint._src.loaders import has_state
-from torch_dcp_backport.checkpoint._src.together import CANNOT_LOAD, CANNOT_SAVE, place_in
-from torch_dcp_backport.checkpoint._src.writing import writing_in
+from torch_dcp_backport.checkpoint._src.extra import has_state
+from torch_dcp_backport.checkpoint._src.together import CANNOT_LOAD, CANNOT_SAVE, place_in, writing_in
 from torch_dcp_backport.dist_checkpointing import (
     CheckpointingException,
     LoadOptions,

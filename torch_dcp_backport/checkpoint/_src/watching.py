@@ -21,7 +21,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint._src import handler as handlers  # under way: it imports this module
 from torch_dcp_backport.checkpoint._src import user_state
 from torch_dcp_backport.checkpoint._src.expiry import SaveSignals
-from torch_dcp_backport.checkpoint._src.loaders import has_state
+from torch_dcp_backport.checkpoint._src.extra import has_state
 from torch_dcp_backport.checkpoint._src.manager import BaseCheckpointManager
 from torch_dcp_backport.checkpoint._src.store import checked_step
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, begin, digest_of, values, values_of

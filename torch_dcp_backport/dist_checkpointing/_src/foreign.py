@@ -12,11 +12,11 @@ from typing import NamedTuple, Optional
 
 import torch
 
+from torch_dcp_backport.dist_checkpointing._src.body import ELSEWHERE
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged, ReadSource
 from torch_dcp_backport.dist_checkpointing._src.metadata import RecordPlace
 from torch_dcp_backport.dist_checkpointing._src.records import strides_of
 from torch_dcp_backport.dist_checkpointing._src.unpickle import Described, Refused, TensorReader
-from torch_dcp_backport.dist_checkpointing._src.zipped import ELSEWHERE
 
 #: Bytes that are read of the end of a record; a directory of torch's has less than 1 KiB.
 END = 4096

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 
 from torch_dcp_backport.dist_checkpointing._src import commit, metadata, values
-from torch_dcp_backport.dist_checkpointing._src.cover import covered
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged
 from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index, RecordPlace
 from torch_dcp_backport.dist_checkpointing._src.reader import Read, RecordReader
-from torch_dcp_backport.dist_checkpointing._src.table import Row, spelled
+from torch_dcp_backport.dist_checkpointing._src.table import Row, covered, spelled
 from torch_dcp_backport.dist_checkpointing._src.unpickle import Refused
 from torch_dcp_backport.dist_checkpointing.core import (
     COMMON_BACKEND,

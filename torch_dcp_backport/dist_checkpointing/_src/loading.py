@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_dcp_backport.dist_checkpointing._src import flat
 from torch_dcp_backport.dist_checkpointing._src import load as engine
+from torch_dcp_backport.dist_checkpointing._src import sharded_tensor
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged
 from torch_dcp_backport.dist_checkpointing._src.load import Opened, WantedBox
@@ -144,7 +144,7 @@ class Loading:
                 wanted.append(engine.wanted_of(self.index, plain, value, part.allow_shape_mismatch))
                 continue
             row, begin = row_of(part, is_folded=False), part.flattened_range.start
-            for box, start in flat.runs(row.box, begin, part.flattened_range.stop, -begin):
+            for box, start in sharded_tensor.runs(row.box, begin, part.flattened_range.stop, -begin):
                 value = data
                 if data is not None and has_slices(data):
                     value = data.detach()[start : start + box.numel].view(box.size)

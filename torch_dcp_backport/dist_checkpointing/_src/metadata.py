@@ -21,7 +21,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from torch_dcp_backport.dist_checkpointing._src import flat, unpickle
+from torch_dcp_backport.dist_checkpointing._src import sharded_tensor, unpickle
+from torch_dcp_backport.dist_checkpointing._src.body import Words, bytes_to_words, words_to_bytes
 from torch_dcp_backport.dist_checkpointing._src.unpickle import (
     FOREIGN,
     METADATA,
@@ -29,7 +30,6 @@ from torch_dcp_backport.dist_checkpointing._src.unpickle import (
     SafeUnpickler,
     TensorEntry,
 )
-from torch_dcp_backport.dist_checkpointing._src.zipped import Words, bytes_to_words, words_to_bytes
 from torch_dcp_backport.transfer import Box, gc_context, intersection
 
 NAME = ".metadata"
@@ -125,7 +125,7 @@ class Stored:
             Chunk(run.box, chunk.place, chunk.size, run.start)
             for chunk in self.chunks
             for part, start in self._cells_of(chunk.box)
-            for run in flat.unfolded(part, self.shape[:-1], self.original)
+            for run in sharded_tensor.unfolded(part, self.shape[:-1], self.original)
             for run in [run._replace(start=run.start + start)]
         ]
         return Stored(self.dtype, self.original, chunks)
@@ -136,7 +136,7 @@ class Stored:
         extent = box.size[-1]
         for number, cell in enumerate(itertools.product(*map(range, box.size[:-1]))):
             places = tuple(map(sum, zip(cell, box.offset)))
-            yield flat.folded(places, box.offset[-1], box.offset[-1] + extent), number * extent
+            yield sharded_tensor.folded(places, box.offset[-1], box.offset[-1] + extent), number * extent
 
 
 class Index:

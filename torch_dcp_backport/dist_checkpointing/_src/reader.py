@@ -16,13 +16,12 @@ import torch
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing._src import foreign
+from torch_dcp_backport.dist_checkpointing._src.body import bytes_to_words
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged, Memory, ReadSource
 from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index, RecordPlace
-from torch_dcp_backport.dist_checkpointing._src.records import form_of, strides_of
-from torch_dcp_backport.dist_checkpointing._src.runs import LARGEST, extent_of, pieces
+from torch_dcp_backport.dist_checkpointing._src.records import LARGEST, extent_of, form_of, pieces, strides_of
 from torch_dcp_backport.dist_checkpointing._src.values import Unloadable, loads
 from torch_dcp_backport.dist_checkpointing._src.writer import bytes_of, is_flat
-from torch_dcp_backport.dist_checkpointing._src.zipped import bytes_to_words
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Box, Problem, part_of
 

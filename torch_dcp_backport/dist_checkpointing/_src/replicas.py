@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_dcp_backport.dist_checkpointing._src.body import Words
 from torch_dcp_backport.dist_checkpointing._src.table import Cells, spelled
-from torch_dcp_backport.dist_checkpointing._src.zipped import Words
 from torch_dcp_backport.transfer import Problem, as_bytes, spell
 
 #: Bytes of a tensor that are looked at together.

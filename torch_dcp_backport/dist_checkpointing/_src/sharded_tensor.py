@@ -5,18 +5,181 @@ Fields and positional order are those of megatron.core.dist_checkpointing.mappin
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, Optional, Union
+from typing import Any, NamedTuple, NoReturn, Optional, Union
 
 import torch
+import torch.distributed as dist
 
-from torch_dcp_backport.dist_checkpointing._src.fields import check_fields, is_off_grid, is_place
-from torch_dcp_backport.dist_checkpointing._src.parts import part_of_this_rank
+from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
-from torch_dcp_backport.transfer import Group
+from torch_dcp_backport.transfer import Box, Group, Layout, group_ranks, layout_of, misfit
+
+# --- Checks of a part's fields: its numbers are integers, and its place is within the global tensor ---
+
+
+def check_fields(key: object, numbers: Sequence[object], replica_id: object) -> None:
+    """Refuse fields that could be saved, and never be loaded again.
+
+    Raises:
+        CheckpointingException: a key that is no text, or a place or shape whose numbers are no int (numpy's
+            are other objects in a file).
+    """
+    if not isinstance(key, str):
+        raise CheckpointingException(f"a key that is no text: {key!r}")
+    replicas = replica_id if isinstance(replica_id, tuple) else (replica_id,)
+    if {*map(type, numbers), *map(type, replicas)} != {int}:
+        for number in (number for number in (*numbers, *replicas) if type(number) is not int):
+            raise CheckpointingException(f"{key}: {number!r} is a {type(number).__name__}, and not an int")
+
+
+def is_off_grid(local_shape: tuple[int, ...], offset: tuple[int, ...]) -> bool:
+    """Return whether a box begins off the regular grid of such boxes."""
+    return any(extent and start % extent for start, extent in zip(offset, local_shape))
+
+
+# Of 100,000 tensors few have a place of their own: layers repeat.
+@functools.lru_cache(maxsize=4096)
+def is_place(
+    local_shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    global_shape: tuple[int, ...],
+    prepended: int,
+    is_regular: bool,
+) -> bool:
+    """Return whether a box is in the global shape, and on its grid if that is regular.
+
+    Offset and global shape have the axes of the local shape behind the prepended axes; all are integers.
+    """
+    size = (1,) * prepended + local_shape
+    if any(start < 0 or start + extent > limit for start, extent, limit in zip(offset, size, global_shape)):
+        return False
+    return not (is_regular and is_off_grid(local_shape, offset[prepended:]))
+
+
+# --- Runs of a flattened box, as Megatron's distributed optimizer holds them before release 0.16 ---
+#
+# A run of the elements of a box, in row-major order, is a few boxes: nothing else has to know of runs. In
+# a checkpoint it lies folded: a tensor [X, Y] of boxes [x, y] is a tensor [X / x, Y / y, x * y], cut
+# along its last axis. Pure arithmetic.
+
+
+class Run(NamedTuple):
+    """A box whose elements follow each other in a flattened box."""
+
+    box: Box
+    #: The place of its first element.
+    start: int
+
+
+def runs(box: Box, start: int, stop: int, base: int = 0) -> Iterator[Run]:
+    """Yield the fewest boxes that have the elements `start` to `stop` of a box, in order.
+
+    At most two for each axis but the first, and one more.
+
+    Args:
+        base: the place of the box's first element.
+    """
+    if start >= stop:
+        return
+    if (start, stop) == (0, box.numel):
+        yield Run(box, base)
+        return
+    dim = next(dim for dim, extent in enumerate(box.size) if extent > 1)
+    row = box.numel // box.size[dim]
+    first, last = start // row, -(-stop // row)
+    if last - first == 1:
+        inner = box.tail(dim, first).head(dim, 1)
+        yield from runs(inner, start - first * row, stop - first * row, base + first * row)
+        return
+    if start % row:
+        yield from runs(box.tail(dim, first).head(dim, 1), start % row, row, base + first * row)
+        first += 1
+    full_end = stop // row
+    if full_end > first:
+        yield Run(box.tail(dim, first).head(dim, full_end - first), base + first * row)
+    if stop % row:
+        yield from runs(box.tail(dim, full_end).head(dim, 1), 0, stop % row, base + full_end * row)
+
+
+def folded_shape(grid: tuple[int, ...], numel: int) -> tuple[int, ...]:
+    """Return the shape in which a checkpoint has a tensor of so many boxes of so many elements."""
+    return (*grid, numel)
+
+
+def folded(cell: tuple[int, ...], start: int, stop: int) -> Box:
+    """Return the box of a folded tensor that holds a run of one cell."""
+    return Box((*cell, start), (*(1 for _ in cell), stop - start))
+
+
+def unfolded(part: Box, grid: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Run]:
+    """Yield the boxes of a tensor that a box of the folded tensor holds; places count from the part's start.
+
+    Args:
+        part: a box with an extent of 1 along every axis but the last.
+        grid: the number of equal boxes that each axis of the tensor is cut into.
+        shape: of the tensor.
+    """
+    size = tuple(extent // parts for extent, parts in zip(shape, grid))
+    cell = Box(tuple(place * extent for place, extent in zip(part.offset, size)), size)
+    start = part.offset[-1]
+    yield from runs(cell, start, start + part.size[-1], -start)
+
+
+# --- This rank's part of a tensor: of a DTensor on any mesh, or of a plain tensor ---
+#
+# Reads layouts only; moves nothing.
+
+
+class TensorPart(NamedTuple):
+    """This rank's part of a tensor."""
+
+    #: In the shape of the box.
+    local: torch.Tensor
+    box: Box
+    #: Zeros for the main copy.
+    replica: Union[int, tuple[int, ...]]
+    #: The lowest rank of the mesh; this rank for a plain tensor.
+    mesh: Optional[int] = None
+
+
+def part_of_this_rank(key: str, tensor: torch.Tensor, group: Group = None) -> TensorPart:
+    """Return this rank's part. A plain tensor is the same on every rank of the group.
+
+    Raises:
+        NotImplementedError: a placement that does not say where elements live (Partial).
+        CheckpointingException: a local tensor that is not the shard that its placements say.
+    """
+    layout, rank = layout_of(tensor), dist.get_rank() if dist.is_initialized() else 0
+    local = compat.arrived(compat.local_part(tensor)) if isinstance(tensor, compat.DTensor) else tensor
+    problem = misfit(key, local, layout, rank)
+    if problem is not None:
+        raise CheckpointingException(str(problem))
+    local, box = local.detach(), layout.own_box(rank)
+    if tuple(local.shape) != box.size:
+        # It has no elements, and another shape than the empty box.
+        local = local.new_empty(box.size)
+    return TensorPart(
+        local, box, replica_of(layout, rank, group), min(layout.mesh.ranks) if layout.mesh else rank
+    )
+
+
+def replica_of(layout: Layout, rank: int, group: Group = None) -> Union[int, tuple[int, ...]]:
+    """Return the number of this copy: its place in the group, or along the mesh dimensions of replicas."""
+    if layout.mesh is None:
+        return group_ranks(group).index(rank) if dist.is_initialized() else 0
+    coordinate = layout.mesh.coordinates.get(rank)
+    if coordinate is None:
+        return 1  # outside the mesh the box is empty
+    return tuple(coordinate[dim] for dim in layout.replica_dims) or 0
+
+
+# --- A box of a global tensor on one rank, or a run of a flattened box ---
+
 
 #: A number, or a tuple of them: the copy with zeros only is the main copy.
 ReplicaId = Union[int, tuple[int, ...]]

@@ -13,10 +13,10 @@ from typing import NamedTuple, Optional
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.dist_checkpointing._src.assign import cut
 from torch_dcp_backport.dist_checkpointing._src.files import Damaged
 from torch_dcp_backport.dist_checkpointing._src.load import WantedBox, reads_of
 from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index
+from torch_dcp_backport.dist_checkpointing._src.plans import cut
 from torch_dcp_backport.dist_checkpointing._src.reader import Read, RecordReader, verify_object
 from torch_dcp_backport.dist_checkpointing._src.writer import bytes_of
 from torch_dcp_backport.transfer import (

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from torch_dcp_backport.dist_checkpointing._src.body import LITTLE, Places
+from torch_dcp_backport.dist_checkpointing._src.body import LITTLE, Form, Places
 from torch_dcp_backport.dist_checkpointing._src.records import TYPED, strides_of
 from torch_dcp_backport.dist_checkpointing._src.writer import WriteWork
-from torch_dcp_backport.dist_checkpointing._src.zipped import Form
 from torch_dcp_backport.transfer import is_dense, warn_once
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")

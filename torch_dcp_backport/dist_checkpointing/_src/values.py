@@ -8,17 +8,342 @@ import datetime
 import functools
 import importlib
 import io
+import math
+import pickle
 import re
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Optional
 
+import numpy
 import torch
 
 from torch_dcp_backport import compat
-from torch_dcp_backport.dist_checkpointing._src import screening, unpickle
+from torch_dcp_backport.dist_checkpointing._src import unpickle
+from torch_dcp_backport.dist_checkpointing._src.unpickle import Refused, check_tuples
+
+# --- Settings of OmegaConf as plain Python: a checkpoint must load where OmegaConf is not installed ---
+#
+# Must never import OmegaConf: its values are there only where the program has it loaded.
+
+
+def resolved(value: Any, name: str = "the configuration") -> Any:
+    """Return a value with dicts and lists in the place of OmegaConf's, resolved; all else is as it was.
+
+    Args:
+        value: any value; dicts, lists and tuples are looked into.
+        name: what the value is, for the error.
+
+    Raises:
+        ValueError: a setting is "???", or refers to one that is not there.
+
+    Example:
+        >>> from torch_dcp_backport.dist_checkpointing import resolved
+        >>> resolved({"betas": (0.9, 0.95)})
+        {'betas': (0.9, 0.95)}
+    """
+    omegaconf: Any = sys.modules.get("omegaconf")
+    return value if omegaconf is None else _resolved(value, name, omegaconf)
+
+
+def _resolved(value: Any, name: str, omegaconf: Any) -> Any:
+    if omegaconf.OmegaConf.is_config(value):
+        try:
+            return omegaconf.OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        except omegaconf.errors.OmegaConfBaseException as error:
+            key = getattr(error, "full_key", None)
+            text = str(error).splitlines()[0]
+            raise ValueError(f"{name}{f'.{key}' if key else ''} has no value: {text}") from error
+    if type(value) in (dict, OrderedDict):
+        parts = {key: _resolved(part, f"{name}.{key}", omegaconf) for key, part in value.items()}
+        return value if all(parts[key] is value[key] for key in parts) else type(value)(parts)
+    if type(value) in (list, tuple):
+        items = [_resolved(part, name, omegaconf) for part in value]
+        return value if all(map(_is, items, value)) else type(value)(items)
+    return value
+
+
+def _is(value: object, other: object) -> bool:
+    return value is other
+
+
+# --- numpy's scalars, arrays and dtypes in files: made of their bytes, by nothing that the file can
+# choose ---
+#
+# Stand-ins under numpy's names, which `torch.load` calls in place of numpy's own: those take flags,
+# fields, buffers and strides from the file, and then its values for pointers. Plain objects until they
+# are replaced.
+
+
+#: Booleans, numbers and text: dtypes without references in them.
+NUMPY_KINDS = "biufcSU"
+HOW = "trust=True makes any, and runs what the file says"
+
+
+class Dtype:
+    """Stands for a dtype of the known kinds."""
+
+    value: Any = None
+
+    def __init__(self, name: object = "", align: object = False, copy: object = False) -> None:
+        if type(name) is not str or name[:1] in ("<", ">", "=", "|"):
+            raise ValueError(f"a numpy dtype of {name!r:.40} ({HOW})")
+        self.value = numpy.dtype(name)
+        if self.value.kind not in NUMPY_KINDS or self.value.hasobject:
+            raise ValueError(f"a numpy dtype {name!r}, which is none of numbers or text ({HOW})")
+
+    def __setstate__(self, state: Any) -> None:
+        _, order, *parts = state
+        if parts[:3] != [None] * 3 or len(parts) != 6 or order not in ("<", ">", "|"):
+            raise ValueError(f"a numpy dtype with parts or metadata ({HOW})")
+        if (
+            self.value is None
+            or parts[3] not in (-1, self.value.itemsize)
+            or (order == "|") != (self.value.byteorder == "|")
+        ):
+            raise ValueError(f"a numpy dtype {self.value} of {parts[3]!r} bytes in order {order!r}")
+        if order in ("<", ">"):
+            self.value = self.value.newbyteorder(order)
+
+
+class Array:
+    """Stands for an array of such a dtype."""
+
+    value: Optional[Any] = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, is_fortran, data = state
+        kind = dtype_of(dtype)
+        if type(is_fortran) not in (bool, int):
+            raise ValueError("a numpy array in no order")
+        if self.value is not None or type(shape) is not tuple or len(shape) > 32:
+            raise ValueError("a numpy array that is none")
+        if any(type(extent) is not int or extent < 0 for extent in shape):
+            raise ValueError("a numpy array without a shape")
+        nbytes = math.prod(shape) * kind.itemsize
+        if type(data) is not bytes or len(data) != nbytes or (math.prod(shape) and not nbytes):
+            raise ValueError("a numpy array with other bytes than its shape has")
+        native = kind.newbyteorder("=")
+        if not data:
+            self.value = numpy.zeros(shape, native)
+            return
+        order: Any = "F" if is_fortran else "C"
+        made = numpy.frombuffer(data, dtype=kind).reshape(shape, order=order)
+        # As numpy's own: with memory of its own, in this machine's byte order.
+        self.value = made.astype(native, order="K", copy=True)
+
+
+class Name:
+    """Stands for numpy's class where a file names it."""
+
+    def __init__(self, *arguments: object) -> None:
+        raise ValueError(f"a numpy array that is made by its class ({HOW})")
+
+
+def dtype_of(stand_in: Any) -> Any:
+    if type(stand_in) is not Dtype or stand_in.value is None:
+        raise ValueError(f"a numpy value of a {type(stand_in).__name__}, and no dtype")
+    return stand_in.value
+
+
+def scalar(dtype: Any, data: Any = b"") -> Any:
+    kind = dtype_of(dtype)
+    if type(data) is not bytes or len(data) != kind.itemsize:
+        raise ValueError("a numpy scalar with other bytes than its dtype has")
+    if not data:
+        return kind.type()
+    return numpy.frombuffer(data, dtype=kind)[0]
+
+
+def reconstruct(kind: Any, shape: Any, typecode: Any) -> Array:
+    if kind is not Name:
+        raise ValueError("a numpy array of another class")
+    return Array()
+
+
+def value_of(part: Any) -> Any:
+    """Return the value that a stand-in stands for; anything else as it is."""
+    if type(part) is Name or (type(part) in (Array, Dtype) and part.value is None):
+        raise ValueError("a numpy array or dtype without values")
+    if any(part is stand_in for stand_in in stand_ins()):
+        raise ValueError(f"{part.__module__}.{part.__name__} itself, and no value of it ({HOW})")
+    return part.value if type(part) in (Array, Dtype) else part
+
+
+def named(kind: Any, module: str, name: str) -> Any:
+    """Give a stand-in the name that files have, and return it."""
+    kind.__module__, kind.__name__, kind.__qualname__ = module, name, name
+    return kind
+
+
+@functools.lru_cache(maxsize=1)
+def stand_ins() -> list[Any]:
+    kinds = [named(Dtype, "numpy", "dtype"), named(Name, "numpy", "ndarray"), Array]
+    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+
+        def of_bytes(dtype: Any, data: Any = b"") -> Any:
+            return scalar(dtype, data)
+
+        def of_nothing(kind: Any, shape: Any, typecode: Any) -> Array:
+            return reconstruct(kind, shape, typecode)
+
+        kinds += [named(of_bytes, module, "scalar"), named(of_nothing, module, "_reconstruct")]
+    return kinds
+
+
+# --- A look at a pickle of `torch.save` before torch reads it. Nothing that the file names is made ---
+#
+# torch up to 2.6 does not compare a storage with its record, and reads the memory behind it; of a few
+# bytes it makes numbers and collections of any size; a tuple in a million others ends the process when it
+# is hashed.
+
+
+def screen(data: bytes) -> None:
+    """Look at a file of `torch.save`.
+
+    Raises:
+        Refused: a storage is not as large as its record; a value takes more memory than the file has of it.
+    """
+    if not data.startswith(b"PK"):
+        raise Refused("it is no zip file, as torch.save has written since torch 1.6")
+    reader: Any = torch._C.PyTorchFileReader(io.BytesIO(data))
+    pickled = bytes(reader.get_record("data.pkl"))
+    check_tuples(pickled)
+    try:
+        Screen(pickled, reader).load()
+    except Refused:
+        raise
+    except Exception as error:  # whatever damaged bytes lead to
+        raise Refused(f"{type(error).__name__}: {error}") from error
+
+
+class Stub:
+    """An object that is not made; its parts are thrown away."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return super().__new__(cls)
+
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
+
+    def append(self, value: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        # Of a pair the second part would be set as attributes, the class among them.
+        if self.named and type(state) is not dict:
+            raise Refused(f"attributes of {self.named} are set by a {type(state).__name__}")
+
+    #: Its name in errors, where only its own attributes may be set.
+    named = ""
+
+
+class Namespace(Stub):
+    """An `argparse.Namespace`."""
+
+    named = "a Namespace"
+
+
+class Collection(Stub):
+    """A set, a `Counter` or bytes: of members and bytes that are in the file, never of a number of them."""
+
+    named = "a collection"
+
+    def __new__(cls, *parts: Any) -> Any:
+        for part in parts:
+            if not isinstance(part, (str, bytes, list, tuple, dict, set, Collection, Encoded)):
+                raise Refused(f"a collection is made of a {type(part).__name__}")
+        return super().__new__(cls)
+
+
+class Encoded(Stub):
+    """Bytes in a pickle of Python 2's form: text, and its encoding."""
+
+    def __new__(cls, text: Any = "", *_: Any) -> Any:
+        made = super().__new__(cls)
+        made.__dict__["nbytes"] = len(text) if isinstance(text, str) else 0
+        return made
+
+
+class BytesBuffer(Stub):
+    """An `io.BytesIO`: its bytes, a place in them, and no attributes."""
+
+    def __new__(cls, *parts: Any) -> Any:
+        if parts:
+            raise Refused(f"a BytesIO is made of {parts!r:.80}")
+        return super().__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        if type(state) is not tuple or len(state) != 3 or state[2]:
+            raise Refused(f"a BytesIO is set to {state!r:.80}")
+        data, place, _ = state
+        nbytes = len(data) if type(data) is bytes else getattr(data, "nbytes", 0)
+        if not isinstance(data, (bytes, Encoded, Collection)) or type(place) is not int:
+            raise Refused(f"a BytesIO is set to {state!r:.80}")
+        # From a place beyond its end, a write would fill any memory with zeros.
+        if not 0 <= place <= nbytes:
+            raise Refused(f"a BytesIO of {nbytes} bytes is set to place {place}")
+
+
+class FractionStub(Stub):
+    """A `Fraction`, which multiplies out its exponent."""
+
+    named = "a Fraction"
+
+    def __new__(cls, *parts: Any) -> Any:
+        if not all(type(part) is int or (type(part) is str and "e" not in part.lower()) for part in parts):
+            raise Refused(f"a Fraction is made of {parts!r:.80}")
+        return super().__new__(cls)
+
+
+BUILTINS = ("builtins", "__builtin__")
+#: Classes that are looked at; a `Stub` stands for everything else that torch takes.
+KINDS: dict[tuple[str, str], type[Any]] = {
+    ("argparse", "Namespace"): Namespace,
+    ("collections", "Counter"): Collection,
+    ("fractions", "Fraction"): FractionStub,
+    ("_codecs", "encode"): Encoded,
+    ("_io", "BytesIO"): BytesBuffer,
+    **{
+        (module, name): Collection
+        for module in BUILTINS
+        for name in ("set", "frozenset", "bytes", "bytearray")
+    },
+}
+
+
+class Screen(pickle.Unpickler):
+    """An unpickler that looks at what is named, and at storages."""
+
+    def __init__(self, pickled: bytes, reader: Any) -> None:
+        super().__init__(io.BytesIO(pickled), encoding="utf-8")
+        self._reader = reader
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict  # its class is written in C: no file can change it
+        if name == "UntypedStorage":
+            return torch.uint8
+        if module == "torch" and name.endswith("Storage"):
+            return torch.storage._get_dtype_from_pickle_storage_type(name)  # a KeyError where it is none
+        # A pickle can set attributes of what it names: each is another class, and ends with the reader.
+        return type(name, (KINDS.get((module, name), Stub),), {})
+
+    def persistent_load(self, pid: Any) -> Stub:
+        kind, dtype, key, _, count = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or type(key) is not str:
+            raise Refused(f"a storage of an unknown kind: {pid!r:.80}")
+        nbytes = len(self._reader.get_record(f"data/{key}"))
+        if type(count) is not int or count * dtype.itemsize != nbytes:
+            raise Refused(f"storage {key} has {nbytes} bytes, and says {count!r:.40} elements of {dtype}")
+        return Stub()
+
+
+# --- Values that are no sharded tensors, as `torch.save` writes them. Reading runs no code from the file
+# ---
 
 
 class Unloadable(Exception):
@@ -54,7 +379,7 @@ def safe_classes() -> tuple[Any, ...]:
 def _numpys() -> Any:
     """Return the stand-ins of numpy's values; None where there is no numpy."""
     try:
-        return importlib.import_module("torch_dcp_backport.dist_checkpointing._src.numpys")
+        return importlib.import_module("torch_dcp_backport.dist_checkpointing._src.values")
     except ImportError:
         return None
 
@@ -184,7 +509,7 @@ def loads(data: bytes, trust: bool = False) -> Any:
     if is_script:
         raise Unloadable("it is a TorchScript program, which torch up to 2.5 runs when it is loaded")
     try:
-        screening.screen(data)
+        screen(data)
         return without_stand_ins(compat.load_values(file, safe))
     except unpickle.Refused as error:
         raise Unloadable(f"it is damaged, or cannot be made here: {error}") from error

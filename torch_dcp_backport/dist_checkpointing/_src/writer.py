@@ -14,10 +14,8 @@ import torch
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing._src import body, files, integrity
-from torch_dcp_backport.dist_checkpointing._src.body import BLOCK, Output, blocks_in
-from torch_dcp_backport.dist_checkpointing._src.records import form_of
-from torch_dcp_backport.dist_checkpointing._src.runs import pieces
-from torch_dcp_backport.dist_checkpointing._src.zipped import Form
+from torch_dcp_backport.dist_checkpointing._src.body import BLOCK, Form, Output, blocks_in
+from torch_dcp_backport.dist_checkpointing._src.records import form_of, pieces
 from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import (
     Box,

@@ -19,8 +19,7 @@ from torch_dcp_backport.hf._src.format import nbytes_of
 from torch_dcp_backport.hf._src.source import CONFIG, INDEX, SINGLE
 from torch_dcp_backport.hf._src.writing import Files
 from torch_dcp_backport.publish import disk
-from torch_dcp_backport.publish.drafts import Move, rename_all
-from torch_dcp_backport.publish.room import InRoom, Room, busy
+from torch_dcp_backport.publish.drafts import InRoom, Move, Room, busy, rename_all
 from torch_dcp_backport.transfer import TensorInfo
 
 logger = logging.getLogger("torch_dcp_backport.hf")

@@ -6,6 +6,7 @@ A rank that fails inside it still takes part in the call's agreement, and every 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -32,6 +33,24 @@ from torch_dcp_backport.transfer._src.groups import Group, comm_device_type, exc
 from torch_dcp_backport.transfer._src.once import warn_once
 from torch_dcp_backport.transfer._src.plan import Agreement, Terms, Want, publish, share_tables
 from torch_dcp_backport.transfer._src.report import Tally
+
+# --- The garbage collector, kept still ---
+
+
+@contextlib.contextmanager
+def gc_context() -> Iterator[None]:
+    """No garbage collection meanwhile: a state dict's many small objects would trigger it over and over."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+# --- One collective call: its title, its ranks, and the problems so far ---
+
 
 logger = logging.getLogger("torch_dcp_backport.transfer")
 

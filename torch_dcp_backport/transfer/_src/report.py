@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Optional
 
 from torch_dcp_backport.transfer._src import settings
-from torch_dcp_backport.transfer._src.progress import Meter
+from torch_dcp_backport.transfer._src.settings import Meter
 
 logger = logging.getLogger("torch_dcp_backport.transfer")
 
