@@ -1,7 +1,7 @@
 """A tensor in a file, as `torch.load` reads it: the layout of its record follows from dtype and shape.
 
 Everything but the values and their checksums does. The writer therefore knows every offset before it writes,
-and the reader compares the bytes that it reads with those that have to be there. `zipped.py` makes the bytes.
+and the reader compares the bytes that it reads with those that have to be there. `body.py` makes the bytes.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Memory:
         self._close()
 
 
-def _mapped(fd: int, nbytes: int) -> tuple[Any, weakref.finalize[Any, Any]]:
+def _mapped(fd: int, nbytes: int) -> tuple[Any, Any]:
     """Map a file, not for forked processes; return a buffer, and what unmaps it when it is gone.
 
     `mmap.mmap` would keep a descriptor of its own, which a forked process could not close, and would unmap

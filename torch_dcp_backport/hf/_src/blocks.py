@@ -68,7 +68,15 @@ class Share:
         return part_of(part.into, part.box, box)
 
     def views(self, key: str, box: Box) -> list[Part]:
-        """Return this rank's memory of a box that one of its blocks holds, or several together."""
+        """Return this rank's memory of a box that one of its blocks holds, or several together.
+
+        Args:
+            key: the tensor's key.
+            box: the box, in elements of the tensor.
+
+        Returns:
+            the parts of the box, each once: its box, and a view of the memory.
+        """
         found: dict[Box, Part] = {}
         for block, into in self.parts[key]:
             common = intersection(block, box)
