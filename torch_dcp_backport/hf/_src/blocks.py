@@ -78,10 +78,11 @@ class Share:
             the parts of the box, each once: its box, and a view of the memory.
         """
         found: dict[Box, Part] = {}
-        for block, into in self.parts[key]:
+        for block, _ in self.parts[key]:
             common = intersection(block, box)
             if common is not None and common not in found:
-                found[common] = Part(common, part_of(into, block, common))
+                # By `view`: a share may compute what it gives, as that of merged adapters does.
+                found[common] = Part(common, self.view(key, common))
         return list(found.values())
 
     def copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
