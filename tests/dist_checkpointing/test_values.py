@@ -133,7 +133,7 @@ def crafted(body: bytes, storage: bytes = b"") -> bytes:
         call("numpy.ndarray", b"(K\x01t", text("O"), EIGHT),
         call("numpy.ndarray", b"(K\x08t", text("u1"), EIGHT, b"J\xf8\xff\xff\xff"),
         b"cnumpy\nndarray\n(M\x00\x10t\x81",
-        call("torch_dcp_backport.dist_checkpointing._src.values.Array", b"(K\x08t", text("u1"), EIGHT),
+        call("torch_dcp_backport.dist_checkpointing._src.numpys.Array", b"(K\x08t", text("u1"), EIGHT),
         ARRAY + STATE + STATE,
         call(
             "torch._utils._rebuild_device_tensor_from_numpy", ARRAY + STATE, text("f8"), text("cpu"), b"\x89"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from interpreters import AFFECTED, ROOT, Fresh
 
@@ -103,3 +106,26 @@ def test_every_room_is_listed() -> None:
     packages = {path.parent.name for path in (ROOT / "torch_dcp_backport").glob("*/__init__.py")}
     # Of no use but in torch's modules: `dcp`.
     assert set(torch_dcp_backport._ROOMS) == packages - {"activation", "regression", "dcp", "publish"}
+
+
+WITHOUT_NUMPY = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy" or name.startswith("numpy."):
+            raise ModuleNotFoundError(f"No module named {name!r}", name="numpy")
+
+sys.meta_path.insert(0, Absent())
+import torch
+from torch_dcp_backport.dist_checkpointing._src import values
+assert "numpy" not in sys.modules
+assert values.safe_classes()
+assert values.loads(values.dumps({"step": 3, "text": "a"})) == {"step": 3, "text": "a"}
+"""
+
+
+def test_sharded_checkpoints_need_no_numpy() -> None:
+    # An interpreter of its own: those of `fresh` have numpy.
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMPY], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
