@@ -47,7 +47,7 @@ Case = tuple[str, str, str]
 COMPARED = ("load", "load-meta", "load-cuda", "load-plain", "load-offload", "get-first", "get-all")
 OPTIMIZER = ("optim-load", "optim-get")
 OURS = ("reshard", "errors", "dist-checkpoint", "manager")
-#: Of the rooms, in tools/gpu_rooms.py; those of the engine need transformers.
+#: Of the rooms, in tools/gpu_rooms.py; `hf-files` and those of the engine need transformers, adapters peft.
 ROOMS = (
     "background",
     "handler",

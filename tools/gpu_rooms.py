@@ -6,7 +6,6 @@ device. Without transformers the engine's cases fail, and say so.
 
 from __future__ import annotations
 
-import copy
 import functools
 import shutil
 from collections.abc import Callable
@@ -125,12 +124,15 @@ ROWS_OF = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
 PACKED = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 160}
 
 
-def check_engine(place: Place, folder: Path, model: dict[str, Any], settings: dict[str, Any]) -> float:
+def check_engine(
+    place: Place, folder: Path, name: str, model: dict[str, Any], settings: dict[str, Any]
+) -> float:
     """Three steps, a save, and two more from there: the losses and weights of one process."""
     alone, expected = train_alone(place, folder, 5)
     made = make_engine(folder, model, settings, {})
     losses = train(place, made, range(3))
-    step = folder.parent / "-".join(("step", *map(str, model), *map(str, settings))) / "global_step_3"
+    # A folder for each way: an older save must not be loaded in the place of this one.
+    step = folder.parent / name.replace(" ", "-") / "global_step_3"
     made.save_checkpoint(str(step), global_step=3)
     again = make_engine(folder, model, settings, {})
     again.load_checkpoint(str(step))
@@ -154,7 +156,7 @@ def run_engine(place: Place, api: Any, size: str, *, ways: Any) -> None:
         notes = []
         with place.timed():
             for name, model, settings in ways:
-                apart = check_engine(place, folder / "model", model, settings)
+                apart = check_engine(place, folder / "model", name, model, settings)
                 notes.append(f"{name} {apart:.0e}")
         place.measured["note"] = ", ".join(notes)
 
@@ -195,7 +197,6 @@ def run_adapters(place: Place, api: Any, size: str) -> None:
             resumed = train(place, again, range(3, 5))
             merged = dict(again.get_per_tensor_param(to=0, dtype=None)[0])
         assert max(abs(one - other) for one, other in zip(resumed, losses)) < 1e-5, (resumed, losses)
-        assert losses[-1] < losses[0] + 1, losses
         parts = wholes(again.module)
         if place.is_first:
             name = "model.layers.0.mlp.up_proj"
@@ -275,7 +276,8 @@ def run_background(place: Place, api: Any, size: str) -> None:
     from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
     make = dist_checkpointing.ShardedTensor.from_rank_offsets
-    rows = 4 * 2**20 if size == "large" else 1000
+    # Enough for shared memory, and a process that writes.
+    rows = 12 * 2**20
 
     def state(value: float) -> dict[str, Any]:
         own = torch.arange(rows, dtype=torch.float32, device=place.device) * value + place.rank
@@ -295,6 +297,7 @@ def run_background(place: Place, api: Any, size: str) -> None:
                 queue.schedule_async_request(request)
                 held["w"].data.fill_(-1)
             queue.close()
+        assert place.measured.get("added", 0) <= 0, place.measured
         for number, target in enumerate(targets):
             got = dist_checkpointing.load(state(0.0), str(target))
             want = torch.arange(rows, dtype=torch.float32) * (number + 1.0) + place.rank
@@ -322,13 +325,13 @@ def run_files(place: Place, api: Any, size: str) -> None:
         want = wholes(model)
         with place.timed():
             hf.save_state_dict(model.state_dict(), folder / "out", like=config)
-            other = copy.deepcopy(want)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter._local_tensor.zero_()
             hf.load_state_dict(model.state_dict(), folder / "out")
         got = wholes(model)
-        assert all(torch.equal(got[key], value) for key, value in other.items())
+        wrong = [key for key, value in want.items() if not torch.equal(got[key], value)]
+        assert not wrong, f"wrong: {wrong}"
         if place.is_first:
             opened = transformers.AutoModelForCausalLM.from_pretrained(folder / "out")
             found = dict(opened.named_parameters())

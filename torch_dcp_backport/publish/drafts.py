@@ -21,8 +21,7 @@ from typing import NamedTuple, Optional
 
 from torch_dcp_backport.publish import disk
 
-# --- Marks of the process that writes or uploads a folder, and whether it still runs, here or elsewhere
-# ---
+# --- marks of processes ---
 #
 # Runs on one rank. Must never import torch.
 
@@ -112,7 +111,7 @@ def started_at(pid: int) -> Optional[str]:
     return None
 
 
-# --- Folders that are made out of readers' sight: each takes the place of its target, or goes ---
+# --- drafts ---
 
 
 class Move(NamedTuple):
@@ -195,12 +194,10 @@ def discarding(draft: Optional[Draft]) -> Iterator[None]:
         raise
 
 
-# --- Drafts beside their target, each of a hidden name of its own, with the mark of the process that
-# writes it ---
+# --- hidden drafts ---
 #
 # Several processes may write drafts of one target, on any machines: the first that is done takes its
 # place.
-
 
 #: A hidden folder: being written (tmp), a draft that was given up (off), replaced by the same step (was),
 #: being removed (old).
@@ -303,8 +300,7 @@ class Hidden(Draft):
         return list(map(str, failures or disk.remove_whole(hidden / OWNER) or disk.remove_whole(hidden)))
 
 
-# --- Folders that are published in place: readers believe a folder by one small file, the marker, written
-# last ---
+# --- folders written in place ---
 #
 # For folders whose name readers and writers share from the start. Between any two steps the folder is
 # nothing to readers, or complete.
@@ -349,10 +345,9 @@ def publish(folder: Path, small: Mapping[str, bytes], marker: str, markers: Sequ
         raise
 
 
-# --- Drafts in a hidden folder of a fixed name, which one process at a time works in, under a lock ---
+# --- drafts under a lock ---
 #
 # The lock ends with its process; the next one clears away what that left.
-
 
 LOCK, NEW, OLD = ".lock", "new", "old"
 #: Errors of file systems without locks (Lustre without `-o flock`, NFS without a lock daemon).

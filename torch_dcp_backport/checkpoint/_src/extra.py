@@ -20,12 +20,12 @@ from torch_dcp_backport.checkpoint._src import manifest
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, values
 from torch_dcp_backport.publish import disk
 
-# --- Random states of ranks, and their assignment where another number of ranks loads them ---
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+# --- random states ---
 #
 # Must never draw a random number: that would change the states that it reads.
 
-
-logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 #: Key of the random states in a checkpoint; each rank has its own.
 RNG = "rng"
@@ -106,9 +106,7 @@ def warn_of_other_world(world: int, saved_world: int) -> None:
         )
 
 
-# --- The states of data loaders in a step, and their assignment where another number of ranks loads them
-# ---
-
+# --- data loaders ---
 
 #: The most bytes of a data loader's state.
 MOST = 8 * 2**30

@@ -81,7 +81,9 @@ from torch_dcp_backport.transfer import (
     warn_once,
 )
 
-# --- Views of FSDP1's ShardedTensors as DTensors of the same memory, where it has no device mesh ---
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+# --- FSDP1's tensors as DTensors ---
 #
 # A write into either is a write into both. Must never touch FSDP2, nor FSDP1 with a mesh.
 
@@ -170,10 +172,7 @@ def _mesh_of(group: dist.ProcessGroup, replicas: Any, kind: str) -> DeviceMesh:
     return DeviceMesh.from_group([replicas, group], kind, mesh=grid, mesh_dim_names=("replicate", "shard"))
 
 
-# --- The checkpoint manager of a model, plain or by DDP, FSDP, HSDP or TP, and of its optimizer ---
-
-
-logger = logging.getLogger("torch_dcp_backport.checkpoint")
+# --- the manager ---
 
 #: For verl's tools: the version of FSDP, and the number of ranks.
 FSDP_CONFIG = "fsdp_config.json"

@@ -46,7 +46,9 @@ from torch_dcp_backport.dist_checkpointing.serialization import begin_made, save
 from torch_dcp_backport.dist_checkpointing.training_state import are_alike
 from torch_dcp_backport.transfer import Group, Topic, TransferError, at_first, warn_once
 
-# --- Names of folders in a manager's checkpoint, and keys of its common state ---
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+# --- names ---
 
 
 #: Objects: each rank's scheduler, where they differ; the common state has their number.
@@ -57,10 +59,7 @@ SCHEDULER, WORLD, SAVED, TIED = "lr_scheduler", "world", "contents", "tied"
 ADAPTER, VERL_ADAPTER = "adapter", "lora_adapter"
 
 
-# --- The base of checkpoint managers: the contents of saves and loads, and their folders ---
-
-
-logger = logging.getLogger("torch_dcp_backport.checkpoint")
+# --- the base of managers ---
 
 CONTENTS = ("model", "optimizer", "extra")
 #: Safetensors files beside the checkpoint, for other programs; never loaded here.
@@ -430,8 +429,7 @@ def setting(config: Any, name: str) -> Any:
     return config.get(name)
 
 
-# --- The base of managers whose parts form one sharded checkpoint of `dist_checkpointing` ---
-
+# --- the base of managers with one sharded checkpoint ---
 
 Prepared = TypeVar("Prepared")
 

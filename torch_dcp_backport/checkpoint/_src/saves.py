@@ -24,12 +24,12 @@ from torch_dcp_backport.dist_checkpointing.strategies.async_utils import (
 )
 from torch_dcp_backport.transfer import Group
 
-# --- Background jobs beside the training, in order, in a thread of this process ---
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+# --- jobs in the background ---
 #
 # Jobs must never run a collective: failures are kept until the caller asks for them.
 
-
-logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 #: Returns why it failed, or ""; an exception counts as a failure, too.
 Job = Callable[[], str]
@@ -91,9 +91,7 @@ class Background:
                     self._failures.append(failure)
 
 
-# --- The saves of a manager or handler, one at a time: published at once, or when the background is done
-# ---
-
+# --- saves ---
 
 #: Seconds that a save may wait for the save before without a warning.
 SHORT = 1.0

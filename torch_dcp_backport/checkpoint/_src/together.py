@@ -42,8 +42,9 @@ from torch_dcp_backport.transfer import (
     settings,
 )
 
-# --- What this rank writes into a draft that ranks make together. Everything in the draft knows it by its
-# path ---
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
+
+# --- what this rank writes ---
 #
 # Knows no other rank; must never publish or remove anything.
 
@@ -138,10 +139,7 @@ def state_of(path: Path) -> tuple[int, ...]:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-# --- Folders that ranks write or read together, with the same outcome on every rank ---
-
-
-logger = logging.getLogger("torch_dcp_backport.checkpoint")
+# --- folders of all ranks ---
 
 #: The same texts at every depth: ranks hear of an early failure of another rank where they next agree.
 CANNOT_SAVE, CANNOT_LOAD = "cannot save the checkpoint", "cannot load the checkpoint"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch_dcp_backport.dist_checkpointing._src import files
 from torch_dcp_backport.publish import disk
 
-# --- The CRC32 of bytes whose parts' CRC32 are known: nothing is read again ---
+# --- sums of parts ---
 #
 # CRC32 is the rest of a division of polynomials over bits; behind a part, others multiply it by a power
 # of x.
@@ -54,11 +54,9 @@ def _product(a: int, b: int) -> int:
     return result
 
 
-# --- The bytes of a record, when the pickle that describes its tensor is known: a zip of stored entries
-# ---
+# --- records ---
 #
 # Must never import torch: the process that writes a save in the background has none.
-
 
 if TYPE_CHECKING:
     Words = array[int]
@@ -256,8 +254,7 @@ def bytes_to_words(data: bytes) -> Words:
     return words
 
 
-# --- The bytes of a rank's file: records in sequence, and their checksums ---
-
+# --- a rank's file ---
 
 #: Bytes that are checksummed and written at once.
 BLOCK = 4 * 2**20

@@ -28,7 +28,7 @@ from torch_dcp_backport.dist_checkpointing.core import (
 from torch_dcp_backport.publish import disk, drafts
 from torch_dcp_backport.transfer import Problem, Refusal
 
-# --- Claims of this process's saves to the files of a folder: two saves write the same names ---
+# --- claims to a folder's files ---
 #
 # Knows no ranks: a refusal here is a problem of this rank, which all ranks get.
 
@@ -100,9 +100,7 @@ class Claim:
                 del _holders[self.folder]
 
 
-# --- The steps that make a checkpoint, in order: the old marker is removed first, the new marker is last
-# ---
-
+# --- the commit ---
 
 COMMON = "common.pt"
 #: The names that this room and torch give to files of records.

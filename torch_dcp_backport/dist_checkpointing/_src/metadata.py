@@ -87,7 +87,7 @@ class Stored:
     ) -> None:
         self.dtype = dtype
         self.shape = shape
-        #: The global shape of a tensor of flattened ranges, which is stored folded (see `flat`).
+        #: The global shape of a tensor of flattened ranges, which is stored folded (see `sharded_tensor`).
         self.original = original
         self.chunks = chunks
         #: The axis along which there are most chunks, by which they are looked up.

@@ -20,7 +20,7 @@ from torch_dcp_backport.dist_checkpointing._src.metadata import Chunk, Index, Re
 from torch_dcp_backport.dist_checkpointing._src.table import Cells, HeldRow, RowTable
 from torch_dcp_backport.transfer import Box
 
-# --- The assignment of boxes to ranks that write them: each box once, each rank about as many bytes ---
+# --- shares ---
 #
 # Pure functions of what all ranks have. Must never see a value.
 
@@ -116,8 +116,7 @@ def cut(box: Box, parts: int) -> list[Box]:
     return [*pieces, box]
 
 
-# --- Plans of earlier saves: each rank's share, and its place. Kept as bytes, and never with a value ---
-
+# --- plans of earlier saves ---
 
 #: A model and its average, in turns; each has about 100 bytes for a record.
 MOST = 2

@@ -20,8 +20,7 @@ from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 from torch_dcp_backport.dist_checkpointing._src.body import Form
 from torch_dcp_backport.transfer import Box
 
-# --- A tensor in a file, as `torch.load` reads it: the layout of its record follows from dtype and shape
-# ---
+# --- descriptions of tensors ---
 
 
 TYPED = {
@@ -87,10 +86,9 @@ def strides_of(size: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-# --- The bytes of a box within a stored, row-major tensor: in pieces of bounded length ---
+# --- runs of a box in a file ---
 #
 # Pure arithmetic.
-
 
 #: Bytes of the largest piece that is read at once into a buffer.
 LARGEST = 4 * 2**20

@@ -58,7 +58,7 @@ from torch_dcp_backport.transfer import (
     warn_once,
 )
 
-# --- A sharded save: rows to the first rank, shares back, files, and the commit ---
+# --- a save ---
 
 
 logger = logging.getLogger("torch_dcp_backport.dist_checkpointing")
@@ -463,10 +463,9 @@ def clashes(tables: Mapping[int, RowTable], shares: Mapping[int, WriteShare]) ->
     return findings
 
 
-# --- A save whose files are written while training goes on: planned and copied now, committed later ---
+# --- a save in the background ---
 #
 # No collective runs in the background.
-
 
 WRITING = "writing"
 COPYING = Topic("copying", "an older checkpoint in the folder is gone")

@@ -19,7 +19,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.transfer import Box, Group, Layout, group_ranks, layout_of, misfit
 
-# --- Checks of a part's fields: its numbers are integers, and its place is within the global tensor ---
+# --- checks of fields ---
 
 
 def check_fields(key: object, numbers: Sequence[object], replica_id: object) -> None:
@@ -61,7 +61,7 @@ def is_place(
     return not (is_regular and is_off_grid(local_shape, offset[prepended:]))
 
 
-# --- Runs of a flattened box, as Megatron's distributed optimizer holds them before release 0.16 ---
+# --- runs of a flattened box ---
 #
 # A run of the elements of a box, in row-major order, is a few boxes: nothing else has to know of runs. In
 # a checkpoint it lies folded: a tensor [X, Y] of boxes [x, y] is a tensor [X / x, Y / y, x * y], cut
@@ -130,7 +130,7 @@ def unfolded(part: Box, grid: tuple[int, ...], shape: tuple[int, ...]) -> Iterat
     yield from runs(cell, start, start + part.size[-1], -start)
 
 
-# --- This rank's part of a tensor: of a DTensor on any mesh, or of a plain tensor ---
+# --- this rank's part ---
 #
 # Reads layouts only; moves nothing.
 
@@ -178,8 +178,7 @@ def replica_of(layout: Layout, rank: int, group: Group = None) -> Union[int, tup
     return tuple(coordinate[dim] for dim in layout.replica_dims) or 0
 
 
-# --- A box of a global tensor on one rank, or a run of a flattened box ---
-
+# --- sharded tensors ---
 
 #: A number, or a tuple of them: the copy with zeros only is the main copy.
 ReplicaId = Union[int, tuple[int, ...]]

@@ -15,7 +15,7 @@ import torch
 from torch_dcp_backport.dist_checkpointing._src.body import Words
 from torch_dcp_backport.transfer import Box, Findings, Problem, overlaps, whole
 
-# --- The cover of a tensor by boxes together: an element that is in several of them counts once ---
+# --- the cover of a tensor ---
 #
 # Pure arithmetic. Must not look at every pair of boxes: there may be a hundred thousand of them.
 
@@ -97,7 +97,7 @@ def _swept(group: Sequence[Box]) -> int:
     return total
 
 
-# --- The ranks' parts of a sharded state dict, as rows; and the findings of all rows together ---
+# --- rows, and findings of all rows ---
 
 
 class Row(NamedTuple):
@@ -112,7 +112,7 @@ class Row(NamedTuple):
     is_main: bool = True
     #: The lowest rank of the mesh, of a DTensor's box; this rank, of a plain tensor's.
     mesh: Optional[int] = None
-    #: The global shape of the tensor, where `shape` is that of the folded tensor (see `flat`).
+    #: The global shape of the tensor, where `shape` is that of the folded tensor (see `sharded_tensor`).
     original: Optional[tuple[int, ...]] = None
 
     @property

@@ -23,7 +23,7 @@ from torch_dcp_backport import compat
 from torch_dcp_backport.dist_checkpointing._src import unpickle
 from torch_dcp_backport.dist_checkpointing._src.unpickle import Refused, check_tuples
 
-# --- Settings of OmegaConf as plain Python: a checkpoint must load where OmegaConf is not installed ---
+# --- OmegaConf's settings ---
 #
 # Must never import OmegaConf: its values are there only where the program has it loaded.
 
@@ -68,7 +68,7 @@ def _is(value: object, other: object) -> bool:
     return value is other
 
 
-# --- A look at a pickle of `torch.save` before torch reads it. Nothing that the file names is made ---
+# --- a look at a pickle before torch ---
 #
 # torch up to 2.6 does not compare a storage with its record, and reads the memory behind it; of a few
 # bytes it makes numbers and collections of any size; a tuple in a million others ends the process when it
@@ -216,8 +216,7 @@ class Screen(pickle.Unpickler):
         return Stub()
 
 
-# --- Values that are no sharded tensors, as `torch.save` writes them. Reading runs no code from the file
-# ---
+# --- values to bytes and back ---
 
 
 class Unloadable(Exception):

@@ -34,7 +34,7 @@ from torch_dcp_backport.transfer._src.once import warn_once
 from torch_dcp_backport.transfer._src.plan import Agreement, Terms, Want, publish, share_tables
 from torch_dcp_backport.transfer._src.report import Tally
 
-# --- The garbage collector, kept still ---
+# --- the garbage collector ---
 
 
 @contextlib.contextmanager
@@ -49,8 +49,7 @@ def gc_context() -> Iterator[None]:
             gc.enable()
 
 
-# --- One collective call: its title, its ranks, and the problems so far ---
-
+# --- the call ---
 
 logger = logging.getLogger("torch_dcp_backport.transfer")
 

@@ -47,7 +47,7 @@ from torch_dcp_backport.transfer._src.wire import (
     tensor_of,
 )
 
-# --- One message from every rank to the first one, and one back to each: bytes of any length ---
+# --- messages ---
 #
 # A rank that is gone costs the others no hang: the first rank hears of it and can still answer the rest.
 
@@ -164,9 +164,7 @@ def _receive(lengths: dict[int, int], group: Group) -> dict[int, bytes]:
     return {peer: bytes_of(buffer) for peer, buffer in buffers.items() if peer not in gone}
 
 
-# --- The meeting: what a rank has, or its problem, goes to the first rank, and an answer comes back to
-# each ---
-
+# --- meetings ---
 
 #: Bytes that a message has around its content.
 SPARE = 4096

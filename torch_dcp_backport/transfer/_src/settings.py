@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional, Union
 
-# --- The progress of a transfer, for a callback, which must never change its course: its errors are
-# logged ---
+# --- progress ---
 
 
 logger = logging.getLogger("torch_dcp_backport.transfer")
@@ -108,8 +107,7 @@ class Meter:
             self.callback = None
 
 
-# --- The settings of a process for all its transfers. Must never talk to other ranks ---
-
+# --- settings ---
 
 VARIABLE = "TORCH_DCP_BACKPORT_STAGING_MIB"
 MIB = 2**20
