@@ -81,6 +81,29 @@ def test_of_a_tensor_of_all_experts_only_an_experts_part_is_asked_for(tmp_path: 
     assert set(packed) == {1}
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_vl_moe_text"])
+def test_turned_gate_and_up_are_not_taken_for_others_where_down_is_square(tmp_path: Path, name: str) -> None:
+    size = "intermediate_size" if name == "gpt_oss" else "moe_intermediate_size"
+    config = config_of(name, **{size: SIZES["hidden_size"]})
+    layers, rank = list(range(4)), Rank(0, 1, 0, 1)
+    tensors = tensors_of(name)
+    for key in [key for key in tensors if "experts." in key and not key.endswith("_bias")]:
+        rows = 32 if "gate_up" in key else 16
+        tensors[key] = torch.zeros(4, 16, rows, dtype=torch.bfloat16)
+    for key in [key for key in tensors if key.endswith("gate_up_proj_bias")]:
+        tensors[key] = torch.zeros(4, 32, dtype=torch.bfloat16)
+    module = stage_module(stage_of(name, tensors, rank, layers, False), layers)
+    turned = {
+        key: value.mT.contiguous() if "_proj" in key and value.dim() == 3 else value
+        for key, value in tensors.items()
+    }
+    write(name, tmp_path, turned)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match=r"wrong shape in the files: \S+gate_up_proj ") as caught:
+        megatron.load_hf(module, tmp_path, parallel=megatron.Parallel(*rank))
+    assert "(expected (4, 16, 32) by config.json, got (4, 32, 16))" in str(caught.value)
+
+
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3_vl_moe_text"])
 def test_files_are_loaded_cut_and_saved_bit_for_bit(ranks, tmp_path: Path, name: str) -> None:
     tensors = tensors_of(name)

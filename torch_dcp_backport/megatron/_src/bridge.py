@@ -177,7 +177,9 @@ def as_in_table(source: Source) -> Source:
     except ValueError:
         # The ranks hear of it when they agree.
         return source
-    shapes = {key: shape.hf_shape(key) for key in shape.folded(source.tensors)}
+    folded = shape.folded(source.tensors)
+    # Of another shape, the same number of elements is another order: transformers 5 turns experts of some.
+    shapes = {key: shape.hf_shape(key) for key in folded if folded[key] == source.tensors[key].shape}
     return viewed(source, shapes) if shapes else source
 
 

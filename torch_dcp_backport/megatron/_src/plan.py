@@ -245,7 +245,9 @@ def check_files(tensors: Mapping[str, TensorInfo], plan: Spreading) -> None:
         if info is None:
             continue
         if info.shape != plan.size_of(key):
-            expected = f"{plan.size_of(key)} by config.json"
+            # As files have it: the table may have more dimensions.
+            size = plan.shape.folded([key]).get(key, plan.size_of(key))
+            expected = f"{size} by config.json"
             plan.problems.append(
                 Problem("wrong shape in the files", plan.named(key), f"{info.shape}", expected)
             )
