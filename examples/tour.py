@@ -32,6 +32,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RANKS = min(4, torch.cuda.device_count()) if DEVICE == "cuda" else 4
 FEWER = max(1, RANKS // 2)
 STEPS, KILLED, MIB = 8, 4, 2**20
+FIRST = "first"
 #: Ranks are forks of this process, which already has torch; CUDA does not outlive a fork once it has begun.
 FORK = multiprocessing.get_context("fork")
 
@@ -108,7 +109,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> No
 
 
 def train(rank: int, world: int, root: Path, meeting: str, answers) -> None:
-    """Resume from the newest good step, and save every step."""
+    """Resume from the newest good step, and save every step; the first training is killed."""
     begin(rank, world, f"{root}/{meeting}")
     from torch_dcp_backport.checkpoint import CheckpointHandler, FSDPCheckpointManager
 
@@ -123,6 +124,8 @@ def train(rank: int, world: int, root: Path, meeting: str, answers) -> None:
         if rank == 0:
             answers.put((first, step))
         handler.save_checkpoint(step)
+        if meeting == FIRST and step == KILLED:
+            signal.pause()  # however late the signal comes, no later step is saved
     dist.barrier()
     dist.destroy_process_group()
 
@@ -142,10 +145,13 @@ def end_of(ranks: list) -> None:
 
 
 def answer_of(answers, ranks: list):
-    """The next answer; a rank that failed ends the tour."""
+    """The next answer; a rank that failed ends the tour, and so do ranks that end without one."""
     while answers.empty():
-        if any(rank.exitcode for rank in ranks):
+        codes = [rank.exitcode for rank in ranks]
+        # A rank that has ended answers no more, but its last answer may have come since the look for it.
+        if any(codes) or (None not in codes and answers.empty()):
             end_of(ranks)
+            sys.exit("all ranks ended, and without an answer")
         time.sleep(0.01)
     return answers.get()
 
@@ -169,7 +175,7 @@ def loads(root: Path) -> None:
 
 def resumes(root: Path) -> None:
     answers = FORK.SimpleQueue()
-    ranks = ranks_of(train, RANKS, root, "first", answers)
+    ranks = ranks_of(train, RANKS, root, FIRST, answers)
     while answer_of(answers, ranks)[1] < KILLED:
         pass
     for rank in ranks:

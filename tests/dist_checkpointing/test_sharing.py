@@ -465,36 +465,29 @@ def test_read_together_has_the_values_of_each_rank_alone(ranks: Any, tmp_path: P
             assert ranks(loaded_both_ways, folder, seed, spread, world=3) == [[]] * 3
 
 
-def told_apart(room: Any, folder: Path) -> str:
+def told(room: Any, folder: Path, by_rank: list[Any]) -> str:
     part = part_of(None)
     with pytest.raises(CheckpointingException) as caught:
-        room.load({"w": part}, folder, read_together=dist.get_rank() < 2)
+        room.load({"w": part}, folder, read_together=by_rank[dist.get_rank()])
     assert not part.data.any()
     dist.barrier()
     return str(caught.value)
 
 
-def test_read_together_on_some_ranks_is_told_on_all(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("by_rank", "says"),
+    [
+        ([True, True, False, False], ["do not have the same group"]),
+        ([True, True, "no", True], ["rank 2", "read_together='no': expected a bool, got a str"]),
+    ],
+    ids=["on some ranks", "no bool"],
+)
+def test_read_together_that_cannot_be_is_told_on_all(
+    ranks: Any, tmp_path: Path, by_rank: list[Any], says: list[str]
+) -> None:
     ranks(save_large, tmp_path)
-    (text,) = set(ranks(told_apart, tmp_path))
-    assert "do not have the same group" in text
-
-
-def told_no_bool(room: Any, folder: Path) -> str:
-    part = part_of(None)
-    told: Any = "no" if dist.get_rank() == 2 else True
-    with pytest.raises(CheckpointingException) as caught:
-        room.load({"w": part}, folder, read_together=told)
-    assert not part.data.any()
-    dist.barrier()
-    return str(caught.value)
-
-
-def test_read_together_is_a_bool(ranks: Any, tmp_path: Path) -> None:
-    ranks(save_large, tmp_path)
-    (text,) = set(ranks(told_no_bool, tmp_path))
-    assert "rank 2" in text
-    assert "read_together='no': expected a bool, got a str" in text
+    (text,) = set(ranks(told, tmp_path, by_rank))
+    assert all(part in text for part in says), text
 
 
 def test_another_format_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import small
 import torch
 import torch.distributed as dist
+from heard import heard
 
 from torch_dcp_backport import compat, engine
 from torch_dcp_backport.engine._src import export as exports
@@ -111,25 +111,28 @@ def test_an_export_has_every_name_once_and_whole_values(ranks, tmp_path: Path, o
 
 
 def with_more(api: Any, folder: Path) -> list[str]:
-    made, said = small.made(folder), []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torch_dcp_backport.engine").addHandler(handler)
-    for _ in range(2):
-        made.save_checkpoint(folder.parent / "global_step_1", global_step=1, max_ckpts_to_keep=1)
-        made.load_checkpoint(folder.parent / "global_step_1", strict=True)
-        dict(made.get_per_tensor_param(layered_summon=True, shards=2)[0])
-    return said
+    asked = {"lora": {"alpha": 32}, "tiled_mlp": {"enabled": True}}
+    with heard("engine") as said:
+        for _ in range(2):
+            made = small.made(folder, model_config=asked, grad_offload=True)
+            made.save_checkpoint(folder.parent / "global_step_1", global_step=1, max_ckpts_to_keep=1)
+            made.load_checkpoint(folder.parent / "global_step_1", strict=True)
+            dict(made.get_per_tensor_param(layered_summon=True, shards=2)[0])
+    return list(said)
 
 
-def test_options_that_no_method_knows_are_said(pools, tmp_path: Path) -> None:
+def test_what_has_no_effect_is_said_once_by_the_first_rank(pools, tmp_path: Path) -> None:
     small.write(tmp_path / "m")
-    assert pools.run(with_more, tmp_path / "m", world=1) == [
+    assert pools.run(with_more, tmp_path / "m", world=2) == [
         [
+            "grad_offload=True has no effect here: gradients go with their parameters",
+            "no effect here: lora.alpha=32; they are Megatron's",
+            "tiled_mlp.enabled=True has no effect here: saves memory in verl; not here",
             "save_checkpoint: max_ckpts_to_keep=1 is not known, and has no effect here",
             "load_checkpoint: strict=True is not known, and has no effect here",
             "get_per_tensor_param: shards=2 is not known, and has no effect here",
-        ]
+        ],
+        [],
     ]
 
 

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_dcp_backport import engine
 from torch_dcp_backport.engine import BaseEngine
 from torch_dcp_backport.engine._src import build, checks, config, heads, verl
-from torch_dcp_backport.transfer._src import once
 
 TP = build.compat.HAS_STRIDED
 
@@ -235,14 +234,13 @@ def test_a_number_is_read_or_refused(value: Any, as_text: bool, least: int) -> N
                 read("it", asked)
 
 
-def test_what_changes_no_value_is_said_once(caplog: Any) -> None:
-    once.forget()
-    for _ in range(2):
-        config.settings(config.EngineConfig, {"forward_prefetch": True, "use_torch_compile": False})
-    config.settings(config.ModelConfig, {"use_liger": False})
-    assert [record.getMessage() for record in caplog.records] == [
-        "forward_prefetch=True has no effect here: speed; FSDP2 prefetches on its own"
-    ]
+def test_what_changes_no_value_is_noted() -> None:
+    asked = {"forward_prefetch": True, "use_torch_compile": False, "wrap_policy": {"disable": True}}
+    assert config.settings(config.EngineConfig, asked).no_effect == (
+        "wrap_policy.disable=True has no effect here: units are blocks",
+        "forward_prefetch=True has no effect here: speed; FSDP2 prefetches on its own",
+    )
+    assert config.settings(config.ModelConfig, {"use_liger": False}).no_effect == ()
 
 
 @dataclasses.dataclass
@@ -254,22 +252,19 @@ class Later:
     brand_new: float = 0.5
 
 
-def test_settings_of_megatrons_adapters_are_said_once(caplog: Any) -> None:
-    once.forget()
-    asked = {"merge": True, "rank": 0, "type": "lora", "alpha": 32, "adapter_path": None}
-    for _ in range(2):
-        assert config.ModelConfig(lora=asked).is_merged
-    says = "no effect here: lora.type='lora', lora.alpha=32; they are Megatron's"
-    assert [record.getMessage() for record in caplog.records] == [says]
+def test_settings_of_megatrons_adapters_are_noted() -> None:
+    made = config.ModelConfig(
+        lora={"merge": True, "rank": 0, "type": "lora", "alpha": 32, "adapter_path": None}
+    )
+    assert made.is_merged
+    assert made.no_effect == ("no effect here: lora.type='lora', lora.alpha=32; they are Megatron's",)
     assert config.ModelConfig(lora=None) == config.ModelConfig(lora={})  # type: ignore[arg-type]
 
 
-def test_a_setting_that_nobody_knows_is_said_or_refused(caplog: Any) -> None:
-    once.forget()
-    assert config.settings(config.EngineConfig, Later()).seed == 7
-    assert [record.getMessage() for record in caplog.records] == [
-        "brand_new=0.5, which is not known, has no effect here"
-    ]
+def test_a_setting_that_nobody_knows_is_noted_or_refused() -> None:
+    made = config.settings(config.EngineConfig, Later())
+    assert made.seed == 7
+    assert made.no_effect == ("brand_new=0.5, which is not known, has no effect here",)
     with pytest.raises(ValueError, match=re.escape("brand_new=0.7 is not known")):
         config.settings(config.EngineConfig, Later(brand_new=0.7))
 

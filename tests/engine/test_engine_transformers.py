@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import small
@@ -134,8 +135,8 @@ def test_a_value_head_that_no_file_has_is_the_same_on_every_mesh(ranks, tmp_path
             torch.testing.assert_close(value, other[name], atol=1e-5, rtol=1e-5)
 
 
-def write_trl(folder: Path, *names: str) -> dict[str, torch.Tensor]:
-    """The files of a language model with a value head of trl's beside it."""
+def write_trl(folder: Path, *names: str, also: Any = ()) -> dict[str, torch.Tensor]:
+    """The files of a language model with a value head of trl's beside it, and with tensors of any name."""
     from safetensors.torch import load_file, save_file
 
     write(folder)
@@ -143,7 +144,9 @@ def write_trl(folder: Path, *names: str) -> dict[str, torch.Tensor]:
     shapes = {"weight": (1, 16), "bias": (1,)}
     head = {f"v_head.summary.{name}": torch.randn(shapes[name], generator=draw) for name in names}
     save_file(
-        {**load_file(folder / "model.safetensors"), **head}, folder / "model.safetensors", {"format": "pt"}
+        {**load_file(folder / "model.safetensors"), **head, **{name: torch.ones(1, 16) for name in also}},
+        folder / "model.safetensors",
+        {"format": "pt"},
     )
     return head
 
@@ -153,8 +156,12 @@ def heads_of(api: Any, folder: Path) -> Any:
     return {name: value for name, value in weights if name.startswith("score.")}
 
 
-def fails(api: Any, folder: Path) -> str:
-    with pytest.raises(RuntimeError) as caught:
+def fails(api: Any, folder: Path, make_model: Any) -> str:
+    kind = engine.FSDPEngineWithValueHead
+    with (
+        mock.patch.object(kind, "make_model", staticmethod(make_model)),
+        pytest.raises(RuntimeError) as caught,
+    ):
         made(folder, "value_model")
     return str(caught.value)
 
@@ -167,10 +174,34 @@ def test_a_value_head_of_trl_is_read(ranks, tmp_path: Path) -> None:
             assert value.equal(head[name.replace("score.", "v_head.summary.")])
 
 
-def test_half_a_value_head_of_trl_is_an_error_on_every_rank(ranks, tmp_path: Path) -> None:
-    write_trl(tmp_path / "m", "weight")
-    for says in ranks(fails, tmp_path / "m"):
-        assert "the files have v_head.summary.weight; the model needs v_head.summary.bias, v_head" in says
+HEAD = ("v_head.summary.bias", "v_head.summary.weight")
+
+
+@pytest.mark.parametrize(
+    ("names", "also", "make_model", "says"),
+    [
+        (["weight"], [], engine.value_model, f"the files have {HEAD[1]}; the model needs {', '.join(HEAD)}"),
+        (
+            ["weight", "bias"],
+            ["score.weight"],
+            engine.value_model,
+            f"the files have both score.weight and {', '.join(HEAD)}",
+        ),
+        (
+            ["weight", "bias"],
+            [],
+            engine.language_model,
+            f"the files have {', '.join(HEAD)}; the model needs none",
+        ),
+    ],
+    ids=["half of it", "beside the model's own", "for a model without one"],
+)
+def test_a_value_head_of_trl_that_does_not_fit_is_an_error_on_every_rank(
+    ranks, tmp_path: Path, names: list[str], also: list[str], make_model: Any, says: str
+) -> None:
+    write_trl(tmp_path / "m", *names, also=also)
+    for found in ranks(fails, tmp_path / "m", make_model):
+        assert says in found
 
 
 def test_buffers_are_computed_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:

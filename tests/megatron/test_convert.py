@@ -405,18 +405,21 @@ def test_the_command_says_what_it_found_does_and_wrote(tmp_path, model, capsys):
     assert "--overwrite replaces it" in again.err
 
 
-def test_what_becomes_of_an_optimizer_is_said_by_name(tmp_path, model, capsys):
-    convert(model, tmp_path / "ckpt")
-    moment = "optimizer.state.exp_avg.output_layer.weight"
-    state = {**load_plain_tensors(tmp_path / "ckpt"), moment: torch.ones(2)}
-    stored = {
+def sharded(state: dict[str, Any]) -> dict[str, Any]:
+    return {
         key: ShardedTensor.from_rank_offsets(key, value)
         for key, value in state.items()
         if torch.is_tensor(value)
     }
+
+
+def test_what_becomes_of_an_optimizer_is_said_by_name(tmp_path, model, capsys):
+    convert(model, tmp_path / "ckpt")
+    moment = "optimizer.state.exp_avg.output_layer.weight"
+    state = {**load_plain_tensors(tmp_path / "ckpt"), moment: torch.ones(2)}
     (tmp_path / "full").mkdir()
     bucket = "optimizer.distributed.dp_group_idx_0.param_state"
-    save({**stored, "bucket": ShardedObject(bucket, {"exp_avg": 1}, (1,), (0,))}, tmp_path / "full")
+    save({**sharded(state), "bucket": ShardedObject(bucket, {"exp_avg": 1}, (1,), (0,))}, tmp_path / "full")
     plan = convert(tmp_path / "full", tmp_path / "back", like=str(model), dry_run=True)
     assert set(plan.left) == {bucket, moment}
     assert "has it for any TP, PP and EP" in plan.left[moment]
@@ -425,6 +428,29 @@ def test_what_becomes_of_an_optimizer_is_said_by_name(tmp_path, model, capsys):
     assert main(arguments) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"left {bucket}: the distributed optimizer's buckets" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "moment", "says"),
+    [
+        ("qwen2", "optimizer.state.exp_avg.output_layer.weight", "any TP, PP and EP"),
+        ("sparse", "optimizer.state.exp_avg.output_layer.weight", "any TP and PP at EP 1"),
+        (
+            "sparse",
+            "chained_0.optimizer.state.exp_avg.output_layer.weight",
+            "any TP and PP, and any EP above 1",
+        ),
+    ],
+    ids=["dense", "EP 1", "EP above 1"],
+)
+def test_where_an_optimizer_can_be_loaded_is_said(tmp_path, name, moment, says):
+    write_folder(tmp_path / "hf", MODELS[name], MODELS[name].tensors())
+    convert(tmp_path / "hf", tmp_path / "ckpt")
+    state = {**load_plain_tensors(tmp_path / "ckpt"), moment: torch.ones(2)}
+    (tmp_path / "full").mkdir()
+    save(sharded(state), tmp_path / "full")
+    plan = convert(tmp_path / "full", tmp_path / "back", like=str(tmp_path / "hf"), dry_run=True)
+    assert plan.left[moment].endswith(f"the checkpoint has it for {says}")
 
 
 def test_what_the_command_says_fits_a_terminal(tmp_path, capsys, monkeypatch):

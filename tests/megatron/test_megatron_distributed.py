@@ -19,6 +19,8 @@ from decoders import Decoder
 from gpt import gpt
 from pool import Pool
 
+from torch_dcp_backport.dist_checkpointing import CheckpointingException
+
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
 
@@ -97,8 +99,8 @@ def step(model: Any, optimizer: Any, steps: int) -> None:
         on_the_cpu(optimizer.step)
 
 
-def state_of(model: Any, optimizer: Any, is_loading: bool, kind: str) -> dict[str, Any]:
-    sharded = model.module.sharded_state_dict()
+def state_of(model: Any, optimizer: Any, is_loading: bool) -> dict[str, Any]:
+    sharded, kind = model.module.sharded_state_dict(), "fully_sharded_model_space"
     return {
         "model": sharded,
         "optimizer": on_the_cpu(
@@ -107,14 +109,14 @@ def state_of(model: Any, optimizer: Any, is_loading: bool, kind: str) -> dict[st
     }
 
 
-def saves(api: Any, room: str, files: str, to: str, decoder: Decoder, cut: Any, kind: str) -> None:
+def saves(api: Any, room: str, files: str, to: str, decoder: Decoder, cut: Any) -> None:
     model, optimizer = trained(api, files, decoder, cut, 2)
     if dist.get_rank() == 0:
         os.makedirs(to)
     dist.barrier()
     # Megatron's writes from processes of its own.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    importlib.import_module(room).save(state_of(model, optimizer, False, kind), to)
+    importlib.import_module(room).save(state_of(model, optimizer, False), to)
 
 
 def held(model: Any, optimizer: Any) -> list[torch.Tensor]:
@@ -137,7 +139,7 @@ def differs(api: Any, room: str, files: str, folder: str, decoder: Decoder, cut:
     wanted.append(held(model, optimizer))
     # Without TransformerEngine Megatron cannot load into an optimizer that has made no step.
     model, optimizer = trained(api, files, decoder, cut, 1)
-    state = state_of(model, optimizer, True, "fully_sharded_model_space")
+    state = state_of(model, optimizer, True)
     state = importlib.import_module(room).load(state, folder)
     model.module.load_state_dict(state["model"])
     on_the_cpu(lambda: optimizer.load_state_dict(state["optimizer"]))
@@ -151,6 +153,15 @@ def differs(api: Any, room: str, files: str, folder: str, decoder: Decoder, cut:
     pairs = [pair for left, right in zip(got, wanted) for pair in zip(left, right)]
     assert [len(left) for left in got] == [len(right) for right in wanted]
     return len(pairs), sum(not torch.equal(left, right) for left, right in pairs)
+
+
+def refused(api: Any, room: str, files: str, folder: str, decoder: Decoder, cut: Any) -> str:
+    state = state_of(*trained(api, files, decoder, cut, 1), True)
+    with pytest.raises(
+        CheckpointingException, match=r"not in the checkpoint.*chained_0\.optimizer"
+    ) as caught:
+        importlib.import_module(room).load(state, folder)
+    return str(caught.value)
 
 
 def files_of(decoder: Decoder, folder: Any) -> str:
@@ -180,7 +191,15 @@ def test_the_optimizer_is_the_one_of_the_other_cut(
     optimizer_ranks, tmp_path, writer, reader, decoder, source, target
 ):
     files, to = files_of(decoder, tmp_path / "hf"), str(tmp_path / "ckpt")
-    optimizer_ranks(saves, writer, files, to, decoder, source, "fully_sharded_model_space")
+    optimizer_ranks(saves, writer, files, to, decoder, source)
     for count, others in optimizer_ranks(differs, reader, files, to, decoder, target):
         assert count > 20
         assert others == 0
+
+
+def test_a_sparse_models_optimizer_does_not_go_from_ep_1_to_a_larger_one(optimizer_ranks, tmp_path):
+    files, to = files_of(SPARSE, tmp_path / "hf"), str(tmp_path / "ckpt")
+    optimizer_ranks(saves, OURS, files, to, SPARSE, (1, 1, 1))
+    texts = optimizer_ranks(refused, OURS, files, to, SPARSE, (1, 1, 2))
+    assert len(set(texts)) == 1
+    assert "nothing was changed" in texts[0]

@@ -378,7 +378,7 @@ def _to_files(
     stored = {key: everything[key] for key in model_in(everything, naming, shape)}
     # An object is stored under its key and its place among those of the key.
     beside = {key.partition("/shard_")[0] for key in checkpoint.holds.objects if IN_BUCKETS.search(key)}
-    left = {key: why_left(key) for key in sorted({*everything, *beside} - set(stored))}
+    left = {key: why_left(key, shape) for key in sorted({*everything, *beside} - set(stored))}
     infos = {key: TensorInfo(entry.shape, entry.dtype) for key, entry in stored.items()}
     sources, held = _sources(call, shape, naming, infos)
     call.problems += not_whole(checkpoint, stored)
@@ -404,15 +404,22 @@ def _to_files(
     return result
 
 
-def why_left(key: str) -> str:
-    """Return why a thing of a checkpoint has no place in Hugging Face files."""
+def why_left(key: str, shape: Shape) -> str:
+    """Return why a thing of a checkpoint of a model has no place in Hugging Face files."""
     if IN_BUCKETS.search(key):
         return (
             "the distributed optimizer's buckets, which only the TP x PP that wrote them can read; load them "
             "there, and save with the sharding type fully_sharded_model_space for another one"
         )
-    if OPTIMIZER.search(key):
-        return "the optimizer's, which files have no place for; the checkpoint has it for any TP, PP and EP"
+    found = OPTIMIZER.search(key)
+    if found:
+        # Above EP 1 Megatron splits a sparse model's in two, which no load puts together.
+        sizes = "TP, PP and EP"
+        if found[2].startswith("chained_"):
+            sizes = "TP and PP, and any EP above 1"
+        elif shape.experts:
+            sizes = "TP and PP at EP 1"
+        return f"the optimizer's, which files have no place for; the checkpoint has it for any {sizes}"
     return "not the model's, or a second name"
 
 

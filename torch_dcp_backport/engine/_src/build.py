@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import logging
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,11 +20,10 @@ from torch import nn
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.engine._src import reach
+from torch_dcp_backport.engine._src.checks import say
 from torch_dcp_backport.engine._src.mesh import Grid
 from torch_dcp_backport.hf import LOAD, Filled, Source, load_state_dict, look, opened
-from torch_dcp_backport.transfer import Call, groups_of, layout_of, part_of, warn_once, whole
-
-logger = logging.getLogger("torch_dcp_backport.engine")
+from torch_dcp_backport.transfer import Call, groups_of, layout_of, part_of, whole
 
 #: Fills a full tensor with first values.
 Draw = Callable[[torch.Tensor, torch.Generator], None]
@@ -165,10 +163,7 @@ def override(config: Any, values: Mapping[str, Any]) -> None:
             override(getattr(config, name), value)
         else:
             if not hasattr(config, name):
-                warn_once(
-                    logger,
-                    f"override_config: a {type(config).__name__} has no {name}; the model may not read it",
-                )
+                say(f"override_config: a {type(config).__name__} has no {name}; the model may not read it")
             setattr(config, name, value)
 
 

@@ -15,13 +15,25 @@ from typing import Any, Optional
 
 import torch
 
-from torch_dcp_backport.transfer import warn_once
+from torch_dcp_backport.transfer import Call, groups_of
 
 logger = logging.getLogger("torch_dcp_backport.engine")
 
 #: Takes a setting's name and value, and returns the value to use, or raises ValueError.
 Read = Callable[[str, Any], Any]
 READ = "read"
+
+
+class Settings:
+    """What all settings have beside their fields."""
+
+    #: What is asked for and has no effect; an engine says it.
+    no_effect: tuple[str, ...] = ()
+
+
+def note(config: Settings, *texts: str) -> None:
+    """Add to what has no effect; the settings are frozen."""
+    object.__setattr__(config, "no_effect", (*config.no_effect, *texts))
 
 
 def setting(default: Any, read: Read) -> Any:
@@ -73,13 +85,12 @@ def nothing(instead: str) -> Read:
     return checked
 
 
-def mapping(readers: Mapping[str, Read], others: Iterable[str], why: str) -> Read:
+def mapping(readers: Mapping[str, Read], others: Iterable[str]) -> Read:
     """Return a reader of settings within a setting; None is none of them.
 
     Args:
         readers: key -> reader of its value.
-        others: keys that have no effect, which is said once where they ask for something.
-        why: the reason for that.
+        others: keys that have no effect.
     """
     idle = frozenset(others)
 
@@ -91,15 +102,17 @@ def mapping(readers: Mapping[str, Read], others: Iterable[str], why: str) -> Rea
         if unknown:
             known = ", ".join((*readers, *sorted(idle)))
             raise ValueError(f"no setting of {name}: {', '.join(unknown)}; there are {known}")
-        told = [f"{name}.{key}={given[key]!r}" for key in given if key in idle and given[key]]
-        if told:
-            warn_once(logger, f"no effect here: {', '.join(told)}; {why}")
         return {
             key: readers[key](f"{name}.{key}", part) if key in readers else part
             for key, part in given.items()
         }
 
     return checked
+
+
+def say(text: str) -> None:
+    """Log a warning on the first of all ranks alone, once in its process."""
+    Call("", "warning", groups_of()).warn_once(logger, text)
 
 
 def whole(least: Optional[int] = None) -> Read:

@@ -6,7 +6,6 @@ All are checked before anything is made.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional, TypeVar, Union
@@ -17,10 +16,12 @@ from torch_dcp_backport.engine._src import verl
 from torch_dcp_backport.engine._src.batches import Limit, flag_of, value_in
 from torch_dcp_backport.engine._src.build import Sharding
 from torch_dcp_backport.engine._src.checks import (
+    Settings,
     check_fields,
     clip,
     flag,
     mapping,
+    note,
     nothing,
     number,
     optional,
@@ -28,9 +29,6 @@ from torch_dcp_backport.engine._src.checks import (
     whole,
 )
 from torch_dcp_backport.engine._src.step import check_schedule
-from torch_dcp_backport.transfer import warn_once
-
-logger = logging.getLogger("torch_dcp_backport.engine")
 
 #: Key of `wrap_policy`.
 BLOCKS = "transformer_layer_cls_to_wrap"
@@ -41,7 +39,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Settings):
     """The model.
 
     Args:
@@ -83,9 +81,7 @@ class ModelConfig:
     hf_config_path: Optional[str] = None
     hf_config: Any = None
     lora_adapter_path: Optional[str] = None
-    lora: Mapping[str, Any] = setting(
-        None, mapping({"merge": flag, "rank": nothing("lora_rank")}, verl.LORA, "they are Megatron's")
-    )
+    lora: Mapping[str, Any] = setting(None, mapping({"merge": flag, "rank": nothing("lora_rank")}, verl.LORA))
     use_remove_padding: Optional[bool] = setting(None, optional(flag))
 
     def __post_init__(self) -> None:
@@ -95,6 +91,9 @@ class ModelConfig:
             if value is not None and not isinstance(value, (str, list, tuple, set, frozenset)):
                 # OmegaConf's lists, which peft takes for something else.
                 object.__setattr__(self, name, list(value))
+        idle = [f"lora.{key}={value!r}" for key, value in self.lora.items() if key in verl.LORA and value]
+        if idle:
+            note(self, f"no effect here: {', '.join(idle)}; they are Megatron's")
 
     @property
     def has_adapters(self) -> bool:
@@ -108,7 +107,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Settings):
     """The arrangement of ranks, the sharding of the model, and the cutting of batches.
 
     Args:
@@ -195,8 +194,8 @@ class EngineConfig:
             raise ValueError(f"no setting of wrap_policy: {', '.join(unknown)}; there is {BLOCKS}")
         for name in ("min_num_params", "disable"):
             if self.wrap_policy.get(name):
-                warn_once(
-                    logger,
+                note(
+                    self,
                     f"wrap_policy.{name}={self.wrap_policy[name]!r} has no effect here: units are blocks",
                 )
         halves = {"model_dtype": dtype_of(self.model_dtype), **self.sharding._asdict()}
@@ -254,7 +253,7 @@ NOT_OFFERED = {
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Settings):
     """The optimizer, a class of torch.optim, and its schedule.
 
     Args:
@@ -391,14 +390,16 @@ def settings(kind: type[Kind], given: Any) -> Kind:
     entries = {entry.name: entry for entry in dataclasses.fields(kind)}
     # verl's own objects are mappings, too.
     if isinstance(given, Mapping) and not dataclasses.is_dataclass(given):
-        verl.check_mapping(given, known, kind.__name__, list(entries))
+        told = verl.check_mapping(given, known, kind.__name__, list(entries))
         values = {name: given[name] for name in entries if name in given}
     else:
-        verl.check_object(given, known)
+        told = verl.check_object(given, known)
         values = {name: getattr(given, name) for name in entries if hasattr(given, name)}
         for name, local in (("path", "local_path"), ("hf_config_path", "local_hf_config_path")):
             if name in entries and getattr(given, local, None):
                 values[name] = getattr(given, local)
     # Of most settings None stands for the default, of some it is a value.
     is_value = {name: "Optional" in str(entry.type) for name, entry in entries.items()}
-    return kind(**{name: value for name, value in values.items() if value is not None or is_value[name]})
+    made = kind(**{name: value for name, value in values.items() if value is not None or is_value[name]})
+    note(made, *told)
+    return made

@@ -29,6 +29,7 @@ from torch_dcp_backport.engine._src import (
 )
 from torch_dcp_backport.engine._src import step as steps
 from torch_dcp_backport.engine._src.base import BaseEngine, EngineRegistry, default_device
+from torch_dcp_backport.engine._src.checks import say
 from torch_dcp_backport.engine._src.config import (
     EngineConfig,
     ModelConfig,
@@ -189,6 +190,9 @@ class FSDPEngine(BaseEngine):
             adapter = saved.value.digest if saved.error is None and saved.value is not None else "none"
             common = {**settings_by_type, "lora_adapter_path": adapter, **build.outline(model)}
             call.agree(terms=Terms(common=common))
+            for part in parts:
+                for text in part.no_effect:
+                    say(text)
         tensor_parallel.parallelize(model, self.grid)
         build.shard(model, self.grid, own.sharding, blocks, lora.apart(model) if asked.has_adapters else ())
         kind = "cpu" if own.offload_policy else self.device

@@ -7,13 +7,10 @@ change no value of the training. Must never import verl.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Optional
 
-from torch_dcp_backport.transfer import warn_once
-
-logger = logging.getLogger("torch_dcp_backport.engine")
+from torch_dcp_backport.engine._src.checks import say
 
 SERVED = "serves it"
 #: verl's object does it before the engine sees it; in a mapping nothing does.
@@ -183,25 +180,29 @@ CLASSES = {
 }
 
 
-def check_object(given: Any, known: Mapping[str, Known]) -> None:
-    """Check each setting of verl's object.
+def check_object(given: Any, known: Mapping[str, Known]) -> list[str]:
+    """Check each setting of verl's object; return what has no effect.
 
     Raises:
         ValueError: a setting that is refused, or that is not known and has another value than its default.
     """
+    told = []
     for name, value, default in _entries(given):
         if name in known:
-            _check(name, value, known[name])
+            told += _check(name, value, known[name])
         elif value != default:
             raise ValueError(
                 f"{name}={value!r} is not known: this engine may do something else than what it asks for"
             )
         else:
-            warn_once(logger, f"{name}={value!r}, which is not known, has no effect here")
+            told.append(f"{name}={value!r}, which is not known, has no effect here")
+    return told
 
 
-def check_mapping(given: Mapping[str, Any], known: Mapping[str, Known], kind: str, fields: list[str]) -> None:
-    """Check each entry of a mapping that is no field of our class.
+def check_mapping(
+    given: Mapping[str, Any], known: Mapping[str, Known], kind: str, fields: list[str]
+) -> list[str]:
+    """Check each entry of a mapping that is no field of our class; return what has no effect.
 
     Args:
         kind, fields: name and fields of the class.
@@ -214,25 +215,29 @@ def check_mapping(given: Mapping[str, Any], known: Mapping[str, Known], kind: st
     unknown = sorted(set(others) - set(known))
     if unknown:
         raise ValueError(f"no setting of a {kind}: {', '.join(unknown)}; there are {fields}")
+    told = []
     for name, value in others.items():
         if known[name].does in (BEFORE, SERVED) and known[name].asked(name, value):
             raise ValueError(f"{name}={value!r}: only verl's own objects have it ({known[name].text})")
-        _check(name, value, known[name])
+        told += _check(name, value, known[name])
+    return told
 
 
-def _check(setting: str, value: Any, known: Known) -> None:
+def _check(setting: str, value: Any, known: Known) -> list[str]:
+    told = []
     for name, asked in known.asked(setting, value).items():
         if known.does == REFUSED:
             instead = f": {known.instead}" if known.instead else ""
             raise ValueError(f"{name} is not offered: got {asked!r}{instead}")
         if known.does == NO_VALUE:
-            warn_once(logger, f"{name}={asked!r} has no effect here: {known.text}")
+            told.append(f"{name}={asked!r} has no effect here: {known.text}")
+    return told
 
 
 def say_unknown(method: str, options: Mapping[str, Any]) -> None:
     """Say that a method of the engine does not know options, which a later release of verl may have."""
     for name, value in options.items():
-        warn_once(logger, f"{method}: {name}={value!r} is not known, and has no effect here")
+        say(f"{method}: {name}={value!r} is not known, and has no effect here")
 
 
 def _entries(given: Any) -> Iterator[tuple[str, Any, object]]:
