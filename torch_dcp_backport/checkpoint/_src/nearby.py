@@ -414,7 +414,8 @@ class NearbyCheckpoints:
         if leading is not None:
             for save in self._given_up:
                 told(leading.give_up(save))
-        self._incomplete = "" if self._incomplete in self._given_up else self._incomplete
+        if self._incomplete in self._given_up:
+            self._incomplete = ""
         self._given_up = set()
 
     def _written(
