@@ -471,6 +471,58 @@ def taken(folder: Path, trash: Optional[Path] = None) -> Optional[Path]:
     return hidden
 
 
+class Hiding(NamedTuple):
+    """The outcome of hiding a folder."""
+
+    #: The folder's new name; None where it stays, or is gone.
+    hidden: Optional[Path]
+    #: Why it stays, in words that follow its name; "" where it does not.
+    why: str = ""
+
+
+def hide(folder: Path, is_same: Callable[[Path], bool], trash: Optional[Path] = None) -> Hiding:
+    """Hide a folder that is to be removed, unless it is pinned, being uploaded, or no longer the same.
+
+    What another process did between the look and the rename is seen after it: the folder gets its name back,
+    or one beside it where the name is taken.
+
+    Args:
+        is_same: whether a path has what is to be removed.
+        trash: as of `taken`.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    if not os.path.lexists(folder):
+        return Hiding(None)
+    why = _why_kept(folder, is_same)
+    if why:
+        return Hiding(None, why)
+    disk.step(f"rename {folder.name} away")
+    try:
+        hidden = taken(folder, trash)
+    except FileNotFoundError:
+        # Another process removes, too.
+        return Hiding(None)
+    if hidden is None:
+        return Hiding(None, "is being uploaded")
+    why = _why_kept(hidden, is_same)
+    if not why:
+        return Hiding(hidden)
+    if not os.path.lexists(folder):
+        os.rename(hidden, folder)
+    else:
+        for reason in set_aside(hidden, folder, f"it {why}, and the step was saved again"):
+            logger.error("%s is hidden, and cannot get its name back: %s", hidden, reason)
+    return Hiding(None, why)
+
+
+def _why_kept(folder: Path, is_same: Callable[[Path], bool]) -> str:
+    if is_pinned(folder):
+        return "is pinned"
+    return "" if is_same(folder) else "is no longer what was to be removed"
+
+
 def given_up(replaced: Path) -> Path:
     """Rename a replaced folder so that it is never put back, as half of it may be left; return the name.
 
