@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -479,6 +480,57 @@ def test_the_newest_steps_are_kept_and_what_is_not_ours_stays(api: Any, tmp_path
 def tree(root: Path) -> dict[str, bytes]:
     """Return every file and folder, with its bytes."""
     return {str(path): path.read_bytes() if path.is_file() else b"" for path in root.rglob("*")}
+
+
+def leave(part: Path) -> list[Path]:
+    """Leave what killed processes leave: a draft, one that was given up, and a part half removed."""
+    dead = {"host": socket.gethostname(), "pid": os.getpid(), "started": "long ago"}
+    hidden = [part.with_name(f".{part.name}.{kind}-0a1b2c3d") for kind in ("tmp", "off", "old")]
+    for path in hidden:
+        shutil.copytree(part, path)
+        if path != hidden[2]:
+            (path / "manifest.json").unlink()
+            (path / "owner.json").write_text(json.dumps(dead))
+    (hidden[2] / "part.json").unlink()
+    return hidden
+
+
+@on_ranks()
+def test_a_folder_of_another_run_is_not_touched(api: Any, tmp_path: Path) -> None:
+    on_nodes(tmp_path).save({"w": torch.ones(2)}, 1)
+    once(lambda: leave(files_of(tmp_path, "n0", 0, 1)))
+    # The folder of n1 has no part of another run.
+    once(shutil.rmtree, tmp_path / "n1")
+    before = tree(tmp_path)
+    dist.barrier()
+    for call in ("save", "load", "latest"):
+        tier = on_nodes(tmp_path, run="b")
+        arguments: tuple[Any, ...] = {"save": ({"w": torch.ones(2)}, 2), "load": ({"w": torch.ones(2)},)}.get(
+            call, ()
+        )
+        assert "rank 0: AnotherRun: " in refused(getattr(tier, call), *arguments)
+        assert tree(tmp_path) == before
+        dist.barrier()
+
+
+def test_what_a_killed_run_left_is_removed_by_that_run_alone(tmp_path: Path, caplog) -> None:
+    state = {"w": torch.ones(2)}
+    NearbyCheckpoints(tmp_path, run="a", keep=1).save(state, 1)
+    (part,) = (tmp_path / "rank_0").glob("step_1.*")
+    hidden = leave(part)
+    empty = part.with_name(f".{part.name}.tmp-00000000")
+    empty.mkdir()
+    shutil.rmtree(part)
+    before = [tree(path) for path in hidden]
+    assert NearbyCheckpoints(tmp_path, run="b", keep=1).save(state, 2)
+    assert [tree(path) for path in hidden] == before
+    assert not empty.exists()
+    assert all(
+        f"{path}: left alone, as nothing proves that the run 'b' saved it" in caplog.text for path in hidden
+    )
+    shutil.rmtree(next((tmp_path / "rank_0").glob("step_2.*")))
+    assert NearbyCheckpoints(tmp_path, run="a", keep=1).latest() is None
+    assert not list(tmp_path.rglob(".step_*"))
 
 
 @on_ranks()

@@ -2,12 +2,12 @@
 
     FOLDER/rank_3/step_20.1f6a09c2/    the rank's place in its group; the step, and the name of the save
         manifest.json                  step, ranks, order, size and CRC32 of every file
-        part.json                      which part of which save of which run this is
+        part.json                      which part of which save of which run this is; written first
         dist_ckpt/                     the rank's values, as `dist_checkpointing` writes them
 
 A part appears whole or not at all, and no save replaces another's. Runs on one rank; removes only parts of
 its own run, under the names that they were saved under. That is proved by the manifest, which has a checksum
-of its own, and size and CRC32 of part.json when it was saved.
+of its own, and size and CRC32 of part.json when it was saved; or, without a manifest, by part.json itself.
 """
 
 from __future__ import annotations
@@ -157,9 +157,31 @@ class NodeFolder:
         return saves
 
     def clean(self) -> None:
-        """Remove what dead writers and removals left."""
+        """Remove what dead writers and removals of this run left."""
         for folder in self._ranks():
-            store.clean(folder, SAVE)
+            owner = owner_of(folder)
+
+            def is_ours(hidden: Path, save: str, owner: int = owner) -> bool:
+                return self._is_ours(hidden, owner, save)
+
+            store.clean(folder, SAVE, is_ours)
+
+    def _is_ours(self, hidden: Path, owner: int, save: str) -> bool:
+        """Return whether a hidden folder proves to be this run's, or holds nothing; if not, log it once."""
+        try:
+            check_saved(manifest.read(hidden), owner, save, self.run)
+            return True
+        except BadManifest as error:
+            # A draft has none yet.
+            reason, said = str(error), said_in(hidden)
+        if "run" in said:
+            is_ours, reason = bool(said["run"] == self.run), f"it is of the run {said['run']!r}"
+        else:
+            # A process was killed before it had written part.json.
+            is_ours = set(store.held(hidden)) <= {PART, f"{PART}.new"}
+        if not is_ours:
+            self._tell_left(hidden, reason)
+        return is_ours
 
     def _tell_left(self, path: Path, reason: str) -> None:
         text = f"{path}: left alone, as nothing proves that the run {self.run!r} saved it: {reason}"
@@ -226,6 +248,11 @@ def part_in(entry: ListedStep, owner: int, run: str) -> Part:
 def owner_of(folder: Path) -> int:
     """Return the rank that a folder of parts is of."""
     return int(folder.name[len("rank_") :])
+
+
+def in_order(content: Manifest) -> list[tuple[str, ManifestEntry]]:
+    """Return the files of a part, as they are written: first the one that tells whose it is."""
+    return sorted(content.files.items(), key=lambda item: (item[0] != PART, item[0]))
 
 
 def said_in(folder: Path) -> Mapping[str, Any]:

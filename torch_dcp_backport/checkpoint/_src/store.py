@@ -576,7 +576,7 @@ def removed(hidden: Path, final: Path) -> list[str]:
     # Without a manifest, another process may have removed all that it lists.
     if remove_if_empty(hidden):
         return []
-    others = list(itertools.islice(_held(hidden), 4))
+    others = list(itertools.islice(held(hidden), 4))
     if isinstance(content, str) and not others and not os.path.islink(hidden):
         # The draft of another process, which has no name yet: the next clean-up comes to it if that is dead.
         return []
@@ -588,7 +588,7 @@ def removed(hidden: Path, final: Path) -> list[str]:
     return set_aside(hidden, final, unknown if isinstance(content, Manifest) else content)
 
 
-def _held(folder: Path) -> Iterator[str]:
+def held(folder: Path) -> Iterator[str]:
     """Yield the paths below a folder of what is no folder, but for the mark of an owner."""
     for _, entries in disk.walk(folder):
         for entry in entries:
@@ -670,11 +670,20 @@ def paths_in(folder: Path) -> list[Path]:
         return []
 
 
-def clean(root: Path, names: re.Pattern[str] = STEP) -> list[str]:
+def clean(
+    root: Path,
+    names: re.Pattern[str] = STEP,
+    is_ours: Callable[[Path, str], bool] = lambda hidden, name: True,
+) -> list[str]:
     """Remove what dead writers of folders of some names left, and put back a folder that lost its name.
 
     Folders that cannot be removed stay; those that cannot be put back are logged, and so are hidden folders
     of which nothing proves that this package made them.
+
+    Args:
+        root: the folder that they are in.
+        names: those that the folders have, or had.
+        is_ours: whether a hidden folder of a name may be touched; not asked of a draft that is being written.
 
     Returns:
         What stays, and why it could not be removed; it is in the log, too.
@@ -687,6 +696,8 @@ def clean(root: Path, names: re.Pattern[str] = STEP) -> list[str]:
     # What lost its name gets it back before anything is removed: this process may be killed, too.
     for path, match in sorted(left.items(), key=lambda item: item[1]["kind"] != "was"):
         final = path.with_name(match["name"])
+        if path not in alive.values() and not is_ours(path, final.name):
+            continue
         is_lost = match["kind"] == "was" and not os.path.lexists(final)
         if match["name"] in alive and match["kind"] in ("tmp", "was"):
             # Being written, or between the two renames of its writer.
