@@ -109,6 +109,24 @@ def test_a_pin_in_the_last_moment_is_seen(stored: tuple[Path, str], monkeypatch)
     assert (folder / "manifest.json").is_file()
 
 
+def test_a_save_in_the_last_moment_keeps_the_name_of_its_step(
+    stored: tuple[Path, str], monkeypatch, caplog
+) -> None:
+    folder, url = stored
+    shutil.rmtree(folder)
+
+    def on_step(name: str) -> None:
+        if name == "rename actor away":
+            monkeypatch.setattr(disk, "on_step", None)
+            save_again(folder)
+
+    monkeypatch.setattr(disk, "on_step", on_step)
+    Trainer(folder.parent).manager.load_checkpoint(folder, url, del_local_after_load=True)
+    assert (folder / "manifest.json").is_file()
+    assert "is no longer what was to be removed, and is not removed" in caplog.text
+    assert "no longer a step" not in caplog.text
+
+
 def test_nothing_is_removed_where_the_load_fails(stored: tuple[Path, str], tmp_path: Path) -> None:
     folder, url = stored
     shutil.rmtree(folder)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import json
 import logging
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +24,7 @@ from torch import nn
 
 from torch_dcp_backport import compat
 from torch_dcp_backport.checkpoint import NearbyCheckpoints
-from torch_dcp_backport.checkpoint._src import nearby
+from torch_dcp_backport.checkpoint._src import manifest, nearby
 from torch_dcp_backport.checkpoint._src.node_folder import Contents, Part
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
 from torch_dcp_backport.publish import disk
@@ -474,6 +477,62 @@ def test_the_newest_steps_are_kept_and_what_is_not_ours_stays(api: Any, tmp_path
     assert equal(fresh.values(), training.values())
 
 
+def tree(root: Path) -> dict[str, bytes]:
+    """Return every file and folder, with its bytes."""
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in root.rglob("*")}
+
+
+def leave(part: Path) -> list[Path]:
+    """Leave what killed processes leave: a draft, one that was given up, and a part half removed."""
+    dead = {"host": socket.gethostname(), "pid": os.getpid(), "started": "long ago"}
+    hidden = [part.with_name(f".{part.name}.{kind}-0a1b2c3d") for kind in ("tmp", "off", "old")]
+    for path in hidden:
+        shutil.copytree(part, path)
+        if path != hidden[2]:
+            (path / "manifest.json").unlink()
+            (path / "owner.json").write_text(json.dumps(dead))
+    (hidden[2] / "part.json").unlink()
+    return hidden
+
+
+@on_ranks()
+def test_a_folder_of_another_run_is_not_touched(api: Any, tmp_path: Path) -> None:
+    on_nodes(tmp_path).save({"w": torch.ones(2)}, 1)
+    once(lambda: leave(files_of(tmp_path, "n0", 0, 1)))
+    # The folder of n1 has no part of another run.
+    once(shutil.rmtree, tmp_path / "n1")
+    before = tree(tmp_path)
+    dist.barrier()
+    for call in ("save", "load", "latest"):
+        tier = on_nodes(tmp_path, run="b")
+        arguments: tuple[Any, ...] = {"save": ({"w": torch.ones(2)}, 2), "load": ({"w": torch.ones(2)},)}.get(
+            call, ()
+        )
+        assert "rank 0: AnotherRun: " in refused(getattr(tier, call), *arguments)
+        assert tree(tmp_path) == before
+        dist.barrier()
+
+
+def test_what_a_killed_run_left_is_removed_by_that_run_alone(tmp_path: Path, caplog) -> None:
+    state = {"w": torch.ones(2)}
+    NearbyCheckpoints(tmp_path, run="a", keep=1).save(state, 1)
+    (part,) = (tmp_path / "rank_0").glob("step_1.*")
+    hidden = leave(part)
+    empty = part.with_name(f".{part.name}.tmp-00000000")
+    empty.mkdir()
+    shutil.rmtree(part)
+    before = [tree(path) for path in hidden]
+    assert NearbyCheckpoints(tmp_path, run="b", keep=1).save(state, 2)
+    assert [tree(path) for path in hidden] == before
+    assert not empty.exists()
+    assert all(
+        f"{path}: left alone, as nothing proves that the run 'b' saved it" in caplog.text for path in hidden
+    )
+    shutil.rmtree(next((tmp_path / "rank_0").glob("step_2.*")))
+    assert NearbyCheckpoints(tmp_path, run="a", keep=1).latest() is None
+    assert not list(tmp_path.rglob(".step_*"))
+
+
 @on_ranks()
 def test_parts_of_another_run_are_refused_and_stay(api: Any, tmp_path: Path) -> None:
     first, state = on_nodes(tmp_path), {"w": torch.ones(2)}
@@ -502,6 +561,50 @@ def test_parts_of_another_run_are_refused_and_stay(api: Any, tmp_path: Path) -> 
     dist.barrier()
     text = refused(on_nodes(tmp_path, run="c" if dist.get_rank() == 2 else "a").latest)
     assert "run (expected a as on rank 0, got c)" in text
+
+
+def of_run_c(path: Path) -> None:
+    path.write_text(path.read_text().replace('"run": "a"', '"run": "c"'))
+
+
+@pytest.mark.parametrize("damage", [os.unlink, of_run_c, lambda path: path.write_bytes(b"{")])
+def test_a_part_goes_whose_part_json_was_damaged(tmp_path: Path, damage: Any) -> None:
+    tier, state = NearbyCheckpoints(tmp_path, run="a", keep=1), {"w": torch.ones(2)}
+    tier.save(state, 1)
+    (part,) = (tmp_path / "rank_0").glob("step_1.*")
+    damage(part / "part.json")
+    assert tier.load(state) is None
+    tier.save(state, 2)
+    assert [path.name[:6] for path in (tmp_path / "rank_0").iterdir()] == ["step_2"]
+
+
+def test_a_part_that_nothing_proves_stays_and_is_named_once(tmp_path: Path, caplog) -> None:
+    tier, state = NearbyCheckpoints(tmp_path, run="a", keep=1), {"w": torch.ones(2)}
+    tier.save(state, 1)
+    (part,) = (tmp_path / "rank_0").glob("step_1.*")
+    (part / "manifest.json").write_bytes(b"{")
+    before = tree(part)
+    for step in (2, 3):
+        tier.save(state, step)
+    assert tree(part) == before
+    assert caplog.text.count(f"{part}: left alone, as nothing proves that the run 'a' saved it") == 1
+
+
+def test_parts_of_release_0_1_0_are_refused_by_name(tmp_path: Path) -> None:
+    NearbyCheckpoints(tmp_path, run="a").save({"w": torch.ones(2)}, 1)
+    (part,) = (tmp_path / "rank_0").glob("step_1.*")
+    said = {"format": 1, "rank": 0, "save": part.name, "world": 1}
+    (part / "part.json").write_text(json.dumps(said))
+    content = manifest.read(part)
+    files = {**content.files, "part.json": manifest.entry_of(part / "part.json")}
+    manifest.write(part, dataclasses.replace(content, files=files))
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointingException) as caught:
+        NearbyCheckpoints(tmp_path, run="a").latest()
+    text = str(caught.value)
+    assert f"has parts of release 0.1.0, such as {part}: its part.json is of format 1, and not 2" in text
+    assert f"remove {tmp_path}/rank_*/step_*, or take another folder" in text
+    assert tree(tmp_path) == before
 
 
 def test_copies_that_a_user_made_of_parts_stay(tmp_path: Path) -> None:

@@ -174,6 +174,26 @@ def test_a_pin_in_the_last_moment_is_seen_where_the_step_is_saved_again(tmp_path
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_step_that_is_saved_twice_in_the_last_moment_is_not_removed(tmp_path: Path, monkeypatch) -> None:
+    trainer = saved(tmp_path, {1: None}, max_ckpt_to_keep=1)
+    saved(tmp_path / "other", {1: 0.5})
+    native = store.taken
+
+    def taken(folder: Path, trash: Any = None) -> Any:
+        # Another process saves the step again, and once more, around the rename.
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "other" / "global_step_1", folder)
+        hidden = native(folder, trash)
+        shutil.copytree(tmp_path / "global_step_2", folder)
+        return hidden
+
+    monkeypatch.setattr(store, "taken", taken)
+    trainer.handler.save_checkpoint(2)
+    trainer.handler.finish()
+    (beside,) = tmp_path.glob("global_step_1.kept-*")
+    assert manifest.read(beside).metric == 0.5
+
+
 @pytest.mark.parametrize("kind", ["was", "old"])
 def test_a_pinned_step_that_a_dead_process_hid_gets_its_name_back(tmp_path: Path, kind: str) -> None:
     saved(tmp_path, {1: None})

@@ -51,7 +51,7 @@ def give(link: Link, folder: Path, block: int, meter: Meter) -> None:
         for start in range(0, len(data), block):
             link.send(tensor_of(data[start : start + block]))
         buffer = torch.empty(block, dtype=torch.uint8, device="cpu")
-        for name, entry in sorted(content.files.items()):
+        for name, entry in node_folder.in_order(content):
             with open(disk.opened(folder / name), "rb", buffering=0) as file:
                 for size in sizes(entry, block):
                     part = buffer[:size]
@@ -92,7 +92,7 @@ def receive(link: Link, folder: Path, block: int) -> Manifest:
         link.receive(buffer[:size])
         data += memory_of(buffer[:size])
     content = manifest.parsed(bytes(data))
-    for name, entry in sorted(content.files.items()):
+    for name, entry in node_folder.in_order(content):
         path, crc = folder / name, 0
         path.parent.mkdir(parents=True, exist_ok=True)
         disk.step(f"create {path.name}")

@@ -314,8 +314,13 @@ class NearbyCheckpoints:
         elif self.replicas >= len(nodes) > 1:
             what, expected = "too few nodes", f"at least {self.replicas + 1}"
             call.problems.append(Problem(what, f"replicas={self.replicas}", str(len(nodes)), expected))
-        # Ranks that see a folder of another node's would keep both copies of a part on one disk.
         is_leader, token = own == nodes[name][0], secrets.token_hex(8)
+        with call.guard():
+            if is_leader:
+                # A folder that is another run's is not touched, nor is any other node's then.
+                self._here.contents()
+        meet(call, Topic("looking into the folders", "nothing was changed"))
+        # Ranks that see a folder of another node's would keep both copies of a part on one disk.
         with call.guard(str(self.folder)):
             if is_leader:
                 self._here.sign(name, token)
@@ -414,7 +419,8 @@ class NearbyCheckpoints:
         if leading is not None:
             for save in self._given_up:
                 told(leading.give_up(save))
-        self._incomplete = "" if self._incomplete in self._given_up else self._incomplete
+        if self._incomplete in self._given_up:
+            self._incomplete = ""
         self._given_up = set()
 
     def _written(
@@ -424,6 +430,11 @@ class NearbyCheckpoints:
         draft = store.StepDraft(place)
         with discarding(draft):
             writing = Writing(draft.folder, "")
+            # First: it proves whose the draft is, if this process is killed.
+            writing.write(
+                draft.folder / node_folder.PART,
+                node_folder.described(owner, place.name, content.world, self.run),
+            )
             path = draft.folder / SHARDED
             writing.make_folder(path)
             options = SaveOptions(
@@ -433,10 +444,6 @@ class NearbyCheckpoints:
                 written=writing.notes_in(path),
             )
             save_made(lambda: self._own_part(state), path, options)
-            writing.write(
-                draft.folder / node_folder.PART,
-                node_folder.described(owner, place.name, content.world, self.run),
-            )
             files = writing.noted()
             synced = set(files)
             for name in manifest.paths_in(draft.folder):

@@ -2,31 +2,37 @@
 
     FOLDER/rank_3/step_20.1f6a09c2/    the rank's place in its group; the step, and the name of the save
         manifest.json                  step, ranks, order, size and CRC32 of every file
-        part.json                      which part of which save of which run this is
+        part.json                      which part of which save of which run this is; written first
         dist_ckpt/                     the rank's values, as `dist_checkpointing` writes them
 
 A part appears whole or not at all, and no save replaces another's. Runs on one rank; removes only parts of
-its own run, under the names that they were saved under. Must never import torch.
+its own run, under the names that they were saved under. That is proved by the manifest, which has a checksum
+of its own, and size and CRC32 of part.json when it was saved; or, without a manifest, by part.json itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from torch_dcp_backport.checkpoint._src import manifest, retention, store
-from torch_dcp_backport.checkpoint._src.manifest import BadManifest, Manifest
+from torch_dcp_backport.checkpoint._src.manifest import BadManifest, Manifest, ManifestEntry
 from torch_dcp_backport.checkpoint._src.store import ListedStep
 from torch_dcp_backport.publish import disk
+from torch_dcp_backport.transfer import warn_once
+
+logger = logging.getLogger("torch_dcp_backport.checkpoint")
 
 PART = "part.json"
-FORMAT = 1
+#: Of part.json. Format 1, of release 0.1.0, does not name the run.
+FORMAT = 2
 RANK = re.compile(r"rank_(0|[1-9][0-9]*)")
 SAVE = re.compile(r"step_(0|[1-9][0-9]*)\.[0-9a-f]{8}")
 
@@ -57,6 +63,10 @@ class Contents(NamedTuple):
 
 class AnotherRun(Exception):
     """The folder has parts of another run."""
+
+
+class OldFormat(Exception):
+    """The folder has parts of an older release, which do not tell their run."""
 
 
 def described(owner: int, save: str, world: int, run: str) -> bytes:
@@ -101,6 +111,7 @@ class NodeFolder:
 
         Raises:
             AnotherRun: a part is that of another run.
+            OldFormat: a part is that of release 0.1.0.
         """
         parts, faults, order = list[Part](), list[str](), 0
         for owner, entry in self._listed():
@@ -111,13 +122,30 @@ class NodeFolder:
                     parts.append(part_in(entry, owner, self.run))
                 except BadManifest as error:
                     fault = str(error)
-            other = run_in(entry.path) if fault else None
-            if other not in (None, self.run):
-                text = f"parts of the run {other!r}, such as {entry.path}, and this is the run {self.run!r}"
-                raise AnotherRun(f"{self.root} has {text}: each run has a folder of its own")
             if fault:
+                self._refuse(entry.path, owner)
                 faults.append(f"{entry.path}: {fault}")
         return Contents(parts, faults, order + 1)
+
+    def _refuse(self, part: Path, owner: int) -> None:
+        """Refuse a part that another run or release has saved; a damaged one of this run is none.
+
+        Raises:
+            AnotherRun, OldFormat: it is one.
+        """
+        with contextlib.suppress(BadManifest):
+            check_saved(manifest.read(part), owner, part.name, self.run)
+            return
+        said = said_in(part)
+        run = said.get("run", self.run)
+        if run != self.run:
+            text = f"parts of the run {run!r}, such as {part}, and this is the run {self.run!r}"
+            raise AnotherRun(f"{self.root} has {text}: each run has a folder of its own")
+        if said.get("format") == 1:
+            text = f"parts of release 0.1.0, such as {part}: its {PART} is of format 1, and not {FORMAT}"
+            raise OldFormat(
+                f"{self.root} has {text}; remove {self.root}/rank_*/step_*, or take another folder"
+            )
 
     def saves_of(self, owner: int) -> list[tuple[int, str]]:
         """Return (order, save) of the parts of one rank that are whole."""
@@ -129,9 +157,35 @@ class NodeFolder:
         return saves
 
     def clean(self) -> None:
-        """Remove what dead writers and removals left."""
+        """Remove what dead writers and removals of this run left."""
         for folder in self._ranks():
-            store.clean(folder, SAVE)
+            owner = owner_of(folder)
+
+            def is_ours(hidden: Path, save: str, owner: int = owner) -> bool:
+                return self._is_ours(hidden, owner, save)
+
+            store.clean(folder, SAVE, is_ours)
+
+    def _is_ours(self, hidden: Path, owner: int, save: str) -> bool:
+        """Return whether a hidden folder proves to be this run's, or holds nothing; if not, log it once."""
+        try:
+            check_saved(manifest.read(hidden), owner, save, self.run)
+            return True
+        except BadManifest as error:
+            # A draft has none yet.
+            reason, said = str(error), said_in(hidden)
+        if "run" in said:
+            is_ours, reason = bool(said["run"] == self.run), f"it is of the run {said['run']!r}"
+        else:
+            # A process was killed before it had written part.json.
+            is_ours = set(store.held(hidden)) <= {PART, f"{PART}.new"}
+        if not is_ours:
+            self._tell_left(hidden, reason)
+        return is_ours
+
+    def _tell_left(self, path: Path, reason: str) -> None:
+        text = f"{path}: left alone, as nothing proves that the run {self.run!r} saved it: {reason}"
+        warn_once(logger, f"{text}; it takes its room until it is removed by hand", path)
 
     def retire(self, before: int) -> list[str]:
         """Remove the parts of an older order; return why some could not be removed."""
@@ -158,8 +212,11 @@ class NodeFolder:
     def _own(self) -> Iterator[ListedStep]:
         """Yield what was saved by this run, and has the names that it was saved under."""
         for owner, entry in self._listed():
-            with contextlib.suppress(BadManifest):
-                check_name(entry.path, manifest.read(entry.path), owner, entry.path.name, self.run)
+            try:
+                check_saved(manifest.read(entry.path), owner, entry.path.name, self.run)
+            except BadManifest as error:
+                self._tell_left(entry.path, str(error))
+            else:
                 yield entry
 
     def _ranks(self) -> list[Path]:
@@ -172,7 +229,7 @@ class NodeFolder:
             for path in sorted(store.paths_in(folder)):
                 match = SAVE.fullmatch(path.name)
                 if match is not None and os.path.isdir(path):
-                    yield int(folder.name[len("rank_") :]), store.listed_of(path, int(match[1]))
+                    yield owner_of(folder), store.listed_of(path, int(match[1]))
 
 
 def part_in(entry: ListedStep, owner: int, run: str) -> Part:
@@ -188,12 +245,33 @@ def part_in(entry: ListedStep, owner: int, run: str) -> Part:
     return Part(owner, entry.path.name, content.step, content.order, content.world)
 
 
-def run_in(folder: Path) -> Optional[str]:
-    """Return the run that saved a part; None where its part.json does not tell."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        run = json.loads(disk.read_whole(folder / PART))["run"]
-        return run if isinstance(run, str) else None
-    return None
+def owner_of(folder: Path) -> int:
+    """Return the rank that a folder of parts is of."""
+    return int(folder.name[len("rank_") :])
+
+
+def in_order(content: Manifest) -> list[tuple[str, ManifestEntry]]:
+    """Return the files of a part, as they are written: first the one that tells whose it is."""
+    return sorted(content.files.items(), key=lambda item: (item[0] != PART, item[0]))
+
+
+def said_in(folder: Path) -> Mapping[str, Any]:
+    """Return what a part.json tells; nothing where it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        said = json.loads(disk.read_whole(folder / PART))
+        return said if isinstance(said, dict) else {}
+    return {}
+
+
+def check_saved(content: Manifest, owner: int, save: str, run: str) -> None:
+    """Compare the names of a part with its manifest, whatever became of its files since.
+
+    Raises:
+        Damaged: it was saved as another rank's, another save's, or another run's.
+    """
+    said = described(owner, save, content.world, run)
+    if content.files.get(PART) != ManifestEntry(len(said), zlib.crc32(said)):
+        raise BadManifest(f"{PART} was not saved as that of rank {owner}, {save} and the run {run!r}")
 
 
 def check_name(folder: Path, content: Manifest, owner: int, save: str, run: str) -> None:

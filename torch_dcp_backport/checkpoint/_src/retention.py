@@ -233,25 +233,10 @@ def hide(entry: ListedStep, trash: Optional[Path] = None) -> Optional[Path]:
         entry: the step.
         trash: the folder that it is moved into; None hides it where it is.
     """
-    folder = entry.path
-    if not is_as_listed(entry, folder) or store.is_pinned(folder):
-        return None
-    disk.step(f"rename {folder.name} away")
-    try:
-        hidden = store.taken(folder, trash)
-    except FileNotFoundError:
-        # Another process removes, too.
-        return None
-    if hidden is None:
-        logger.warning("%s stays until it is uploaded", folder)
-    elif (not is_as_listed(entry, hidden) or store.is_pinned(hidden)) and not os.path.lexists(folder):
-        # Saved again, or pinned, between the look and the rename.
-        os.rename(hidden, folder)
-        return None
-    elif store.is_pinned(hidden):
-        store.set_aside(hidden, folder, "it is pinned, and the step was saved again")
-        return None
-    return hidden
+    hiding = store.hide(entry.path, functools.partial(is_as_listed, entry), trash)
+    if hiding.why:
+        logger.warning("%s stays: it %s", entry.path, hiding.why)
+    return hiding.hidden
 
 
 def is_as_listed(entry: ListedStep, path: Path) -> bool:

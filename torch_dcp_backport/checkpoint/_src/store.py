@@ -471,6 +471,58 @@ def taken(folder: Path, trash: Optional[Path] = None) -> Optional[Path]:
     return hidden
 
 
+class Hiding(NamedTuple):
+    """The outcome of hiding a folder."""
+
+    #: The folder's new name; None where it stays, or is gone.
+    hidden: Optional[Path]
+    #: Why it stays, in words that follow its name; "" where it does not.
+    why: str = ""
+
+
+def hide(folder: Path, is_same: Callable[[Path], bool], trash: Optional[Path] = None) -> Hiding:
+    """Hide a folder that is to be removed, unless it is pinned, being uploaded, or no longer the same.
+
+    What another process did between the look and the rename is seen after it: the folder gets its name back,
+    or one beside it where the name is taken.
+
+    Args:
+        is_same: whether a path has what is to be removed.
+        trash: as of `taken`.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    if not os.path.lexists(folder):
+        return Hiding(None)
+    why = _why_kept(folder, is_same)
+    if why:
+        return Hiding(None, why)
+    disk.step(f"rename {folder.name} away")
+    try:
+        hidden = taken(folder, trash)
+    except FileNotFoundError:
+        # Another process removes, too.
+        return Hiding(None)
+    if hidden is None:
+        return Hiding(None, "is being uploaded")
+    why = _why_kept(hidden, is_same)
+    if not why:
+        return Hiding(hidden)
+    if not os.path.lexists(folder):
+        os.rename(hidden, folder)
+    else:
+        for reason in set_aside(hidden, folder, f"it {why}, and the step was saved again"):
+            logger.error("%s is hidden, and cannot get its name back: %s", hidden, reason)
+    return Hiding(None, why)
+
+
+def _why_kept(folder: Path, is_same: Callable[[Path], bool]) -> str:
+    if is_pinned(folder):
+        return "is pinned"
+    return "" if is_same(folder) else "is no longer what was to be removed"
+
+
 def given_up(replaced: Path) -> Path:
     """Rename a replaced folder so that it is never put back, as half of it may be left; return the name.
 
@@ -524,7 +576,7 @@ def removed(hidden: Path, final: Path) -> list[str]:
     # Without a manifest, another process may have removed all that it lists.
     if remove_if_empty(hidden):
         return []
-    others = list(itertools.islice(_held(hidden), 4))
+    others = list(itertools.islice(held(hidden), 4))
     if isinstance(content, str) and not others and not os.path.islink(hidden):
         # The draft of another process, which has no name yet: the next clean-up comes to it if that is dead.
         return []
@@ -536,7 +588,7 @@ def removed(hidden: Path, final: Path) -> list[str]:
     return set_aside(hidden, final, unknown if isinstance(content, Manifest) else content)
 
 
-def _held(folder: Path) -> Iterator[str]:
+def held(folder: Path) -> Iterator[str]:
     """Yield the paths below a folder of what is no folder, but for the mark of an owner."""
     for _, entries in disk.walk(folder):
         for entry in entries:
@@ -618,11 +670,20 @@ def paths_in(folder: Path) -> list[Path]:
         return []
 
 
-def clean(root: Path, names: re.Pattern[str] = STEP) -> list[str]:
+def clean(
+    root: Path,
+    names: re.Pattern[str] = STEP,
+    is_ours: Callable[[Path, str], bool] = lambda hidden, name: True,
+) -> list[str]:
     """Remove what dead writers of folders of some names left, and put back a folder that lost its name.
 
     Folders that cannot be removed stay; those that cannot be put back are logged, and so are hidden folders
     of which nothing proves that this package made them.
+
+    Args:
+        root: the folder that they are in.
+        names: those that the folders have, or had.
+        is_ours: whether a hidden folder of a name may be touched; not asked of a draft that is being written.
 
     Returns:
         What stays, and why it could not be removed; it is in the log, too.
@@ -635,6 +696,8 @@ def clean(root: Path, names: re.Pattern[str] = STEP) -> list[str]:
     # What lost its name gets it back before anything is removed: this process may be killed, too.
     for path, match in sorted(left.items(), key=lambda item: item[1]["kind"] != "was"):
         final = path.with_name(match["name"])
+        if path not in alive.values() and not is_ours(path, final.name):
+            continue
         is_lost = match["kind"] == "was" and not os.path.lexists(final)
         if match["name"] in alive and match["kind"] in ("tmp", "was"):
             # Being written, or between the two renames of its writer.

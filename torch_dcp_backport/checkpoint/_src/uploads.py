@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import time
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -18,7 +17,6 @@ from torch_dcp_backport.checkpoint._src.remote import Failed, RemoteFolder
 from torch_dcp_backport.checkpoint._src.saves import Background
 from torch_dcp_backport.checkpoint._src.store import Identity
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
-from torch_dcp_backport.publish import disk
 from torch_dcp_backport.transfer import Call, Topic, at_first
 
 logger = logging.getLogger("torch_dcp_backport.checkpoint")
@@ -130,34 +128,22 @@ def remove_brought(folder: Path, brought: Identity) -> None:
     Files that this package did not write stay, too, and so does a folder that was pinned. A folder that
     cannot be removed is an error in the log: the load is done.
     """
-    if is_other(folder, brought):
-        logger.warning("%s is not what the load has brought any more, and is not removed", folder)
-        return
-    if store.is_pinned(folder):
-        logger.warning("%s is pinned, and is not removed", folder)
-        return
     try:
-        disk.step(f"rename {folder.name} away")
-        hidden = store.taken(folder)
-        if hidden is None:
-            logger.warning("%s is being uploaded, and is not removed", folder)
-        elif store.is_pinned(hidden) and not os.path.lexists(folder):
-            os.rename(hidden, folder)
-            logger.warning("%s is pinned, and is not removed", folder)
-        elif store.is_pinned(hidden) or is_other(hidden, brought):
-            # It was saved again in between: that is not for us to remove.
-            store.set_aside(hidden, folder, "it was saved while it was to be removed")
-        else:
-            for reason in store.removed(hidden, folder)[:1]:
-                logger.error("%s was brought, and still takes its room on the disk: %s", hidden, reason)
+        hiding = store.hide(folder, functools.partial(is_brought, brought))
+        if hiding.why:
+            logger.warning("%s %s, and is not removed", folder, hiding.why)
+        reasons = [] if hiding.hidden is None else store.removed(hiding.hidden, folder)
+        for reason in reasons[:1]:
+            text = "%s was brought, and still takes its room on the disk: %s"
+            logger.error(text, hiding.hidden, reason)
     except OSError as error:
         logger.error("%s was brought, and cannot be removed: %s", folder, error)
 
 
-def is_other(folder: Path, brought: Identity) -> bool:
-    """Return whether a name has another folder than the one that was brought, or none that is known."""
+def is_brought(brought: Identity, folder: Path) -> bool:
+    """Return whether a path has the folder that was brought, as far as its manifest tells."""
     now = store.identity_of(folder)
-    return now is None or now.made is None or store.is_replaced(brought, now)
+    return now is not None and now.made is not None and not store.is_replaced(brought, now)
 
 
 def settle(call: Call, uploads: Uploads, is_blocking: bool) -> bool:
