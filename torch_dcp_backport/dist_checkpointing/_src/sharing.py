@@ -66,7 +66,7 @@ class Objects(NamedTuple):
 
     #: Key -> global ranks, the reader first.
     ranks: dict[str, list[int]]
-    #: Key -> memory for the record, of those that this rank wants.
+    #: Key -> memory for the record, of those that this rank wants; none after they were read.
     buffers: dict[str, torch.Tensor]
 
 
@@ -183,13 +183,13 @@ def read_objects(
     if routes:
         move(call, agreement, routes, Memories(memory_of, memory_of, DOUBTFUL))
     contents = {}
-    for key, buffer in objects.buffers.items():
-        data = bytearray(bytes_of(buffer))
+    for key in list(objects.buffers):
+        # One record at a time is in memory twice.
+        contents[key] = bytes(bytes_of(objects.buffers.pop(key)))
         try:
-            verify_object(data, index.objects[key])
+            verify_object(contents[key], index.objects[key])
         except Damaged as error:
             failure = failure or Damaged(f"{key}: {error}")
-        contents[key] = bytes(data)
     return Shared(contents, failure)
 
 
