@@ -385,16 +385,19 @@ def reads_alone(
     index: Index, held: Mapping[str, Sequence[WantedBox]], alone: Sequence[tuple[str, Chunk, Box]]
 ) -> Iterator[Read]:
     for key, chunk, part in alone:
-        entry = next(entry for entry in held[key] if intersection(entry.row.box, part) == part)
-        assert entry.data is not None, "it was made"
-        yield Read(key, chunk, part, index.tensors[key].dtype, entry.data, entry.row.box)
+        yield Read(key, chunk, part, index.tensors[key].dtype, *_memory_around(held, key, part))
+
+
+def _memory_around(held: Mapping[str, Sequence[WantedBox]], key: str, box: Box) -> tuple[torch.Tensor, Box]:
+    """Return the memory of the wanted box that a box lies in, and that wanted box."""
+    entry = next(entry for entry in held[key] if intersection(entry.row.box, box) == box)
+    assert entry.data is not None, "it was made"
+    return entry.data, entry.row.box
 
 
 def _wanted(held: Mapping[str, Sequence[WantedBox]], key: str, box: Box) -> torch.Tensor:
     """Return the memory into which a box is loaded."""
-    entry = next(entry for entry in held[key] if intersection(entry.row.box, box) == box)
-    assert entry.data is not None, "it was made"
-    return part_of(entry.data, entry.row.box, box)
+    return part_of(*_memory_around(held, key, box), box)
 
 
 def _filled(filled: Filled, key: str, box: Box) -> torch.Tensor:
