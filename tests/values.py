@@ -1,9 +1,10 @@
-"""Values that every rank, process and release makes the same, and a mapping that stops to give them."""
+"""Values that every rank, process and release makes the same; a mapping and a tensor that fail."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -34,3 +35,13 @@ class Breaking(Mapping[str, torch.Tensor]):
         if self.reads < 0:
             raise OSError("the disk failed")
         return self.full[key].clone()
+
+
+class Failing(torch.Tensor):
+    """A target with code of its own, which takes no values."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            raise ValueError("no values are taken")
+        return super().__torch_function__(func, types, args, kwargs or {})

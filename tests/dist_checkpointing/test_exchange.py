@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import on_ranks
-from values import value_of
+from values import Failing, value_of
 
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedTensor, exchange_utils
 from torch_dcp_backport.dist_checkpointing.strategies import fully_parallel
@@ -255,6 +255,27 @@ def test_bad_input(ranks: Any, fault: str, words: str) -> None:
     assert len(texts) == 1
     assert words in texts.pop()
     assert all(untouched for _, untouched in found)
+
+
+def into_failing(room: Any) -> str:
+    rank = dist.get_rank()
+    data = torch.zeros(64)
+    part = ShardedTensor.from_rank_offsets("w", data, replica_id=rank)
+    shard = _sharded_tensor_shard_id(part)
+    found = exchange_utils.determine_main_replica_uniform_distribution({"w": part}, None, True)
+    if rank == 1:
+        part.data = data.as_subclass(Failing)
+    loaded = {} if rank else {shard: torch.ones(64)}
+    with pytest.raises(CheckpointingException) as caught:
+        exchange_utils.exchange_by_distribution(loaded, {} if loaded else {shard: part}, found)
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_tensor_that_takes_no_values_is_told_on_every_rank(ranks: Any) -> None:
+    (text,) = set(ranks(into_failing))
+    assert "rank 1: ValueError: no values are taken" in text
+    assert "do not use what was being loaded" in text
 
 
 def unequal(room: Any) -> str:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import Pool, RankError
 from spreads import differences, same, state_of
+from values import Failing
 
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
 from torch_dcp_backport.dist_checkpointing._src import sharing
@@ -352,16 +353,6 @@ def test_ranks_that_want_unlike_boxes(ranks: Any, tmp_path: Path, world: int) ->
         folder.mkdir()
         ranks(save_tensors, folder, seed, world=4)
         assert ranks(load_boxes, folder, seed, world=world) == [[]] * world
-
-
-class Failing(torch.Tensor):
-    """A destination with code of its own, which takes no values."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.copy_:
-            raise ValueError("no values are taken")
-        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def load_into_failing(room: Any, folder: Path) -> str:

@@ -49,6 +49,20 @@ def packed(api: Any, rows: int, dim: int, kind: str) -> int:
     return chunks
 
 
+def test_in_one_process_too_the_caller_is_told_of_a_failed_copy() -> None:
+    def fails(key: str, box: Box) -> torch.Tensor:
+        raise OSError("no memory")
+
+    held = Boxes((4,), ((0, (whole((4,)),)),))
+    told: list[Exception] = []
+    with Call("cannot move", "move", ()) as call:
+        routes = {"w": Route(held, held, torch.float32)}
+        move(call, call.agree(), routes, Memories(fails, fails, failed=told.append))
+        with pytest.raises(OSError, match="no memory"):
+            move(call, call.agree(), routes, Memories(fails, fails))
+    assert list(map(str, told)) == ["no memory"]
+
+
 @pytest.mark.parametrize("rows", [64, 2**16])
 def test_dense_chunks_are_sent_as_they_lie_in_memory(ranks: Any, rows: int) -> None:
     assert ranks(packed, rows, 0, "") == [0] * 4

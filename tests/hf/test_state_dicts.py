@@ -15,11 +15,12 @@ import torch.distributed as dist
 from packaging.version import Version
 from test_safetensors_files import model as write_model
 from torch.distributed.device_mesh import init_device_mesh
+from values import Failing
 
 from torch_dcp_backport import hf
 from torch_dcp_backport.hf._src.comparing import equal_in
 from torch_dcp_backport.hf._src.moving import turns_of
-from torch_dcp_backport.transfer import Box, last_report
+from torch_dcp_backport.transfer import Box, Call, TransferError, last_report
 from torch_dcp_backport.transfer._src.spread import Boxes
 
 try:
@@ -121,6 +122,51 @@ def test_replicas_pass_on_what_the_first_rank_read(ranks, tmp_path: Path, name: 
     # Once, and no more: as the files have it.
     assert 0 < sent[0] <= sum(value.nbytes for value in VALUES.values())
     assert sum(sent[1:]) > 0
+
+
+def load_into_failing(api: Any, folder: Path, on: int) -> str:
+    state = {key: torch.zeros_like(value) for key, value in VALUES.items()}
+    if dist.get_rank() == on:
+        state["matrix"] = state["matrix"].as_subclass(Failing)
+    with pytest.raises(TransferError) as caught:
+        api.load_state_dict(state, folder, files="rank0")
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("on", [0, 1, 3])
+def test_a_tensor_that_takes_no_values_is_told_on_every_rank(ranks, tmp_path: Path, on: int) -> None:
+    write_model(tmp_path / "m", VALUES)
+    (text,) = set(ranks(load_into_failing, tmp_path / "m", on))
+    assert f"rank {on}: ValueError: no values are taken" in text
+    assert "do not use what was being loaded" in text
+
+
+def fill_twice(api: Any, by_all: bool) -> str:
+    """One block that a rank holds twice, the second time in memory that takes no values."""
+    source = api.Given({"w": torch.arange(4.0)}, config={})
+    rank, box = dist.get_rank(), Box((0,), (4,))
+    parts = [api.Part(box, torch.zeros(4))]
+    if rank == 2:
+        parts.append(api.Part(box, torch.zeros(4).as_subclass(Failing)))
+    spread = api.spread_of((4,), {other: [box] for other in range(4)})
+    share = api.Share(source.tensors, {"w": spread}, {"w": parts})
+
+    def fill(call: Call) -> int:
+        if by_all:
+            return int(api.fill_here(call, source, share))
+        return int(api.fill_from_first(call, call.agree(), source if rank == 0 else None, share))
+
+    with Call("cannot load", "fill") as call, pytest.raises(TransferError) as caught:
+        fill(call)
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("by_all", [True, False])
+def test_a_second_memory_that_takes_no_values_is_told_on_every_rank(ranks, by_all: bool) -> None:
+    (text,) = set(ranks(fill_twice, by_all))
+    assert "rank 2: ValueError: no values are taken" in text
 
 
 def test_one_process_without_a_group(tmp_path: Path) -> None:

@@ -243,6 +243,40 @@ def test_what_one_rank_holds_is_broadcast(ranks, holder):
     assert ranks(collectively, boxes_of_one_holder, holder) == expected
 
 
+def tells_of_failures(api: Any, on: int, size: tuple[int, int]) -> tuple[list[str], str]:
+    """(what this rank's caller is told, what all ranks are told then), where copies of a rank fail."""
+    rank, full = dist.get_rank(), Box((0, 0), size)
+    value = torch.ones(size)
+    told: list[Exception] = []
+
+    def part(_: str, box: Box) -> torch.Tensor:
+        if rank == on:
+            raise OSError("no memory")
+        return part_of(value, full, box)
+
+    have = Boxes(size, ((0, (full,)),))
+    want = Boxes(size, tuple((other, (full,)) for other in range(4)))
+    with Call("test", "reshard") as call:
+        agreement = call.agree({}, staging_bytes=200)
+        memories = Memories(part, part, failed=told.append)
+        move(call, agreement, {"w": Route(have, want, torch.float32)}, memories)
+        for error in told:
+            call.record(call.problem_of(error), error)
+        with pytest.raises(RuntimeError) as caught:
+            call.settle()
+    return list(map(str, told)), str(caught.value)
+
+
+@pytest.mark.parametrize("size", [(12, 5), (16, 4)], ids=["packed", "as it lies"])
+@pytest.mark.parametrize("on", [0, 2])
+@pytest.mark.parametrize("way", [(), (collectively,)], ids=["gloo", "collectives"])
+def test_a_failed_copy_ends_no_exchange_whose_caller_is_told(ranks, way, on, size):
+    told, texts = zip(*ranks(*way, tells_of_failures, on, size))
+    assert [rank for rank in range(4) if told[rank] == ["no memory"]] == [on]
+    assert len(set(texts)) == 1
+    assert f"rank {on}: OSError: no memory" in texts[0]
+
+
 def without_all_gather(api: Any) -> str:
     """A backend without the collective of agreements."""
 

@@ -37,6 +37,7 @@ from torch_dcp_backport.transfer import (
     Terms,
     Topic,
     at_first,
+    meet,
     move,
     part_of,
     whole,
@@ -316,7 +317,8 @@ def exchange_by_distribution(
 
     Raises:
         CheckpointingException: a shard that a rank waits for was loaded by none, or has another shape or
-            dtype there; the same on every rank. No tensor was written.
+            dtype there; the same on every rank. No tensor was written. Or a tensor takes no values, on some
+            rank; the same on every rank, after tensors were written.
         NotImplementedError: no such `exchange_algo`.
     """
     if exchange_algo not in (BROADCAST, GATHER_ROUNDS, GATHER_OBJECT):
@@ -381,7 +383,11 @@ def exchanged(
     def target_of(name: str, box: Box) -> torch.Tensor:
         return part_of(targets[names[name]], whole(box_shape[name]), box)
 
-    move(call, agreement, routes, Memories(source_of, target_of, DOUBTFUL))
+    failures: list[Exception] = []
+    move(call, agreement, routes, Memories(source_of, target_of, DOUBTFUL, failures.append))
+    for error in failures:
+        call.record(call.problem_of(error), error)
+    meet(call, Topic("settling", DOUBTFUL))
     return {**result, **targets}
 
 

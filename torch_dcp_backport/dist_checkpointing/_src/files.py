@@ -72,7 +72,7 @@ class ReadSource:
 class Memory(ReadSource):
     """A part of a file that was read."""
 
-    def __init__(self, data: bytearray, name: str) -> None:
+    def __init__(self, data: Union[bytes, bytearray], name: str) -> None:
         super().__init__(-1, name)
         self.data = memoryview(data)
 

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
 import torch
 
@@ -315,7 +315,7 @@ class RecordReader:
         return bytes_of(self._buffer[:nbytes])
 
 
-def verify_object(data: bytearray, place: RecordPlace) -> None:
+def verify_object(data: Union[bytes, bytearray], place: RecordPlace) -> None:
     """Compare the bytes of a record that is no tensor with its checksums.
 
     Raises:
@@ -327,7 +327,7 @@ def verify_object(data: bytearray, place: RecordPlace) -> None:
         raise Damaged(f"{place.file}: the record at byte {place.offset} is damaged (wrong checksum)")
 
 
-def verify_entries(record: bytearray, name: str) -> None:
+def verify_entries(record: Union[bytes, bytearray], name: str) -> None:
     """Compare every entry of a record of torch's with its checksum.
 
     Raises:

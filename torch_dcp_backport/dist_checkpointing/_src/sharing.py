@@ -66,7 +66,7 @@ class Objects(NamedTuple):
 
     #: Key -> global ranks, the reader first.
     ranks: dict[str, list[int]]
-    #: Key -> memory for the record, of those that this rank wants.
+    #: Key -> memory for the record, of those that this rank wants; none after they were read.
     buffers: dict[str, torch.Tensor]
 
 
@@ -183,13 +183,13 @@ def read_objects(
     if routes:
         move(call, agreement, routes, Memories(memory_of, memory_of, DOUBTFUL))
     contents = {}
-    for key, buffer in objects.buffers.items():
-        data = bytearray(bytes_of(buffer))
+    for key in list(objects.buffers):
+        # One record at a time is in memory twice.
+        contents[key] = bytes(bytes_of(objects.buffers.pop(key)))
         try:
-            verify_object(data, index.objects[key])
+            verify_object(contents[key], index.objects[key])
         except Damaged as error:
             failure = failure or Damaged(f"{key}: {error}")
-        contents[key] = bytes(data)
     return Shared(contents, failure)
 
 
@@ -385,16 +385,19 @@ def reads_alone(
     index: Index, held: Mapping[str, Sequence[WantedBox]], alone: Sequence[tuple[str, Chunk, Box]]
 ) -> Iterator[Read]:
     for key, chunk, part in alone:
-        entry = next(entry for entry in held[key] if intersection(entry.row.box, part) == part)
-        assert entry.data is not None, "it was made"
-        yield Read(key, chunk, part, index.tensors[key].dtype, entry.data, entry.row.box)
+        yield Read(key, chunk, part, index.tensors[key].dtype, *_memory_around(held, key, part))
+
+
+def _memory_around(held: Mapping[str, Sequence[WantedBox]], key: str, box: Box) -> tuple[torch.Tensor, Box]:
+    """Return the memory of the wanted box that a box lies in, and that wanted box."""
+    entry = next(entry for entry in held[key] if intersection(entry.row.box, box) == box)
+    assert entry.data is not None, "it was made"
+    return entry.data, entry.row.box
 
 
 def _wanted(held: Mapping[str, Sequence[WantedBox]], key: str, box: Box) -> torch.Tensor:
     """Return the memory into which a box is loaded."""
-    entry = next(entry for entry in held[key] if intersection(entry.row.box, box) == box)
-    assert entry.data is not None, "it was made"
-    return part_of(entry.data, entry.row.box, box)
+    return part_of(*_memory_around(held, key, box), box)
 
 
 def _filled(filled: Filled, key: str, box: Box) -> torch.Tensor:

@@ -39,7 +39,7 @@ def fill_here(call: Call, source: Source, share: Share) -> int:
         The bytes that this rank read of the source.
 
     Raises:
-        TransferError: a rank could not read; on every rank, after others have written.
+        TransferError: a rank could not read, or copy; on every rank, after others have written.
 
     Example:
         >>> import torch
@@ -68,7 +68,7 @@ def fill_here(call: Call, source: Source, share: Share) -> int:
                 call.tally.tensors += 1
             if call.problems:
                 break
-        _copy_doubles(share)
+        _copy_doubles(call, share)
     call.settle(DOUBTFUL)
     call.tally.close()
     return wrote
@@ -84,9 +84,10 @@ def _own(share: Share) -> list[tuple[str, Box, torch.Tensor, int]]:
     return blocks
 
 
-def _copy_doubles(share: Share) -> None:
-    for into, first in share.copies():
-        into.copy_(first)
+def _copy_doubles(call: Call, share: Share) -> None:
+    with call.guard():
+        for into, first in share.copies():
+            into.copy_(first)
 
 
 @torch.no_grad()
@@ -103,7 +104,7 @@ def fill_from_first(call: Call, agreement: Agreement, source: Optional[Source], 
         The bytes that this rank read of the source; 0 on every rank but the first.
 
     Raises:
-        TransferError: a read failed, a rank is gone, or the group's timeout is over.
+        TransferError: a read or a copy failed, a rank is gone, or the group's timeout is over.
 
     Example:
         >>> import torch
@@ -133,7 +134,7 @@ def fill_from_first(call: Call, agreement: Agreement, source: Optional[Source], 
         so_far = DOUBTFUL
         if source is not None:
             read_bytes += sum(piece.nbytes for pieces in window.values() for piece in pieces)
-    _copy_doubles(share)
+    _copy_doubles(call, share)
     # Another rank may have failed in the last window.
     call.settle(so_far)
     call.tally.tensors = len(share.parts)

@@ -31,18 +31,24 @@ def send_window(call: Call, agreement: Agreement, share: Share, window: Window, 
 
     A replicated block goes to a single holder: after every turn twice as many have it, from a neighbour. If
     the window is broadcast, all have it at once.
+
+    A copy that fails is a problem of the call when all messages are over; the ranks have to settle then.
     """
+    failures: list[Exception] = []
     want = {key: clipped(share.spreads[key], pieces) for key, pieces in window.items()}
     relayed = () if goes_to_all(call, agreement) else share.relayed
     turns = {key: turns_of(want[key], call.ranks[0]) for key in window if key in relayed}
     have = {key: pieces_at_first(call, share, window, key) for key in window}
     direct = {key: turns[key][0][1] if key in turns else want[key] for key in window}
-    move(call, agreement, _routes(share, have, direct), Memories(read, share.view, DOUBTFUL))
+    move(call, agreement, _routes(share, have, direct), Memories(read, share.view, DOUBTFUL, failures.append))
     for number in range(1, max(map(len, turns.values()), default=0)):
         routes: dict[Key, Route] = {
             key: Route(*turns[key][number], share.relayed[key]) for key in turns if number < len(turns[key])
         }
-        move(call, agreement, routes, Memories(share.view, share.view, DOUBTFUL))
+        move(call, agreement, routes, Memories(share.view, share.view, DOUBTFUL, failures.append))
+    # Not before: a rank with problems takes no part in another turn.
+    for error in failures[:1]:
+        call.record(call.problem_of(error), error)
 
 
 def goes_to_all(call: Call, agreement: Agreement) -> bool:

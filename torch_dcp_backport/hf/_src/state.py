@@ -328,7 +328,8 @@ def load_state_dict(
     Raises:
         RuntimeError: a tensor that the files do not have, another shape, a torn file, ...; the same text on
             every rank, before anything was written.
-        TransferError: a read failed, a rank is gone, or the group's timeout is over; tensors were written.
+        TransferError: a read or a copy failed, a rank is gone, or the group's timeout is over; tensors were
+            written.
 
     Example:
         >>> import torch

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,8 @@ SMALL = 2**20
 #: The smallest budget that a rank without room for its staging buffers falls back to.
 FLOOR = 2**20
 
+T = TypeVar("T")
+
 #: A local tensor, and the box of the global tensor that it holds.
 Local = tuple[torch.Tensor, Box]
 
@@ -69,7 +71,9 @@ class Engine:
         self.tally = call.tally
         #: Whether all that moves goes to all ranks, of several, on an accelerator's backend.
         self.is_collective = False
-        #: The first error of this rank's copies, where others still wait for it in collectives.
+        #: Is told of the first error of this rank's copies after all messages; ranks agree on it then.
+        self.failed: Optional[Callable[[Exception], object]] = None
+        #: The first error of this rank's copies, where others still wait for its messages.
         self.failure: Optional[Exception] = None
         #: The step under way, for an error: a verb with its peer, and pieces.
         self.doing: tuple[str, Sequence[Piece]] = ("starting", ())
@@ -230,31 +234,39 @@ class Engine:
 
         self.staging.unpack(buffer, moves())
 
-    def attempt(self, copy: Callable[[], object]) -> None:
-        """Copy, between collectives of an accelerator: an error is kept, since others wait in those to come.
+    def attempt(self, copy: Callable[[], T]) -> Optional[T]:
+        """Copy; where others wait for this rank's messages, keep the first error, and copy no more.
 
-        Nothing else would end their wait well: NCCL's watchdog ends the whole job after the group's timeout.
+        So it is between collectives of an accelerator, where nothing else would end their wait well (NCCL's
+        watchdog ends the whole job after the group's timeout), and where `failed` is told.
         """
-        if not self.is_collective:
-            copy()
-        elif self.failure is None:
+        if not self.is_collective and self.failed is None:
+            return copy()
+        if self.failure is None:
             try:
-                copy()
+                return copy()
             except Exception as error:
                 self.failure = error
                 # Now, too: the other ranks may be gone before they hear of it.
                 logger.error("%s: %s", self.call.title, problem_of(error))
+        return None
 
     def conclude(self) -> None:
-        """The last agreement of collectives: no rank takes for loaded what another one could not copy.
+        """The end of all messages: no rank takes for loaded what another one could not copy.
+
+        After collectives all ranks agree on that here; where `failed` is told, its caller has them agree.
 
         Raises:
             TransferError: on every rank, if copies of one failed.
         """
-        if not self.is_collective:
-            return
         # Not kept here: the error's traceback refers to this engine.
         failure, self.failure = self.failure, None
+        if self.failed is not None:
+            if failure is not None:
+                self.failed(failure)
+            return
+        if not self.is_collective:
+            return
         title, mark = self.call.title, Mark(NO_DIGEST, failure is not None)
         if agree_on_mark(mark, self.group, f"{title}: {self.after_failure}").troubled:
             own = [(self.rank, problem_of(failure))] if failure is not None else []
@@ -296,6 +308,6 @@ class Engine:
             onward.append(dist.broadcast(buffer, src=self.rank, group=group, async_op=True))
             self.tally.sent(moved(pieces))
         if pieces:
-            self.unpack(buffer, pieces)
+            self.attempt(functools.partial(self.unpack, buffer, pieces))
         if onward:
             self.wait("passing on to replicas", pieces, onward)

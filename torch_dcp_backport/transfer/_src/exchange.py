@@ -224,10 +224,18 @@ class Exchange(Engine):
         return self.plan.largest(capacity_of(budget, BUFFERS))
 
     def move(self, budget: int) -> None:
-        plan, ranks = self.plan, self.ranks
         if self.is_collective:
             self.to_all(budget)
-            return
+        else:
+            self.to_each(budget)
+        # While the last chunks are under way.
+        self.attempt(functools.partial(self.copy_own, self.plan.own()))
+        self.ring.drain()
+        self.conclude()
+
+    def to_each(self, budget: int) -> None:
+        """What each rank wants, from its holders, in messages."""
+        plan, ranks = self.plan, self.ranks
         self.tally.meter.expect(lambda: plan.traffic)
         portion = capacity_of(budget, BUFFERS)
         self.ring = self.staging.ring(BUFFERS, self.size(budget))
@@ -241,9 +249,6 @@ class Exchange(Engine):
             incoming = chunks(plan.receives(before), portion)
             while self.swap(after, next(outgoing, ()), before, next(incoming, ())):
                 self.tally.rounds += 1
-        # While the last chunks are under way.
-        self.copy_own(plan.own())
-        self.ring.drain()
 
     def swap(self, after: int, outgoing: Sequence[Piece], before: int, incoming: Sequence[Piece]) -> bool:
         """One chunk to a rank and one from another, where there are such; False where there are none.
@@ -276,9 +281,6 @@ class Exchange(Engine):
         self.ring = self.staging.ring(2, min(capacity, total_bytes(plan.held())))
         for pieces in chunks(plan.held(), capacity):
             self.broadcast(source, pieces)
-        self.attempt(functools.partial(self.copy_own, plan.own()))
-        self.ring.drain()
-        self.conclude()
 
     def keep(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
         # The holder copies its own.
@@ -292,5 +294,5 @@ class Exchange(Engine):
     def filled(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """A chunk to send."""
         chunk = self.ring.take(chunk_bytes(pieces))
-        self.pack(chunk, pieces)
+        self.attempt(functools.partial(self.pack, chunk, pieces))
         return chunk

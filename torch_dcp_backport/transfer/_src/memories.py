@@ -5,14 +5,14 @@ Knows routes and the call. For the rooms beside the shim; nothing in the shim im
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Optional
 
 import torch
 
 from torch_dcp_backport.transfer._src.call import Call
-from torch_dcp_backport.transfer._src.chunks import ALIGNMENT, Key, KeyedBox, Piece
+from torch_dcp_backport.transfer._src.chunks import ALIGNMENT, Key, Piece
 from torch_dcp_backport.transfer._src.errors import DOUBTFUL, spell_doing
 from torch_dcp_backport.transfer._src.exchange import Exchange, ExchangePlan, Route
 from torch_dcp_backport.transfer._src.layout import Box
@@ -30,8 +30,9 @@ class Memories(NamedTuple):
     target: Memory
     #: The state after an exchange that broke off, for its error; by default it names the written keys.
     left: str = ""
-    #: Is told of errors of this rank's copies, and all messages are still sent and awaited; the caller agrees
-    #: on them later. By default such an error ends this rank's exchange, and others wait for its messages.
+    #: Is told of the first error of this rank's copies when all messages are over; the caller agrees on it
+    #: later. By default such an error ends this rank's exchange, and others wait for its messages; after a
+    #: broadcast of an accelerator all ranks agree on it.
     failed: Optional[Callable[[Exception], object]] = None
 
 
@@ -56,23 +57,12 @@ class Blocks(Exchange):
     def write(self, key: Key, box: Box) -> torch.Tensor:
         return self.target(str(key), box)
 
-    def unpack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        self.tried(lambda: super(Blocks, self).unpack(buffer, pieces))
-
-    def copy_own(self, boxes: Iterable[KeyedBox], nbytes: float = math.inf) -> None:
-        self.tried(lambda: super(Blocks, self).copy_own(boxes, nbytes))
-
-    def tried(self, copy: Callable[[], object]) -> None:
-        """Copy into targets, whose own code may fail: other ranks still wait for this one's messages."""
-        try:
-            copy()
-        except Exception as error:
-            if self.failed is None:
-                raise
-            self.failed(error)
-
     def filled(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """One dense piece, as long as its chunk, is sent as it lies in memory.
+        in_place = self.attempt(functools.partial(self.in_place, pieces))
+        return super().filled(pieces) if in_place is None else in_place
+
+    def in_place(self, pieces: Sequence[Piece]) -> Optional[torch.Tensor]:
+        """One dense piece, as long as its chunk, is sent as it lies in memory; None for others.
 
         Not in every exchange: a rank that meets an error may change what others still receive. After this one
         all ranks agree, and those hear of it.
@@ -83,7 +73,7 @@ class Blocks(Exchange):
             is_there = part.dtype == piece.dtype and part.device == self.staging.device
             if is_there and is_dense(part):
                 return as_bytes(part)
-        return super().filled(pieces)
+        return None
 
 
 @torch.no_grad()
@@ -92,11 +82,17 @@ def move(call: Call, agreement: Agreement, routes: Mapping[Key, Route], memories
 
     Raises:
         RuntimeError: a rank has no room for its buffers; before anything is written.
-        TransferError: a rank is gone, or the group's timeout is over.
+        TransferError: a rank is gone, the group's timeout is over, or a copy failed and `memories.failed` is
+            not told of it; in one process alone, the error of that copy.
     """
     if call.groups:
         plan = ExchangePlan(routes, call.ranks, call.rank)
         Blocks(call, agreement, plan, memories).run(plan.nbytes)
         return
-    for key, box, _ in ExchangePlan(routes, (call.rank,), call.rank).own():
-        copy_to(memories.target(str(key), box), memories.source(str(key), box))
+    try:
+        for key, box, _ in ExchangePlan(routes, (call.rank,), call.rank).own():
+            copy_to(memories.target(str(key), box), memories.source(str(key), box))
+    except Exception as error:
+        if memories.failed is None:
+            raise
+        memories.failed(error)
