@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import signal
+import socket
 import sys
 from array import array
 from pathlib import Path
@@ -235,6 +236,31 @@ def test_the_process_ends_without_the_trainer(tmp_path: Path, is_ordered: bool, 
         assert os.waitpid(process._pid, 0)[1] == 0
     assert (tmp_path / "file").stat().st_size < nbytes
     assert capfd.readouterr().err == ""
+
+
+def test_the_process_has_nothing_else_of_the_trainer(tmp_path: Path) -> None:
+    """A backend's socket that programs inherit would be open for its peers until the file is written."""
+    ours, peer = socket.socketpair()
+    ours.set_inheritable(True)
+    memory = staged.Memory(MIB, is_shared=True)
+    places = body.Places([form_of(torch.uint8, (MIB,))], array("L", [0]), array("Q", [0]))
+    process = saver._Process()
+    try:
+        with open(tmp_path / "file", "wb") as file:
+            # The answer is too long for the door: the process waits until it is read.
+            objects = [b"object"] * 50_000
+            order = messages.Order(MIB, places, objects, body.Output("file", MIB, [], []))
+            process.order(order, memory.fd, file.fileno())
+        assert process._door.recv(1, socket.MSG_PEEK)
+        links = Path(f"/proc/{process._pid}/fd").iterdir()
+        opened = {os.readlink(link) for link in links if int(link.name) > 2}
+        ours.close()
+        peer.settimeout(30)
+        assert peer.recv(1) == b""
+    finally:
+        process.close()
+        peer.close()
+    assert opened == {str(tmp_path / "file"), "/memfd:torch_dcp_backport (deleted)"}
 
 
 def test_saves_share_memory_one_after_the_other(tmp_path: Path, monkeypatch) -> None:
