@@ -344,6 +344,25 @@ def test_a_forked_process_holds_no_memory(is_under_way: bool) -> None:
     assert not memories_open()
 
 
+@pytest.mark.parametrize("small", [9, 2000])
+def test_a_request_runs_in_the_process_that_made_it(tmp_path: Path, small: int) -> None:
+    """With a small share, too, which is not in shared memory."""
+    request = begin(tmp_path / "saved", 1, small=small)
+    before = list((tmp_path / "saved").iterdir())
+    pid = os.fork()
+    if not pid:
+        told = ""
+        try:
+            request.async_fn(*request.async_fn_args)
+        except RuntimeError as error:
+            told = str(error)
+        os._exit("this one was forked from it" not in told)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert list((tmp_path / "saved").iterdir()) == before
+    request.execute_sync()
+    assert verify(tmp_path / "saved") == []
+
+
 def memories_open() -> list[str]:
     links = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
     return [link for link in links if "memfd:torch_dcp_backport" in link]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pickle
 import threading
 import zlib
@@ -469,6 +470,7 @@ def clashes(tables: Mapping[int, RowTable], shares: Mapping[int, WriteShare]) ->
 
 
 WRITING = "writing"
+FORKED = "a request runs in the process that made it, and this one was forked from it: use AsyncCallsQueue"
 COPYING = Topic("copying", "an older checkpoint in the folder is gone")
 
 
@@ -490,13 +492,20 @@ class SaveUnderWay:
         self.meter.expect(lambda: copies.nbytes)
         #: Phase -> seconds.
         self.seconds = dict(call.tally.seconds)
-        self._writer = 0
+        self._process, self._writer = os.getpid(), 0
         clock.stop()
         self._output: Optional[Output] = None
         self._error: Optional[Exception] = None
 
     def write(self) -> None:
-        """Write this rank's files. Raises nothing: `commit` raises its error."""
+        """Write this rank's files; `commit` raises its error.
+
+        Raises:
+            RuntimeError: this process was forked from the one that began the save. Nothing was touched.
+        """
+        if self._process != os.getpid():
+            # The memory of the copies may not be there, and `commit` would not hear of the output.
+            raise RuntimeError(FORKED)
         self._writer = threading.get_ident()
         try:
             with Phase(self.seconds, WRITING):
