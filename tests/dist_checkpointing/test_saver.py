@@ -129,18 +129,33 @@ def test_no_choice_is_an_error_of_the_call(ranks, tmp_path: Path) -> None:
     assert first == second
     assert "TORCH_DCP_BACKPORT_SAVER='fork' is neither process (or unset) nor thread" in first
     assert "rank 1" in first
+    assert "gone" not in first
 
 
 def with_no_choice(api: Any, folder: Path) -> str:
+    """The checkpoint that was in the folder stays."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(9), replica_id=dist.get_rank())}
+    save(state, folder)
     if dist.get_rank() == 1:
         os.environ[saver.VARIABLE] = "fork"
     try:
-        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(9), replica_id=dist.get_rank())}
         with pytest.raises(CheckpointingException) as caught:
             save(state, folder, async_sharded_save=True)
     finally:
         os.environ.pop(saver.VARIABLE, None)
+    assert verify(folder) == []
     return str(caught.value)
+
+
+@pytest.mark.parametrize(("first", "then"), [("process", "thread"), ("thread", "process"), ("", "fork")])
+def test_the_choice_is_of_the_call(tmp_path: Path, expected, started, first, then, monkeypatch) -> None:
+    """It may change until the files are written."""
+    monkeypatch.setenv(saver.VARIABLE, first)
+    request = begin(tmp_path / "saved", 1)
+    monkeypatch.setenv(saver.VARIABLE, then)
+    request.execute_sync()
+    assert files_of(tmp_path / "saved") == expected
+    assert len(started) == (first != "thread")
 
 
 class Changing(dict[str, str]):

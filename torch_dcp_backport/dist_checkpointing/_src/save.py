@@ -97,6 +97,8 @@ class Saving(NamedTuple):
     compared: Optional[common.Values] = None
     #: Whether ranks may not have another common state than the first rank.
     strict_common: bool = False
+    #: Of a save in the background: "process" or "thread", as of `saver.choice`.
+    saved_by: str = saver.THREAD
 
 
 def problems_of(saving: Saving) -> list[Problem]:
@@ -153,6 +155,7 @@ class Planned(NamedTuple):
     path: Path
     written: Callable[[Output], None]
     is_hashed: bool
+    saved_by: str
 
     def nothing(self) -> Output:
         """Return the output of a rank that wrote nothing."""
@@ -171,7 +174,8 @@ class Planned(NamedTuple):
         """
         self.claim.begin()
         if staged is not None:
-            output = saver.write(self.path, staged, self.objects, moved, self.is_hashed)
+            by_process = self.saved_by == saver.PROCESS
+            output = saver.write(self.path, staged, self.objects, moved, self.is_hashed, by_process)
         else:
             with torch.no_grad():
                 output = writer.write(self.path, self.works, self.objects, moved, self.is_hashed)
@@ -248,6 +252,7 @@ def plan_together(call: Call, saving: Attempt[Saving]) -> Planned:
         path,
         ready.saving.written,
         ready.saving.is_hashed,
+        ready.saving.saved_by,
     )
 
 
@@ -557,6 +562,8 @@ def begin_save(call: Call, saving: Attempt[Saving], group: Group, clock: report.
     Raises:
         CheckpointingException: some rank has problems; the same on every rank.
     """
+    # Before anything is removed, and once: the environment may change until the files are written.
+    saving = call.attempt(lambda own: own._replace(saved_by=saver.choice()), saving)
     planned = plan_together(call, saving)
     with call.tally.phase("copying"):
         copies = call.attempt(copied, planned)
@@ -568,10 +575,8 @@ def copied(planned: Planned) -> Staged:
     """Return copies of this rank's share, which the plan gives up.
 
     Raises:
-        ValueError: the environment names no way to write them.
         RuntimeError: no memory for them.
     """
-    saver.choice()
     copies = staged(planned.works)
     planned.works.clear()
     return copies
