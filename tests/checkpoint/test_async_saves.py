@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from trainer import Trainer, same
 
 from torch_dcp_backport.checkpoint._src import saves, store
 from torch_dcp_backport.dist_checkpointing import CheckpointingException
-from torch_dcp_backport.dist_checkpointing._src import saver
+from torch_dcp_backport.dist_checkpointing._src import saver, staged
 
 ASYNC = {"async_save": True}
 
@@ -178,6 +179,27 @@ def test_the_word_is_only_said_where_it_is_true(tmp_path: Path, caplog) -> None:
         trainer.handler.finish()
         saves._warn()
         assert caplog.text == ""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_last_finish_frees_the_memory_of_the_copy(tmp_path: Path, fails: bool, monkeypatch) -> None:
+    """Saves keep it for the next one."""
+    monkeypatch.setattr(staged, "KEPT_BYTES", 1)
+    trainer = Trainer(tmp_path, config=ASYNC)
+    for step in (1, 2):
+        trainer.handler.save_checkpoint(step)
+        while not trainer.handler.finish(blocking=False):
+            time.sleep(0.01)
+        assert staged._kept
+    with slow(fails) as opened:
+        opened.set()
+        trainer.handler.save_checkpoint(3)
+        with pytest.raises(CheckpointingException) if fails else contextlib.nullcontext():
+            trainer.handler.finish()
+    assert not staged._kept
+    trainer.manager.save_checkpoint(tmp_path / "global_step_4/actor", global_step=4)
+    trainer.manager.finish()
+    assert not staged._kept
 
 
 def test_a_save_that_waits_for_the_one_before_says_so(tmp_path: Path, monkeypatch, caplog) -> None:

@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import signal
+import socket
 import sys
 from array import array
 from pathlib import Path
@@ -128,18 +129,33 @@ def test_no_choice_is_an_error_of_the_call(ranks, tmp_path: Path) -> None:
     assert first == second
     assert "TORCH_DCP_BACKPORT_SAVER='fork' is neither process (or unset) nor thread" in first
     assert "rank 1" in first
+    assert "gone" not in first
 
 
 def with_no_choice(api: Any, folder: Path) -> str:
+    """The checkpoint that was in the folder stays."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(9), replica_id=dist.get_rank())}
+    save(state, folder)
     if dist.get_rank() == 1:
         os.environ[saver.VARIABLE] = "fork"
     try:
-        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(9), replica_id=dist.get_rank())}
         with pytest.raises(CheckpointingException) as caught:
             save(state, folder, async_sharded_save=True)
     finally:
         os.environ.pop(saver.VARIABLE, None)
+    assert verify(folder) == []
     return str(caught.value)
+
+
+@pytest.mark.parametrize(("first", "then"), [("process", "thread"), ("thread", "process"), ("", "fork")])
+def test_the_choice_is_of_the_call(tmp_path: Path, expected, started, first, then, monkeypatch) -> None:
+    """It may change until the files are written."""
+    monkeypatch.setenv(saver.VARIABLE, first)
+    request = begin(tmp_path / "saved", 1)
+    monkeypatch.setenv(saver.VARIABLE, then)
+    request.execute_sync()
+    assert files_of(tmp_path / "saved") == expected
+    assert len(started) == (first != "thread")
 
 
 class Changing(dict[str, str]):
@@ -237,6 +253,31 @@ def test_the_process_ends_without_the_trainer(tmp_path: Path, is_ordered: bool, 
     assert capfd.readouterr().err == ""
 
 
+def test_the_process_has_nothing_else_of_the_trainer(tmp_path: Path) -> None:
+    """A backend's socket that programs inherit would be open for its peers until the file is written."""
+    ours, peer = socket.socketpair()
+    ours.set_inheritable(True)
+    memory = staged.Memory(MIB, is_shared=True)
+    places = body.Places([form_of(torch.uint8, (MIB,))], array("L", [0]), array("Q", [0]))
+    process = saver._Process()
+    try:
+        with open(tmp_path / "file", "wb") as file:
+            # The answer is too long for the door: the process waits until it is read.
+            objects = [b"object"] * 50_000
+            order = messages.Order(MIB, places, objects, body.Output("file", MIB, [], []))
+            process.order(order, memory.fd, file.fileno())
+        assert process._door.recv(1, socket.MSG_PEEK)
+        links = Path(f"/proc/{process._pid}/fd").iterdir()
+        opened = {os.readlink(link) for link in links if int(link.name) > 2}
+        ours.close()
+        peer.settimeout(30)
+        assert peer.recv(1) == b""
+    finally:
+        process.close()
+        peer.close()
+    assert opened == {str(tmp_path / "file"), "/memfd:torch_dcp_backport (deleted)"}
+
+
 def test_saves_share_memory_one_after_the_other(tmp_path: Path, monkeypatch) -> None:
     """Two that are under way at a time do not, and a changed tensor reaches neither."""
     made: list[int] = []
@@ -316,6 +357,25 @@ def test_a_forked_process_holds_no_memory(is_under_way: bool) -> None:
     memory = None
     staged.let_go()
     assert not memories_open()
+
+
+@pytest.mark.parametrize("small", [9, 2000])
+def test_a_request_runs_in_the_process_that_made_it(tmp_path: Path, small: int) -> None:
+    """With a small share, too, which is not in shared memory."""
+    request = begin(tmp_path / "saved", 1, small=small)
+    before = list((tmp_path / "saved").iterdir())
+    pid = os.fork()
+    if not pid:
+        told = ""
+        try:
+            request.async_fn(*request.async_fn_args)
+        except RuntimeError as error:
+            told = str(error)
+        os._exit("this one was forked from it" not in told)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert list((tmp_path / "saved").iterdir()) == before
+    request.execute_sync()
+    assert verify(tmp_path / "saved") == []
 
 
 def memories_open() -> list[str]:

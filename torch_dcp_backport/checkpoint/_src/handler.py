@@ -402,7 +402,8 @@ class CheckpointHandler:
     def finish(self, blocking: bool = True) -> bool:
         """Publish and upload the save in the background; return whether nothing is left. Collective.
 
-        With `blocking`, it also waits until the steps that retention took are removed.
+        With `blocking`, it also waits until the steps that retention took are removed, and frees the memory
+        that is kept for the next copy.
 
         Call it before the process ends, and with `blocking=False` now and then between saves.
 
@@ -472,7 +473,7 @@ class CheckpointHandler:
             CheckpointingException: there are steps and none of them could be loaded, or `resume_from_path`
                 could not; the same on every rank.
         """
-        self._saves.finish()
+        self._saves.wait()
         self.last_saved = None
         if isinstance(self.engine, BaseCheckpointManager):
             # A failed save of the engine itself is no fault of any step.

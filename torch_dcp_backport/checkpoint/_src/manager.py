@@ -204,7 +204,8 @@ class BaseCheckpointManager:
         """Publish and upload the save that `async_save` is writing. Collective.
 
         Args:
-            blocking: wait for the save; else it is published only if every rank has written its part.
+            blocking: wait for the save, and free the memory that is kept for the next one; else it is
+                published only if every rank has written its part.
 
         Returns:
             True where nothing is left to publish or upload.
@@ -247,7 +248,7 @@ class BaseCheckpointManager:
         Raises:
             CheckpointingException: the same on every rank.
         """
-        self._saves.finish()
+        self._saves.wait()
 
         def locate() -> Optional[Path]:
             checked_flag("del_local_after_load", del_local_after_load)

@@ -125,7 +125,7 @@ class Saves:
                 same on every rank. Older checkpoints are as they were.
         """
         before, began = self._final, time.monotonic()
-        self.finish()
+        self.wait()
         if before is not None:
             seconds = time.monotonic() - began
             level = logging.WARNING if seconds > SHORT else logging.INFO
@@ -144,11 +144,24 @@ class Saves:
     def finish(self, blocking: bool = True) -> bool:
         """Publish the save under way once every rank has written its part; return whether none is left.
 
+        With `blocking`, it waits for that, and frees the memory that is kept for the next copy.
+
         Raises:
             CheckpointingException: the save failed; the same on every rank. It is not tried again.
         """
-        self._queue.maybe_finalize_async_calls(blocking)
+        if blocking:
+            self._queue.close()
+        else:
+            self._queue.maybe_finalize_async_calls()
         return not self._queue.get_num_unfinalized_calls()
+
+    def wait(self) -> None:
+        """Publish the save under way as `finish` does, and keep the memory.
+
+        Raises:
+            CheckpointingException: as of `finish`.
+        """
+        self._queue.maybe_finalize_async_calls(blocking=True)
 
     def _publish(
         self,

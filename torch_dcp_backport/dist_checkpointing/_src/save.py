@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pickle
 import threading
 import zlib
@@ -96,6 +97,8 @@ class Saving(NamedTuple):
     compared: Optional[common.Values] = None
     #: Whether ranks may not have another common state than the first rank.
     strict_common: bool = False
+    #: Of a save in the background: "process" or "thread", as of `saver.choice`.
+    saved_by: str = saver.THREAD
 
 
 def problems_of(saving: Saving) -> list[Problem]:
@@ -152,6 +155,7 @@ class Planned(NamedTuple):
     path: Path
     written: Callable[[Output], None]
     is_hashed: bool
+    saved_by: str
 
     def nothing(self) -> Output:
         """Return the output of a rank that wrote nothing."""
@@ -170,7 +174,8 @@ class Planned(NamedTuple):
         """
         self.claim.begin()
         if staged is not None:
-            output = saver.write(self.path, staged, self.objects, moved, self.is_hashed)
+            by_process = self.saved_by == saver.PROCESS
+            output = saver.write(self.path, staged, self.objects, moved, self.is_hashed, by_process)
         else:
             with torch.no_grad():
                 output = writer.write(self.path, self.works, self.objects, moved, self.is_hashed)
@@ -247,6 +252,7 @@ def plan_together(call: Call, saving: Attempt[Saving]) -> Planned:
         path,
         ready.saving.written,
         ready.saving.is_hashed,
+        ready.saving.saved_by,
     )
 
 
@@ -468,6 +474,7 @@ def clashes(tables: Mapping[int, RowTable], shares: Mapping[int, WriteShare]) ->
 # No collective runs in the background.
 
 WRITING = "writing"
+FORKED = "a request runs in the process that made it, and this one was forked from it: use AsyncCallsQueue"
 COPYING = Topic("copying", "an older checkpoint in the folder is gone")
 
 
@@ -489,13 +496,20 @@ class SaveUnderWay:
         self.meter.expect(lambda: copies.nbytes)
         #: Phase -> seconds.
         self.seconds = dict(call.tally.seconds)
-        self._writer = 0
+        self._process, self._writer = os.getpid(), 0
         clock.stop()
         self._output: Optional[Output] = None
         self._error: Optional[Exception] = None
 
     def write(self) -> None:
-        """Write this rank's files. Raises nothing: `commit` raises its error."""
+        """Write this rank's files; `commit` raises its error.
+
+        Raises:
+            RuntimeError: this process was forked from the one that began the save. Nothing was touched.
+        """
+        if self._process != os.getpid():
+            # The memory of the copies may not be there, and `commit` would not hear of the output.
+            raise RuntimeError(FORKED)
         self._writer = threading.get_ident()
         try:
             with Phase(self.seconds, WRITING):
@@ -547,6 +561,8 @@ def begin_save(call: Call, saving: Attempt[Saving], group: Group, clock: report.
     Raises:
         CheckpointingException: some rank has problems; the same on every rank.
     """
+    # Before anything is removed, and once: the environment may change until the files are written.
+    saving = call.attempt(lambda own: own._replace(saved_by=saver.choice()), saving)
     planned = plan_together(call, saving)
     with call.tally.phase("copying"):
         copies = call.attempt(copied, planned)
@@ -558,10 +574,8 @@ def copied(planned: Planned) -> Staged:
     """Return copies of this rank's share, which the plan gives up.
 
     Raises:
-        ValueError: the environment names no way to write them.
         RuntimeError: no memory for them.
     """
-    saver.choice()
     copies = staged(planned.works)
     planned.works.clear()
     return copies

@@ -56,8 +56,12 @@ def write(
     objects: Sequence[bytes],
     moved: Callable[[int], None],
     is_hashed: bool = False,
+    by_process: bool = True,
 ) -> Output:
-    """Write staged records as `writer.write` does: in a process, if other processes may read their memory.
+    """Write staged records as `writer.write` does.
+
+    Args:
+        by_process: write in a process, if other processes may read the memory.
 
     Raises:
         OSError: as of `writer.write`.
@@ -66,7 +70,7 @@ def write(
     counted = _Counted(moved)
 
     def fill(fd: int, output: Output) -> Output:
-        if staged.is_shared and choice() == PROCESS:
+        if staged.is_shared and by_process:
             order = Order(staged.memory.nbytes, staged.places, objects, output)
             try:
                 with contextlib.closing(_Process()) as process:

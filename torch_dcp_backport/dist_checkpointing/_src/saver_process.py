@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import pickle
 import socket
 import sys
@@ -17,6 +18,18 @@ from types import ModuleType
 PACKAGE = "torch_dcp_backport"
 #: Packages whose own code would import torch.
 BARE = (PACKAGE, f"{PACKAGE}.dist_checkpointing", f"{PACKAGE}.dist_checkpointing._src", f"{PACKAGE}.publish")
+
+
+def close_inherited() -> None:
+    """Close everything but the standard streams: what peers of the trainer have open must end with it."""
+    if os.path.isdir("/proc/self/fd"):
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2:
+                # The list itself had one that is closed by now.
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+    else:
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
 
 
 def prepare(root: Path) -> None:
@@ -61,6 +74,8 @@ def serve(door: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    # First. What the process is to have comes later, through the door.
+    close_inherited()
     prepare(Path(sys.argv[1]))
     # The trainer is gone: nothing is left to do.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):

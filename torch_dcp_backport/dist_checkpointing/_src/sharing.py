@@ -1,6 +1,7 @@
 """Reads that ranks share: one rank reads a part that several want, and sends it to the others.
 
-Collective over these ranks. Holds two windows of bytes beside the tensors that are loaded.
+Collective over these ranks. Holds a window of bytes, and the staging of its exchange, beside the tensors that
+are loaded.
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ class Memory:
         # It is not mapped here, and something else may be in its place.
         self._unmap.detach()
         self._close()
+        self.fd = -1
 
 
 def _mapped(fd: int, nbytes: int) -> tuple[Any, Any]:
