@@ -1,6 +1,6 @@
 """Copies of a rank's share for a save in the background, in one memory that is kept for the next save.
 
-Fresh memory costs six times as much as the copy itself: the kernel makes it page by page. Must never hand out
+Fresh memory costs more than the copy itself: the kernel makes it page by page. Must never hand out
 memory that a save under way still has.
 """
 
