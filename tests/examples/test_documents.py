@@ -67,7 +67,7 @@ def test_what_others_run_is_still_shown() -> None:
     assert set(ELSEWHERE) <= COMMANDS
 
 
-#: What a program has that another lane runs: FSDP2 trains on the CPU from torch 2.7 on (test_examples.py), and
+#: Words of programs that other lanes run: FSDP2 trains on the CPU from torch 2.7 on (test_examples.py), and
 #: megatron-core has a lane of its own (tests/megatron/test_megatron_core.py).
 IN_OTHER_LANES = ("FSDPEngineWithLMHead", "from megatron.core")
 PROGRAMS = [
