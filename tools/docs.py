@@ -42,9 +42,18 @@ PUBLIC: dict[str, tuple[str, ...] | None] = {
 LINKED = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
 NAV: list[Any] = [
     {"Home": "README.md"},
-    {"Fix an out-of-memory": ["docs/install.md", "docs/recipes.md", "docs/tuning.md", "docs/migration.md"]},
+    {
+        "Fix an out-of-memory": [
+            *("docs/install.md", "docs/recipes.md", "docs/state-dict.md", "docs/tuning.md"),
+            "docs/migration.md",
+        ]
+    },
     {"Save and resume": ["docs/checkpoint.md", "docs/dist-checkpointing.md"]},
-    {"Reshard, convert, train": ["docs/reshard.md", "docs/megatron.md", "docs/engine.md"]},
+    {
+        "Reshard, convert, train": [
+            *("docs/transfer.md", "docs/hf.md", "docs/megatron.md", "docs/engine.md"),
+        ]
+    },
     {"Run it in CI": ["docs/in-your-ci.md"]},
     {"When something goes wrong": ["docs/troubleshooting.md", "docs/reliability.md"]},
 ]

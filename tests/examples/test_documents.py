@@ -67,9 +67,14 @@ def test_what_others_run_is_still_shown() -> None:
     assert set(ELSEWHERE) <= COMMANDS
 
 
-#: FSDP2 trains on the CPU from torch 2.7 on, which test_examples.py has a lane for.
-LATER = "FSDPEngineWithLMHead"
-PROGRAMS = [(page, program) for page, program in blocks("python") if LATER not in program]
+#: Words of programs that other lanes run: FSDP2 trains on the CPU from torch 2.7 on (test_examples.py), and
+#: megatron-core has a lane of its own (tests/megatron/test_megatron_core.py).
+IN_OTHER_LANES = ("FSDPEngineWithLMHead", "from megatron.core")
+PROGRAMS = [
+    (page, program)
+    for page, program in blocks("python")
+    if not any(words in program for words in IN_OTHER_LANES)
+]
 
 
 @pytest.mark.parametrize(("page", "program"), PROGRAMS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from decoders import Decoder, read_folder
 from gpt import forward, gpt
 from pool import Pool
+from programs import output_of
 
 from torch_dcp_backport.megatron.convert import convert
 
@@ -132,3 +135,16 @@ def test_a_converted_checkpoint_is_what_the_model_loads_and_saves(core_ranks, ca
     got, wanted = read_folder(tmp_path / "back"), read_folder(tmp_path / "hf")
     assert set(got) == set(wanted)
     assert all(torch.equal(got[key], wanted[key]) for key in wanted)
+
+
+def test_the_quickstart_with_a_gpt_model_loads_and_saves(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/megatron.md").read_text()
+    (program,) = (
+        text
+        for text in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+        if "from megatron.core" in text
+    )
+    shown = "{'embedding.word_embeddings.weight': 14, 'output_layer.weight': 14}"
+    assert shown in program
+    assert shown in output_of(["-c", program], tmp_path)
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == 50

@@ -219,6 +219,7 @@ class Failing(dict):  # type: ignore[type-arg]
         "meta",
         "placements",
         "mapping",
+        "nested",
         *UNWRITABLE,
     ],
 )
@@ -286,17 +287,22 @@ def test_what_cannot_be_is_one_error_on_every_rank(api: Any, case: str) -> None:
     elif case == "mapping":
         to = Failing({"a": to, "b": to}, rank == 2)
         words = "rank 2: KeyError: 'gone'"
+    elif case == "nested":
+        if rank == 1:
+            source["b"] = {"c": source["b"]}  # type: ignore[assignment]
+        words = "rank 1: TypeError: a dict, where a tensor is needed: b"
     elif case == "meta":
         source["b"] = DTensor.from_local(torch.ones(2, 8, device="meta"), mesh, [Shard(0)], run_check=False)
         words = r"on the meta device\): b"
-    before = {key: local_of(value).clone() for key, value in source.items()}
+    tensors = {key: value for key, value in source.items() if torch.is_tensor(value)}
+    before = {key: local_of(value).clone() for key, value in tensors.items()}
     if case == "group" and rank > 1:
         return
     budget = 3 if case == "budget" and rank == 2 else None
     with pytest.raises(error, match=words) as caught:
         transfer.reshard(source, to, group=group, staging_bytes=budget)
     assert "nothing was changed" in str(caught.value)
-    assert all(value.is_meta or torch.equal(local_of(value), before[key]) for key, value in source.items())
+    assert all(value.is_meta or torch.equal(local_of(value), before[key]) for key, value in tensors.items())
 
 
 def kept(api: Any) -> int:

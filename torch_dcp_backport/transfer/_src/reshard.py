@@ -133,6 +133,8 @@ def destinations_of(
 
 
 def end_of(tensor: torch.Tensor, call: Call) -> End:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a {type(tensor).__name__}, where a tensor is needed")
     layout = layout_of(tensor)
     local = compat.arrived(compat.local_part(tensor)) if isinstance(tensor, compat.DTensor) else tensor
     if not has_slices(local) or local.is_meta:
