@@ -195,7 +195,9 @@ class FSDPEngine(BaseEngine):
                 for text in part.no_effect:
                     say(text)
             if asked.enable_activation_offload and (own.forward_only or self.device == "cpu"):
-                why = "forward_only=True has no backward pass" if own.forward_only else "the device is the CPU"
+                why = (
+                    "forward_only=True has no backward pass" if own.forward_only else "the device is the CPU"
+                )
                 say(f"enable_activation_offload=True has no effect here: {why}")
         tensor_parallel.parallelize(model, self.grid)
         build.shard(model, self.grid, own.sharding, blocks, lora.apart(model) if asked.has_adapters else ())
