@@ -1,4 +1,4 @@
-"""What autograd saves, on the host until the backward pass: the same bits, and copies of what is needed alone."""
+"""What autograd saves, on the host until the backward pass: the same bits, and no copy that is not needed."""
 
 from __future__ import annotations
 

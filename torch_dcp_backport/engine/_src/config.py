@@ -48,8 +48,8 @@ class ModelConfig(Settings):
             within "model_config".
         trust_remote_code: whether transformers runs code that is in the folder.
         enable_gradient_checkpointing: whether blocks are computed again in the backward pass, to save memory.
-        enable_activation_offload: whether what the model saves for the backward pass is on the host until then;
-            with `enable_gradient_checkpointing` the inputs of blocks.
+        enable_activation_offload: whether what the model saves for the backward pass is on the host until
+            then; with `enable_gradient_checkpointing` these are the inputs of blocks.
         lora_rank: the rank of peft's adapters, which alone are trained; 0 is none.
         lora_alpha: adapters are scaled by `lora_alpha / lora_rank`.
         target_modules: the modules with adapters, as peft names them.

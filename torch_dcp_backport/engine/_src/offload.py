@@ -1,7 +1,7 @@
 """What autograd saves for a backward pass, on the host until then.
 
-torch's `save_on_cpu` copies every saved tensor, each time that it is saved: parameters as well, and what several
-operations share. Here a storage is copied once, and the model's own tensors stay where they are.
+torch's `save_on_cpu` copies every saved tensor, each time that it is saved: parameters as well, and what
+several operations share. Here a storage is copied once, and the model's own tensors stay where they are.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import nn
