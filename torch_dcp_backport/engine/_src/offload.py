@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from torch_dcp_backport import compat
 
 #: Bytes: what is smaller stays on the device, where two copies would cost more time than it takes memory.
 LEAST = 2**16
+#: A storage's weak reference, which keeps its address from being another's; equal for the same storage.
+weak: Callable[[torch.UntypedStorage], Any] = StorageWeakRef
 #: Returns the saved tensor.
 Read = Callable[[], torch.Tensor]
 
@@ -66,9 +68,9 @@ class Pass:
             least: the bytes of the smallest storage that goes to the host.
         """
         self.kind, self.least = kind, least
-        # A weak reference keeps the address of a storage from being another's; buffers live longer anyway.
+        # They live longer than the pass, so that their addresses are enough.
         self.buffers = {buffer.untyped_storage()._cdata for buffer in model.buffers() if is_plain(buffer)}
-        self.stored: dict[StorageWeakRef, Stored] = {}
+        self.stored: dict[Any, Stored] = {}
 
     def save(self, tensor: torch.Tensor) -> Read:
         """Return how to read a tensor that autograd saves."""
@@ -84,13 +86,12 @@ class Pass:
         storage = tensor.untyped_storage()
         if storage.nbytes() < self.least or storage._cdata in self.buffers:
             return kept(tensor)
-        key, version = StorageWeakRef(storage), tensor._version
+        key, version = weak(storage), tensor._version
         stored = self.stored.get(key)
         if stored is None or stored.version != version:
             stored = self.stored[key] = Stored(storage, version)
-        return functools.partial(
-            stored.read, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
+        offset = int(tensor.storage_offset())
+        return functools.partial(stored.read, tensor.dtype, offset, tensor.shape, tensor.stride())
 
 
 def kept(tensor: torch.Tensor) -> Read:
@@ -122,7 +123,9 @@ def saved_on_host(model: nn.Module, kind: str, least: int = LEAST) -> Iterator[P
         least: the bytes of the smallest storage that goes to the host.
     """
     saved = Pass(model, kind, least)
-    with torch.autograd.graph.saved_tensors_hooks(saved.save, lambda read: read()):
-        yield saved
-    # From here on the graph alone keeps them.
-    saved.stored.clear()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(saved.save, lambda read: read()):
+            yield saved
+    finally:
+        # From here on the graph alone keeps them.
+        saved.stored.clear()
