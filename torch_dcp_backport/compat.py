@@ -151,7 +151,7 @@ def wrap_local(local: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def wrapper(like: DTensor) -> Callable[[torch.Tensor], DTensor]:
-    """`wrap_local` without `local`, which does not keep `like` alive."""
+    """Return a function that wraps as `wrap_local` does, and does not keep `like` alive."""
     spec = like._spec
     return lambda local: cast(DTensor, DTensor(local, spec, requires_grad=False))
 
