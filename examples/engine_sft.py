@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 examples/engine_sft.py --steps 8
 
 The model is made on meta, sharded, and filled from safetensors, each rank its own slices; it is trained
-as one copy and as replicas of shards, saved and resumed on another mesh, exported to one rank, asked
-for text.
+as one copy and as replicas of shards, on padded and on packed rows, saved and resumed on another mesh,
+exported to one rank, asked for text. Then padded and packed rows are compared, row by row and in tokens a
+second.
 CPU (torch >= 2.7; replicas: 2.13) or CUDA. `--plot FILE` draws the curves.
 """
 
@@ -24,7 +25,10 @@ from torch_dcp_backport import engine
 
 ROWS, BATCHES, LENGTH, END = 16, 2, 96, 256
 RATES = {"SGD": 0.2, "AdamW": 3e-3}
-MESHES = {"4 shards": -1, "2 x 2 shards": 2}
+#: The ranks of a copy, and whether rows are packed.
+MESHES = {"4 shards": (-1, False), "2 x 2 shards": (2, False), "4 shards, packed": (-1, True)}
+#: Where padded and packed rows are compared: the most tokens of a row, and of a micro-batch.
+LONG, TOKENS = 256, 2048
 
 
 def write_model(folder: str) -> None:
@@ -37,18 +41,21 @@ def write_model(folder: str) -> None:
     transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def batch_of(step: int) -> dict:
-    """Names of topics and what the manual says of them, as bytes; the losses are on the manual's part."""
+def batch_of(step: int, longer: int = 7, length: int = LENGTH) -> dict:
+    """Names of topics and what the manual says of them, as bytes; the losses are on the manual's part.
+
+    Each row has `longer` tokens more than the one before, and none more than `length`.
+    """
     topics = sorted(pydoc_data.topics.topics.items())
-    ids, there, marked = (torch.zeros(ROWS, LENGTH, dtype=torch.long) for _ in range(3))
+    ids, there, marked = (torch.zeros(ROWS, length, dtype=torch.long) for _ in range(3))
     for row in range(ROWS):
         name, text = topics[(step % BATCHES) * ROWS + row]
         # Rows of many lengths: the ranks have different numbers of tokens.
-        said = " ".join(text.split())[: 10 + 7 * row].encode()
-        tokens = [END, *name.encode(), *b": ", *said, END][:LENGTH]
+        said = " ".join(text.split())[: 10 + longer * row].encode()
+        tokens = [END, *name.encode(), *b": ", *said, END][:length]
         ids[row, : len(tokens)] = torch.tensor(tokens)
         there[row, : len(tokens)] = 1
-        marked[row, min(len(name) + 3, LENGTH) : len(tokens)] = 1
+        marked[row, min(len(name) + 3, length) : len(tokens)] = 1
     return {"input_ids": ids, "attention_mask": there, "loss_mask": marked}
 
 
@@ -70,9 +77,9 @@ def train_alone(folder: str, optimizer: str, steps: int):
     return model, losses
 
 
-def make_engine(folder: str, optimizer: str, fsdp_size: int):
+def make_engine(folder: str, optimizer: str, fsdp_size: int, is_packed: bool = False):
     made = engine.FSDPEngineWithLMHead(
-        {"path": folder},
+        {"path": folder, "use_remove_padding": is_packed},
         {
             "fsdp_size": fsdp_size,
             "mixed_precision": {"param_dtype": "fp32"},
@@ -99,6 +106,45 @@ def train(made, steps: range) -> list:
     return losses
 
 
+def compare_rows(made, turns: int) -> str:
+    """Steps on the same rows, padded and packed by turns: how far apart their losses are, tokens a second."""
+    rows = batch_of(made.get_data_parallel_rank() % BATCHES, longer=14, length=LONG)
+    ways = {
+        name: {
+            **rows,
+            "use_remove_padding": name == "packed",
+            "use_dynamic_bsz": True,
+            "max_token_len_per_gpu": TOKENS,
+        }
+        for name in ("padded", "packed")
+    }
+    found = {name: made.infer_batch(batch)["model_output"]["log_probs"] for name, batch in ways.items()}
+    # A token's log-probability stands one before the token.
+    marked = rows["loss_mask"].roll(-1, dims=1)
+    losses = {name: -(value.cpu() * marked).sum(1) / marked.sum(1) for name, value in found.items()}
+    apart = (losses["padded"] - losses["packed"]).abs().max()
+    seconds = {name: [] for name in ways}
+    with made.train_mode():
+        for turn in range(turns + 1):
+            for name, batch in ways.items():
+                dist.barrier()
+                began = time.monotonic()
+                made.train_batch(batch, engine.sft_loss)
+                dist.barrier()
+                if turn:  # the first is to warm up
+                    seconds[name].append(time.monotonic() - began)
+    figures = torch.tensor([apart, *map(min, seconds.values())], device=made.device)
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    apart, padded, packed = figures.tolist()
+    assert apart < 1e-5, f"packed rows: {apart} from the losses of padded ones"
+    tokens = rows["attention_mask"].sum(1)
+    return (
+        f"{ROWS} rows a rank of {tokens.min()} to {tokens.max()} tokens: each row's loss packed within "
+        f"{apart:.1e} of padded; {padded / packed:.2f} times as many tokens a second packed as padded "
+        f"(the best of {turns} steps)"
+    )
+
+
 def text_of(model) -> str:
     prompt = torch.tensor([[END, *b"if: "]])
     with torch.no_grad():
@@ -123,6 +169,7 @@ def draw(curves: dict, path: str) -> None:
             "one process": ("#E69F00", 7, "-"),
             "4 shards": ("#0072B2", 3, "-"),
             "2 x 2 shards": ("k", 1, "--"),
+            "4 shards, packed": ("#D55E00", 1, ":"),
         }
         for (name, kind), losses in curves.items():
             if kind == optimizer:
@@ -160,26 +207,28 @@ def main() -> None:
     dist.barrier()
 
     curves, refused = {}, {}
-    rows = [("optimizer", "mesh", "first loss", "last loss", "off one process", "seconds", "peak MiB")]
+    rows = [
+        ("optimizer", "mesh and rows", "first loss", "last loss", "off one process", "seconds", "peak MiB")
+    ]
     for optimizer in RATES:
         plain, alone = train_alone(folder, optimizer, args.steps)
         curves["one process", optimizer] = alone
         made = None
-        for name, size in MESHES.items():
+        for name, (size, is_packed) in MESHES.items():
             began = time.monotonic()
             try:
-                made = make_engine(folder, optimizer, size)
+                made = make_engine(folder, optimizer, size, is_packed)
             except RuntimeError as error:  # gloo before torch 2.13 has no average
                 refused[name] = str(error).partition("\n")[0]
                 continue
             losses = train(made, range(half))
-            step = f"{root[0]}/{optimizer}-{size}/global_step_{half}"
+            step = f"{root[0]}/{optimizer}-{size}-{is_packed}/global_step_{half}"
             made.save_checkpoint(step, global_step=half)
             # The next mesh, or the last one again: the training goes on there.
             try:
-                made = make_engine(folder, optimizer, -1 if size > 0 else 2)
+                made = make_engine(folder, optimizer, -1 if size > 0 else 2, is_packed)
             except RuntimeError:
-                made = make_engine(folder, optimizer, size)
+                made = make_engine(folder, optimizer, size, is_packed)
             made.load_checkpoint(step)
             losses += train(made, range(half, args.steps))
             curves[name, optimizer] = losses
@@ -201,8 +250,10 @@ def main() -> None:
             again.load_state_dict(exported)
             text = text_of(again)
             assert text == text_of(plain), f"{optimizer}: other text from the export"
+    compared = compare_rows(make_engine(folder, "AdamW", -1, True), max(1, args.steps // 8))
     if rank == 0:
         print(table(rows))
+        print(compared)
         for name, why in refused.items():
             print(f"{name}: not here: {why}")
         print(f"text from the export, the same as one process's: {text!r}")

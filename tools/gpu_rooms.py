@@ -170,6 +170,7 @@ PADDED_WAYS = [
     ("offload", {}, {**ROWS_OF, "param_offload": True, "optimizer_offload": True}),
     ("CPUOffloadPolicy", {}, {**ROWS_OF, "offload_policy": True}),
     ("recomputed", {"enable_gradient_checkpointing": True}, ROWS_OF),
+    ("activations on the host", {"enable_activation_offload": True}, ROWS_OF),
 ]
 PACKED_WAYS = [(name, attention(name), PACKED) for name in ("sdpa", "eager")]
 FLEX_WAYS = [("flex", attention("flex_attention"), PACKED)]

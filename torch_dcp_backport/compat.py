@@ -147,7 +147,13 @@ def as_dtensor(
 
 def wrap_local(local: torch.Tensor, like: DTensor) -> DTensor:
     """As `from_local`, but `local` stays on its device, which need not be the mesh's."""
-    return cast(DTensor, DTensor(local, like._spec, requires_grad=False))
+    return wrapper(like)(local)
+
+
+def wrapper(like: DTensor) -> Callable[[torch.Tensor], DTensor]:
+    """Return a function that wraps as `wrap_local` does, and does not keep `like` alive."""
+    spec = like._spec
+    return lambda local: cast(DTensor, DTensor(local, spec, requires_grad=False))
 
 
 def fsdp2_parameters(model: torch.nn.Module) -> Iterator[Any]:

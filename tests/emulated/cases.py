@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import pytest
 import torch
@@ -25,12 +25,20 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 from values import Breaking
 
 from torch_dcp_backport import compat, dist_checkpointing, hf, status, transfer
 from torch_dcp_backport.checkpoint import FSDPCheckpointManager, NearbyCheckpoints
 from torch_dcp_backport.dist_checkpointing import ShardedTensor
-from torch_dcp_backport.engine import grad_norm, move_model, move_optimizer, step
+from torch_dcp_backport.engine import (
+    FSDPEngineWithLMHead,
+    grad_norm,
+    move_model,
+    move_optimizer,
+    sft_loss,
+    step,
+)
 from torch_dcp_backport.engine._src import export
 from torch_dcp_backport.transfer import layout_of
 from torch_dcp_backport.transfer._src.layout import whole
@@ -56,6 +64,10 @@ class Net(nn.Module):
         self.head.weight = self.embedding.weight
         self.register_buffer("count", torch.zeros(3))
         self.register_buffer("flag", torch.zeros((), dtype=torch.bool))
+
+
+class Logits(NamedTuple):
+    logits: torch.Tensor
 
 
 class Pair(nn.Module):
@@ -577,6 +589,85 @@ def engine_moves_and_steps(rank: int, world: int) -> None:
     wanted = math.sqrt(sum(parameter.numel() for parameter in net.parameters()))
     assert abs(grad_norm(net.parameters()) - wanted) < 1e-6
     step(optimizer, 1.0)
+
+
+class Block(nn.Module):
+    """It saves ten times as much as its input has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Decoder(nn.Module):
+    """With the arguments of transformers' models; its logits are small beside what its blocks save."""
+
+    _no_split_modules = ("Block",)
+    is_recomputed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(33, 64), nn.Linear(64, 33, bias=False)
+        self.head.weight = self.embedding.weight
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def gradient_checkpointing_enable(self, options: Any) -> None:
+        self.is_recomputed = True
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Logits:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.is_recomputed else layer(x)
+        return Logits(self.head(x))
+
+
+class Engine(FSDPEngineWithLMHead):
+    make_model = staticmethod(lambda asked, dtype: Decoder())
+
+
+def engine_trains_with_activations_on_the_host(rank: int, world: int) -> None:
+    """The same bits with and without, and a part of the memory; with blocks that are computed again, too."""
+    folder = accelerator.folder() / "model"
+    hf.save_state_dict(full_state(3, Decoder), folder, like={"model_type": "small"})
+    ids = torch.randint(33, (1, 512), generator=torch.Generator("cpu").manual_seed(rank), device="cpu")
+    rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": torch.ones_like(ids)}
+    memory = accelerator.module()
+    found: dict[bool, list[Any]] = {True: [], False: []}
+    held: dict[tuple[bool, bool], int] = {}
+    peaks: dict[tuple[bool, bool], int] = {}
+
+    def loss(**given: Any) -> Any:
+        """Between the forward and the backward pass."""
+        held[is_recomputed, is_offloaded] = memory.memory_allocated() - before
+        return sft_loss(**given)
+
+    for is_recomputed in (False, True):
+        for is_offloaded in (False, True):
+            model = {
+                "path": str(folder),
+                "enable_activation_offload": is_offloaded,
+                "enable_gradient_checkpointing": is_recomputed,
+            }
+            settings = {"mixed_precision": {"param_dtype": None}, "max_token_len_per_gpu": 1024}
+            built = Engine(model, settings, {"optimizer": "SGD", "lr": 0.1}, device=accelerator.TYPE)
+            built.initialize()
+            before = memory.memory_allocated()
+            memory.reset_peak_memory_stats()
+            with built.train_mode():
+                losses = built.train_batch(rows, loss)["loss"]
+            weights = [local_of(param).cpu().tolist() for param in built.module.parameters()]
+            found[is_offloaded].append((losses, weights))
+            peaks[is_recomputed, is_offloaded] = memory.max_memory_allocated() - before
+    assert found[True] == found[False]
+    tensor = 512 * 64 * 4
+    # A block saves its input, the norm's output, and four times as wide those before and after GELU; computed
+    # again, its input.
+    assert held[False, False] - held[False, True] > 4 * 10 * tensor, held
+    assert held[True, False] - held[True, True] > 3 * tensor, held
+    assert peaks[False, True] < peaks[False, False] / 2, peaks
 
 
 def manager(rank: int, world: int) -> None:

@@ -193,6 +193,25 @@ PROMISED: Promises = {
         ALONE: Promise((1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allreduce": 128}),
         BESIDE: Promise((0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0), {}),
     },
+    "engine_trains_with_activations_on_the_host": {
+        ALONE: Promise(
+            (1, 1, 1, 1),
+            (0, 0, 0, 0),
+            (0, 0, 0, 0),
+            {
+                "allgather_base": 4297380,
+                "allreduce": 256,
+                "broadcast": 229376,
+                "reduce_scatter_base": 8651008,
+            },
+        ),
+        BESIDE: Promise(
+            (1, 1, 1, 1),
+            (0, 0, 0, 0),
+            (0, 0, 0, 0),
+            {"allgather_base": 4288576, "reduce_scatter_base": 8651008},
+        ),
+    },
     "manager": {
         ALONE: Promise(
             (2, 2, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0), {"allgather_base": 419640, "broadcast": 1310720}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_dcp_backport import engine, hf
+from torch_dcp_backport.engine._src import offload
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 29, 12, 11, 9
 STEPS = 5
@@ -86,6 +88,19 @@ def write(folder: Path, is_tied: bool = True, experts: int = 0) -> Path:
     return folder
 
 
+class Offloading(engine.FSDPEngineWithLMHead):
+    """As on an accelerator with `enable_activation_offload`: of the CPU's tensors there are copies."""
+
+    #: Bytes that each forward pass has copied.
+    copied = 0
+
+    @contextlib.contextmanager
+    def saving(self) -> Any:
+        with offload.saved_on_host(self.module, "cpu", least=1) as saved:
+            yield
+            self.copied += sum(stored.host.nbytes for stored in saved.stored.values())
+
+
 class Engine(engine.FSDPEngineWithLMHead):
     @staticmethod
     def make_model(asked: Any, dtype: Any) -> nn.Module:
@@ -110,6 +125,7 @@ def made(
     frozen: bool = False,
     model_config: Any = None,
     optimizer_config: Any = None,
+    kind: type[Engine] = Engine,
     **options: Any,
 ) -> Engine:
     """An engine in float32, on the CPU; the release's own FSDP2 with what it lacks."""
@@ -124,7 +140,7 @@ def made(
         plain.update(use_dynamic_bsz=False, micro_batch_size_per_gpu=2)  # type: ignore[dict-item]
     rate = {"SGD": 0.5, "AdamW": 0.01}[optimizer]
     asked = {"optimizer": optimizer, "lr": rate, "clip_grad": 0.3, **(optimizer_config or {})}
-    found = Engine(config, {**plain, **options}, asked, device="cpu")
+    found = kind(config, {**plain, **options}, asked, device="cpu")
     found.initialize()
     return found
 

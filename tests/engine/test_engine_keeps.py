@@ -111,7 +111,7 @@ def test_an_export_has_every_name_once_and_whole_values(ranks, tmp_path: Path, o
 
 
 def with_more(api: Any, folder: Path) -> list[str]:
-    asked = {"lora": {"alpha": 32}, "tiled_mlp": {"enabled": True}}
+    asked = {"lora": {"alpha": 32}, "tiled_mlp": {"enabled": True}, "enable_activation_offload": True}
     with heard("engine") as said:
         for _ in range(2):
             made = small.made(folder, model_config=asked, grad_offload=True)
@@ -128,6 +128,7 @@ def test_what_has_no_effect_is_said_once_by_the_first_rank(pools, tmp_path: Path
             "grad_offload=True has no effect here: gradients go with their parameters",
             "no effect here: lora.alpha=32; they are Megatron's",
             "tiled_mlp.enabled=True has no effect here: saves memory in verl; not here",
+            "enable_activation_offload=True has no effect here: the device is the CPU",
             "save_checkpoint: max_ckpts_to_keep=1 is not known, and has no effect here",
             "load_checkpoint: strict=True is not known, and has no effect here",
             "get_per_tensor_param: shards=2 is not known, and has no effect here",

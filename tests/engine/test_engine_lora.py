@@ -28,13 +28,18 @@ def without_torchao() -> None:
     peft.tuners.lora.torchao.is_torchao_available = lambda: False
 
 
-def made(folder: Path, sizes: dict[str, Any], **model: Any) -> Any:
+def made(
+    folder: Path,
+    sizes: dict[str, Any],
+    kind: type[engine.FSDPEngine] = engine.FSDPEngineWithLMHead,
+    **model: Any,
+) -> Any:
     small.cpu_fsdp.install()
     without_torchao()
     plain = {"mixed_precision": {"param_dtype": None, "reduce_dtype": None}, "use_dynamic_bsz": False}
     config = {**plain, "micro_batch_size_per_gpu": 2, **sizes}
     asked = {"optimizer": "SGD", "lr": 0.5, "weight_decay": 0.0, "clip_grad": None}
-    found = engine.FSDPEngineWithLMHead({"path": str(folder), **LORA, **model}, config, asked, device="cpu")
+    found = kind({"path": str(folder), **LORA, **model}, config, asked, device="cpu")
     found.initialize()
     return found
 
@@ -114,6 +119,24 @@ def test_adapters_train_alone_and_peft_opens_them(ranks, tmp_path: Path, sizes: 
         state = {below(name): value for name, value in transformers_state(tmp_path / "m").items()}
         assert sorted(found["weights"]) == sorted(state)
         assert all(torch.equal(found["weights"][name], value) for name, value in state.items())
+
+
+def offloading(api: Any, folder: Path, model: dict[str, Any]) -> Any:
+    found = []
+    for kind in (small.Offloading, engine.FSDPEngineWithLMHead):
+        built = made(folder, {}, kind, **model)
+        trained = small.trained(built, range(2))
+        adapters, _ = built.get_per_tensor_param(base_sync_done=True, dtype=None)
+        values = {name: value.tolist() for name, value in adapters}
+        found.append((trained["losses"], trained["norms"], values))
+    return found
+
+
+@pytest.mark.parametrize("model", [{}, {"enable_gradient_checkpointing": True}], ids=str)
+def test_activations_on_the_host_change_no_bit(ranks, tmp_path: Path, model: dict[str, Any]) -> None:
+    test_qwen.write(tmp_path)
+    for offloaded, plain in ranks(offloading, tmp_path, model):
+        assert offloaded == plain
 
 
 def below(name: str) -> str:

@@ -48,6 +48,8 @@ class ModelConfig(Settings):
             within "model_config".
         trust_remote_code: whether transformers runs code that is in the folder.
         enable_gradient_checkpointing: whether blocks are computed again in the backward pass, to save memory.
+        enable_activation_offload: whether what the model saves for the backward pass is on the host until
+            then; with `enable_gradient_checkpointing` these are the inputs of blocks.
         lora_rank: the rank of peft's adapters, which alone are trained; 0 is none.
         lora_alpha: adapters are scaled by `lora_alpha / lora_rank`.
         target_modules: the modules with adapters, as peft names them.
@@ -74,6 +76,7 @@ class ModelConfig(Settings):
     override_config: Mapping[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = setting(False, flag)
     enable_gradient_checkpointing: bool = setting(False, flag)
+    enable_activation_offload: bool = setting(False, flag)
     lora_rank: int = setting(0, whole(0))
     lora_alpha: int = setting(16, whole(1))
     target_modules: Any = "all-linear"

@@ -22,6 +22,7 @@ from torch_dcp_backport.engine._src import (
     heads,
     lora,
     move,
+    offload,
     packing,
     reach,
     tensor_parallel,
@@ -193,6 +194,11 @@ class FSDPEngine(BaseEngine):
             for part in parts:
                 for text in part.no_effect:
                     say(text)
+            if asked.enable_activation_offload and (own.forward_only or self.device == "cpu"):
+                why = (
+                    "forward_only=True has no backward pass" if own.forward_only else "the device is the CPU"
+                )
+                say(f"enable_activation_offload=True has no effect here: {why}")
         tensor_parallel.parallelize(model, self.grid)
         build.shard(model, self.grid, own.sharding, blocks, lora.apart(model) if asked.has_adapters else ())
         kind = "cpu" if own.offload_policy else self.device
@@ -316,14 +322,15 @@ class FSDPEngine(BaseEngine):
         if is_packed:
             group, size = self.grid.sp_group, self.grid.sizes.ulysses
             packed = packing.packed(data, device, group, size)
-            with attention.within(packed.rows) as rows:
+            with attention.within(packed.rows) as rows, self.saving():
                 logits = self.module(**packed.inputs, use_cache=False).logits
             packing.check_asked(rows, self.module, size > 1)
             found = self.prepare_model_outputs(logits, {**packed.inputs, **packed.more}, data)
             outputs = {name: packed.unpacked(value, data) for name, value in found.items()}
         else:
             inputs = batches.model_inputs(data, device)
-            logits = self.module(**inputs, use_cache=False).logits
+            with self.saving():
+                logits = self.module(**inputs, use_cache=False).logits
             found = self.prepare_model_outputs(logits, inputs, data)
             outputs = {name: batches.like_rows(value, data) for name, value in found.items()}
         # The other ranks wait for this rank's part of the gradients, whatever its loss is of.
@@ -337,6 +344,12 @@ class FSDPEngine(BaseEngine):
             if not loss.requires_grad:
                 loss = loss + nothing
         return loss, {"model_output": outputs, "metrics": metrics}
+
+    def saving(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context for the model's forward pass, which says where autograd saves tensors."""
+        if self.model_config.enable_activation_offload and self.device != "cpu":
+            return offload.saved_on_host(self.module, self.device)
+        return contextlib.nullcontext()
 
     def prepare_model_outputs(
         self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor], data: Mapping[str, Any]
