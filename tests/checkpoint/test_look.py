@@ -78,6 +78,21 @@ def test_a_bar_reaches_its_end_with_a_file_that_is_gone(tmp_path: Path, capsys: 
     assert seen[-1].done == seen[-1].total
 
 
+@pytest.mark.parametrize(("command", "code"), [("inspect", 1), ("verify", 1), ("diff", 2), ("export", 1)])
+def test_a_root_in_the_place_of_a_step_is_told_the_newest(
+    tmp_path: Path, capsys: Capture, command: str, code: int
+) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.handler.save_checkpoint(1)
+    trainer.handler.save_checkpoint(2)
+    more = [str(tmp_path)] if command == "diff" else [str(tmp_path / "out")] if command == "export" else []
+    capsys.readouterr()
+    assert main(["checkpoint", command, str(tmp_path), *more]) == code
+    error = capsys.readouterr().err
+    assert f"{tmp_path} is the root of 2 step(s)" in error
+    assert f"such as {tmp_path / 'global_step_2'}" in error
+
+
 def test_the_largest_tensors_are_shown_and_no_key_is_cut(tmp_path: Path, capsys: Capture) -> None:
     sizes = {"a" * 90: 2, **{f"layer.{number}": number + 3 for number in range(7)}}
     state = {key: ShardedTensor.from_dtensor(key, torch.ones(size * 100)) for key, size in sizes.items()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +216,22 @@ def test_replicas_are_right_or_refused(ranks, tmp_path: Path, size: int) -> None
         if not isinstance(found, str):
             small.same(found, small.alone())
         assert small.cpu_fsdp.RELEASE < (2, 13) or not isinstance(found, str)
+
+
+PROBE = """
+import torch.distributed as dist
+from torch_dcp_backport import engine
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+engine.divisor_of(engine.arrange("cpu"))
+"""
+
+
+@pytest.mark.skipif(small.cpu_fsdp.TRAINS, reason="FSDP2 of this torch trains on the CPU")
+def test_a_torch_whose_fsdp2_does_not_train_on_the_cpu_says_so() -> None:
+    """In an interpreter of its own: the ranks of these tests have what this torch lacks."""
+    ended = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
+    assert "RuntimeError: cannot arrange the ranks: FSDP2 of torch" in ended.stderr
+    assert "On the CPU FSDP2 trains with torch >= 2.7" in ended.stderr
 
 
 def incomplete(api: Any, folder: Path) -> str:

@@ -9,7 +9,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from torch_dcp_backport.checkpoint._src.policies import MODES, PreservationPolic
 from torch_dcp_backport.checkpoint._src.retention import StepVerdict
 from torch_dcp_backport.checkpoint._src.store import Step
 from torch_dcp_backport.dist_checkpointing import CheckpointingException, inspection
-from torch_dcp_backport.dist_checkpointing.core import SHARDED
+from torch_dcp_backport.dist_checkpointing.core import CONFIG_FNAME, SHARDED
 from torch_dcp_backport.hf import Export
 from torch_dcp_backport.transfer import Line, Meter, configure, settings
 
@@ -138,8 +138,28 @@ def mark(argv: list[str], prog: str, what: str, change: Callable[[Path], None]) 
     return code
 
 
+def refused_root(prog: str, folders: Iterable[Path]) -> bool:
+    """Say which of the folders is the root of a run, where a step is wanted; return whether there was any."""
+    for folder in folders:
+        if holds_a_checkpoint(folder):
+            continue
+        steps = store.Shelf(folder).listed()
+        if steps:
+            text = f"{folder} is the root of {len(steps)} step(s): name one of them, such as {steps[0].path}"
+            print(inspection.printable(f"{prog}: {text}"), file=sys.stderr)
+            return True
+    return False
+
+
+def holds_a_checkpoint(folder: Path) -> bool:
+    """Return whether a folder has a file or folder that only a step, or a sharded checkpoint, has."""
+    return any(os.path.lexists(folder / name) for name in (manifest.NAME, CONFIG_FNAME, ".metadata", SHARDED))
+
+
 def inspect(argv: list[str], prog: str) -> int:
     """Run `checkpoint inspect`; of a step, on its sharded checkpoint."""
+    if refused_root(prog, map(Path, argv)):
+        return 1
     parts = [os.path.join(part, SHARDED) if os.path.isdir(Path(part, SHARDED)) else part for part in argv]
     return inspection.main(["inspect", *parts], prog.rpartition(" ")[0])
 
@@ -154,6 +174,8 @@ def verify(argv: list[str], prog: str) -> int:
     parser.add_argument("folder", metavar="DIR", type=Path)
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     args = parser.parse_args(argv)
+    if refused_root(prog, [args.folder]):
+        return 1
     if not os.path.lexists(args.folder / manifest.NAME):
         return inspection.main(["verify", *argv], prog.rpartition(" ")[0])
     nbytes = 0
@@ -211,6 +233,8 @@ def export(argv: list[str], prog: str) -> int:
     parser.add_argument("--adapter-name", metavar="NAME", help="of several adapters the one that is written")
     parser.add_argument("--progress", action="store_true", help="a bar on standard error; needs tqdm")
     args = parser.parse_args(argv)
+    if refused_root(prog, [args.folder]):
+        return 1
     if args.progress:
         configure(progress="tqdm")
     dtype = getattr(torch, args.dtype, None) if args.dtype else None
@@ -315,6 +339,8 @@ def diff(argv: list[str], prog: str) -> int:
     parser.add_argument("b", metavar="B", type=Path)
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     args = parser.parse_args(argv)
+    if refused_root(prog, [args.a, args.b]):
+        return 2
     meter = Meter("diff", settings.progress() or Line())
     try:
         found = list(difference.differences(args.a, args.b, meter))

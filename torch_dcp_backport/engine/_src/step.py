@@ -33,7 +33,8 @@ def divisor_of(grid: Grid, sharding: Optional[Sharding] = None) -> float:
         sharding: the settings of FSDP2; None is `Sharding()`.
 
     Raises:
-        RuntimeError: the backend cannot reduce gradients on this mesh; on every rank.
+        RuntimeError: the backend cannot reduce gradients on this mesh, or FSDP2 cannot train on the CPU; on
+            every rank.
 
     Example:
         Within a process group; on the CPU FSDP2 needs torch 2.7 for it:
@@ -48,13 +49,20 @@ def divisor_of(grid: Grid, sharding: Optional[Sharding] = None) -> float:
     compat.fsdp2().fully_shard(probe, **sharding.arguments(grid))
     try:
         probe(torch.ones(1, 1, device=device)).sum().backward()
-    except (RuntimeError, ValueError, AssertionError) as error:
-        # FSDP2 of torch 2.7 has an assertion where its CPU streams make no events.
+    except (AttributeError, RuntimeError, ValueError, AssertionError) as error:
+        # FSDP2 of torch 2.7 has an assertion where its CPU streams make no events. Those of 2.6 cannot be
+        # asked for one, and up to 2.5 it takes CUDA's.
         replicas = grid.sizes.replicate
+        instead = ""
+        if replicas > 1:
+            instead = ". One copy of the model (fsdp_size=-1) needs less of the backend"
+        elif device.type == "cpu":
+            instead = (
+                ". On the CPU FSDP2 trains with torch >= 2.7; with forward_only=True an engine loads, exports"
+            )
         raise RuntimeError(
             f"{TITLE}: FSDP2 of torch {torch.__version__} with {dist.get_backend()} cannot reduce gradients "
-            f"over {replicas} replicas of {grid.sizes.shard} shards: {type(error).__name__} {error}. One "
-            "copy of the model (fsdp_size=-1) needs less of the backend"
+            f"over {replicas} replicas of {grid.sizes.shard} shards: {type(error).__name__} {error}{instead}"
         ) from error
     gradient: Any = probe.weight.grad
     return grid.reduced / float(compat.local_part(gradient))
