@@ -298,7 +298,9 @@ def agree_on_load(call: Call, made: Attempt[Loading], is_checked: bool) -> set[s
     Raises:
         CheckpointingException: something cannot be loaded as it is asked for.
     """
-    with at_first(call, Topic("planning"), call.attempt(Loading.described, made)) as meeting:
+    with call.guard() as own:
+        own.set(made.value.described())
+    with at_first(call, Topic("planning"), own) as meeting:
         if meeting.decides:
             meeting.answer(made.value.decided(meeting.heard, is_checked))
     missing, unfolded = meeting.result
