@@ -19,7 +19,7 @@ from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.load import Opened
 from torch_dcp_backport.dist_checkpointing._src.loading import Loading, PlanRefused, agree_on_load, boxed
 from torch_dcp_backport.dist_checkpointing._src.metadata import Stored
-from torch_dcp_backport.dist_checkpointing._src.offers import refusing
+from torch_dcp_backport.dist_checkpointing._src.offers import either_order, refusing
 from torch_dcp_backport.dist_checkpointing._src.options import CONTENT_METADATA, LoadOptions, SaveOptions
 from torch_dcp_backport.dist_checkpointing._src.save import Saving, begin_save
 from torch_dcp_backport.dist_checkpointing._src.save import save as save_together
@@ -36,7 +36,6 @@ from torch_dcp_backport.dist_checkpointing.mapping import (
 from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, split
 from torch_dcp_backport.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch_dcp_backport.dist_checkpointing.strategies.base import (
-    either_order,
     refuse_strategies,
     sharing_groups,
 )

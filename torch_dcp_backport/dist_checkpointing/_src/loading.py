@@ -24,7 +24,7 @@ from torch_dcp_backport.dist_checkpointing._src.sharing import read_shared
 from torch_dcp_backport.dist_checkpointing._src.table import Row, RowTable, findings_of, keys_of
 from torch_dcp_backport.dist_checkpointing.core import CheckpointingException
 from torch_dcp_backport.dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
-from torch_dcp_backport.dist_checkpointing.state_dict_utils import NOTHING, Split, assembled, merged
+from torch_dcp_backport.dist_checkpointing.state_dict_utils import Split, assembled, merged
 from torch_dcp_backport.dist_checkpointing.validation import (
     MISSING,
     StrictHandling,
@@ -285,11 +285,7 @@ class Loading:
 
     def result(self) -> StateDict:
         """Return the common state, the loaded values and those that are not saved, as one state dict."""
-
-        def value_of(part: Any) -> Any:
-            return self.loaded.get(id(part), NOTHING)
-
-        return merged(assembled(self.parts.built, self.common, value_of), self.parts.original)
+        return merged(assembled(self.parts.built, self.common, self.loaded), self.parts.original)
 
 
 def agree_on_load(call: Call, made: Attempt[Loading], is_checked: bool) -> set[str]:
