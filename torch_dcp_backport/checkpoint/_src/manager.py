@@ -24,6 +24,7 @@ from torch_dcp_backport.checkpoint._src.retention import Retention
 from torch_dcp_backport.checkpoint._src.saves import Saves
 from torch_dcp_backport.checkpoint._src.store import Shelf, checked_step
 from torch_dcp_backport.checkpoint._src.together import (
+    CANNOT_LOAD,
     CANNOT_SAVE,
     SaveArguments,
     place_in,
@@ -171,15 +172,12 @@ class BaseCheckpointManager:
         Raises:
             CheckpointingException: the same on every rank; older checkpoints are as they were.
         """
-
-        def locate() -> Path:
-            self._uploads.raise_failed()
-            if hdfs_path is not None and remote.is_within(remote.place_of(hdfs_path), Path(local_path)):
-                raise ValueError(f"hdfs_path={hdfs_path}: it is where the folder is saved")
-            return Path(local_path)
-
-        def write(draft: Path) -> None:
-            self.write(draft, step)
+        if writing_at(local_path) is not None:
+            if hdfs_path is not None:
+                raise CheckpointingException("hdfs_path is the handler's here: give it default_hdfs_dir")
+            self.write(Path(local_path), global_step)
+            self.previous_global_step = global_step
+            return
 
         def upload(path: Path) -> None:
             if hdfs_path is not None:
@@ -188,16 +186,20 @@ class BaseCheckpointManager:
         def retire(path: Path) -> None:
             self.ensure_checkpoint_capacity(path, max_ckpt_to_keep)
 
-        step = global_step
-        if writing_at(local_path) is not None:
-            if hdfs_path is not None:
-                raise CheckpointingException("hdfs_path is the handler's here: give it default_hdfs_dir")
-            write(Path(local_path))
-        else:
-            step = step or step_in(local_path)
-            wanted = SaveArguments(locate, step, {"hdfs_path": str(hdfs_path)})
-            self._saves.save(wanted, write, self._shelf_of, (upload, retire))
-            self._is_uploading = self._is_uploading or hdfs_path is not None
+        step = global_step or step_in(local_path)
+        self._saves.wait_for_last()
+        with begin(CANNOT_SAVE, "save", self.process_group) as call:
+            with call.guard() as wanted:
+                self._uploads.raise_failed()
+                if hdfs_path is not None and remote.is_within(remote.place_of(hdfs_path), Path(local_path)):
+                    raise ValueError(f"hdfs_path={hdfs_path}: it is where the folder is saved")
+                # The working directory may change before the rest is written.
+                final, common = Path(local_path).absolute(), {"hdfs_path": str(hdfs_path)}
+                wanted.set(SaveArguments(final, checked_step(step), self._shelf_of(final), common))
+            with together.draft_of(call, wanted) as begun:
+                self.write(begun.writing.draft, step)
+        self._saves.publish(begun, (upload, retire))
+        self._is_uploading = self._is_uploading or hdfs_path is not None
         self.previous_global_step = global_step
 
     def finish(self, blocking: bool = True) -> bool:
@@ -249,28 +251,28 @@ class BaseCheckpointManager:
             CheckpointingException: the same on every rank.
         """
         self._saves.wait()
-
-        def locate() -> Optional[Path]:
-            checked_flag("del_local_after_load", del_local_after_load)
-            if isinstance(local_path, str) and "://" in local_path:
-                raise ValueError(f"local_path={local_path}: a folder is loaded; give a URL as hdfs_path")
-            self.partial = self.checked_partial(local_path, exclude, rename)
-            return None if local_path is None else Path(local_path)
-
         self.partial, self.left_out = WHOLE, ()
         common = {
             "hdfs_path": str(hdfs_path),
             "del_local_after_load": str(bool(del_local_after_load)),
             **partial.spelled(exclude, rename),
         }
-        path = together.put_back(locate, common, self.process_group)
         brought: Optional[store.Identity] = None
-        if path is not None and hdfs_path is not None:
-            bring = functools.partial(uploads.bring_if_needed, hdfs_path, path)
-            with begin(together.CANNOT_LOAD, "load", self.process_group) as call:
+        with begin(CANNOT_LOAD, "load", self.process_group) as call:
+            with call.guard() as folder:
+                checked_flag("del_local_after_load", del_local_after_load)
+                if isinstance(local_path, str) and "://" in local_path:
+                    raise ValueError(f"local_path={local_path}: a folder is loaded; give a URL as hdfs_path")
+                self.partial = self.checked_partial(local_path, exclude, rename)
+                folder.set(None if local_path is None else Path(local_path))
+            together.put_back(call, folder, common)
+            path: Optional[Path] = folder.value
+            if path is not None and hdfs_path is not None:
+                bring = functools.partial(uploads.bring_if_needed, hdfs_path, path)
                 brought = together.waited_for(call, Topic("bringing it from the store"), bring)
         if path is not None:
-            together.read_folder(path, self.read, is_verified=False, group=self.process_group)
+            with together.reading(path, is_verified=False, group=self.process_group):
+                self.read(path)
             if del_local_after_load and brought is not None and self.is_first:
                 uploads.remove_brought(path, brought)
 

@@ -1,4 +1,4 @@
-"""What Megatron's releases have otherwise: names that are not offered here, and another order of arguments."""
+"""What Megatron's releases have otherwise: names that are not offered here, another order of arguments."""
 
 from __future__ import annotations
 
