@@ -17,12 +17,13 @@ from torch_dcp_backport.dist_checkpointing._src import commit, report
 from torch_dcp_backport.dist_checkpointing._src import load as engine
 from torch_dcp_backport.dist_checkpointing._src.calls import begin
 from torch_dcp_backport.dist_checkpointing._src.load import Opened
-from torch_dcp_backport.dist_checkpointing._src.loading import Loading, PlanRefused, agree_on_load, boxed
+from torch_dcp_backport.dist_checkpointing._src.loading import Loading, PlanRefused, agree_on_load
 from torch_dcp_backport.dist_checkpointing._src.metadata import Stored
 from torch_dcp_backport.dist_checkpointing._src.offers import either_order, refusing
 from torch_dcp_backport.dist_checkpointing._src.options import CONTENT_METADATA, LoadOptions, SaveOptions
 from torch_dcp_backport.dist_checkpointing._src.save import Saving, begin_save
 from torch_dcp_backport.dist_checkpointing._src.save import save as save_together
+from torch_dcp_backport.dist_checkpointing._src.sharded_tensor import boxed
 from torch_dcp_backport.dist_checkpointing.core import SHARDED_BACKEND, CheckpointingException, Folder
 from torch_dcp_backport.dist_checkpointing.inspection import problems_of_digests
 from torch_dcp_backport.dist_checkpointing.mapping import (
@@ -291,15 +292,13 @@ class LoadUnderWay:
     """A load whose checkpoint is open: what it asks for, and then its result."""
 
     def __init__(self, opened: Attempt[Opened], asked: Attempt[ShardedStateDict]) -> None:
-        self._opened: Optional[Attempt[Opened]] = opened
-        self._asked = asked
+        self._opened, self._asked = opened, asked
         #: As `load` returns it, after the context.
         self.result: Any = None
 
     @property
     def checkpoint(self) -> Opened:
         """The checkpoint, within the context."""
-        assert self._opened is not None, "the context is over"
         return self._opened.value
 
     def ask(self, sharded_state_dict: ShardedStateDict) -> None:
@@ -307,7 +306,8 @@ class LoadUnderWay:
         self._asked.set(sharded_state_dict)
 
     def end(self, result: Any) -> None:
-        self._opened = None
+        """Keep the result alone."""
+        self._opened, self._asked = Attempt(), Attempt()
         self.result = result
 
 

@@ -127,7 +127,7 @@ class Saves:
         Raises:
             CheckpointingException: the same on every rank. Older checkpoints are as they were.
         """
-        if not begun.requests:
+        if not begun.writing.requests:
             together.finish_folder(begun, then, self.process_group)
             return
         self._final = begun.asked.final
@@ -170,7 +170,7 @@ class Saves:
 
 def write_all(begun: Begun) -> None:
     """Write the parts that were left for the background, in a thread. `finish_folder` raises failures."""
-    for request in begun.requests:
+    for request in begun.writing.requests:
         try:
             if request.async_fn is not None:
                 request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)

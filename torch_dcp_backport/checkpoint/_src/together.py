@@ -206,12 +206,8 @@ class Begun:
     asked: SaveArguments
     #: On the first rank; others neither name nor remove it.
     draft: Optional[store.StepDraft]
-    #: The requests are empty on every rank, or on none.
+    #: Its requests are empty on every rank, or on none.
     writing: Writing
-
-    @property
-    def requests(self) -> Sequence[AsyncRequest]:
-        return self.writing.requests
 
 
 @contextlib.contextmanager
@@ -249,7 +245,7 @@ def draft_of(call: Call, wanted: Attempt[SaveArguments]) -> Iterator[Begun]:
     with discarding(draft), saying(outlook):
         with call.guard(), begun.writing.is_open():
             yield begun
-        meet(call, Topic("writing"), common={"saves in the background": str(len(begun.requests))})
+        meet(call, Topic("writing"), common={"saves in the background": str(len(begun.writing.requests))})
 
 
 def outlook_of(final: Path, step: int, shelf: Optional[Shelf]) -> str:
@@ -286,12 +282,12 @@ def finish_folder(begun: Begun, then: Iterable[Callable[[Path], None]] = (), gro
     folder, so_far = begun.writing.draft, begun.writing.outlook
     unheard = f"list the steps to see whether {begun.asked.final.name} is one"
     with begin(CANNOT_SAVE, "save", group) as call, discarding(begun.draft):
-        if begun.requests:
+        if begun.writing.requests:
             call.problems += map(call.problem_of, begun.writing.failures)
             # Once all have written: a file may be written by another rank than its name says.
             meet(call, Topic("writing in the background", so_far))
             with call.guard(), saying(so_far):
-                for request in begun.requests:
+                for request in begun.writing.requests:
                     for finalize in request.finalize_fns:
                         finalize()
         with call.guard() as noted:

@@ -140,7 +140,7 @@ class Loading:
         rows = (row for row in self.table.tensors if row.key in self.index.tensors)
         for part, data, plain in zip(self.tensors, self.data, rows):
             if part.flattened_range is None or part.key not in self.unfolded:
-                value = None if data is None else boxed(part, data)
+                value = None if data is None else sharded_tensor.boxed(part, data)
                 wanted.append(engine.wanted_of(self.index, plain, value, part.allow_shape_mismatch))
                 continue
             row, begin = row_of(part, is_folded=False), part.flattened_range.start
@@ -359,10 +359,3 @@ def unwritable(parts: list[ShardedTensor]) -> list[Problem]:
         if why:
             problems.append(Problem("a tensor cannot be written", part.key, why))
     return problems
-
-
-def boxed(part: ShardedTensor, data: torch.Tensor) -> torch.Tensor:
-    """Return the data of a part in the shape of its box: with the prepended axes."""
-    axes = (None,) * (part.prepend_axis_num if part.flattened_range is None else len(part.global_shape))
-    # Of a sparse tensor there is no view; it is refused later, by its key.
-    return data.detach()[axes] if axes and has_slices(data) else data.detach()
