@@ -178,14 +178,6 @@ class BaseCheckpointManager:
             self.write(Path(local_path), global_step)
             self.previous_global_step = global_step
             return
-
-        def upload(path: Path) -> None:
-            if hdfs_path is not None:
-                self._uploads.add(path, hdfs_path)
-
-        def retire(path: Path) -> None:
-            self.ensure_checkpoint_capacity(path, max_ckpt_to_keep)
-
         step = global_step or step_in(local_path)
         self._saves.wait_for_last()
         with begin(CANNOT_SAVE, "save", self.process_group) as call:
@@ -198,7 +190,9 @@ class BaseCheckpointManager:
                 wanted.set(SaveArguments(final, checked_step(step), self._shelf_of(final), common))
             with together.draft_of(call, wanted) as begun:
                 self.write(begun.writing.draft, step)
-        self._saves.publish(begun, (upload, retire))
+        upload = [] if hdfs_path is None else [functools.partial(self._uploads.add, url=hdfs_path)]
+        retire = functools.partial(self.ensure_checkpoint_capacity, keep=max_ckpt_to_keep)
+        self._saves.publish(begun, (*upload, retire))
         self._is_uploading = self._is_uploading or hdfs_path is not None
         self.previous_global_step = global_step
 
