@@ -125,7 +125,6 @@ def save(
         >>> dist_checkpointing.load_plain_tensors("step_1")["w"]
         tensor([0, 1, 2, 3])
     """
-
     options = SaveOptions(
         validate_access_integrity,
         content_metadata,
@@ -168,7 +167,12 @@ def saving(
             state.set({"w": part, "step": 1})
 
     Args:
-        requests: for a save in the background, which is begun at the end of the context: gets its request.
+        checkpoint_dir, options: of the save.
+        requests: gets the request of a save in the background, which is begun at the end of the context; None
+            saves there at once.
+
+    Returns:
+        The attempt to make this rank's state dict, to be set.
 
     Raises:
         CheckpointingException: as `save`.
@@ -272,7 +276,6 @@ def load(
         >>> new
         tensor([0, 1, 2, 3])
     """
-
     shared_in = sharing_groups(sharded_strategy)
     if read_together and not shared_in and dist.is_initialized():
         shared_in = (process_group,)
@@ -318,6 +321,12 @@ def loading(checkpoint_dir: Folder, options: LoadOptions) -> Iterator[LoadUnderW
         with loading(folder, options) as load:
             load.ask({"w": part})
         step = load.result["step"]
+
+    Args:
+        checkpoint_dir, options: of the load.
+
+    Returns:
+        The load, with the open checkpoint in the context, and the result after it.
 
     Raises:
         CheckpointingException: as `load`.

@@ -437,19 +437,18 @@ class FSDPCheckpointManager(ShardedManager):
                 )
             self.read_verl(folder, verl_world)
             return
-
         with begin(CANNOT_LOAD, "load", self.process_group) as call:
             with call.guard() as own:
                 state = self.halves(self.should_load_model, self.should_load_optimizer)
-                own.set(self.viewed(state))
+                views, frozen = self.viewed(state), frozen_names(self.model)
+                own.set(views)
             common = self.agree_on_load(call, path, (SAVED, WORLD, SCHEDULERS_WORLD))
-            views, frozen = own.value, frozen_names(self.model)
             others = names_of_others(call, own, frozen)
         rank, world = self.place()
         saved_world = common.get(WORLD, world)
         is_full = set(self.checkpoint_load_contents) >= set(common[SAVED])
         frozen |= others.frozen
-        schedules: list[Any] = []
+        schedule: Any = None
         strict = "raise_all" if is_full and not frozen and self.partial.is_whole else "raise_unexpected"
         options = LoadOptions(strict=strict, trust=self.trust, process_group=self.process_group)
         with loading(path, options) as load:
@@ -464,7 +463,7 @@ class FSDPCheckpointManager(ShardedManager):
                     groups = view.groups(stored.get(OPTIMIZER, {}).get(GROUPS, []))
                     current = state.get(OPTIMIZER, {}).get(GROUPS, [])
                     today = self.lr_scheduler.state_dict()
-                    schedules.append(schedule_of(stored[SCHEDULER], today, groups, current))
+                    schedule = schedule_of(stored[SCHEDULER], today, groups, current)
             asked.update(self.schedule_wanted(common))
             if view.changes:
                 asked = view.selected(asked)
@@ -487,7 +486,8 @@ class FSDPCheckpointManager(ShardedManager):
         if self.left_out:
             logger.warning("%s: left out, and as they were: %s", folder, ", ".join(self.left_out))
         if self.should_load_extra:
-            schedule = schedules[0] if schedules else self.schedule_in_load(loaded)
+            if schedule is None:
+                schedule = self.schedule_in_load(loaded)
             if self.lr_scheduler is not None and schedule is not None:
                 self.lr_scheduler.load_state_dict(schedule)
             if rank == 0:
